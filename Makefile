@@ -1,0 +1,54 @@
+# make quickstart   sets up .venv and trains a small model on 4 CPU ranks
+# make test         sets up .venv and runs all tests
+# make check        format, lint, types, import rules, sizes
+#
+# PYTHON       an interpreter of 3.11 or newer:  make quickstart PYTHON=python3.12
+# TORCH_INDEX  a package index that has torch's CPU builds, far smaller than the default ones on Linux:
+#              make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+
+.PHONY: quickstart test check setup setup-dev clean
+
+quickstart: setup
+	$(BIN)/rayfcp train jobs/quickstart.yaml
+
+test: setup-dev
+	$(BIN)/python -m pytest
+
+check: setup-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_house.py
+
+setup: .venv/installed
+setup-dev: .venv/installed-dev
+
+# Stamps, so that the set-up runs once, and again when what it installs has changed.
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "PYTHON is '$(PYTHON)', must be Python 3.11 or newer; run make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	touch $@
+
+# torch first and pinned exactly: left to the resolver, the newest build with CUDA would win over a CPU build.
+.venv/torch: .venv/made constraints.txt
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt \
+		"$$(grep '^torch==' constraints.txt)"
+	touch $@
+
+.venv/installed: .venv/torch pyproject.toml
+	$(PIP) -c constraints.txt -e .
+	touch $@
+
+.venv/installed-dev: .venv/torch pyproject.toml
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@ .venv/installed
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

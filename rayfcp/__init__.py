@@ -1,0 +1,28 @@
+"""Elastic long-context training on Ray with flexible context parallelism.
+
+`FlexTrainer(config).fit()` trains; `plan_batch`, `attention` serve other training loops. Names are
+imported when they are first used: `import rayfcp` loads neither torch nor ray.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "rayfcp.config",
+    "load_config": "rayfcp.config",
+    "plan_batch": "rayfcp.plan",
+    "check_plan": "rayfcp.program",
+    "lower": "rayfcp.program",
+    "attention": "rayfcp.execute.attention",
+    "FlexTrainer": "rayfcp.cluster",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rayfcp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,181 @@
+"""The `rayfcp` command. Heavy libraries are imported by the command that needs them, not at start."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from rayfcp.config import Config
+
+DONE, FAILED, WRONG_INPUT = 0, 1, 2
+
+DESCRIPTION = """\
+Train long-context models on variable-length data with flexible context parallelism.
+
+For every global batch rayfcp works out, ahead of time, the fastest way to spread its
+sequences over the ranks that are there, and sends that plan to the workers.
+"""
+
+OVERRIDES = """\
+Any key of the configuration can be overridden:
+  train.steps=100  cluster.num_workers=2  model.dtype=bfloat16  model.architecture.num_layers=8
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(WRONG_INPUT, f"rayfcp: error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0 when done, 2 when the user's input is wrong (one line on stderr), else 1."""
+    from rayfcp.config import ConfigError
+    from rayfcp.values import InfeasiblePlanError
+
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], None] = arguments.command
+    try:
+        command(arguments)
+    except (ConfigError, InfeasiblePlanError) as error:
+        # An error that crossed from a Ray worker carries the original as its cause.
+        line = " ".join(str(getattr(error, "cause", None) or error).split())
+        sys.stderr.write(f"rayfcp: error: {line}\n")
+        return WRONG_INPUT
+    except KeyboardInterrupt:
+        sys.stderr.write("rayfcp: stopped before the end\n")
+        return FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="rayfcp",
+        description=DESCRIPTION,
+        epilog="Start with:  rayfcp train jobs/quickstart.yaml",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    train = _with_config(commands, _train, "train", "train a model, or go on with a run that was stopped")
+    train.epilog = f"{OVERRIDES}\nExample:  rayfcp train jobs/quickstart.yaml train.steps=50 cluster.num_workers=2"
+
+    plan = _with_config(commands, _plan, "plan", "print the plan of one global batch as a time x rank grid")
+    plan.add_argument("--step", type=_positive, default=1, help="which step's batch, from 1 (default: 1)")
+    plan.epilog = f"{OVERRIDES}\nExample:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3"
+
+    prepare = _with_config(commands, _prepare, "prepare", "tokenise the data of a configuration into columnar shards")
+    prepare.add_argument("--out", required=True, metavar="DIR", help="folder or fsspec URL for the shards")
+    prepare.epilog = f"{OVERRIDES}\nExample:  rayfcp prepare jobs/quickstart.yaml --out shards data.max_seqlen=4096"
+
+    report = _command(commands, _report, "report", "write RUN_DIR/report.html and print the run's summary")
+    report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    report.epilog = "Example:  rayfcp report runs/quickstart"
+
+    export = _command(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
+    export.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
+    export.epilog = "Example:  rayfcp export runs/quickstart exported"
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=text, description=f"{text.capitalize()}.", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(command=run)
+    return parser
+
+
+def _with_config(
+    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = _command(commands, run, name, text)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. jobs/quickstart.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of configuration keys")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def _config(arguments: argparse.Namespace) -> "Config":
+    from rayfcp.config import check_paths, load_config
+
+    config = load_config(arguments.config, overrides=arguments.overrides)
+    check_paths(config)
+    return config
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from rayfcp.cluster import FlexTrainer
+    from rayfcp.telemetry.progress import Progress
+    from rayfcp.telemetry.steps import read_steps
+    from rayfcp.telemetry.summary import format_summary, summarize
+
+    trainer = FlexTrainer(_with_cluster_of_job(config))
+    with Progress(config.train.steps) as progress:
+        result = trainer.fit(watcher=progress)
+    reports = read_steps(f"{result.path}/steps.jsonl")
+    if reports:
+        sys.stdout.write(f"\n{format_summary(summarize(reports), run_dir=config.run_dir)}\n")
+    if (result.metrics or {}).get("stopped"):
+        raise KeyboardInterrupt
+
+
+def _with_cluster_of_job(config: "Config") -> "Config":
+    """Inside a Ray job the job's own cluster is meant, unless the configuration names another."""
+    if config.cluster.address is not None or "RAY_ADDRESS" not in os.environ:
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "auto"})})
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from rayfcp.cluster import plan_step
+
+    sys.stdout.write(f"{plan_step(config, step=arguments.step)}\n")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    from rayfcp.cluster import prepare_data
+    from rayfcp.telemetry.progress import Progress
+
+    with Progress(1) as progress:
+        manifest = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, say=progress.say)
+    sys.stdout.write(f"{manifest}\n")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from rayfcp.config import ConfigError
+    from rayfcp.telemetry.report import write_report
+    from rayfcp.telemetry.steps import read_steps
+    from rayfcp.telemetry.summary import format_summary, summarize
+
+    try:
+        page = write_report(arguments.run_dir)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    summary = summarize(read_steps(page.with_name("steps.jsonl")))
+    sys.stdout.write(f"{format_summary(summary, run_dir=arguments.run_dir)}\n")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from rayfcp.cluster import export_run
+
+    checkpoint = export_run(arguments.run_dir, out_dir=arguments.out_dir)
+    sys.stdout.write(f"{checkpoint} -> {arguments.out_dir}\n")

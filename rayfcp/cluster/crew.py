@@ -1,0 +1,105 @@
+"""The workers of a run as one: started, joined, told the same, heard, ended."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+
+from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.placement import options_for, release, reserve
+from rayfcp.cluster.worker import RankWorker
+from rayfcp.config import Config
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerFailedError(RuntimeError):
+    """A worker raised or died; the message names the rank and holds the worker's own traceback or reason."""
+
+
+class Crew:
+    """Worker actors in rank order: those of one node are neighbours."""
+
+    def __init__(
+        self, workers: Sequence[Any], groups: Sequence[PlacementGroup], *, facts: Sequence[DeviceFacts]
+    ) -> None:
+        self.workers, self._groups, self.facts = list(workers), list(groups), list(facts)
+        self.waited_s = 0.0
+        """Seconds spent waiting for workers, in total."""
+
+    @classmethod
+    def start(cls, config: Config, *, device: str, data_dir: str, vocab_size: int) -> "Crew":
+        """One actor per reserved device.
+
+        Raises:
+            CapacityError: too few devices.
+            WorkerFailedError: a worker cannot start.
+        """
+        groups = reserve(config, device=device)
+        actor = ray.remote(RankWorker)
+        chosen = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
+        workers = [
+            actor.options(**options_for(group, device=device, threads=config.train.threads_per_worker)).remote(
+                chosen, data_dir, vocab_size=vocab_size
+            )
+            for group in groups
+        ]
+        crew = cls(workers, groups, facts=())
+        try:
+            facts: list[DeviceFacts] = crew.each(lambda _, worker: worker.facts.remote())
+        except BaseException:
+            crew.end()
+            raise
+        order = sorted(range(len(workers)), key=lambda index: (facts[index].node_id, index))
+        return cls([workers[i] for i in order], [groups[i] for i in order], facts=[facts[i] for i in order])
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        nodes = list(dict.fromkeys(fact.node_id for fact in self.facts))
+        return tuple(nodes.index(fact.node_id) for fact in self.facts)
+
+    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
+        """`call(rank, worker)` gives a reference for every worker; their values in rank order.
+
+        Raises:
+            WorkerFailedError: names the rank and the cause.
+        """
+        return self.gather([call(rank, worker) for rank, worker in enumerate(self.workers)])
+
+    def gather(self, refs: Sequence[Any]) -> list[Any]:
+        """Values of one reference per rank. The first that failed is raised at once, while others may
+        still wait for it.
+
+        Raises:
+            WorkerFailedError: names the rank and the cause.
+        """
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        waiting, values = list(refs), [None] * len(refs)
+        while waiting:
+            start_s = time.perf_counter()
+            done, waiting = ray.wait(waiting, num_returns=1)
+            self.waited_s += time.perf_counter() - start_s
+            for ref in done:
+                values[rank_of[ref]] = self._get(ref, rank=rank_of[ref])
+        return values
+
+    def end(self) -> None:
+        """Kill the workers by handle and give their devices back."""
+        for worker in self.workers:
+            ray.kill(worker, no_restart=True)
+        release(self._groups)
+
+    def _get(self, ref: Any, *, rank: int) -> Any:
+        try:
+            return ray.get(ref)
+        except RayTaskError as error:
+            raise WorkerFailedError(f"rank {rank} failed: {error.cause!r}\n{error.traceback_str}") from error
+        except RayActorError as error:
+            raise WorkerFailedError(f"rank {rank} died: {error}") from error

@@ -1,0 +1,56 @@
+"""What a run does with files before and after it: preparing data, exporting a checkpoint."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import ray
+
+from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
+from rayfcp.cluster.local import connect
+from rayfcp.config import Config, ConfigError, load_config
+from rayfcp.data import PreparedManifest, cached_prepare, prepare
+
+
+def prepared_data(config: Config, *, say: Callable[[str], None]) -> str:
+    """The folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache,
+    which is `data.cache_dir` or `.data` beside the run's folder."""
+    cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
+    manifest = cached_prepare(
+        config.data, cache_dir=cache, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+    )
+    say(f"data in {manifest}")
+    return manifest.folder
+
+
+def prepare_data(config: Config, *, out_dir: str, say: Callable[[str], None]) -> PreparedManifest:
+    """Tokenise `config.data` into shards in `out_dir`, on the cluster of the configuration.
+
+    Raises:
+        ConfigError: as `rayfcp.data.prepare`.
+    """
+    started_here = connect(config)
+    try:
+        return prepare(
+            config.data, out_dir=out_dir, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+        )
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def export_run(run_dir: str | Path, *, out_dir: str | Path) -> Path:
+    """Write the last checkpoint of a run as a Hugging Face folder; the checkpoint that was taken.
+
+    Raises:
+        ConfigError: no run or no complete checkpoint in `run_dir`, or `out_dir` is not empty.
+    """
+    from rayfcp.models.export import export_checkpoint
+
+    config = load_config(Path(run_dir) / "config.yaml")
+    folder = Path(run_dir) / "checkpoints"
+    latest = CheckpointFolder(folder, keep=config.checkpoint.keep).latest()
+    if latest is None:
+        raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
+    manifest = read_manifest(latest)
+    export_checkpoint(config, latest, out_dir=out_dir, vocab_size=int(manifest.model["vocab_size"]))
+    return latest

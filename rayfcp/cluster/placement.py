@@ -1,0 +1,85 @@
+"""Devices from Ray: one placement group per worker, so that each can come and go alone."""
+
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rayfcp.config import Config, ConfigError
+
+RESOURCES = {"cuda": "GPU", "npu": "NPU"}
+
+MORE_WORKERS_WAIT_S = 2.0
+"""How long a start with enough workers waits for one more."""
+
+
+class CapacityError(ConfigError):
+    """The cluster has too few devices; the message says what was asked for and what is there."""
+
+
+def resolved_device(config: Config) -> str:
+    """`auto` becomes what the cluster's nodes offer: GPUs, else NPUs, else CPUs."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    total = ray.cluster_resources()
+    return next((device for device, name in RESOURCES.items() if total.get(name, 0) >= 1), "cpu")
+
+
+def bundle(device: str, *, threads: int) -> dict[str, float]:
+    """What one worker asks of Ray."""
+    accelerator = RESOURCES.get(device)
+    return {"CPU": float(threads)} | ({accelerator: 1.0} if accelerator else {})
+
+
+def reserve(config: Config, *, device: str) -> list[PlacementGroup]:
+    """As many placement groups as fit, from `num_workers`' minimum to its maximum.
+
+    Waits up to `elastic.start_timeout_s` for the minimum.
+
+    Raises:
+        CapacityError: the minimum does not fit by then; nothing stays reserved.
+    """
+    wanted = bundle(device, threads=config.train.threads_per_worker)
+    groups = [placement_group([wanted], strategy="PACK") for _ in range(config.cluster.max_workers)]
+    waiting = {group.ready(): group for group in groups}
+    kept: list[PlacementGroup] = []
+    end_s = time.monotonic() + config.elastic.start_timeout_s
+    while waiting:
+        patience_s = MORE_WORKERS_WAIT_S if len(kept) >= config.cluster.min_workers else end_s - time.monotonic()
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(patience_s, 0.0))
+        if not done:
+            break
+        kept += [waiting.pop(ref) for ref in done]
+    if len(kept) < config.cluster.min_workers:
+        release(groups)
+        raise CapacityError(
+            f"cluster.num_workers asks for at least {config.cluster.min_workers} x {wanted}, {len(kept)} fit into "
+            f"{_short(ray.cluster_resources())} within {config.elastic.start_timeout_s:.0f} s; add nodes or ask for "
+            "fewer"
+        )
+    release(list(waiting.values()))
+    return kept
+
+
+def release(groups: list[PlacementGroup]) -> None:
+    """Give the reservations back."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+def options_for(group: PlacementGroup, *, device: str, threads: int) -> dict[str, Any]:
+    """Actor options of a worker in its placement group."""
+    wanted = bundle(device, threads=threads)
+    return {
+        "num_cpus": wanted.pop("CPU"),
+        "num_gpus": wanted.pop("GPU", 0.0),
+        "resources": wanted,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
+    }
+
+
+def _short(resources: dict[str, float]) -> str:
+    names = ("CPU", "GPU", "NPU")
+    return "{" + ", ".join(f"{name}: {resources[name]:g}" for name in names if name in resources) + "}"

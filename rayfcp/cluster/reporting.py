@@ -1,0 +1,77 @@
+"""From what planner and workers say of a step to the StepReport, the metrics and the files of a run."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from rayfcp.cluster.planner import PlannedStep
+from rayfcp.config import Config
+from rayfcp.execute.reports import RankReport
+from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.report import write_report
+from rayfcp.telemetry.steps import StepLog
+from rayfcp.telemetry.trace import write_trace
+from rayfcp.values import Span, StepReport
+
+
+def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float) -> StepReport:
+    """One committed step. `peak_flops` is of all devices in use together."""
+    record, batch = planned.record, planned.batch
+    waited_s = sum(report.wait_s for report in ranks)
+    return StepReport(
+        step=batch.step,
+        loss=ranks[0].loss,
+        grad_norm=ranks[0].grad_norm,
+        learning_rate=ranks[0].learning_rate,
+        num_tokens=batch.num_tokens,
+        num_sequences=len(batch.samples),
+        step_s=step_s,
+        predicted_s=record.predicted_s,
+        plan_s=record.plan_s,
+        plan_wait_s=planned.wait_s,
+        mfu=record.model_flops / (step_s * peak_flops),
+        attention_mfu=record.attention_flops / (step_s * peak_flops),
+        imbalance=record.imbalance,
+        bubble=waited_s / sum(report.step_s for report in ranks),
+        gap=record.gap,
+        strategy=record.strategy,
+        world_size=len(ranks),
+        degrees=record.degrees,
+        num_microbatches=record.num_microbatches,
+        plan_hash=record.plan_hash,
+        samples_hash=batch.samples_hash,
+    )
+
+
+class Journal:
+    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end trace and report."""
+
+    def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
+        self._run_dir = run_dir
+        self._log = StepLog(run_dir / "steps.jsonl", resume_step=resume_step)
+        self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
+        self.metrics = MetricsExporter(
+            config.run.name, run_dir=run_dir, host=config.metrics.host, port=config.metrics.port
+        )
+        self._began_s, self._productive_s = time.monotonic(), 0.0
+        self.reports: list[StepReport] = []
+
+    def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> None:
+        """A step is done: one line, all metrics."""
+        self._log.append(report)
+        self._productive_s += report.step_s
+        self.metrics.observe_step(report)
+        self.metrics.set_goodput(min(1.0, self._productive_s / (time.monotonic() - self._began_s)))
+        for rank in ranks:
+            self.metrics.set_worker(rank.rank, step_s=rank.step_s, memory_bytes=rank.memory_bytes)
+        self._spans.append(tuple(span for rank in ranks for span in rank.spans))
+        self.reports.append(report)
+
+    def close(self) -> None:
+        """Write trace and report, stop serving metrics."""
+        self._log.close()
+        self.metrics.close()
+        if self._log.last_step:
+            write_trace(self._run_dir / "trace.json", {"measured": [span for step in self._spans for span in step]})
+            write_report(self._run_dir)

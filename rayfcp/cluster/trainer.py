@@ -1,0 +1,186 @@
+"""`FlexTrainer`: a run from a user's process, with Ray Train's types outside."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import ray
+
+from rayfcp.cluster.capacity import configured_bound
+from rayfcp.cluster.controller import Controller, Outcome, Poll
+from rayfcp.cluster.files import prepared_data
+from rayfcp.cluster.local import CONTROLLER_CPUS, connect
+from rayfcp.config import Config, ConfigError
+from rayfcp.data import load_tokenizer
+from rayfcp.plan import strategy_names
+from rayfcp.values import StepReport
+
+if TYPE_CHECKING:
+    from ray.train import Result, RunConfig, ScalingConfig
+
+POLL_S = 0.1
+
+
+class RunFailedError(RuntimeError):
+    """The run ended by an error that is not in the configuration; the message holds the worker's traceback."""
+
+
+class Watcher(Protocol):
+    """Who is told what a run does."""
+
+    def say(self, text: str) -> None:
+        """One line of what is being done."""
+        ...
+
+    def update(self, report: StepReport) -> None:
+        """A step was committed."""
+        ...
+
+
+class FlexTrainer:
+    """Trains a language model on the ranks of a Ray cluster, planning every global batch.
+
+    Args:
+        config: the run. Ray Train's own configurations, if given, override it:
+        run_config: `name`, `storage_path` (the run's folder is `storage_path/name`), `checkpoint_config`.
+        scaling_config: `num_workers` (a number or (min, max)), `use_gpu`.
+
+    Example:
+        >>> trainer = FlexTrainer(config)                                     # doctest: +SKIP
+        >>> result = trainer.fit()                                            # doctest: +SKIP
+        >>> result.metrics["loss"], result.checkpoint.path                    # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_config: "RunConfig | None" = None,
+        scaling_config: "ScalingConfig | None" = None,
+    ) -> None:
+        config = _with_scaling(config, scaling_config) if scaling_config else config
+        self.config = _with_run(config, run_config) if run_config else config
+        check_runnable(self.config)
+
+    def fit(self, *, watcher: Watcher | None = None) -> "Result":
+        """Run to the end and give the last step's metrics, the last checkpoint and the run's folder.
+
+        Ctrl-C ends the run after the step under way with a checkpoint; a second one at once.
+
+        Raises:
+            ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
+            RunFailedError: a worker or the controller failed; holds the cause.
+        """
+        from ray.train import Checkpoint, Result
+
+        run_dir = Path(self.config.run_dir).absolute()
+        outcome, reports = self._drive(run_dir, watcher or _Silent())
+        if outcome.wrong_input:
+            raise ConfigError(outcome.error)
+        if outcome.finished is None:
+            raise RunFailedError(f"{outcome.error}\n{outcome.trace}")
+        checkpoint = outcome.finished.checkpoint
+        metrics = asdict(reports[-1]) if reports else {}
+        stopped = outcome.finished.last_step < self.config.train.steps
+        return Result(
+            metrics=metrics | {"controller_s": outcome.finished.controller_s, "stopped": stopped},
+            checkpoint=Checkpoint(checkpoint) if checkpoint else None,
+            error=None,
+            path=str(run_dir),
+        )
+
+    def _drive(self, run_dir: Path, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
+        watcher.say("connecting to Ray")
+        started_here = connect(config)
+        try:
+            data_dir = prepared_data(config, say=watcher.say)
+            actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
+            controller = actor.remote(config, data_dir)
+            try:
+                return _follow(controller, watcher)
+            finally:
+                ray.kill(controller, no_restart=True)
+        finally:
+            if started_here:
+                ray.shutdown()
+
+
+def check_runnable(config: Config) -> None:
+    """What can be refused before anything starts.
+
+    Raises:
+        ConfigError: a strategy, a layout or a model that cannot run.
+        InfeasiblePlanError: the model does not fit.
+    """
+    if config.plan.strategy not in strategy_names():
+        known = ", ".join(strategy_names())
+        raise ConfigError(f"plan.strategy is {config.plan.strategy!r}, must be one of {known}; choose one of these")
+    for field in ("pipeline_stages", "tensor_parallel"):
+        value = getattr(config.cluster, field)
+        if value != 1:
+            raise ConfigError(
+                f"cluster.{field} is {value}, must be 1 with plan.strategy={config.plan.strategy}; set it to 1"
+            )
+    if config.cluster.memory_gib_per_device is not None:
+        _check_model_fits(config)
+
+
+def _check_model_fits(config: Config) -> None:
+    from rayfcp.models.describe import model_config, profile_of
+
+    library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
+    configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
+
+
+def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
+    """Tell the watcher until the run ends; the first Ctrl-C asks it to stop."""
+    running = controller.run.remote()
+    reports: list[StepReport] = []
+    phase, asked = "", False
+    while True:
+        try:
+            done, _ = ray.wait([running], timeout=POLL_S)
+            poll: Poll = ray.get(controller.poll.remote(len(reports)))
+            if poll.phase != phase:
+                phase = poll.phase
+                watcher.say(phase)
+            for report in poll.reports:
+                watcher.update(report)
+            reports += poll.reports
+            if done:
+                return ray.get(running), reports
+        except KeyboardInterrupt:
+            if asked:
+                raise
+            asked = True
+            watcher.say("stopping after this step with a checkpoint; press Ctrl-C again to stop at once")
+            controller.stop.remote()
+
+
+def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
+    workers = scaling.num_workers
+    update: dict[str, Any] = {"num_workers": tuple(workers) if isinstance(workers, tuple | list) else workers}
+    if scaling.use_gpu:
+        update["device"] = "cuda"
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
+
+
+def _with_run(config: Config, run: "RunConfig") -> Config:
+    updates: dict[str, Any] = {}
+    name = run.name or config.run.name
+    folder = str(Path(run.storage_path) / name) if run.storage_path else config.run.dir
+    updates["run"] = config.run.model_copy(update={"name": name, "dir": folder})
+    kept = run.checkpoint_config.num_to_keep if run.checkpoint_config else None
+    if kept:
+        updates["checkpoint"] = config.checkpoint.model_copy(update={"keep": kept})
+    return config.model_copy(update=updates)
+
+
+class _Silent:
+    def say(self, text: str) -> None:
+        """Nobody listens."""
+
+    def update(self, report: StepReport) -> None:
+        """Nobody looks."""

@@ -1,0 +1,234 @@
+"""What a user writes: the sections of a run's configuration, each key with its meaning and bounds."""
+
+import sysconfig
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    field_validator,
+    model_validator,
+)
+
+from rayfcp.config.words import as_list, workers_or_range
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
+
+STDLIB_PLACEHOLDER = "{stdlib}"
+
+
+class Section(BaseModel):
+    """A frozen section; a key that is not declared is an error.
+
+    A message raised by a validator of a section starts with the section's own key; one raised by a
+    validator of a field starts with `must`. `rayfcp.config.problems` puts the rest in front.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+
+class RunConfig(Section):
+    """Where a run keeps its files, and the seed of everything random in it."""
+
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    dir: str | None = Field(default=None, description="run directory; runs/NAME if absent")
+    seed: int = Field(default=0, ge=0)
+
+
+class ArchitectureConfig(Section):
+    """Shape of a model that starts from random weights (any `model_type` that transformers knows)."""
+
+    model_type: str = "qwen3"
+    num_layers: Count = 4
+    hidden_size: Count = 128
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Count = 32
+    ffn_size: Count = 384
+    vocab_size: Count | None = Field(default=None, description="the tokenizer's if absent")
+    max_positions: Count = 8192
+    tied_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "ArchitectureConfig":
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, must be even for rotary positions; try {self.head_dim + 1}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads}); change one"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """Which model: a folder or hub name of a Hugging Face causal LM, or an architecture of our own."""
+
+    path: str | None = Field(default=None, description="Hugging Face folder or name; overrides `architecture`")
+    init: Literal["random", "pretrained"] = "random"
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    architecture: ArchitectureConfig = ArchitectureConfig()
+
+    @model_validator(mode="after")
+    def _pretrained_has_weights(self) -> "ModelConfig":
+        if self.init == "pretrained" and self.path is None:
+            raise ValueError(
+                "init is 'pretrained', must be 'random' without model.path; give model.path the weights' folder"
+            )
+        return self
+
+
+class DataConfig(Section):
+    """What is read, how it becomes tokens, and what happens to rows that are too long or broken."""
+
+    paths: Words = Field(
+        min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
+    )
+    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "prepared"] = "auto"
+    include: Words = Field(default=(), description="file name patterns inside folders, e.g. *.py")
+    exclude: Words = Field(
+        default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
+    )
+    text_column: str = "text"
+    tokenizer: str = Field(default="bytes", description="`bytes`, or a Hugging Face tokenizer by path")
+    max_seqlen: Count = 8192
+    global_batch_sequences: Count = 32
+    long_sequences: Literal["cut", "split", "drop"] = "cut"
+    max_bad_fraction: Fraction = 0.01
+    cache_dir: str | None = Field(default=None, description="prepared tokens; RUN_DIR/../.data if absent")
+
+    @field_validator("paths")
+    @classmethod
+    def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
+
+
+class ClusterConfig(Section):
+    """Which devices, and how many."""
+
+    address: str | None = Field(default=None, description="Ray address; a local Ray is started if absent")
+    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    num_workers: Annotated[Count | tuple[Count, Count], BeforeValidator(workers_or_range)] = Field(
+        default=1, description="devices, or [min, max] of them"
+    )
+    pipeline_stages: Count = 1
+    tensor_parallel: Count = 1
+    memory_gib_per_device: PositiveFloat | None = Field(default=None, description="the device's own if absent")
+
+    @property
+    def min_workers(self) -> int:
+        return self.num_workers[0] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @property
+    def max_workers(self) -> int:
+        return self.num_workers[1] if isinstance(self.num_workers, tuple) else self.num_workers
+
+    @model_validator(mode="after")
+    def _one_rank_fits(self) -> "ClusterConfig":
+        devices_per_rank = self.pipeline_stages * self.tensor_parallel
+        if self.min_workers < devices_per_rank:
+            raise ValueError(
+                f"num_workers is {self.min_workers}, must be at least pipeline_stages x tensor_parallel "
+                f"({self.pipeline_stages} x {self.tensor_parallel} = {devices_per_rank}); add workers or lower them"
+            )
+        return self
+
+
+class PlanConfig(Section):
+    """How a global batch becomes a plan."""
+
+    strategy: str = "flex-ring"
+    lookahead_steps: Count = 4
+    planner_actors: Count = 1
+    packing: Literal["bfd"] = "bfd"
+    degrees: Literal["dp"] = "dp"
+    max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
+
+
+class TrainConfig(Section):
+    """The optimisation."""
+
+    steps: Count = 20
+    learning_rate: PositiveFloat = 1e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    beta1: Beta = 0.9
+    beta2: Beta = 0.95
+    grad_clip: PositiveFloat = 1.0
+    recompute_layers: int = Field(default=0, ge=0, description="layers whose activations are recomputed")
+    reduce_every: Literal["microbatch", "step"] = Field(
+        default="step", description="when gradients are reduced: `step` keeps unreduced gradients in memory"
+    )
+    threads_per_worker: Count = Field(default=1, description="CPU threads of one worker")
+
+
+class CheckpointConfig(Section):
+    """What is kept on disk, and where a run starts from."""
+
+    every_steps: Count | None = Field(default=None, description="only at the end if absent")
+    keep: Count = 2
+    resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
+
+
+class ElasticConfig(Section):
+    """How long the run waits for what it lacks."""
+
+    start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
+    collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
+
+
+class MetricsConfig(Section):
+    """What is reported, and where."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    peak_flops: PositiveFloat | None = Field(default=None, description="of one device; from a table if absent")
+    trace_steps: int = Field(default=3, ge=0, description="the last steps whose spans trace.json keeps")
+
+
+class Config(Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    cluster: ClusterConfig = ClusterConfig()
+    plan: PlanConfig = PlanConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def run_dir(self) -> str:
+        return self.run.dir or f"runs/{self.run.name}"
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Config":
+        train, shape = self.train, self.model.architecture
+        if train.warmup_steps > train.steps:
+            raise ValueError(
+                f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
+                "lower it or train longer"
+            )
+        if self.model.path is not None:
+            return self
+        if train.recompute_layers > shape.num_layers:
+            raise ValueError(
+                f"train.recompute_layers is {train.recompute_layers}, must be at most "
+                f"model.architecture.num_layers ({shape.num_layers}); lower it"
+            )
+        if self.data.max_seqlen > shape.max_positions:
+            raise ValueError(
+                f"data.max_seqlen is {self.data.max_seqlen}, must be at most "
+                f"model.architecture.max_positions ({shape.max_positions}); lower it or raise max_positions"
+            )
+        return self

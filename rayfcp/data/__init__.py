@@ -1,0 +1,25 @@
+"""Data: from text or token files to prepared shards, the index of lengths, the order of samples, and the tokens."""
+
+from rayfcp.data.index import LengthIndex
+from rayfcp.data.manifest import PreparedManifest, read_manifest
+from rayfcp.data.prepare import cached_prepare, prepare, prepare_local
+from rayfcp.data.rows import BadReason, BadRow
+from rayfcp.data.sampler import Sampler
+from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from rayfcp.data.tokens import TokenReader
+
+__all__ = [
+    "BadReason",
+    "BadRow",
+    "ByteTokenizer",
+    "LengthIndex",
+    "PreparedManifest",
+    "Sampler",
+    "TokenReader",
+    "Tokenizer",
+    "cached_prepare",
+    "load_tokenizer",
+    "prepare",
+    "prepare_local",
+    "read_manifest",
+]

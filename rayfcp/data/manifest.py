@@ -1,0 +1,148 @@
+"""What a prepared folder says of itself. `manifest.json` is written last: a folder without it is not complete."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import fsspec
+from pydantic import TypeAdapter
+
+from rayfcp.config import ConfigError
+from rayfcp.data.rows import BadRow
+from rayfcp.data.storage import join, name_of, resolve, whole_file
+
+MANIFEST_NAME = "manifest.json"
+KIND, VERSION = "rayfcp-prepared", 1
+MAX_NAMED_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """One shard: `batch_rows` are the rows of each record batch, `content` a hash of its tokens and labels."""
+
+    name: str
+    num_bytes: int
+    num_tokens: int
+    batch_rows: tuple[int, ...]
+    has_labels: bool
+    content: str
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.batch_rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedManifest:
+    """A prepared folder. `folder` is where it was opened, not part of the file.
+
+    `fingerprint` is of the inputs (names, sizes, times), the tokenizer and the columns: whether to prepare again.
+    `vocab_size` is the bound that token ids were checked against, None for 32 bits; `tokenizer_vocab_size` the
+    tokenizer's own. `bad_rows` counts by reason, `named_bad_rows` names the first 100.
+    """
+
+    folder: str
+    fingerprint: str
+    tokenizer: str
+    tokenizer_fingerprint: str
+    tokenizer_vocab_size: int
+    vocab_size: int | None
+    max_token_id: int
+    shards: tuple[ShardInfo, ...]
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    named_bad_rows: tuple[BadRow, ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return sum(shard.num_rows for shard in self.shards)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def num_bad_rows(self) -> int:
+        return sum(self.bad_rows.values())
+
+    @property
+    def content(self) -> tuple[str, ...]:
+        """Hashes of the shards in order: equal exactly when all tokens and labels are, wherever they were read."""
+        return tuple(shard.content for shard in self.shards)
+
+    def __str__(self) -> str:
+        text = f"{self.folder}: {self.num_rows} rows, {self.num_tokens} tokens in {len(self.shards)} shards"
+        if self.bad_rows:
+            text += f"; {self.num_bad_rows} rows left out ({counted(self.bad_rows)}), first {self.named_bad_rows[0]}"
+        return text
+
+
+_MANIFEST = TypeAdapter(PreparedManifest)
+
+
+def counted(bad_rows: dict[str, int]) -> str:
+    """
+    >>> counted({"empty": 3, "bad_json": 1})
+    'empty 3, bad_json 1'
+    """
+    return ", ".join(f"{reason} {count}" for reason, count in bad_rows.items())
+
+
+def check_bad_fraction(
+    bad_rows: dict[str, int], *, num_good_rows: int, named: Sequence[BadRow], max_bad_fraction: float
+) -> None:
+    """Stop where too many rows are broken.
+
+    Raises:
+        ConfigError: Counts by reason, the first three rows, the bound and the remedy.
+    """
+    num_bad_rows = sum(bad_rows.values())
+    num_rows = num_bad_rows + num_good_rows
+    if num_bad_rows <= max_bad_fraction * num_rows:
+        return
+    raise ConfigError(
+        f"data.max_bad_fraction is {max_bad_fraction:g}, but {num_bad_rows} of {num_rows} rows "
+        f"({num_bad_rows / num_rows:.2%}) are bad ({counted(bad_rows)}): {'; '.join(map(str, named[:3]))}; "
+        "repair or exclude them, or raise data.max_bad_fraction"
+    )
+
+
+def write_manifest(manifest: PreparedManifest) -> None:
+    """Make the folder complete, in one step."""
+    values = {"kind": KIND, "version": VERSION, **_MANIFEST.dump_python(manifest, mode="json", exclude={"folder"})}
+    totals = {"num_rows": manifest.num_rows, "num_tokens": manifest.num_tokens}
+    fs, path = resolve(join(manifest.folder, MANIFEST_NAME))
+    with whole_file(fs, path) as file:
+        file.write(json.dumps({**values, **totals}).encode())
+
+
+def find_manifest(folder: str) -> PreparedManifest | None:
+    """The manifest of a complete prepared folder of this version with all its shards, else None."""
+    fs, path = resolve(folder)
+    try:
+        values = json.loads(fs.cat_file(join(path, MANIFEST_NAME)))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    if not isinstance(values, dict) or (values.get("kind"), values.get("version")) != (KIND, VERSION):
+        return None
+    manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
+    sizes = {entry["name"].rsplit("/", 1)[-1]: entry.get("size") for entry in fs.ls(path, detail=True)}
+    return manifest if all(sizes.get(shard.name) == shard.num_bytes for shard in manifest.shards) else None
+
+
+def read_manifest(folder: str) -> PreparedManifest:
+    """The manifest of a complete prepared folder or URL.
+
+    Raises:
+        ConfigError: Not a prepared folder, or not a whole one.
+    """
+    manifest = find_manifest(folder)
+    if manifest is None:
+        raise ConfigError(
+            f"{folder!r} must be a folder of prepared data with {MANIFEST_NAME} and all its shards; run rayfcp prepare"
+        )
+    return manifest
+
+
+def shard_path(manifest: PreparedManifest, shard: int) -> tuple[fsspec.AbstractFileSystem, str]:
+    """File system and path of the shard with this number."""
+    return resolve(join(manifest.folder, manifest.shards[shard].name))

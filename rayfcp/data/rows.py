@@ -1,0 +1,117 @@
+"""Rows on their way from a file to a shard: as they were read, as tokens, or as broken ones with the reason."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.data.tokenizer import TokenArray
+
+IGNORED = -100
+MAX_TOKEN_ID = 2**31 - 1
+
+
+class BadReason(StrEnum):
+    """Why a row is left out."""
+
+    EMPTY = "empty"
+    NOT_UTF8 = "not_utf8"
+    BAD_JSON = "bad_json"
+    WRONG_TYPE = "wrong_type"
+    MISSING_COLUMN = "missing_column"
+    TOKEN_OUT_OF_RANGE = "token_out_of_range"
+    LABELS_MISMATCH = "labels_mismatch"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadRow:
+    """A row that is left out: `row` (from 0) of the file `shard`, and the `num_rows - 1` rows after it."""
+
+    shard: str
+    row: int
+    reason: BadReason
+    detail: str = ""
+    num_rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.shard} row {self.row}: {self.reason}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawRow:
+    """What a file says: `text`, or `tokens` as a list or integer array, with `labels` of the same kind or None."""
+
+    row: int
+    text: str | None = None
+    tokens: Any = None
+    labels: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Checked tokens `[tokens]`, at least one; `labels` `[tokens]` or None where the tokens are the labels.
+
+    `num_targets` counts the positions after the first whose label is not -100; `max_token_id` covers labels.
+    """
+
+    tokens: TokenArray
+    labels: TokenArray | None
+    num_targets: int
+    max_token_id: int
+
+
+class BadRowError(Exception):
+    """A row cannot be used; carries reason and detail up to where the row's place is known."""
+
+    def __init__(self, reason: BadReason, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+
+def make_row(tokens: Any, *, labels: Any = None, vocab_size: int | None) -> Row:
+    """The checked row of token ids in `[0, vocab_size)` (32 bits if None) and labels: likewise, or -100.
+
+    Raises:
+        BadRowError: Empty, not integers, out of range, or labels that do not match.
+    """
+    limit = MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
+    ids = _integers(tokens, column="input_ids")
+    if ids.size == 0:
+        raise BadRowError(BadReason.EMPTY)
+    largest = _check_range(ids, limit=limit, column="input_ids")
+    if labels is None:
+        return Row(tokens=ids.astype(np.int32), labels=None, num_targets=ids.size - 1, max_token_id=largest)
+    marks = _integers(labels, column="labels")
+    if marks.size != ids.size:
+        raise BadRowError(BadReason.LABELS_MISMATCH, f"{marks.size} labels for {ids.size} tokens")
+    kept = marks[marks != IGNORED]
+    if kept.size:
+        largest = max(largest, _check_range(kept, limit=limit, column="labels"))
+    targets = int(np.count_nonzero(marks[1:] != IGNORED))
+    return Row(tokens=ids.astype(np.int32), labels=marks.astype(np.int32), num_targets=targets, max_token_id=largest)
+
+
+def _integers(values: Any, *, column: str) -> npt.NDArray[Any]:
+    """The values as an array of whole numbers `[tokens]`."""
+    if isinstance(values, list):
+        if not all(type(value) is int for value in values):
+            raise BadRowError(BadReason.WRONG_TYPE, f"{column} must hold whole numbers only")
+        try:
+            return np.array(values, dtype=np.int64)
+        except OverflowError as error:
+            raise BadRowError(BadReason.TOKEN_OUT_OF_RANGE, f"{column} has numbers of more than 64 bits") from error
+    if not isinstance(values, np.ndarray) or values.dtype.kind not in "iu":
+        raise BadRowError(BadReason.WRONG_TYPE, f"{column} must be a list of whole numbers")
+    return values
+
+
+def _check_range(ids: npt.NDArray[Any], *, limit: int, column: str) -> int:
+    """The largest id."""
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest < 0 or largest > limit:
+        wrong = smallest if smallest < 0 else largest
+        raise BadRowError(BadReason.TOKEN_OUT_OF_RANGE, f"{column} has {wrong}, must be in [0, {limit + 1})")
+    return largest

@@ -1,0 +1,191 @@
+"""Which files are read: folders, globs and URLs become a sorted list, and that list becomes chunks of work."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import DataConfig
+from rayfcp.data.storage import name_of, resolve
+
+CHUNK_BYTES = 16 << 20
+PIECE_BYTES = 64 << 20
+
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+_EXTENSIONS = {
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+}
+_NEVER_READ = (".*", "__pycache__")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputFile:
+    """Bytes `[start, stop)` of a file: the whole of it, or a piece of a large one.
+
+    A piece owns the lines (JSONL) or row groups (Parquet) that begin in it. `stamp` changes when the file does.
+    """
+
+    url: str
+    format: str
+    num_bytes: int
+    stamp: str
+    start: int
+    stop: int
+
+    @property
+    def is_piece(self) -> bool:
+        return self.stop - self.start < self.num_bytes
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.url.endswith(_COMPRESSED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one task reads: several small files, or one piece."""
+
+    index: int
+    files: tuple[InputFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.stop - file.start for file in self.files)
+
+
+def discover(data: DataConfig) -> tuple[InputFile, ...]:
+    """All files that `data` names, each once, sorted by URL.
+
+    Inside folders: names that match `data.include` (for a declared columnar or JSONL format without patterns: its
+    usual extensions) and in no component `data.exclude`; without hidden names, `__pycache__` and linked folders.
+
+    Raises:
+        ConfigError: A path is missing, or nothing is left.
+    """
+    found = {file.url: file for path in data.paths for file in _files_of(path, data)}
+    if not found:
+        raise ConfigError(
+            f"data.paths {', '.join(map(repr, data.paths))} hold no file that data.include, data.exclude and "
+            f"data.format ({data.format}) let through; change them"
+        )
+    return tuple(found[url] for url in sorted(found))
+
+
+def would_be_read(folder: str, data: DataConfig) -> bool:
+    """Whether a file put into `folder` could be among what `discover` finds the next time."""
+    for path in data.paths:
+        root = name_of(*resolve(path)).rstrip("/") + "/"
+        below = folder.removeprefix(root).split("/")
+        if folder.startswith(root) and not any(_matches(name, (*_NEVER_READ, *data.exclude)) for name in below):
+            return True
+    return False
+
+
+def make_chunks(files: tuple[InputFile, ...]) -> tuple[Chunk, ...]:
+    """Files in order, small ones together up to CHUNK_BYTES, large ones in pieces where their format can be cut."""
+    groups: list[list[InputFile]] = []
+    room_bytes = -1
+    for file in files:
+        pieces = _pieces(file)
+        if len(pieces) > 1 or file.num_bytes > room_bytes:
+            groups.extend([piece] for piece in pieces)
+            room_bytes = CHUNK_BYTES - file.num_bytes if len(pieces) == 1 else -1
+        else:
+            groups[-1].append(file)
+            room_bytes -= file.num_bytes
+    return tuple(Chunk(index=index, files=tuple(group)) for index, group in enumerate(groups))
+
+
+def format_of(name: str, declared: str) -> str:
+    """The format that the configuration declares, or for `auto` the one of the extension; `text` for all others.
+
+    >>> format_of("a/b.jsonl.gz", "auto"), format_of("a/b.py", "auto"), format_of("a/b.json", "jsonl")
+    ('jsonl', 'text', 'jsonl')
+    """
+    if declared != "auto":
+        return declared
+    for ending in _COMPRESSED:
+        name = name.removesuffix(ending)
+    return next((kind for kind, extensions in _EXTENSIONS.items() if name.endswith(extensions)), "text")
+
+
+def _pieces(file: InputFile) -> list[InputFile]:
+    """At most PIECE_BYTES each, where the format can be read from the middle."""
+    if file.format not in ("jsonl", "parquet") or file.is_compressed or file.num_bytes <= PIECE_BYTES:
+        return [file]
+    starts = range(0, file.num_bytes, PIECE_BYTES)
+    return [replace(file, start=start, stop=min(start + PIECE_BYTES, file.num_bytes)) for start in starts]
+
+
+def _files_of(path: str, data: DataConfig) -> Iterator[InputFile]:
+    fs, root = resolve(path)
+    try:
+        if fs.exists(root):
+            entries = [fs.info(root)]
+        else:
+            entries = list(fs.glob(root, detail=True).values()) if _is_glob(root) else []
+    except OSError as error:
+        raise ConfigError(f"data.paths has {path!r}, which cannot be read: {error}; check access") from error
+    if not entries:
+        what = "matches no file" if _is_glob(root) else "does not exist"
+        raise ConfigError(f"data.paths has {path!r}, which {what}; give a file, folder or pattern that does")
+    for entry in map(_target_of, entries):
+        inside = _walk(fs, entry["name"], data=data, below="") if entry["type"] == "directory" else [entry]
+        yield from (_input_file(fs, found, declared=data.format) for found in inside)
+
+
+def _is_glob(path: str) -> bool:
+    return any(sign in path for sign in "*?[")
+
+
+def _walk(fs: fsspec.AbstractFileSystem, folder: str, *, data: DataConfig, below: str) -> Iterator[dict[str, Any]]:
+    """File entries under `folder`, which lies `below` the path that the user gave."""
+    for listed in fs.ls(folder, detail=True):
+        entry = _target_of(listed)
+        name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+        if entry["name"].rstrip("/") == folder.rstrip("/") or _matches(name, (*_NEVER_READ, *data.exclude)):
+            continue
+        if entry["type"] == "directory":
+            if not listed.get("islink"):
+                yield from _walk(fs, entry["name"], data=data, below=f"{below}{name}/")
+        elif entry["type"] == "file" and _is_included(name, below, data):
+            yield entry
+
+
+def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """The entry, or for a link of a local folder what it points to, under the link's name."""
+    target = Path(entry["name"]).resolve() if entry.get("islink") else None
+    if target is None or not target.exists():
+        return entry
+    fs, path = resolve(str(target))
+    return {**fs.info(path), "name": entry["name"]}
+
+
+def _is_included(name: str, below: str, data: DataConfig) -> bool:
+    if data.include:
+        return any(fnmatchcase(below + name if "/" in pattern else name, pattern) for pattern in data.include)
+    usual = _EXTENSIONS.get(data.format)
+    return usual is None or format_of(name, "auto") == data.format or (data.format == "jsonl" and ".json" in name)
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _input_file(fs: fsspec.AbstractFileSystem, entry: dict[str, Any], *, declared: str) -> InputFile:
+    stamps = (entry.get(key) for key in ("ETag", "mtime", "LastModified", "updated", "created"))
+    size = int(entry.get("size") or 0)
+    return InputFile(
+        url=name_of(fs, entry["name"]),
+        format=format_of(entry["name"], declared),
+        num_bytes=size,
+        stamp=str(next((stamp for stamp in stamps if stamp is not None), "")),
+        start=0,
+        stop=size,
+    )

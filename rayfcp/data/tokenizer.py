@@ -1,0 +1,113 @@
+"""From text to token ids: bytes, or any Hugging Face tokenizer."""
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.config import ConfigError
+
+TokenArray = npt.NDArray[np.int32]
+
+
+class Tokenizer(Protocol):
+    """What turns a document into tokens; ids are in `[0, vocab_size)`.
+
+    `fingerprint` changes whenever the tokens of some text may change, `name` is what the user wrote.
+    """
+
+    name: str
+    vocab_size: int
+    fingerprint: str
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> TokenArray:
+        """Tokens `[tokens]` of one document, its end marked by `eos_id` if there is one."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        """`encode` of each."""
+        ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes as ids 0 to 255, then `bos_id` (never written) and `eos_id` (ends each document).
+
+    >>> ByteTokenizer().encode("aé").tolist()
+    [97, 195, 169, 257]
+    """
+
+    name = "bytes"
+    vocab_size = 258
+    fingerprint = "bytes-1"
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+
+    def encode(self, text: str) -> TokenArray:
+        data = text.encode()
+        tokens = np.full(len(data) + 1, self.eos_id, dtype=np.int32)
+        tokens[:-1] = np.frombuffer(data, dtype=np.uint8)
+        return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        return [self.encode(text) for text in texts]
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer of the transformers library, by folder or name. Adds the end token where the tokenizer does not."""
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer = _load_hugging_face(name)
+        self.name = name
+        self.vocab_size = len(self._tokenizer)
+        self.bos_id: int | None = self._tokenizer.bos_token_id
+        self.eos_id: int | None = self._tokenizer.eos_token_id
+        self.fingerprint = _fingerprint(self._tokenizer)
+
+    def encode(self, text: str) -> TokenArray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        encoded = self._tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        return [self._ended(tokens) for tokens in encoded["input_ids"]]
+
+    def _ended(self, tokens: list[int]) -> TokenArray:
+        if self.eos_id is not None and (not tokens or tokens[-1] != self.eos_id):
+            tokens = [*tokens, self.eos_id]
+        return np.array(tokens, dtype=np.int32)
+
+
+@lru_cache(maxsize=4)
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names; loaded once in a process.
+
+    Raises:
+        ConfigError: Neither `bytes` nor a tokenizer that can be loaded.
+    """
+    return ByteTokenizer() if name == ByteTokenizer.name else HuggingFaceTokenizer(name)
+
+
+def _load_hugging_face(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=Path(name).exists())
+    except Exception as error:  # the library raises many kinds, for a folder without the files as for a dead network
+        reason = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            f"data.tokenizer is {name!r}, must be 'bytes' or a Hugging Face tokenizer that loads ({reason}); "
+            "give the folder that holds tokenizer.json"
+        ) from error
+
+
+def _fingerprint(tokenizer: Any) -> str:
+    """16 hex digits over all that the tokens depend on."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    special = repr((type(tokenizer).__name__, tokenizer.bos_token_id, tokenizer.eos_token_id))
+    return hashlib.blake2b((text + special).encode(), digest_size=8).hexdigest()

@@ -1,0 +1,78 @@
+"""Sharded checkpoints: every rank writes its own part in the background, any number of ranks reads them."""
+
+import os
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time off the critical path.
+
+    The state is copied to host memory before `begin` returns, so the next update cannot tear it. Only
+    the control group is used; nothing else uses it while a write is under way.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._future: Future[Any] | None = None
+        self._began_s = 0.0
+
+    def begin(self, folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer) -> None:
+        """Start writing to `folder`; waits for an earlier write first. Every rank must call it."""
+        self.finish()
+        self._began_s = time.perf_counter()
+        folder.mkdir(parents=True, exist_ok=True)
+        model_state, optimizer_state = get_state_dict(module, optimizer)
+        self._future = dcp.async_save(  # type: ignore[assignment]
+            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=self._group
+        )
+
+    def finished_s(self) -> float | None:
+        """Seconds that the write took, once, after it is on disk; None while it is under way or if there is none."""
+        if self._future is None or not self._future.done():
+            return None
+        return self.finish()
+
+    def finish(self) -> float:
+        """Wait until the write is on disk; seconds since it began, 0 if none was under way."""
+        if self._future is None:
+            return 0.0
+        self._future.result()
+        self._future = None
+        return time.perf_counter() - self._began_s
+
+
+def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
+    """Fill a sharded model and its optimizer from `folder`, written by any number of ranks.
+
+    Raises:
+        ValueError: the checkpoint is of another model.
+    """
+    model_state, optimizer_state = get_state_dict(module, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    try:
+        dcp.load(state, checkpoint_id=folder, process_group=group)
+    except dcp.api.CheckpointException as error:
+        raise ValueError(f"checkpoint {os.fspath(folder)} does not fit this model; {error}") from error
+    set_state_dict(
+        module,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=True),
+    )
+
+
+def load_whole(folder: Path, module: nn.Module) -> None:
+    """Fill an unsharded model in one process, without process groups."""
+    state = {"model": module.state_dict()}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    module.load_state_dict(state["model"])

@@ -1,0 +1,166 @@
+"""One rank of a run: joins a generation, runs steps, saves and loads. Knows nothing of Ray."""
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from rayfcp.config import Config
+from rayfcp.data import TokenReader
+from rayfcp.execute.checkpoint import CheckpointWriter, load
+from rayfcp.execute.device import memory_bytes
+from rayfcp.execute.groups import World, join_world, leave_world
+from rayfcp.execute.interfaces import Tokens, TokenSource
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients, sum_over_ranks
+from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.execute.sharding import ShardedModel
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.program import RankProgram
+from rayfcp.values import GlobalBatch, Span, SpanKind
+
+logger = logging.getLogger(__name__)
+
+
+class _BatchTokens:
+    """Tokens of one global batch, read from the shards as they are asked for; see `TokenSource`."""
+
+    def __init__(self, reader: TokenReader, batch: GlobalBatch) -> None:
+        self._reader, self._batch = reader, batch
+
+    def read(self, sequence: int, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
+        return self._reader.read(self._batch.samples[sequence], start=start, stop=stop)
+
+
+class RankEngine:
+    """The model's shard, its optimizer and the process groups of one rank."""
+
+    def __init__(self, config: Config, *, device: torch.device, data_dir: str) -> None:
+        self._config, self.device = config, device
+        self.recomputed_layers = config.train.recompute_layers
+        self.rank, self.num_ranks = 0, 1
+        self._reader = TokenReader.open(data_dir)
+        self._world: World | None = None
+
+    def join(
+        self,
+        rank: int,
+        *,
+        num_ranks: int,
+        store: Callable[[], dist.Store],
+        make_model: Callable[[dist.ProcessGroup], nn.Module],
+    ) -> Joined:
+        """Meet the other ranks at the store, make channels, model and optimizer.
+
+        `make_model` gets the group of the `shard` channel and gives this rank's shard of the model.
+        """
+        world = join_world(
+            rank=rank,
+            num_ranks=num_ranks,
+            store=store,
+            device=self.device,
+            timeout_s=self._config.elastic.collective_timeout_s,
+        )
+        self._world = world
+        self.rank, self.num_ranks = rank, num_ranks
+        self.transport = DistributedTransport(world.channels.attend)
+        self._module = make_model(world.channels.shard)
+        self._model = ShardedModel(self._module)
+        self._optimizer = make_optimizer(self._module, self._config.train)
+        self._writer = CheckpointWriter(world.channels.control)
+        self._interpreter = Interpreter(
+            transport=self.transport,
+            kernel=pick_kernel(self.device.type),
+            model=self._model,
+            device=self.device,
+        )
+        return Joined(
+            rank=rank,
+            process_groups=len(world.cache),
+            process_group_s=world.cache.seconds,
+            num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
+        )
+
+    def rehearse(self, program: RankProgram, tokens: TokenSource) -> None:
+        """Run a program and forget its gradients; nothing is updated. Every rank must call it."""
+        self._interpreter.run(program, tokens)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def run_step(self, program: RankProgram, batch: GlobalBatch, *, plan_hash: str) -> RankReport:
+        """Forward, backward, reduction and update of one global batch.
+
+        Raises:
+            ValueError: the program is not of the plan that the controller dispatched.
+            FloatingPointError: the gradient norm is not finite; nothing was updated.
+        """
+        if program.plan_hash != plan_hash:
+            raise ValueError(
+                f"step {batch.step}: program of plan {program.plan_hash}, dispatched was {plan_hash}; plan again"
+            )
+        start_s = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=True)
+        scale = 1.0 / max(batch.num_targets, 1)
+        done = self._interpreter.run(program, _BatchTokens(self._reader, batch), loss_scale=scale)
+        update_s = time.time()
+        loss, norm, rate = self._update(batch, done.loss_sum)
+        update = Span(
+            rank=program.rank, stage=0, kind=SpanKind.UPDATE, label="update", start_s=update_s, stop_s=time.time()
+        )
+        return RankReport(
+            rank=program.rank,
+            step=batch.step,
+            loss=loss,
+            grad_norm=norm,
+            learning_rate=rate,
+            step_s=time.perf_counter() - start_s,
+            wait_s=done.wait_s,
+            bytes_sent=done.bytes_sent,
+            num_cells=done.num_cells,
+            memory_bytes=memory_bytes(self.device),
+            spans=(*done.spans, update),
+            saved_s=self._writer.finished_s(),
+        )
+
+    def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:
+        """Reduce loss and gradient norm, then update; a batch without targets updates nothing."""
+        assert self._world is not None
+        local = torch.stack([torch.tensor(loss_sum, dtype=torch.float64), local_squares(self._module).cpu()])
+        totals = sum_over_ranks(local.to(self.device), self._world.channels.shard).cpu()
+        loss, norm = float(totals[0]) / max(batch.num_targets, 1), math.sqrt(float(totals[1]))
+        rate = learning_rate(batch.step, self._config.train)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"step {batch.step}: gradient norm is {norm}, loss {loss}; lower train.learning_rate or check the data"
+            )
+        if batch.num_targets:
+            scale_gradients(self._module.parameters(), norm=norm, max_norm=self._config.train.grad_clip)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+        return loss, norm, rate
+
+    def begin_save(self, folder: str) -> None:
+        """Copy the state and write it to `folder` in the background."""
+        self._writer.begin(Path(folder), self._module, optimizer=self._optimizer)
+
+    def finish_save(self) -> float:
+        """Wait for the write; its seconds."""
+        return self._writer.finish()
+
+    def load(self, folder: str) -> None:
+        """Take parameters and optimizer state from a checkpoint written by any number of ranks."""
+        assert self._world is not None
+        load(Path(folder), self._module, optimizer=self._optimizer, group=self._world.channels.control)
+
+    def close(self) -> None:
+        """Finish what is being written and leave the world."""
+        if self._world is not None:
+            self._writer.finish()
+            leave_world(self._world)
+            self._world = None

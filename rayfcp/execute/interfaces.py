@@ -1,0 +1,47 @@
+"""What the interpreter asks of a model, of a source of tokens, and what it gives back."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from rayfcp.execute.attention import AttentionContext
+from rayfcp.values import Span
+
+Tokens = npt.NDArray[np.int64]
+
+IGNORED = -100
+"""Target id of tokens that do not enter the loss."""
+
+
+class TokenSource(Protocol):
+    """Tokens of the sequences of one global batch."""
+
+    def read(self, sequence: int, /, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
+        """Token ids and target ids of `[start, stop)`; a target is the next token's id, or -100."""
+        ...
+
+
+class TrainableModel(Protocol):
+    """A causal language model, sharded or whole."""
+
+    def loss_sum(self, tokens: Tensor, *, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
+        """Sum of the cross entropies of all targets that are not -100; tokens, positions, targets `[tokens]`."""
+        ...
+
+    def set_reduce(self, reduce: bool) -> None:
+        """Whether the next backward pass sums gradients over ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """What one rank did in one global batch. `loss_sum`: of its own tokens. `wait_s`: for messages."""
+
+    loss_sum: float
+    spans: tuple[Span, ...]
+    bytes_sent: int
+    num_cells: int
+    wait_s: float

@@ -1,0 +1,37 @@
+"""What a rank tells the controller. Plain values: reading them needs no torch."""
+
+from dataclasses import dataclass
+
+from rayfcp.values import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """What a rank knows once it is part of a generation."""
+
+    rank: int
+    process_groups: int
+    process_group_s: float
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What one rank did in one step. `loss` and `grad_norm` are global, the same on every rank.
+
+    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for messages.
+    `saved_s`: seconds of a checkpoint write that ended since the last report, None if none did.
+    """
+
+    rank: int
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    step_s: float
+    wait_s: float
+    bytes_sent: int
+    num_cells: int
+    memory_bytes: dict[str, int]
+    spans: tuple[Span, ...]
+    saved_s: float | None

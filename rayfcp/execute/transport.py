@@ -1,0 +1,121 @@
+"""How messages of a round travel: over a torch.distributed group, or between threads of one process."""
+
+import queue
+import threading
+from collections import defaultdict
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+Envelope = tuple[int, Tensor]
+"""(peer rank, contiguous tensor)."""
+
+
+class Pending(Protocol):
+    """Messages that were posted."""
+
+    def wait(self) -> None:
+        """Return once all are sent and received."""
+        ...
+
+
+class Transport(Protocol):
+    """Posts the messages of one round together. Between two ranks messages match in the order posted."""
+
+    rank: int
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        """Start all; tensors must stay untouched until `wait` returned."""
+        ...
+
+
+class _Works:
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class DistributedTransport:
+    """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
+
+    Rank r of the programs is rank r of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        operations = [
+            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
+            for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in envelopes
+        ]
+        return _Works(dist.batch_isend_irecv(operations) if operations else [])
+
+
+class FabricAbortedError(RuntimeError):
+    """Another rank of the fabric failed."""
+
+
+class Fabric:
+    """Mailboxes between the ranks of one process, each rank a thread."""
+
+    _POLL_S = 0.05
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Wake every rank that waits."""
+        self._aborted.set()
+
+    def put(self, source: int, target: int, *, tensor: Tensor) -> None:
+        self._box(source, target).put(tensor)
+
+    def take(self, source: int, target: int) -> Tensor:
+        """The next tensor from source to target.
+
+        Raises:
+            FabricAbortedError: another rank failed meanwhile.
+        """
+        box = self._box(source, target)
+        while not self._aborted.is_set():
+            try:
+                return box.get(timeout=self._POLL_S)
+            except queue.Empty:
+                continue
+        raise FabricAbortedError(f"rank {target} waited for rank {source} when another rank failed")
+
+    def _box(self, source: int, target: int) -> "queue.SimpleQueue[Tensor]":
+        with self._lock:
+            return self._boxes[source, target]
+
+
+class _Arrivals:
+    def __init__(self, fabric: Fabric, rank: int, *, receives: list[Envelope]) -> None:
+        self._fabric, self._rank, self._receives = fabric, rank, receives
+
+    def wait(self) -> None:
+        for peer, tensor in self._receives:
+            tensor.copy_(self._fabric.take(peer, self._rank))
+
+
+class InProcessTransport:
+    """One rank's end of a `Fabric`; sends are copied, so they never wait."""
+
+    def __init__(self, fabric: Fabric, rank: int) -> None:
+        self._fabric = fabric
+        self.rank = rank
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        for peer, tensor in sends:
+            self._fabric.put(self.rank, peer, tensor=tensor.detach().clone())
+        return _Arrivals(self._fabric, self.rank, receives=receives)

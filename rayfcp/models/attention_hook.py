@@ -1,0 +1,61 @@
+"""Our attention as an attention implementation of the transformers library, and recomputation by layer."""
+
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
+
+from rayfcp.execute.attention import AttentionContext, attention
+
+IMPLEMENTATION = "rayfcp"
+"""Name under which the library finds our attention; it builds no mask for names that it does not know."""
+
+KEYWORD = "rayfcp_attention"
+"""Keyword argument of the model, its layers and their attention that carries the `AttentionContext`."""
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out, as the library wants it."""
+    context: AttentionContext | None = keywords.get(KEYWORD)
+    if context is None:
+        raise ValueError(
+            f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
+        )
+    for name in ("sliding_window", "softcap"):
+        if keywords.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__}: {name}={keywords[name]} is not supported; use a model without it"
+            )
+    packed = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    return attention(*packed, context, scale=scaling).unsqueeze(0), None  # type: ignore[misc]
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def recompute_by_context(layers: nn.ModuleList) -> None:
+    """Let each layer recompute its activations in backward when the context of the call says so.
+
+    Which layers do is a property of the microbatch, the same on every rank, so that recomputed
+    exchanges meet their partners.
+    """
+    for index, layer in enumerate(layers):
+        layer.forward = functools.partial(_forward, layer.forward, index)
+
+
+def _forward(original: Any, index: int, *args: Any, **keywords: Any) -> Any:
+    context: AttentionContext | None = keywords.get(KEYWORD)
+    if context is None or index >= context.recomputed_layers:
+        return original(*args, **keywords)
+    return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **keywords)

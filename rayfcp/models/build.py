@@ -1,0 +1,58 @@
+"""Makes models from a run's configuration: empty, whole, or this rank's shard."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rayfcp.config.models import ModelConfig
+from rayfcp.execute.sharding import shard
+from rayfcp.models.attention_hook import IMPLEMENTATION
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.weights import Initializer, fill_from
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def empty_model(config: PreTrainedConfig, *, dtype: str) -> CausalLM:
+    """A model without weights (on the meta device), with our attention.
+
+    Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
+    """
+    with torch.device("meta"):
+        library = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+    return CausalLM(library.to(_parameter_dtype(dtype)).train())
+
+
+def random_model(config: PreTrainedConfig, *, dtype: str, seed: int) -> CausalLM:
+    """A whole model on the CPU with the first weights that `sharded_model` would draw for the same seed."""
+    model = empty_model(config, dtype=dtype)
+    initializer = Initializer(model, seed=seed)
+    model.to_empty(device="cpu")
+    model.model.tie_weights()
+    initializer.fill(model)
+    return model
+
+
+def sharded_model(
+    config: PreTrainedConfig, *, run: ModelConfig, seed: int, group: dist.ProcessGroup, device: torch.device
+) -> CausalLM:
+    """This rank's shard of the run's model, with its first weights: drawn from `seed`, the same for any
+    number of ranks, or those of `run.path` if `run.init` is pretrained."""
+    model = empty_model(config, dtype=run.dtype)
+    initializer = Initializer(model, seed=seed)
+    shard(model, model.layers, group=group, device_type=device.type, dtype=DTYPES[run.dtype])
+    model.to_empty(device=device)
+    if run.init == "pretrained" and run.path:
+        library: Any = AutoModelForCausalLM.from_pretrained(
+            run.path, dtype=_parameter_dtype(run.dtype), attn_implementation=IMPLEMENTATION
+        )
+        fill_from(model, CausalLM(library))
+    else:
+        initializer.fill(model)
+    return model
+
+
+def _parameter_dtype(dtype: str) -> torch.dtype:
+    return torch.float64 if dtype == "float64" else torch.float32

@@ -1,0 +1,83 @@
+"""What a run's model looks like, from its configuration; needs neither weights nor torch."""
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import ModelConfig
+from rayfcp.values import ModelProfile
+
+_UNSUPPORTED = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logit_scale": None,
+    "logits_scaling": None,
+    "num_experts": None,
+    "num_local_experts": None,
+}
+
+
+def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
+    """The library's configuration of the run's model.
+
+    Raises:
+        ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
+            experts, dropout in attention).
+    """
+    found = _from_path(config.path) if config.path else _from_architecture(config, vocab_size=vocab_size)
+    kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(f"model.path: layer types {sorted(kinds)}, only full_attention runs; choose another model")
+    for name, neutral in _UNSUPPORTED.items():
+        if getattr(found, name, neutral) != neutral:
+            raise ConfigError(f"model.path: {name}={getattr(found, name)} is not supported; choose another model")
+    if getattr(found, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"model: attention_dropout={found.attention_dropout}, must be 0; set it to 0 in the model's config"
+        )
+    return found
+
+
+def _from_path(path: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
+
+
+def _from_architecture(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
+    shape = config.architecture
+    try:
+        return AutoConfig.for_model(
+            shape.model_type,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            intermediate_size=shape.ffn_size,
+            vocab_size=shape.vocab_size or vocab_size,
+            max_position_embeddings=shape.max_positions,
+            tie_word_embeddings=shape.tied_embeddings,
+            attention_dropout=0.0,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"model.architecture.model_type is {shape.model_type!r}, transformers does not know it; try qwen3 or llama"
+        ) from error
+
+
+def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
+    """The model's shape as the cost model wants it."""
+    heads = config.num_attention_heads
+    return ModelProfile(
+        name=name,
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        ffn_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        tied_embeddings=bool(config.tie_word_embeddings),
+    )

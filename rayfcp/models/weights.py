@@ -1,0 +1,72 @@
+"""First weights of a model, whole or sharded, the same for any number of ranks."""
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rayfcp.models.causal_lm import CausalLM
+
+
+class Initializer:
+    """Draws each module's weights from a seed of its own, one module at a time.
+
+    Made from a model on the meta device before it is sharded. A value depends on (seed, module's name)
+    alone; at most one module's weights are whole at a time.
+    """
+
+    def __init__(self, model: CausalLM, *, seed: int) -> None:
+        self._library: Any = model.model
+        self._seed = seed
+        self._templates = {
+            name: copy.deepcopy(module)
+            for name, module in model.named_modules()
+            if (module._parameters or module._buffers) and not list(module.children())
+        }
+
+    @torch.no_grad()
+    def fill(self, model: CausalLM) -> None:
+        """Overwrite all parameters and buffers of `model`, which may be sharded since."""
+        for name, template in self._templates.items():
+            fresh = template.to_empty(device="cpu").float()
+            for tensor in (*fresh.parameters(), *fresh.buffers()):
+                tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(_module_seed(self._seed, name))
+                self._library._init_weights(fresh)
+            target = model.get_submodule(name)
+            for own, value in fresh.named_parameters(recurse=False):
+                put(getattr(target, own), value.detach())
+            for own, value in fresh.named_buffers(recurse=False):
+                getattr(target, own).copy_(value)
+            template.to("meta")
+
+
+def _module_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
+
+
+@torch.no_grad()
+def put(parameter: Tensor, value: Tensor) -> None:
+    """Copy a whole value into a parameter, or this rank's part of it into a sharded one; nothing is sent."""
+    if isinstance(parameter, DTensor):
+        part = distribute_tensor(
+            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
+        parameter.to_local().copy_(part.to_local())
+    else:
+        parameter.copy_(value)
+
+
+@torch.no_grad()
+def fill_from(model: CausalLM, source: CausalLM) -> None:
+    """Copy all parameters and buffers of a whole model into one that may be sharded."""
+    values = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        put(parameter, values[name])
+    buffers = dict(source.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])

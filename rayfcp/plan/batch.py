@@ -1,0 +1,53 @@
+"""`plan_batch`: the one way from sequences to a plan."""
+
+from collections.abc import Sequence
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan.bound import check_longest, lower_bound
+from rayfcp.plan.cost import CostModel
+from rayfcp.plan.strategies import get
+from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, SequenceSpec
+
+
+def plan_batch(
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    strategy: str = "flex-ring",
+    options: PlanConfig | None = None,
+) -> BatchPlan:
+    """Spread a global batch over the ranks. Same arguments, same bytes, in any process.
+
+    Every sequence is in exactly one group of one microbatch; no rank holds more than
+    `cluster.max_tokens_per_rank` tokens in one; groups of a microbatch share no rank. `strategy` names
+    the strategy; of `options`, its search bounds are used.
+
+    Raises:
+        InfeasiblePlanError: a sequence that all ranks together cannot hold.
+        ValueError: unknown strategy, no sequences, ids that repeat.
+    """
+    check_longest(sequences, cluster=cluster)
+    proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options or PlanConfig())
+    predicted_s = sum(microbatch.predicted_s for microbatch in proposal.microbatches)
+    bound_s = lower_bound(sequences, cluster=cluster, cost=cost)
+    return BatchPlan(
+        strategy=strategy,
+        num_ranks=cluster.num_ranks,
+        generation=cluster.generation,
+        microbatches=proposal.microbatches,
+        recomputed_layers=cost.recomputed_layers,
+        predicted_s=predicted_s,
+        lower_bound_s=bound_s,
+        reason=_reason(proposal.microbatches, why=proposal.reason, gap=predicted_s / bound_s if bound_s > 0 else 1.0),
+    )
+
+
+def _reason(microbatches: Sequence[MicrobatchPlan], *, why: str, gap: float) -> str:
+    degrees = [group.degree for microbatch in microbatches for group in microbatch.groups]
+    plural = "es" if len(microbatches) > 1 else ""
+    spread = f"{min(degrees)}-{max(degrees)}" if min(degrees) < max(degrees) else f"{max(degrees)}"
+    return (
+        f"{why[0].upper()}{why[1:]}: {len(microbatches)} microbatch{plural}, {len(degrees)} groups of degree "
+        f"{spread}, {100 * (gap - 1):.1f} % above the lower bound."
+    )

@@ -1,0 +1,63 @@
+"""From groups to blocks and rounds: what a group's primitive means, written out."""
+
+from collections.abc import Mapping, Sequence
+
+from rayfcp.plan.zigzag import zigzag
+from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive, Round, SequenceSpec, Transfer
+
+
+def lay_out(microbatch: MicrobatchPlan, sequences: Sequence[SequenceSpec]) -> Layout:
+    """The microbatch's own layout, or its groups expanded to zig-zag rings.
+
+    Blocks come by group, position in the group, sequence in the group's order, start. Rings of all
+    groups share the rounds: in round r position p passes on what position (p - r) mod d owns, so each
+    block visits each other rank of its group once. Invariant: rounds are matchings.
+
+    Raises:
+        ValueError: a group names an unknown sequence, or its primitive is no ring.
+    """
+    if microbatch.layout is not None:
+        return microbatch.layout
+    lengths = {sequence.id: sequence.num_tokens for sequence in sequences}
+    blocks: list[Block] = []
+    num_rounds = max((group.degree - 1 for group in microbatch.groups), default=0)
+    rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
+    for group in microbatch.groups:
+        _check_group(group, lengths)
+        owned = _place(group, lengths, blocks=blocks)
+        for index in range(group.degree - 1):
+            rounds[index] += _ring_round(group, owned, index=index)
+    return Layout(blocks=tuple(blocks), rounds=tuple(Round(transfers=tuple(each)) for each in rounds))
+
+
+def _check_group(group: Group, lengths: Mapping[int, int]) -> None:
+    if group.primitive is not Primitive.RING:
+        raise ValueError(f"primitive {group.primitive.value} has no block layout, must be ring; give the plan a layout")
+    unknown = [sequence for sequence in group.sequences if sequence not in lengths]
+    if unknown:
+        raise ValueError(f"group of ranks {group.ranks} names sequences {unknown} that the batch does not have")
+
+
+def _place(group: Group, lengths: Mapping[int, int], *, blocks: list[Block]) -> list[tuple[int, ...]]:
+    """Append the group's blocks; returns the indices of each position's own."""
+    pieces: list[list[tuple[int, int, int]]] = [[] for _ in group.ranks]
+    first = 0
+    for sequence in group.sequences:
+        ranges, first = zigzag(lengths[sequence], degree=group.degree, first=first)
+        for piece, held in zip(pieces, ranges, strict=True):
+            piece += [(sequence, start, stop) for start, stop in held]
+    owned = []
+    for rank, piece in zip(group.ranks, pieces, strict=True):
+        before = len(blocks)
+        blocks += [Block(sequence=sequence, start=start, stop=stop, rank=rank) for sequence, start, stop in piece]
+        owned.append(tuple(range(before, len(blocks))))
+    return owned
+
+
+def _ring_round(group: Group, owned: list[tuple[int, ...]], *, index: int) -> list[Transfer]:
+    degree = group.degree
+    return [
+        Transfer(blocks=carried, source=rank, target=group.ranks[(position + 1) % degree])
+        for position, rank in enumerate(group.ranks)
+        if (carried := owned[(position - index) % degree])
+    ]

@@ -1,0 +1,80 @@
+"""The memory model: how many tokens a rank can hold in one microbatch (Eq. 7 turned around)."""
+
+from typing import Literal
+
+from rayfcp.values import InfeasiblePlanError, ModelProfile
+
+STATE_BYTES = 16  # per parameter: fp32 weight, gradient and Adam's two moments
+FP32_BYTES = 4
+GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
+GIB = 1 << 30
+
+
+def max_tokens_per_rank(
+    model: ModelProfile,
+    *,
+    num_devices: int,
+    memory_bytes: int,
+    recomputed_layers: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+) -> int:
+    """Tokens that fit beside the model's states on each of `num_devices` that share them.
+
+    Raises:
+        InfeasiblePlanError: the states alone, or with one token, pass `memory_bytes`.
+    """
+    fixed_bytes = state_bytes(
+        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    )
+    per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
+    num_tokens = (memory_bytes - fixed_bytes) // per_token
+    if num_tokens < 1:
+        raise InfeasiblePlanError(
+            f"memory per device is {memory_bytes / GIB:.2f} GiB, model {model.name} on {num_devices} devices needs "
+            f"{(fixed_bytes + per_token) / GIB:.2f} GiB for its states and one token; add devices or memory, "
+            "or set train.reduce_every=microbatch"
+        )
+    return num_tokens
+
+
+def state_bytes(
+    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+) -> int:
+    """Bytes on a device that do not depend on tokens.
+
+    Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
+    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`).
+    """
+    embeddings = model.num_parameters - model.num_layers * model.layer_matmul_parameters
+    gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_matmul_parameters + embeddings
+    unreduced = model.num_parameters if reduce_every == "step" else gathered
+    sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES
+
+
+def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:
+    """Bytes per token (M_token of Eq. 7): saved activations, one layer's working set, logits.
+
+    A recomputed layer keeps its input; while it is computed again one layer is whole. The working set
+    holds the gradients of the MLP's two inner activations and the ring's buffers: one round's keys and
+    values in use and one arriving, with their fp32 gradients. Logits are fp32, and so is their gradient.
+    """
+    whole = layer_token_bytes(model, bytes_per_element=bytes_per_element)
+    kept = (model.num_layers - recomputed_layers) * whole
+    kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
+    buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
+    working = 2 * bytes_per_element * model.ffn_size + buffers
+    return kept + working + 2 * FP32_BYTES * model.vocab_size
+
+
+def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes that one layer saves for backward per token, flash attention and gated MLP, e bytes an element.
+
+    Two norms: input in fp32, normalised input, output: 2 (4 + 2e) h. Attention: query, output, keys and
+    values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H. MLP: gate, up, activated gate, product: 4 e F.
+    """
+    e = bytes_per_element
+    norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
+    attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
+    return norms + attention + 4 * e * model.ffn_size

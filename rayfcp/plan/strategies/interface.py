@@ -1,0 +1,26 @@
+"""What a strategy is."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan.cost import CostModel
+from rayfcp.values import ClusterSpec, MicrobatchPlan, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Microbatches in the order in which they run, and half a sentence on why."""
+
+    microbatches: tuple[MicrobatchPlan, ...]
+    reason: str
+
+
+class Strategy(Protocol):
+    """Pure: the same arguments give the same proposal. `sequences` holds at least one, and no
+    sequence has more tokens than all ranks together can hold."""
+
+    def __call__(
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    ) -> Proposal: ...

@@ -1,0 +1,147 @@
+"""The instructions of a rank: what it loads, passes forward and backward, and which keys and values travel.
+
+A `RankProgram` is the whole of one rank's work on one global batch. Shapes are in it, so that nothing
+about shapes ever travels on the wire. The simulator and the executor run the same program.
+
+A rank stores keys and values in numbered slots. Slot 0 holds its own tokens, in the order in which they
+were loaded; every further slot holds what one message brought. Ranges are half-open and count tokens
+from the start of their slot (queries: from the start of slot 0).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Range = tuple[int, int]
+
+
+class Payload(StrEnum):
+    """What a message carries, both tensors of shape [2, tokens, kv_heads, head_dim]."""
+
+    KV = "kv"
+    """Keys and values in the model's dtype."""
+    GRAD = "grad"
+    """Partial dK and dV, summed in fp32 (fp64 for fp64 models)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One side of a transfer: the tokens `ranges` of `slot`, to or from rank `peer`.
+
+    Received keys and values fill their slot. A received gradient is added to `ranges` of the slot's
+    gradient: of slot 0 when it comes home, of the same blocks' slot when it is passed on.
+    """
+
+    peer: int
+    payload: Payload
+    slot: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attend:
+    """Queries `query` of slot 0 attend to keys `key` of `slot`.
+
+    `causal` only where both ranges hold the same tokens (then i attends to j <= i); otherwise every
+    query of the range attends to every key of the range.
+    """
+
+    query: Range
+    slot: int
+    key: Range
+    causal: bool
+
+    @property
+    def num_cells(self) -> int:
+        queries, keys = self.query[1] - self.query[0], self.key[1] - self.key[0]
+        return queries * (queries + 1) // 2 if self.causal else queries * keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionRound:
+    """Messages posted together, and what is computed while they fly (from slots that are complete)."""
+
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+    attends: tuple[Attend, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProgram:
+    """One rank's part in the attention of one microbatch; every layer runs it.
+
+    `backward` brings the same keys and values in the same slots again, computes the same attends, and
+    sends every partial dK, dV to where it is summed.
+    """
+
+    num_tokens: int
+    forward: tuple[AttentionRound, ...]
+    backward: tuple[AttentionRound, ...]
+
+    @property
+    def num_cells(self) -> int:
+        """(query, key) cells computed forward."""
+        return sum(attend.num_cells for step in self.forward for attend in step.attends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Tokens `[start, stop)` of `sequence` (position in the global batch)."""
+
+    sequence: int
+    start: int
+    stop: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Bring the tokens of `pieces`, in this order, with their positions and targets.
+
+    No pieces: one padding token, a sequence of its own, with loss weight 0.
+    """
+
+    microbatch: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """Embed, run all layers of the stage, take the loss. The first `recomputed_layers` layers keep only
+    their input."""
+
+    microbatch: int
+    attention: AttentionProgram
+    recomputed_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backward:
+    """Differentiate the loss of a microbatch; with `reduce`, gradients are summed over ranks on the way."""
+
+    microbatch: int
+    reduce: bool
+
+
+Instruction = Load | Forward | Backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """All that one rank does for one global batch, in order.
+
+    `plan_hash` is that of the plan from which the programs of all ranks were lowered.
+    """
+
+    rank: int
+    num_ranks: int
+    stage: int
+    num_stages: int
+    plan_hash: str
+    instructions: tuple[Instruction, ...]

@@ -1,0 +1,158 @@
+"""A program as text, one instruction a line and one line a round: print it, read it, diff it, parse it back.
+
+    program rank=0/2 stage=0/1 plan=0123456789abcdef
+    load 0 3[0:64] 3[192:256]
+    forward 0 tokens=128 recompute=0
+      >1 kv 0[0:128] <1 kv 1[0:128] * 0:128@0[0:128]c
+      * 64:128@1[0:128]
+    ~
+      >1 kv 0[0:128] <1 kv 1[0:128] * 0:128@0[0:128]c
+    backward 0 reduce
+
+`>` sends, `<` receives, `*` attends (queries@slot[keys], `c` for causal); after `~` come the rounds of
+the backward pass of that forward.
+"""
+
+import re
+from collections.abc import Iterator
+
+from rayfcp.program.instructions import (
+    Attend,
+    AttentionProgram,
+    AttentionRound,
+    Backward,
+    Forward,
+    Instruction,
+    Load,
+    Message,
+    Payload,
+    Piece,
+    Range,
+    RankProgram,
+)
+
+_HEAD = re.compile(r"program rank=(\d+)/(\d+) stage=(\d+)/(\d+) plan=([0-9a-f]*)$")
+_MESSAGE = re.compile(r"([<>])(\d+) (kv|grad) (\d+)((?:\[\d+:\d+\])*)")
+_ATTEND = re.compile(r"\* (\d+):(\d+)@(\d+)\[(\d+):(\d+)\](c?)")
+_RANGE = re.compile(r"\[(\d+):(\d+)\]")
+_PIECE = re.compile(r"(\d+)\[(\d+):(\d+)\]")
+_FORWARD = re.compile(r"forward (\d+) tokens=(\d+) recompute=(\d+)$")
+_BACKWARD = re.compile(r"backward (\d+)( reduce)?$")
+
+
+def to_text(program: RankProgram) -> str:
+    """Print a program; `from_text(to_text(p)) == p`."""
+    head = (
+        f"program rank={program.rank}/{program.num_ranks} stage={program.stage}/{program.num_stages} "
+        f"plan={program.plan_hash}"
+    )
+    return "\n".join([head, *(line for item in program.instructions for line in _lines(item))]) + "\n"
+
+
+def from_text(text: str) -> RankProgram:
+    """Parse what `to_text` printed.
+
+    Raises:
+        ValueError: a line is not of the form; the message holds its number and text.
+    """
+    lines = text.splitlines()
+    head = _HEAD.match(lines[0]) if lines else None
+    if head is None:
+        raise ValueError(f"line 1: {lines[0] if lines else ''!r} is no program header; expected 'program rank=R/N ...'")
+    rank, num_ranks, stage, num_stages = (int(group) for group in head.groups()[:4])
+    return RankProgram(
+        rank=rank,
+        num_ranks=num_ranks,
+        stage=stage,
+        num_stages=num_stages,
+        plan_hash=head.group(5),
+        instructions=tuple(_parse(lines)),
+    )
+
+
+def _lines(item: Instruction) -> Iterator[str]:
+    if isinstance(item, Load):
+        pieces = "".join(f" {piece.sequence}[{piece.start}:{piece.stop}]" for piece in item.pieces)
+        yield f"load {item.microbatch}{pieces}"
+    elif isinstance(item, Backward):
+        yield f"backward {item.microbatch}{' reduce' if item.reduce else ''}"
+    else:
+        yield f"forward {item.microbatch} tokens={item.attention.num_tokens} recompute={item.recomputed_layers}"
+        yield from (_round_line(step) for step in item.attention.forward)
+        yield "~"
+        yield from (_round_line(step) for step in item.attention.backward)
+
+
+def _round_line(step: AttentionRound) -> str:
+    parts = [_message_text(">", message) for message in step.sends]
+    parts += [_message_text("<", message) for message in step.receives]
+    parts += [
+        f"* {a.query[0]}:{a.query[1]}@{a.slot}[{a.key[0]}:{a.key[1]}]{'c' if a.causal else ''}" for a in step.attends
+    ]
+    return "  " + " ".join(parts)
+
+
+def _message_text(sign: str, message: Message) -> str:
+    ranges = "".join(f"[{start}:{stop}]" for start, stop in message.ranges)
+    return f"{sign}{message.peer} {message.payload.value} {message.slot}{ranges}"
+
+
+def _parse(lines: list[str]) -> Iterator[Instruction]:
+    at = 1
+    while at < len(lines):
+        line = lines[at]
+        if found := _FORWARD.match(line):
+            forward, at = _parse_rounds(lines, at + 1)
+            if at >= len(lines) or lines[at] != "~":
+                raise ValueError(f"line {at + 1}: expected '~' and the backward rounds of the forward before it")
+            backward, at = _parse_rounds(lines, at + 1)
+            microbatch, num_tokens, recomputed = (int(group) for group in found.groups())
+            attention = AttentionProgram(num_tokens=num_tokens, forward=forward, backward=backward)
+            yield Forward(microbatch=microbatch, attention=attention, recomputed_layers=recomputed)
+            continue
+        if found := _BACKWARD.match(line):
+            yield Backward(microbatch=int(found.group(1)), reduce=found.group(2) is not None)
+        elif line.startswith("load "):
+            yield _parse_load(line, at)
+        else:
+            raise ValueError(f"line {at + 1}: {line!r} is no instruction; expected load, forward or backward")
+        at += 1
+
+
+def _parse_load(line: str, at: int) -> Load:
+    words = line.split()[1:]
+    pieces = [_PIECE.fullmatch(word) for word in words[1:]]
+    if not words or not words[0].isdigit() or not all(pieces):
+        raise ValueError(f"line {at + 1}: {line!r} is no load; expected 'load MICROBATCH SEQUENCE[START:STOP] ...'")
+    triples = [tuple(int(group) for group in piece.groups()) for piece in pieces if piece]
+    return Load(
+        microbatch=int(words[0]),
+        pieces=tuple(Piece(sequence=sequence, start=start, stop=stop) for sequence, start, stop in triples),
+    )
+
+
+def _parse_rounds(lines: list[str], at: int) -> tuple[tuple[AttentionRound, ...], int]:
+    rounds: list[AttentionRound] = []
+    while at < len(lines) and lines[at].startswith("  "):
+        rounds.append(_parse_round(lines[at]))
+        if _round_line(rounds[-1]) != lines[at]:
+            raise ValueError(f"line {at + 1}: {lines[at]!r} is no round; see rayfcp.program.text for the form")
+        at += 1
+    return tuple(rounds), at
+
+
+def _parse_round(line: str) -> AttentionRound:
+    sends: list[Message] = []
+    receives: list[Message] = []
+    for sign, peer, payload, slot, ranges in _MESSAGE.findall(line):
+        message = Message(peer=int(peer), payload=Payload(payload), slot=int(slot), ranges=_ranges(ranges))
+        (sends if sign == ">" else receives).append(message)
+    attends = tuple(
+        Attend(query=(int(q0), int(q1)), slot=int(slot), key=(int(k0), int(k1)), causal=bool(causal))
+        for q0, q1, slot, k0, k1, causal in _ATTEND.findall(line)
+    )
+    return AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=attends)
+
+
+def _ranges(text: str) -> tuple[Range, ...]:
+    return tuple((int(start), int(stop)) for start, stop in _RANGE.findall(text))

@@ -1,0 +1,67 @@
+"""The metrics of a run: name, kind, labels, unit, meaning. Every one also has the label `run`."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Kind(StrEnum):
+    """How a metric moves."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """`name` without the prefix `rayfcp_`; a counter's ends in `_total`. `unit` in words for people."""
+
+    name: str
+    kind: Kind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+PREFIX = "rayfcp_"
+DEGREE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
+
+
+def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=Kind.GAUGE, unit=unit, help=text, labels=labels)
+
+
+def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=Kind.COUNTER, unit=unit, help=text, labels=labels)
+
+
+METRICS: tuple[Metric, ...] = (
+    _gauge("step_seconds", "seconds", "Last step, from dispatch to the last rank's report"),
+    _gauge("plan_seconds", "seconds", "Planning of the last step, from lengths to plan"),
+    _gauge("plan_wait_seconds", "seconds", "What the last step waited for its plan"),
+    _gauge("mfu_ratio", "0..1", "Model FLOPs over time and peak of the devices in use"),
+    _gauge("attention_mfu_ratio", "0..1", "Attention FLOPs over attention time and peak"),
+    _gauge("imbalance_ratio", "0..1", "(max - mean) / max over ranks, summed over microbatches", "resource"),
+    _gauge("bubble_ratio", "0..1", "Share of rank time spent waiting"),
+    _gauge("gap_ratio", "1 or more", "Predicted step over its lower bound"),
+    _gauge("prediction_error_ratio", "0 or more", "|predicted - measured| / measured step"),
+    _gauge("loss", "nats per target", "Loss of the last step"),
+    _gauge("grad_norm", "1", "Gradient norm of the last step, before clipping"),
+    _gauge("learning_rate", "1", "Learning rate of the last step"),
+    _gauge("world_size", "devices", "Devices in use"),
+    _gauge("goodput_ratio", "0..1", "Productive time over wall time"),
+    _gauge("process_groups", "groups", "Process groups alive"),
+    _gauge("process_group_seconds", "seconds", "Time that making the process groups took"),
+    _gauge("checkpoint_seconds", "seconds", "Last checkpoint, from copy to commit"),
+    _gauge("worker_step_seconds", "seconds", "A rank's own time in the last step", "rank"),
+    _gauge("worker_memory_bytes", "bytes", "Memory of a rank", "rank", "kind"),
+    _counter("tokens_total", "tokens", "Tokens trained on"),
+    _counter("sequences_total", "sequences", "Sequences trained on"),
+    _counter("sequences_skipped_total", "sequences", "Rows left out", "reason"),
+    Metric(
+        name="context_parallel_degree",
+        kind=Kind.HISTOGRAM,
+        unit="ranks per group",
+        help="Degrees of the groups of all steps",
+    ),
+)

@@ -1,0 +1,72 @@
+"""How `report.html` looks: one style sheet, light and dark, fonts of the reader's system."""
+
+STYLE = """
+:root {
+  color-scheme: light dark;
+  --paper: #fbfaf8; --card: #ffffff; --ink: #1c1b19; --soft: #6b675f; --rule: #e6e2da; --lane: #f3f0ea;
+  --c1: #2563a8; --c2: #d2691e; --c3: #2f8f6b; --c4: #8b5bb5; --c5: #b8860b; --c6: #b53a5b;
+  --r1: #d6e4f0; --r2: #a9c8e2; --r3: #78a9d0; --r4: #4a88ba; --r5: #28689f; --r6: #174a78;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --paper: #16171a; --card: #1e2024; --ink: #eceae5; --soft: #9b978e; --rule: #33353b; --lane: #26282d;
+    --c1: #6ea8e5; --c2: #f0a05a; --c3: #63c39d; --c4: #bd96e3; --c5: #dcb451; --c6: #ea7f9b;
+    --r1: #24394d; --r2: #2f526f; --r3: #3d6f96; --r4: #5590bd; --r5: #7cb2da; --r6: #b3d5ee;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif;
+  font-variant-numeric: tabular-nums;
+}
+main { max-width: 1200px; margin: 0 auto; padding: 48px 24px 72px; }
+header p { margin: 4px 0 0; color: var(--soft); }
+h1 { font-size: 34px; line-height: 1.15; letter-spacing: -0.02em; font-weight: 650; margin: 0; }
+h2 { font-size: 20px; letter-spacing: -0.01em; font-weight: 600; margin: 48px 0 14px; }
+h2 + p { margin: -12px 0 16px; color: var(--soft); font-size: 13px; }
+h3 { font-size: 15px; font-weight: 600; margin: 0; }
+.tiles { display: grid; grid-template-columns: repeat(4, 1fr); gap: 1px;
+  margin: 32px 0 0; padding: 0; background: var(--rule);
+  border: 1px solid var(--rule); border-radius: 12px; overflow: hidden; }
+@media (max-width: 860px) { .tiles { grid-template-columns: repeat(2, 1fr); } }
+.tiles div { background: var(--card); padding: 16px 18px; }
+.tiles dt { color: var(--soft); font-size: 13px; }
+.tiles dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.015em; }
+.tiles dd small { display: block; font-size: 13px; font-weight: 400; letter-spacing: 0; color: var(--soft); }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 20px; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 12px;
+  padding: 16px 18px 10px; display: flex; flex-direction: column; }
+.stack figure + figure { margin-top: 16px; }
+figcaption p { margin: 1px 0 0; color: var(--soft); font-size: 13px; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 10px 0 6px; padding: 0;
+  font-size: 13px; color: var(--soft); }
+.legend b { color: var(--ink); font-weight: 600; }
+.key { width: 10px; height: 10px; margin-right: 6px; }
+.chart { display: block; width: 100%; height: auto; overflow: visible; margin-top: auto; }
+.scroll { overflow-x: auto; }
+.timeline { min-width: 760px; margin-top: 10px; }
+.tick { fill: var(--soft); font-size: 11px; }
+.grid { stroke: var(--rule); stroke-width: 1; }
+.lane { fill: var(--lane); }
+.line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.hit { fill: var(--ink); opacity: 0; }
+.hit:hover { opacity: 0.07; }
+.stroke1 { stroke: var(--c1); } .stroke2 { stroke: var(--c2); } .stroke3 { stroke: var(--c3); }
+.stroke4 { stroke: var(--c4); } .stroke5 { stroke: var(--c5); } .stroke6 { stroke: var(--c6); }
+.fill1, .kind-forward { fill: var(--c1); } .fill2, .kind-transfer { fill: var(--c2); }
+.fill3, .kind-backward { fill: var(--c3); }
+.fill4, .kind-attention { fill: var(--c4); } .fill5, .kind-reduce { fill: var(--c5); }
+.fill6, .kind-update { fill: var(--c6); }
+.kind-wait { fill: var(--rule); } .kind-load { fill: var(--soft); }
+.ramp1 { fill: var(--r1); } .ramp2 { fill: var(--r2); } .ramp3 { fill: var(--r3); }
+.ramp4 { fill: var(--r4); } .ramp5 { fill: var(--r5); } .ramp6 { fill: var(--r6); }
+details { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; margin-top: 16px; }
+summary { cursor: pointer; padding: 12px 18px; font-weight: 600; font-size: 15px; }
+details > div { overflow-x: auto; padding: 0 18px 16px; }
+pre { margin: 0; font: 13px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th { color: var(--soft); font-weight: 500; }
+@media print { body { background: none; } figure, details { break-inside: avoid; } }
+"""

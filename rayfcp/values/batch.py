@@ -1,0 +1,43 @@
+"""Samples of the data set and the global batches that the sampler makes of them."""
+
+import hashlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Tokens `[start, stop)` of one row of one shard. `id` is the position in the length index."""
+
+    id: int
+    shard: int
+    row: int
+    start: int
+    stop: int
+    num_targets: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """What one step trains on, in sampler order. Sequence id in a plan = position in `samples`."""
+
+    step: int
+    epoch: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(sample.num_targets for sample in self.samples)
+
+    @property
+    def samples_hash(self) -> str:
+        """16 hex digits over the sample ids in sampler order, whatever the number of ranks."""
+        text = ",".join(str(sample.id) for sample in self.samples)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

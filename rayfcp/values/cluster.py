@@ -1,0 +1,40 @@
+"""The ranks that are alive right now, as numbers."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    """Ranks, where they are, how fast they are and what they may hold.
+
+    A rank is the devices that together hold the model's layers for the same tokens
+    (`num_stages * tensor_parallel` devices). `node_of_rank[r]` names the node of rank r,
+    `speed_of_rank[r]` its speed relative to the profile (1.0 = as profiled). `max_tokens_per_rank`
+    bounds the tokens one rank holds in one microbatch; it is what the memory model leaves after
+    model states. `generation` counts changes of the set of ranks.
+    """
+
+    num_ranks: int
+    max_tokens_per_rank: int
+    node_of_rank: tuple[int, ...] = ()
+    speed_of_rank: tuple[float, ...] = ()
+    num_stages: int = 1
+    tensor_parallel: int = 1
+    generation: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ValueError(f"num_ranks is {self.num_ranks}, must be at least 1; add a worker")
+        if self.max_tokens_per_rank < 1:
+            raise ValueError(f"max_tokens_per_rank is {self.max_tokens_per_rank}, must be at least 1; give more memory")
+        for name in ("node_of_rank", "speed_of_rank"):
+            given = len(getattr(self, name))
+            if given not in (0, self.num_ranks):
+                raise ValueError(
+                    f"{name} has {given} entries, must have one for each of {self.num_ranks} ranks, or none"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use."""
+        return self.num_ranks * self.num_stages * self.tensor_parallel

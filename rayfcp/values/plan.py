@@ -1,0 +1,124 @@
+"""A plan of one global batch: who holds which tokens, and which keys and values travel when.
+
+Frozen and free of tensors, handles, clocks and environment: the same input gives the same bytes.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class InfeasiblePlanError(ValueError):
+    """No plan exists; the message names the binding constraint, its bound and the remedy."""
+
+
+class Primitive(StrEnum):
+    """How a group exchanges what attention needs."""
+
+    RING = "ring"
+    ULYSSES = "ulysses"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Tokens `[start, stop)` of `sequence`, held by `rank`."""
+
+    sequence: int
+    start: int
+    stop: int
+    rank: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """Keys and values of `blocks` (indices into `Layout.blocks`, one owner) go from source to target.
+
+    The source is any rank that holds the blocks by then: their owner, or one that received them.
+    """
+
+    blocks: tuple[int, ...]
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Transfers that form a matching: every rank sends at most once and receives at most once.
+
+    While they fly, a rank attends to what the round before brought (in round 0: to its own blocks).
+    """
+
+    transfers: tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the tokens of a microbatch live and how keys and values travel. Blocks of one rank and
+    one sequence come in ascending order of `start`."""
+
+    blocks: tuple[Block, ...]
+    rounds: tuple[Round, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that share sequences in one microbatch; `len(ranks)` is the degree. `sequences` are ids."""
+
+    ranks: tuple[int, ...]
+    sequences: tuple[int, ...]
+    primitive: Primitive = Primitive.RING
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchPlan:
+    """One forward and backward pass of all ranks.
+
+    `layout` is None when the groups' primitives fix it (`rayfcp.plan.layout.lay_out` expands it).
+    A rank in no group runs one padding token. `group_s[g]` is the predicted seconds of group g.
+    """
+
+    groups: tuple[Group, ...]
+    group_s: tuple[float, ...]
+    predicted_s: float
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The plan of one global batch, with its proof: prediction, lower bound, their ratio, and why."""
+
+    strategy: str
+    num_ranks: int
+    generation: int
+    microbatches: tuple[MicrobatchPlan, ...]
+    recomputed_layers: int
+    predicted_s: float
+    lower_bound_s: float
+    reason: str
+
+    @property
+    def gap(self) -> float:
+        """Predicted makespan over lower bound; at least 1 up to rounding."""
+        return self.predicted_s / self.lower_bound_s if self.lower_bound_s > 0 else 1.0
+
+    @property
+    def degrees(self) -> dict[int, int]:
+        """How many groups there are of each degree, over all microbatches."""
+        counts: dict[int, int] = {}
+        for microbatch in self.microbatches:
+            for group in microbatch.groups:
+                counts[group.degree] = counts.get(group.degree, 0) + 1
+        return dict(sorted(counts.items()))
+
+    @property
+    def plan_hash(self) -> str:
+        """16 hex digits over the printed plan (floats print exactly): equal plans, equal hashes, in any process."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=8).hexdigest()

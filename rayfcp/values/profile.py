@@ -1,0 +1,63 @@
+"""Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """Shape of a decoder-only transformer with a gated MLP."""
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    tied_embeddings: bool = False
+
+    @property
+    def layer_matmul_parameters(self) -> int:
+        """Parameters of one layer that take part in matrix multiplications."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return attention + 3 * self.hidden_size * self.ffn_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in matrices; norms are left out (under 0.1 %)."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
+        return self.num_layers * self.layer_matmul_parameters + embeddings
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """Forward FLOPs per token outside attention: 2 per matmul parameter, output head included."""
+        return 2.0 * (self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size)
+
+    @property
+    def attention_flops_per_cell(self) -> float:
+        """Forward FLOPs per computed (query, key) cell, all layers: 2 products, 2 FLOPs each."""
+        return 4.0 * self.num_layers * self.num_heads * self.head_dim
+
+    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
+        """Bytes of one token's keys and values in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * bytes_per_element
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareProfile:
+    """A kind of device and its links. FLOP/s are dense peaks of `dtype_bytes`-wide numbers; efficiencies
+    are the shares of peak reached by large kernels; bandwidths in bytes/s per rank and direction."""
+
+    name: str
+    peak_flops: float
+    memory_bytes: int
+    linear_efficiency: float
+    attention_efficiency: float
+    devices_per_node: int
+    intra_node_bandwidth: float
+    inter_node_bandwidth: float
+    latency_s: float
+    microbatch_overhead_s: float
+    dtype_bytes: int = 2
+    source: str = ""

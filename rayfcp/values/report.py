@@ -1,0 +1,47 @@
+"""What is known of a step once it is committed: one line of `steps.jsonl`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imbalance:
+    """(sum of maxima - sum of means) / sum of maxima over microbatches, per resource, in [0, 1)."""
+
+    compute: float
+    attention: float
+    memory: float
+    communication: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
+
+    `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to
+    BatchPlan on the planner. `plan_wait_s`: what the step waited for its plan. `mfu`: model FLOPs /
+    (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting. `degrees`: groups
+    per degree. `recovered`: the step ran again after a failure.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_tokens: int
+    num_sequences: int
+    step_s: float
+    predicted_s: float
+    plan_s: float
+    plan_wait_s: float
+    mfu: float
+    attention_mfu: float
+    imbalance: Imbalance
+    bubble: float
+    gap: float
+    strategy: str
+    world_size: int
+    degrees: dict[int, int]
+    num_microbatches: int
+    plan_hash: str
+    samples_hash: str
+    recovered: bool = False

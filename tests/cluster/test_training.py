@@ -1,0 +1,183 @@
+"""Whole runs on a real Ray: the same losses on any number of ranks, after a resume too; failures end runs."""
+
+import json
+import shutil
+from pathlib import Path
+from urllib.request import urlopen
+
+import pyarrow as pa
+import pytest
+
+from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
+from rayfcp.cluster.checkpoints import CheckpointFolder
+from rayfcp.cluster.placement import release, reserve
+from rayfcp.config import Config, ConfigError
+from rayfcp.values import StepReport
+from tests.cluster.runs import run_config, steps_of, write_texts
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+RELATIVE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    write_texts(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[StepReport, ...]:
+    """Ten steps on one rank."""
+    config = run_config(folder, name="alone", cluster={"device": "cpu", "num_workers": 1})
+    FlexTrainer(config).fit()
+    return steps_of(config)
+
+
+def assert_same_run(found: tuple[StepReport, ...], want: tuple[StepReport, ...]) -> None:
+    assert [report.step for report in found] == [report.step for report in want]
+    assert [report.samples_hash for report in found] == [report.samples_hash for report in want]
+    for have, wanted in zip(found, want, strict=True):
+        assert have.loss == pytest.approx(wanted.loss, rel=RELATIVE)
+        assert have.grad_norm == pytest.approx(wanted.grad_norm, rel=100 * RELATIVE)
+
+
+def test_one_rank_learns_and_reports(alone: tuple[StepReport, ...], folder: Path) -> None:
+    assert [report.step for report in alone] == list(range(1, 11))
+    assert alone[-1].loss < alone[0].loss - 0.5
+    for report in alone:
+        assert report.world_size == 1
+        assert report.degrees.keys() == {1}
+        assert 0 < report.mfu <= 1
+        assert report.gap >= 1 - 1e-9
+        assert report.num_sequences == 6
+    run_dir = folder / "alone"
+    for name in ("config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json"):
+        assert (run_dir / name).stat().st_size > 100, name
+    assert len(CheckpointFolder(run_dir / "checkpoints", keep=1).complete()) == 1
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_same_losses_on_more_ranks(num_workers: int, folder: Path, alone: tuple[StepReport, ...]) -> None:
+    memory = {"device": "cpu", "num_workers": num_workers}
+    config = run_config(folder, name=f"on-{num_workers}", cluster=memory, train={"reduce_every": "microbatch"})
+    FlexTrainer(config).fit()
+    assert_same_run(steps_of(config), alone)
+    assert {report.world_size for report in steps_of(config)} == {num_workers}
+
+
+class Scraper:
+    """Reads the run's own metrics endpoint while it trains."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self.text = run_dir, ""
+
+    def say(self, text: str) -> None:
+        """Phases are not looked at."""
+
+    def update(self, report: StepReport) -> None:
+        target = json.loads((self._run_dir / "prometheus_sd.json").read_text())[0]["targets"][0]
+        if report.step == 3:
+            with urlopen(f"http://{target}/metrics", timeout=5) as answer:
+                self.text = answer.read().decode()
+
+
+def test_four_ranks_with_recomputation_then_resumed_on_three(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    """Five steps on four ranks, the rest on three: as if nothing had happened. Metrics are served meanwhile."""
+    changed = {"steps": 5, "recompute_layers": 1}
+    first = run_config(folder, name="moved", cluster={"device": "cpu", "num_workers": 4}, train=changed)
+    scraper = Scraper(Path(first.run_dir))
+    result = FlexTrainer(first).fit(watcher=scraper)
+    assert result.metrics["step"] == 5
+    assert 'rayfcp_world_size{run="moved"} 4.0' in scraper.text
+    assert 'rayfcp_process_groups{run="moved"} 3.0' in scraper.text
+    assert 'rayfcp_sequences_skipped_total{reason="bad_json",run="moved"} 1.0' in scraper.text
+    assert scraper.text.count("rayfcp_worker_step_seconds{") == 4
+    second = run_config(folder, name="moved", cluster={"device": "cpu", "num_workers": 3})
+    FlexTrainer(second).fit()
+    reports = steps_of(second)
+    assert_same_run(reports, alone)
+    assert [report.world_size for report in reports] == [4] * 5 + [3] * 5
+
+
+def test_resume_refuses_another_seed(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    assert alone
+    config = run_config(folder, name="alone", run={"seed": 1}, cluster={"device": "cpu", "num_workers": 1})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"seed": 1})})
+    with pytest.raises(ConfigError, match=r"run\.seed is 1, must be 0"):
+        FlexTrainer(config).fit()
+
+
+def test_resume_refuses_another_model(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    assert alone
+    model = {"architecture": {"num_layers": 1, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12}}
+    config = run_config(folder, name="alone", model=model, cluster={"device": "cpu", "num_workers": 1})
+    with pytest.raises(ConfigError, match="a resumed run keeps its model"):
+        FlexTrainer(config).fit()
+
+
+def test_export_opens_in_the_library(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    assert alone
+    export_run(folder / "alone", out_dir=folder / "exported")
+    assert (folder / "exported" / "model.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(folder / "exported")
+    text = torch.tensor([list(b"ring block rank token plan")])
+    loss = float(model(input_ids=text, labels=text).loss)
+    assert loss < alone[0].loss - 0.5
+
+
+def test_a_worker_that_raises_ends_the_run_with_its_cause(
+    folder: Path, tmp_path: Path, alone: tuple[StepReport, ...]
+) -> None:
+    """Shards whose token ids are larger than they say: the embedding raises in the middle of a step, while
+    the other rank waits for it."""
+    assert alone
+    prepared = next((folder / ".data").glob("prepared-*"))
+    broken = tmp_path / "broken"
+    shutil.copytree(prepared, broken)
+    for shard in broken.glob("*.arrow"):
+        _enlarge_tokens(shard)
+    config = run_config(folder, name="bad", data={"paths": [str(broken)], "format": "prepared"}, train={"steps": 3})
+    with pytest.raises(RunFailedError, match=r"rank [01] failed: IndexError"):
+        FlexTrainer(config).fit()
+
+
+def _enlarge_tokens(shard: Path) -> None:
+    with pa.OSFile(str(shard)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    index = table.schema.get_field_index("input_ids")
+    ids = pa.array([[token + 500 for token in row.as_py()] for row in table["input_ids"]], table["input_ids"].type)
+    table = table.set_column(index, table.schema.field(index), ids)
+    with pa.OSFile(str(shard), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_too_few_devices_are_named(folder: Path) -> None:
+    elastic = {"start_timeout_s": 2}
+    config = run_config(folder, name="many", cluster={"device": "cpu", "num_workers": 64}, elastic=elastic)
+    with pytest.raises(ConfigError, match="num_workers asks for at least 64"):
+        FlexTrainer(config).fit()
+
+
+def test_range_of_workers_takes_what_fits(folder: Path) -> None:
+    groups = reserve(run_config(folder, name="range", cluster={"num_workers": [1, 64]}), device="cpu")
+    try:
+        assert 4 <= len(groups) < 64
+    finally:
+        release(groups)
+
+
+def test_configuration_is_checked_before_anything_starts(folder: Path) -> None:
+    def trainer(**sections: dict) -> Config:
+        return FlexTrainer(run_config(folder, name="wrong", **sections)).config
+
+    with pytest.raises(ConfigError, match=r"plan\.strategy is 'nothing'"):
+        trainer(plan={"strategy": "nothing"})
+    with pytest.raises(ConfigError, match="pipeline_stages is 2"):
+        trainer(cluster={"num_workers": 2, "pipeline_stages": 2})
+    with pytest.raises(ValueError, match="memory per device"):
+        trainer(cluster={"num_workers": 2, "memory_gib_per_device": 0.0001})

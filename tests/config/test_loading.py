@@ -1,0 +1,216 @@
+"""Configurations: what is accepted comes back equal, what is not gives one line that helps."""
+
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.config import Config, ConfigError, check_paths, dump_config, load_config, parse_config
+from rayfcp.config.problems import known_keys, nearest_key
+from rayfcp.config.yaml_text import read_yaml
+
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
+TEXT = st.text(max_size=12)
+POSITIVE = st.floats(min_value=1e-12, max_value=1e12)
+
+
+@st.composite
+def raw_configs(draw: st.DrawFn) -> dict[str, dict[str, object]]:
+    steps, low = draw(st.integers(1, 10**9)), draw(st.integers(1, 64))
+    return {
+        "run": {"name": draw(NAMES), "dir": draw(st.none() | TEXT), "seed": draw(st.integers(0, 2**40))},
+        "data": {
+            "paths": draw(st.lists(TEXT, min_size=1, max_size=3)),
+            "include": draw(st.lists(TEXT, max_size=2)),
+            "max_seqlen": draw(st.integers(1, 8192)),
+            "long_sequences": draw(st.sampled_from(["cut", "split", "drop"])),
+            "max_bad_fraction": draw(st.floats(0, 1)),
+        },
+        "cluster": {"num_workers": draw(st.sampled_from([low, [low, low], [low, low + 3]]))},
+        "train": {
+            "steps": steps,
+            "warmup_steps": draw(st.integers(0, steps)),
+            "learning_rate": draw(POSITIVE),
+            "beta2": draw(st.floats(0, 1, exclude_max=True)),
+        },
+        "checkpoint": {"resume": draw(st.sampled_from(["auto", "never"]) | TEXT)},
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(raw_configs())
+def test_dump_loads_back_equal(raw: dict[str, dict[str, object]]) -> None:
+    config = parse_config(raw)
+    again = parse_config(read_yaml(dump_config(config), source="dump"))
+    assert again == config
+    assert config.data.max_seqlen == raw["data"]["max_seqlen"] and config.run.name == raw["run"]["name"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(known_keys())), st.data())
+def test_a_slip_of_the_finger_names_the_key(key: str, data: st.DataObject) -> None:
+    section, _, name = key.rpartition(".")
+    at = data.draw(st.integers(0, len(name) - 1))
+    slip = name[:at] + data.draw(st.sampled_from("qxz")) + name[at:]
+    assert nearest_key(f"{section}.{slip}" if section else slip) == key
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+        max_leaves=6,
+    ),
+    st.sampled_from(sorted(known_keys())),
+)
+def test_any_value_is_taken_or_refused_in_one_line(value: object, key: str) -> None:
+    raw: dict[str, object] = {"data": {"paths": ["x"]}}
+    *sections, name = key.split(".")
+    inner = raw
+    for section in sections:
+        inner = inner.setdefault(section, {})  # type: ignore[assignment]
+    inner[name] = value
+    try:
+        parse_config(raw)
+    except ConfigError as error:
+        assert "\n" not in str(error) and key.split(".", maxsplit=1)[0] in str(error)
+
+
+def refused(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"data": {"paths": ["x"]}} | read_yaml(text, source="test"))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("train: {steps: -3}", "train.steps is -3, must be at least 1; raise it"),
+        ("train: {steps: 0}", "train.steps is 0, must be at least 1; raise it"),
+        ("train: {steps: 2.5}", "train.steps is 2.5, must be a whole number; write digits only"),
+        ("train: {learning_rate: 0}", "train.learning_rate is 0, must be greater than 0; raise it"),
+        ("train: {learning_rate: .inf}", "must be a finite number"),
+        ("train: {beta2: 1}", "train.beta2 is 1, must be less than 1; lower it"),
+        ("train: {steps: 3, warmup_steps: 4}", "train.warmup_steps is 4, must be at most train.steps (3)"),
+        ("train: {recompute_layers: 9}", "must be at most model.architecture.num_layers (4)"),
+        ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),
+        ("trian: {steps: 9}", "trian is not a known key; did you mean train?"),
+        ("train: 7", "train is 7, must be a section of keys"),
+        ("3: 7", "3 is not a known key"),
+        ("data: {paths: []}", "data.paths is [], must have at least 1 entry"),
+        ("data:", "data.paths is missing"),
+        (
+            "data: {paths: x, max_seqlen: 9000}",
+            "data.max_seqlen is 9000, must be at most model.architecture.max_positions",
+        ),
+        ("data: {paths: x, format: csv}", "data.format is 'csv', must be one of 'auto', 'text'"),
+        ("cluster: {num_workers: 0}", "cluster.num_workers is 0, must be at least 1; add a worker"),
+        ("cluster: {num_workers: [0, 4]}", "cluster.num_workers is [0, 4], must be at least 1; add a worker"),
+        ("cluster: {num_workers: [4, 2]}", "min no greater than max; swap them"),
+        ("cluster: {num_workers: [4]}", "must be a whole number or [min, max]"),
+        ("cluster: {num_workers: yes}", "must be a whole number or [min, max]"),
+        (
+            "cluster: {num_workers: 3, pipeline_stages: 2, tensor_parallel: 2}",
+            "pipeline_stages x tensor_parallel (2 x 2 = 4)",
+        ),
+        (
+            "model: {architecture: {num_heads: 3}}",
+            "model.architecture.num_heads is 3, must be a multiple of num_kv_heads (2)",
+        ),
+        ("model: {architecture: {head_dim: 3}}", "model.architecture.head_dim is 3, must be even"),
+        ("model: {init: pretrained}", "model.init is 'pretrained', must be 'random' without model.path"),
+        ("run: {name: ../up}", "run.name is '../up', must start with a letter or digit"),
+        ("metrics: {port: 70000}", "metrics.port is 70000, must be at most 65535; lower it"),
+    ],
+)
+def test_wrong_configs_say_what_is_wrong(text: str, line: str) -> None:
+    assert line in refused(text)
+
+
+def test_a_folder_model_brings_its_own_limits() -> None:
+    raw = {"data": {"paths": ["x"], "max_seqlen": 100_000}, "model": {"path": "m"}, "train": {"recompute_layers": 99}}
+    assert parse_config(raw).data.max_seqlen == 100_000
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {paths: ['{stdlib}']}\ntrain:\nrun: {name: 2026-01-01}\n")
+    return path
+
+
+def test_file_and_overrides(config_file: Path) -> None:
+    changes = [
+        "train.steps=7",
+        "train.learning_rate=1e-4",
+        "cluster.num_workers=[2, 4]",
+        "model.architecture.num_layers=8",
+    ]
+    config = load_config(config_file, overrides=[*changes, "train.steps=9", "data.include=a.py"])
+    assert (config.train.steps, config.train.learning_rate, config.cluster.num_workers) == (9, 1e-4, (2, 4))
+    assert config.model.architecture.num_layers == 8 and config.data.include == ("a.py",)
+    assert config.data.paths == (sysconfig.get_paths()["stdlib"],)
+    assert config.run_dir == "runs/2026-01-01"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("train.steps", "must have the form section.key=value"),
+        ("=3", "must have the form section.key=value"),
+        ("train..steps=3", "must have the form section.key=value"),
+        ("train.stpes=3", "did you mean train.steps?"),
+        ("run.name.first=3", "run.name.first is not a known key"),
+        ("data.include=[*.py]", "override 'data.include=[*.py]': bad YAML at line 1"),
+        ("data=3", "data is 3, must be a section of keys"),
+    ],
+)
+def test_wrong_overrides(config_file: Path, override: str, line: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_file, overrides=[override])
+    assert line in str(caught.value)
+
+
+def test_wrong_files(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for content, line in [
+        (None, f"config file {str(path)!r} does not exist"),
+        ("train:\n  steps: [1\n", "bad YAML at line 3, column 1"),
+        ("train:\n  steps: 1\n  steps: 2\n", "bad YAML at line 3, column 3: key 'steps' stands twice"),
+        ("a: !!python/object:os.system x", "bad YAML at line 1, column 4"),
+        ("", "holds None, must hold sections of keys"),
+    ]:
+        if content is not None:
+            path.write_text(content)
+        with pytest.raises(ConfigError) as caught:
+            load_config(path)
+        assert line in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path)
+
+
+def test_paths_must_be_there(tmp_path: Path) -> None:
+    check_paths(Config.model_validate({"data": {"paths": [str(tmp_path), "s3://somewhere/else"]}}))
+    with pytest.raises(ConfigError, match=r"data.paths has '/not/here', which does not exist"):
+        check_paths(Config.model_validate({"data": {"paths": [str(tmp_path), "/not/here"]}}))
+    with pytest.raises(ConfigError, match=r"checkpoint.resume has '/not/here'"):
+        check_paths(Config.model_validate({"data": {"paths": [str(tmp_path)]}, "checkpoint": {"resume": "/not/here"}}))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("1e-3", 1e-3), ("1.", 1.0), ("08", "08"), ("12", 12), ("1_0", 10), (".5", 0.5)]
+)
+def test_numbers_of_yaml(text: str, value: object) -> None:
+    assert read_yaml(text, source="test") == value
+
+
+def test_the_quickstart_keeps_its_contract() -> None:
+    config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
+    check_paths(config)
+    shape = config.model.architecture
+    assert shape.num_layers >= 4 and shape.num_heads >= 4 and shape.num_kv_heads == 2 and shape.max_positions >= 8192
+    assert config.train.learning_rate <= 1e-3 and config.data.max_seqlen == 8192
+    assert (config.run.name, config.plan.strategy, config.cluster.num_workers) == ("quickstart", "flex-ring", 4)

@@ -1,0 +1,73 @@
+"""Files of every format, written from rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import settings
+
+from rayfcp.config.models import DataConfig
+from rayfcp.data import PreparedManifest, TokenReader
+from rayfcp.data.readers import read_rows
+from rayfcp.data.rows import BadRow, Row
+from rayfcp.data.shard_reader import ShardReader
+from rayfcp.data.sources import discover
+from rayfcp.data.tokenizer import ByteTokenizer
+from rayfcp.values import Sample
+
+EOS = 257
+
+# The machine may be busy: no deadline for an example.
+few_examples = settings(max_examples=40, deadline=None)
+
+
+def data_config(*paths: object, **keys: Any) -> DataConfig:
+    """A configuration of these paths that lets bad rows through."""
+    return DataConfig(paths=[str(path) for path in paths], **{"max_bad_fraction": 1.0, **keys})
+
+
+def write_rows(path: str | Path, rows: dict[str, list[Any]]) -> str:
+    """Columns in the format of the extension: `.jsonl`, `.parquet`, `.arrow` or `.stream.arrow`, at a path or URL."""
+    url = str(path)
+    with fsspec.open(url, "wb") as file:
+        if url.endswith(".jsonl"):
+            records = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
+            return url
+        table = pa.table(rows)
+        if url.endswith(".parquet"):
+            pq.write_table(table, file, row_group_size=2)
+            return url
+        new = pa.ipc.new_stream if url.endswith(".stream.arrow") else pa.ipc.new_file
+        with new(file, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    return url
+
+
+def read_all(path: object, *, vocab_size: int | None = None, **keys: Any) -> list[Row | BadRow]:
+    """All rows of all files."""
+    data = data_config(path, **keys)
+    return [
+        row
+        for file in discover(data)
+        for row in read_rows(file, tokenizer=ByteTokenizer(), text_column=data.text_column, vocab_size=vocab_size)
+    ]
+
+
+def stored_rows(manifest: PreparedManifest) -> list[tuple[list[int], list[int]]]:
+    """Tokens and labels of every row of the shards."""
+    return [
+        (reader.tokens(row).tolist(), reader.labels(row).tolist())
+        for shard in range(len(manifest.shards))
+        for reader in [ShardReader(manifest, shard)]
+        for row in range(manifest.shards[shard].num_rows)
+    ]
+
+
+def whole(reader: TokenReader, sample: Sample) -> tuple[list[int], list[int]]:
+    """Tokens and targets of a sample in one read."""
+    tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
+    return tokens.tolist(), targets.tolist()

@@ -1,0 +1,190 @@
+"""Every kind of broken row is told with its reason and its place, and good rows around it come through."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfcp.data import sources
+from rayfcp.data.readers import read_rows
+from rayfcp.data.rows import BadReason, BadRow, Row
+from rayfcp.data.tokenizer import ByteTokenizer
+from tests.data.makers import EOS, data_config, few_examples, read_all, write_rows
+
+COLUMNAR = (".parquet", ".arrow", ".stream.arrow")
+
+
+def tokens_of(rows: list[Row | BadRow]) -> list[list[int] | str]:
+    """Tokens of good rows, `reason@row` of bad ones."""
+    return [row.tokens.tolist() if isinstance(row, Row) else f"{row.reason}@{row.row}" for row in rows]
+
+
+def test_text_files(tmp_path: Path) -> None:
+    for name, data in {"a.py": b"ab", "b.py": b"", "c.py": b"\xff\xfe", "d.txt": "é".encode()}.items():
+        (tmp_path / name).write_bytes(data)
+    rows = read_all(tmp_path)
+    assert tokens_of(rows) == [[97, 98, EOS], "empty@0", "not_utf8@0", [195, 169, EOS]]
+    assert isinstance(rows[1], BadRow)
+    assert rows[1].shard == str(tmp_path / "b.py")
+
+
+LINES: list[tuple[bytes, list[int] | str]] = [
+    (b'{"text": "a"}', [97, EOS]),
+    (b"", "empty"),
+    (b'{"text": ""}', "empty"),
+    (b'{"text": "\xff"}', "not_utf8"),
+    (b'{"text": "\\ud800"}', "not_utf8"),
+    (b'{"text": "a"', "bad_json"),
+    (b"[" * 100_000, "bad_json"),
+    (b"[1, 2]", "wrong_type"),
+    (b'{"text": 3}', "wrong_type"),
+    (b'{"text": null}', "wrong_type"),
+    (b'{"other": "a"}', "missing_column"),
+    (b'{"input_ids": [1, 2]}', [1, 2]),
+    (b'{"input_ids": []}', "empty"),
+    (b'{"input_ids": "12"}', "wrong_type"),
+    (b'{"input_ids": [1, 2.0]}', "wrong_type"),
+    (b'{"input_ids": [1, true]}', "wrong_type"),
+    (b'{"input_ids": [300]}', "token_out_of_range"),
+    (b'{"input_ids": [-1]}', "token_out_of_range"),
+    (b'{"input_ids": [99999999999999999999]}', "token_out_of_range"),
+    (b'{"input_ids": [1, 2], "labels": [1]}', "labels_mismatch"),
+    (b'{"input_ids": [1, 2], "labels": [-100, 300]}', "token_out_of_range"),
+    (b'{"input_ids": [1, 2], "labels": [-100, -1]}', "token_out_of_range"),
+    (b'{"input_ids": [1, 2], "labels": [-100, 2]}', [1, 2]),
+]
+
+
+@few_examples
+@given(st.lists(st.sampled_from(LINES), max_size=12))
+def test_jsonl_lines(tmp_path_factory: pytest.TempPathFactory, chosen: list[tuple[bytes, list[int] | str]]) -> None:
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes(b"".join(line + b"\n" for line, _ in chosen))
+    expected = [f"{told}@{row}" if isinstance(told, str) else told for row, (_, told) in enumerate(chosen)]
+    assert tokens_of(read_all(path, vocab_size=300)) == expected
+
+
+@few_examples
+@given(texts=st.lists(st.text(min_size=1), max_size=8), piece_bytes=st.integers(1, 60))
+def test_jsonl_pieces_give_each_line_once(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], piece_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "PIECE_BYTES", piece_bytes)
+        assert in_pieces(path) == [[*text.encode(), EOS] for text in texts]
+
+
+def in_pieces(path: Path) -> list[list[int] | str]:
+    chunks = sources.make_chunks(sources.discover(data_config(path)))
+    files = [file for chunk in chunks for file in chunk.files]
+    assert [file.start for file in files[1:]] == [file.stop for file in files[:-1]]
+    rows = (read_rows(file, tokenizer=ByteTokenizer(), text_column="text", vocab_size=None) for file in files)
+    return tokens_of([row for some in rows for row in some])
+
+
+def test_parquet_pieces_give_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    write_rows(path, {"text": ["a", "b", "c", "d", "e"]})
+    for piece_bytes in (7, 100, 333):
+        monkeypatch.setattr(sources, "PIECE_BYTES", piece_bytes)
+        assert in_pieces(path) == [[ord(text), EOS] for text in "abcde"]
+
+
+def test_line_without_end_and_compression(tmp_path: Path) -> None:
+    whole = b'{"text": "a"}\n{"text": "b"}'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(whole))
+    (tmp_path / "b.jsonl").write_bytes(whole)
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(whole)[:-12])
+    rows = tokens_of(read_all(tmp_path))
+    assert rows[:4] == [[97, EOS], [98, EOS]] * 2
+    assert str(rows[-1]).startswith("unreadable@")
+
+
+@pytest.mark.parametrize("ending", COLUMNAR)
+def test_columnar_text(tmp_path: Path, ending: str) -> None:
+    texts = pa.array([b"a", b"", None, b"\xff", b"b"])
+    for kind in (pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.binary())):
+        write_rows(tmp_path / f"a{ending}", {"text": texts.cast(kind)})
+        told = [[97, EOS], "empty@1", "wrong_type@2", "not_utf8@3", [98, EOS]]
+        assert tokens_of(read_all(tmp_path)) == told
+    invalid = pa.Array.from_buffers(pa.string(), 5, texts.buffers())
+    write_rows(tmp_path / f"a{ending}", {"text": invalid})
+    assert tokens_of(read_all(tmp_path)) == told
+
+
+@pytest.mark.parametrize("ending", COLUMNAR)
+@pytest.mark.parametrize("kind", [pa.int32(), pa.int64(), pa.uint16(), pa.uint64()])
+def test_columnar_tokens(tmp_path: Path, ending: str, kind: pa.DataType) -> None:
+    ids = pa.array([[1, 2], [], None, [1, None], [60_000], [3]], type=pa.list_(kind))
+    write_rows(tmp_path / f"a{ending}", {"text": ["unused"] * 6, "input_ids": ids})
+    told = [[1, 2], "empty@1", "wrong_type@2", "wrong_type@3", "token_out_of_range@4", [3]]
+    assert tokens_of(read_all(tmp_path, vocab_size=300)) == told
+
+
+@pytest.mark.parametrize("ending", COLUMNAR)
+def test_columnar_labels(tmp_path: Path, ending: str) -> None:
+    rows: dict[str, list[Any]] = {"input_ids": [[1, 2, 3]] * 3, "labels": [[-100, 2, -100], None, [1, 2]]}
+    write_rows(tmp_path / f"a{ending}", rows)
+    first, second, third = read_all(tmp_path)
+    assert isinstance(first, Row)
+    assert isinstance(second, Row)
+    assert (first.labels.tolist(), first.num_targets) == ([-100, 2, -100], 1)
+    assert (second.labels, second.num_targets) == (None, 2)
+    assert isinstance(third, BadRow)
+    assert (third.row, third.reason) == (2, BadReason.LABELS_MISMATCH)
+
+
+@pytest.mark.parametrize("ending", COLUMNAR)
+@pytest.mark.parametrize(("name", "reason"), [("other", "missing_column"), ("text", "wrong_type")])
+def test_column_that_cannot_be_read(tmp_path: Path, ending: str, name: str, reason: str) -> None:
+    write_rows(tmp_path / f"a{ending}", {name: [1.0, 2.0, 3.0]})
+    bad = read_all(tmp_path)
+    assert all(isinstance(row, BadRow) and row.reason == reason for row in bad)
+    assert sum(row.num_rows for row in bad if isinstance(row, BadRow)) == 3
+
+
+@pytest.mark.parametrize("ending", COLUMNAR)
+@pytest.mark.parametrize("num_bytes", [0, 3, 10, 200, 400])
+def test_truncated_file_is_a_bad_row(tmp_path: Path, ending: str, num_bytes: int) -> None:
+    path = tmp_path / f"a{ending}"
+    write_rows(path, {"text": ["some text"] * 50})
+    os.truncate(path, num_bytes)
+    *good, last = tokens_of(read_all(path))
+    assert str(last) == f"unreadable@{len(good)}"
+
+
+@few_examples
+@given(place=st.integers(0, 10_000), byte=st.integers(0, 255), ending=st.sampled_from(COLUMNAR))
+def test_a_broken_byte_never_crashes(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int, ending: str
+) -> None:
+    path = tmp_path_factory.mktemp("broken") / f"a{ending}"
+    write_rows(path, {"input_ids": [[1, 2, 3], [4, 5], [6]]})
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] = byte
+    path.write_bytes(data)
+    rows = read_all(path, vocab_size=300)
+    assert all(isinstance(row, BadRow) or row.max_token_id < 300 for row in rows)
+
+
+def test_broken_row_group_counts_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["abc" * 50] * 6}), path, row_group_size=2, use_dictionary=False)
+    group = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    data = bytearray(path.read_bytes())
+    data[group.data_page_offset : group.data_page_offset + 30] = b"\xff" * 30
+    path.write_bytes(data)
+    good_before, bad, *good_after = read_all(path)[1:]
+    assert isinstance(good_before, Row)
+    assert isinstance(bad, BadRow)
+    assert (bad.row, bad.num_rows, bad.reason) == (2, 2, BadReason.UNREADABLE)
+    assert len(good_after) == 2

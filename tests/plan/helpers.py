@@ -1,0 +1,62 @@
+"""Small cost models, clusters and batches for the planning tests."""
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import strategies as st
+
+from rayfcp.plan import CostModel, hardware_profile, model_profile
+from rayfcp.values import Mask, SequenceSpec
+
+UNIT = CostModel(
+    attention_s_per_cell=1e-3,
+    linear_s_per_token=1e-2,
+    fixed_s=0.5,
+    ring_intra_s_per_token=4e-3,
+    ring_inter_s_per_token=3e-2,
+    ring_s_per_round=0.2,
+    ranks_per_node=2,
+    shard_s=0.4,
+    reduce_s=0.3,
+    exposed_s=0.05,
+)
+
+
+def profiled(num_ranks: int, *, hardware: str = "h100") -> CostModel:
+    return CostModel.from_profiles(
+        model_profile("qwen3-1.7b"),
+        hardware_profile(hardware),
+        num_ranks=num_ranks,
+        bytes_per_element=2,
+        reduce_every="step",
+    )
+
+
+def batch_of(lengths: Sequence[int], *, full: Sequence[bool] = ()) -> list[SequenceSpec]:
+    return [
+        SequenceSpec(
+            id=at,
+            num_tokens=length,
+            num_targets=max(length - 1, 0),
+            mask=Mask.FULL if at < len(full) and full[at] else Mask.CAUSAL,
+        )
+        for at, length in enumerate(lengths)
+    ]
+
+
+def batches(*, max_sequences: int, max_tokens: int) -> st.SearchStrategy[list[SequenceSpec]]:
+    one = st.tuples(st.integers(1, max_tokens), st.booleans())
+    return st.lists(one, min_size=1, max_size=max_sequences).map(
+        lambda pairs: batch_of([length for length, _ in pairs], full=[full for _, full in pairs])
+    )
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to split `items` into non-empty sets."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for parts in partitions(rest):
+        yield [[first], *parts]
+        for at in range(len(parts)):
+            yield [*parts[:at], [first, *parts[at]], *parts[at + 1 :]]

@@ -1,0 +1,30 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfcp.plan.placement import place_groups
+from rayfcp.values import ClusterSpec
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.data())
+def test_ranks_are_disjoint_and_small_groups_stay_inside_a_node(nodes: list[int], data: st.DataObject) -> None:
+    cluster = ClusterSpec(num_ranks=len(nodes), max_tokens_per_rank=1, node_of_rank=tuple(nodes))
+    degrees: list[int] = []
+    while sum(degrees) < len(nodes) and data.draw(st.booleans()):
+        degrees.append(data.draw(st.integers(1, len(nodes) - sum(degrees))))
+    degrees.sort(reverse=True)
+    placed = place_groups(degrees, cluster=cluster, ranks_per_node=8)
+    assert [len(ranks) for ranks in placed] == degrees
+    taken = [rank for ranks in placed for rank in ranks]
+    assert len(set(taken)) == len(taken) and set(taken) <= set(range(len(nodes)))
+    free = {node: nodes.count(node) for node in nodes}
+    for ranks in placed:
+        if max(free.values()) >= len(ranks):
+            assert len({nodes[rank] for rank in ranks}) == 1
+        for rank in ranks:
+            free[nodes[rank]] -= 1
+
+
+def test_without_nodes_the_profile_says_how_many_ranks_share_one() -> None:
+    cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=1)
+    assert place_groups([3, 3, 2], cluster=cluster, ranks_per_node=4) == [(0, 1, 2), (4, 5, 6), (3, 7)]
+    assert place_groups([5, 3], cluster=cluster, ranks_per_node=8) == [(0, 1, 2, 3, 4), (5, 6, 7)]

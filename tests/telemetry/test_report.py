@@ -1,0 +1,85 @@
+"""The report page: whole, well formed, without a link to the outside, nothing unescaped."""
+
+import math
+import re
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+
+from rayfcp.telemetry.report import write_report
+from rayfcp.telemetry.steps import StepLog
+from rayfcp.telemetry.trace import write_trace
+from rayfcp.values import Span, SpanKind, StepReport
+from tests.telemetry.samples import report, reports
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed in the wrong place; collects what is shown and what is linked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page_of(steps: list[StepReport], folder: Path, *, config: str = "") -> str:
+    with StepLog(folder / "steps.jsonl") as log:
+        for step in steps:
+            log.append(step)
+    if config:
+        (folder / "config.yaml").write_text(config)
+    page = write_report(folder).read_text()
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.links == [] and "url(" not in page and "@import" not in page
+    for drawing in re.findall(r"<svg class=\"chart.*?</svg>", page, flags=re.DOTALL):
+        ElementTree.fromstring(drawing)
+    assert not re.search(r'(x|y|d|width|height)="[^"]*(nan|inf)', page)
+    return page
+
+
+@settings(max_examples=25, deadline=None)
+@given(reports())
+def test_any_run_has_a_sound_page(steps: list[StepReport]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        page = page_of(steps, Path(folder))
+    assert page.count("<figure>") == 8
+
+
+def test_everything_is_escaped(tmp_path: Path) -> None:
+    spans = [Span(rank=0, stage=0, kind=SpanKind.FORWARD, label="<i>x", start_s=0.0, stop_s=1.0)]
+    write_trace(tmp_path / "trace.json", {"<u>measured": spans})
+    config = "run: {name: '<script>alert(1)</script>'}\nmodel: {path: '\"><img src=x>'}\n"
+    page = page_of([report(strategy="<b>bold</b>")], tmp_path, config=config)
+    assert not re.search(r"<(script|img|b>bold|i>|u>)", page)
+    assert "&lt;script&gt;" in page and "&lt;i&gt;x" in page
+
+
+def test_long_runs_and_missing_values(tmp_path: Path) -> None:
+    steps = [report(step, loss=math.nan if step % 7 == 0 else 1.0 / step) for step in range(1, 2001)]
+    page = page_of(steps, tmp_path)
+    assert len(page) < 1_000_000 and "Last 50 steps" in page
+
+
+def test_a_loss_that_never_was_a_number(tmp_path: Path) -> None:
+    assert "not a number" in page_of([report(loss=math.nan), report(2, loss=math.nan)], tmp_path)
+
+
+def test_a_folder_without_steps(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no step in steps.jsonl"):
+        write_report(tmp_path / "nowhere")

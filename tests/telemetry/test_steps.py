@@ -1,0 +1,77 @@
+"""`steps.jsonl` after resumes and crashes."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.telemetry.steps import StepLog, from_line, read_steps, to_line
+from rayfcp.values import StepReport
+from tests.telemetry.samples import report, reports
+
+KEYS = """step loss grad_norm learning_rate num_tokens num_sequences step_s predicted_s plan_s plan_wait_s mfu
+attention_mfu imbalance bubble gap strategy world_size degrees num_microbatches plan_hash samples_hash recovered"""
+
+
+def test_a_line_has_the_contracts_keys() -> None:
+    fields = json.loads(to_line(report(3)))
+    assert list(fields) == KEYS.split()
+    assert fields["degrees"] == {"1": 3, "4": 1}
+    assert list(fields["imbalance"]) == ["compute", "attention", "memory", "communication"]
+    assert fields["recovered"] is False
+
+
+def test_a_loss_that_is_no_number_stays_json() -> None:
+    line = to_line(report(loss=math.nan, grad_norm=math.inf))
+    assert json.loads(line)["loss"] is None
+    assert math.isnan(from_line(line).loss) and math.isnan(from_line(line).grad_norm)
+
+
+@settings(max_examples=60, deadline=None)
+@given(reports(), st.data())
+def test_any_crash_and_resume_leaves_each_step_once(steps: list[StepReport], data: st.DataObject) -> None:
+    """Torn anywhere, resumed anywhere, run to the end again: the file is as if nothing had happened."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.jsonl"
+        with StepLog(path) as log:
+            for step in steps:
+                log.append(step)
+        whole = path.read_bytes()
+        assert read_steps(path) == tuple(steps)
+        torn = whole[: data.draw(st.integers(0, len(whole)))]
+        path.write_bytes(torn)
+        assert read_steps(path) == tuple(steps[: torn.count(b"\n")])
+        resume_step = data.draw(st.sampled_from([0, *(step.step for step in steps[: torn.count(b"\n")])]))
+        with StepLog(path, resume_step=resume_step) as log:
+            assert log.last_step == resume_step
+            for step in steps:
+                if step.step > resume_step:
+                    log.append(step)
+        assert path.read_bytes() == whole
+        assert [file.name for file in Path(folder).iterdir()] == ["steps.jsonl"]
+
+
+def test_steps_must_ascend(tmp_path: Path) -> None:
+    with StepLog(tmp_path / "steps.jsonl") as log:
+        log.append(report(2))
+        with pytest.raises(ValueError, match="step is 2, must come after 2"):
+            log.append(report(2))
+    assert [step.step for step in read_steps(tmp_path / "steps.jsonl")] == [2]
+
+
+@pytest.mark.parametrize("bad", ["{", "3", "{}", '{"step": 1}', "\x00\x00"])
+def test_broken_lines(tmp_path: Path, bad: str) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.write_text(to_line(report(1)) + bad + "\n" + to_line(report(3)))
+    with pytest.raises(ValueError, match="line 2 is broken"):
+        read_steps(path)
+    path.write_text(to_line(report(1)) + bad + "\n")
+    assert read_steps(path) == (report(1),)
+
+
+def test_no_file_has_no_steps(tmp_path: Path) -> None:
+    assert read_steps(tmp_path / "steps.jsonl") == ()

@@ -1,0 +1,71 @@
+"""A run in numbers."""
+
+import io
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.telemetry import progress as progress_module
+from rayfcp.telemetry.progress import Progress
+from rayfcp.telemetry.scales import ticks
+from rayfcp.telemetry.summary import format_summary, mean_degree, summarize
+from rayfcp.values import StepReport
+from tests.telemetry.samples import report, reports
+
+
+def test_the_first_step_does_not_count_for_speed() -> None:
+    run = [report(1, step_s=100.0, plan_wait_s=50.0), *(report(step, step_s=2.0 + step) for step in (2, 3, 4))]
+    summary = summarize(run)
+    assert summary.tokens_per_s == 1000 / 5.0 and summary.step_s == 5.0
+    assert summary.max_plan_wait_ratio == 0.001 / 4.0
+    assert (summary.num_steps, summary.first_step, summary.last_step, summary.num_tokens) == (4, 1, 4, 4000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(reports())
+def test_mean_degree_is_the_mean_over_rank_slots(steps: list[StepReport]) -> None:
+    slots = [d for step in steps for d, count in step.degrees.items() for _ in range(d * count)]
+    assert mean_degree(steps) == pytest.approx(statistics.fmean(slots) if slots else 0.0)
+    text = format_summary(summarize(steps), run_dir="runs/x")
+    assert "runs/x/report.html" in text and text.count("\n") == 7
+
+
+def test_no_steps_no_summary() -> None:
+    with pytest.raises(ValueError, match="steps are none"):
+        summarize([])
+
+
+def test_plain_lines_are_throttled_and_the_last_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 2.0, 5.5, 6.0, 7.0])
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with Progress(6, stream=stream) as progress:
+        progress.say("workers start")
+        for step in range(1, 7):
+            progress.update(report(step))
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["workers start", "step 1/6", "step 4/6", "step 6/6"]
+    assert "loss 5.5" in lines[1] and "500 tok/s" in lines[1] and "degrees 4, 1 (x3)" in lines[1]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with Progress(2, stream=stream) as progress:
+        progress.update(report(2))
+    assert "2/2" in stream.getvalue() and "loss 5.5" in stream.getvalue()
+
+
+@settings(max_examples=200)
+@given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12))
+def test_ticks_cover_and_are_few(one: float, other: float) -> None:
+    low, high = min(one, other), max(one, other)
+    marks = ticks(low, high)
+    slack = 1e-6 * (marks[-1] - marks[0])
+    assert marks[0] <= low + slack and marks[-1] >= high - slack and 2 <= len(marks) <= 12
+    assert list(marks) == sorted(set(marks))

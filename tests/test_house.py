@@ -1,0 +1,83 @@
+"""The house's own rules: small files, small functions, few positional arguments, a light start."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "rayfcp").rglob("*.py"))
+ALL_FILES = sorted([*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 300, 40, 2
+# Signatures that others fix: autograd, context managers, and `rayfcp.attention(q, k, v, program)`.
+FIXED_BY_OTHERS = {"forward", "backward", "__exit__", "__call__", "attention"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> Iterator[tuple[Function, bool]]:
+    """Each function of the file or of a class in it, and whether it is a method that gets `self` or `cls`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, Function):
+                static = any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in child.decorator_list)
+                yield child, isinstance(node, ast.ClassDef) and not static
+
+
+def code_lines(function: Function) -> int:
+    """Lines of the function without its docstring."""
+    length = (function.end_lineno or function.lineno) - function.lineno + 1
+    first = function.body[0]
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        length -= (first.end_lineno or first.lineno) - first.lineno + 1
+    return length
+
+
+def place(path: Path, function: Function) -> str:
+    return f"{path.relative_to(ROOT)}:{function.lineno} {function.name}"
+
+
+def test_files_are_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ALL_FILES}
+    assert not [
+        f"{path.relative_to(ROOT)}: {lines} lines" for path, lines in lengths.items() if lines >= MAX_FILE_LINES
+    ]
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{place(path, function)}: {code_lines(function)} lines"
+        for path in SOURCES
+        for function, _ in functions(path)
+        if code_lines(function) >= MAX_FUNCTION_LINES
+    ]
+    assert not long
+
+
+def test_public_functions_take_few_positional_arguments() -> None:
+    wide = [
+        place(path, function)
+        for path in SOURCES
+        for function, is_method in functions(path)
+        if (not function.name.startswith("_") or function.name == "__init__")
+        and function.name not in FIXED_BY_OTHERS
+        and len(function.args.posonlyargs) + len(function.args.args) - is_method > MAX_POSITIONAL
+    ]
+    assert not wide
+
+
+@pytest.mark.parametrize("statement", ["import rayfcp", "from rayfcp.cli import main; main(['--help'])"])
+def test_start_is_light(statement: str) -> None:
+    check = (
+        "import sys\ntry:\n    " + statement + "\nexcept SystemExit:\n    pass\n"
+        "loaded = sorted({'torch', 'ray', 'transformers', 'numpy', 'pyarrow'} & set(sys.modules))\n"
+        "sys.exit(f'loaded at start: {loaded}' if loaded else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
