@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from rayfcp.config import ConfigError
     from rayfcp.values import InfeasiblePlanError
 
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
@@ -53,6 +53,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return FAILED
     return DONE
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command and its arguments. argparse takes no list of words that an option cuts in two, so overrides
+    behind an option are put with those before it."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in rest) or (rest and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _parser() -> argparse.ArgumentParser:

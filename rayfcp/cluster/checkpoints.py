@@ -44,15 +44,22 @@ class CheckpointFolder:
         return self.root / f"{_UNFINISHED}{step:08d}"
 
     def commit(self, manifest: Manifest) -> Path:
-        """Make the checkpoint of `manifest.step` complete, then remove the oldest beyond `keep`."""
+        """Make the checkpoint of `manifest.step` complete, then remove the oldest beyond `keep`.
+
+        Those of later steps go too: they are of a run that this one does not continue, and would
+        otherwise be taken for the newest.
+        """
         folder = self.unfinished(manifest.step)
         _write_manifest(folder / MANIFEST, manifest)
         final = self.root / f"step-{manifest.step:08d}"
-        if final.exists():
-            self._remove(final)
+        replaced = self._hide(final) if final.exists() else None
         folder.rename(final)
-        for old in self.complete()[: -self._keep]:
-            self._remove(old)
+        if replaced is not None:
+            shutil.rmtree(replaced)
+        complete = self.complete()
+        newest = complete.index(final) + 1
+        for old in complete[: max(newest - self._keep, 0)] + complete[newest:]:
+            shutil.rmtree(self._hide(old))
         return final
 
     def complete(self) -> list[Path]:
@@ -63,11 +70,10 @@ class CheckpointFolder:
         found = self.complete()
         return found[-1] if found else None
 
-    def _remove(self, folder: Path) -> None:
-        """First out of sight by a rename, so that a half-removed folder never looks complete."""
+    def _hide(self, folder: Path) -> Path:
+        """Out of sight by a rename before it is removed, so that a half-removed folder never looks complete."""
         gone = folder.with_name(f"{_UNFINISHED}removed-{folder.name}")
-        folder.rename(gone)
-        shutil.rmtree(gone)
+        return folder.rename(gone)
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -77,7 +83,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     try:
         return Manifest(**json.loads((Path(folder) / MANIFEST).read_text()))
-    except (OSError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"checkpoint.resume is {os.fspath(folder)!r}, no complete checkpoint is there ({error}); "
             f"give a folder with {MANIFEST}"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ray.exceptions import RayTaskError
 
+from rayfcp.cluster.crew import WorkerFailedError, plain
 from rayfcp.cluster.facts import Finished
 from rayfcp.config import Config, ConfigError
 from rayfcp.values import InfeasiblePlanError, StepReport
@@ -13,10 +14,9 @@ from rayfcp.values import InfeasiblePlanError, StepReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """What a run has to tell since it was last asked. `phase`: one line of what is being done."""
+    """What a run has to tell since it was last asked. `messages`: lines of what is being done."""
 
-    phase: str
-    first_step: int
+    messages: tuple[str, ...]
     reports: tuple[StepReport, ...]
 
 
@@ -42,9 +42,9 @@ class Controller:
         self._stopping = threading.Event()
         self._run = TrainingRun(config, data_dir=data_dir, stopping=self._stopping)
 
-    def poll(self, after: int) -> Poll:
-        """Reports of the steps committed by this run, the first `after` left out."""
-        return Poll(phase=self._run.phase, first_step=self._run.first_step, reports=self._run.reports(after))
+    def poll(self, *, messages: int, reports: int) -> Poll:
+        """Messages and reports of committed steps; so many of each are known and left out."""
+        return Poll(messages=self._run.messages(messages), reports=self._run.reports(reports))
 
     def stop(self) -> None:
         """End after the step that is running, with a checkpoint."""
@@ -58,6 +58,8 @@ class Controller:
             return Outcome(error=str(error), wrong_input=True)
         except RayTaskError as error:
             wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
-            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=error.traceback_str)
+            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=plain(str(error)))
+        except WorkerFailedError as error:
+            return Outcome(error=str(error))
         except Exception as error:
             return Outcome(error=str(error), trace=traceback.format_exc())

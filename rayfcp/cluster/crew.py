@@ -1,6 +1,7 @@
 """The workers of a run as one: started, joined, told the same, heard, ended."""
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +13,18 @@ from ray.util.placement_group import PlacementGroup
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.placement import options_for, release, reserve
 from rayfcp.cluster.worker import RankWorker
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
+from rayfcp.values import InfeasiblePlanError
 
 logger = logging.getLogger(__name__)
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def plain(text: str) -> str:
+    """Without terminal colours."""
+    return _COLOURS.sub("", text)
 
 
 class WorkerFailedError(RuntimeError):
@@ -78,7 +88,8 @@ class Crew:
         still wait for it.
 
         Raises:
-            WorkerFailedError: names the rank and the cause.
+            ConfigError, InfeasiblePlanError: raised by a worker as they are.
+            WorkerFailedError: any other failure; names the rank and the cause.
         """
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         waiting, values = list(refs), [None] * len(refs)
@@ -100,6 +111,8 @@ class Crew:
         try:
             return ray.get(ref)
         except RayTaskError as error:
-            raise WorkerFailedError(f"rank {rank} failed: {error.cause!r}\n{error.traceback_str}") from error
+            if isinstance(error.cause, ConfigError | InfeasiblePlanError):
+                raise error.cause from error
+            raise WorkerFailedError(f"rank {rank} failed: {error.cause!r}\n{plain(str(error))}") from error
         except RayActorError as error:
             raise WorkerFailedError(f"rank {rank} died: {error}") from error

@@ -26,10 +26,13 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A run that ended by itself or was stopped. `controller_s`: median of the controller's own work per step,
-    everything but waiting for plans and workers."""
+    """A run that ended by itself or was stopped.
+
+    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread, and
+    `controller_s`, wall time but for waiting for plans and workers, others' pressure on the cores included.
+    """
 
     last_step: int
     checkpoint: str | None
-    metrics_url: str
     controller_s: float
+    controller_cpu_s: float

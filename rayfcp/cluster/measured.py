@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
-from rayfcp.plan.fit import Fit, Timing, fit_cost, predicted_s
+from rayfcp.plan.fit import OVERLAPS, Fit, Timing, fit_cost, predicted_s
 from rayfcp.values import ModelProfile
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -32,10 +32,11 @@ def measured_cost(
     """Fit what all ranks timed at once (`timings[rank]`) and write it to `profile_path`.
 
     A pass counts with the slowest rank's time. A ring over all ranks crosses the slowest link, so one
-    link speed stands for all.
+    link speed stands for all. Where the guess says that nothing overlaps, that stays.
     """
     slowest = [max(each, key=lambda timing: timing.seconds) for each in zip(*timings, strict=True)]
-    fit = fit_cost(dataclasses.replace(guess, ranks_per_node=ranks_per_node), slowest)
+    start = dataclasses.replace(guess, ranks_per_node=ranks_per_node)
+    fit = fit_cost(start, slowest, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
     _write(profile_path, fit, slowest)
     return fit.cost
 

@@ -22,6 +22,8 @@ class Saver:
 
     def __init__(self, config: Config, *, sampler: Sampler, model: dict[str, Any]) -> None:
         self._config, self._sampler, self._model = config, sampler, _comparable(model)
+        if config.checkpoint.resume == "never":
+            put_aside(Path(config.run_dir))
         self._folder = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
         self._folder.open()
         self._pending: int | None = None
@@ -33,6 +35,11 @@ class Saver:
             check_same_model(manifest, self._model)
             _check_same_data(sampler, manifest.data)
             self.first_step = manifest.step + 1
+
+    @property
+    def source(self) -> str | None:
+        """The checkpoint that the run goes on from."""
+        return str(self._from) if self._from else None
 
     def resume(self, crew: Crew) -> None:
         """Load the checkpoint that the run goes on from, if there is one."""
@@ -84,6 +91,18 @@ class Saver:
 
 
 _IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+
+
+def put_aside(run_dir: Path) -> None:
+    """Move steps and checkpoints of an earlier run in the same folder to `earlier-1`, `earlier-2`, ..., so that
+    a run from the start neither loses them nor goes on from them."""
+    old = [path for path in (run_dir / "steps.jsonl", run_dir / "checkpoints") if path.exists()]
+    if old:
+        number = 1 + sum(1 for _ in run_dir.glob("earlier-*"))
+        folder = run_dir / f"earlier-{number}"
+        folder.mkdir()
+        for path in old:
+            path.rename(folder / path.name)
 
 
 def _check_same_data(sampler: Sampler, state: dict[str, Any]) -> None:

@@ -82,8 +82,9 @@ class FlexTrainer:
         checkpoint = outcome.finished.checkpoint
         metrics = asdict(reports[-1]) if reports else {}
         stopped = outcome.finished.last_step < self.config.train.steps
+        about = asdict(outcome.finished) | {"stopped": stopped}
         return Result(
-            metrics=metrics | {"controller_s": outcome.finished.controller_s, "stopped": stopped},
+            metrics=metrics | about,
             checkpoint=Checkpoint(checkpoint) if checkpoint else None,
             error=None,
             path=str(run_dir),
@@ -138,14 +139,14 @@ def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport
     """Tell the watcher until the run ends; the first Ctrl-C asks it to stop."""
     running = controller.run.remote()
     reports: list[StepReport] = []
-    phase, asked = "", False
+    num_messages, asked = 0, False
     while True:
         try:
             done, _ = ray.wait([running], timeout=POLL_S)
-            poll: Poll = ray.get(controller.poll.remote(len(reports)))
-            if poll.phase != phase:
-                phase = poll.phase
-                watcher.say(phase)
+            poll: Poll = ray.get(controller.poll.remote(messages=num_messages, reports=len(reports)))
+            for message in poll.messages:
+                watcher.say(message)
+            num_messages += len(poll.messages)
             for report in poll.reports:
                 watcher.update(report)
             reports += poll.reports

@@ -38,12 +38,17 @@ class TrainingRun:
         self._planners: list[Any] = []
         self._crew: Crew | None = None
         self._journal: Journal | None = None
-        self._own_s: list[float] = []
-        self.phase, self.first_step = "starting", 1
+        self._own_s: list[tuple[float, float]] = []
+        self._messages: list[str] = []
+        self.first_step = 1
 
     def reports(self, after: int) -> tuple[StepReport, ...]:
         """Of the steps committed by this run, the first `after` left out."""
         return tuple(self._journal.reports[after:]) if self._journal else ()
+
+    def messages(self, after: int) -> tuple[str, ...]:
+        """Lines about what is being done, the first `after` left out."""
+        return tuple(self._messages[after:])
 
     def execute(self) -> Finished:
         """From start to end; whatever was started is ended, also after a failure.
@@ -54,19 +59,35 @@ class TrainingRun:
         """
         try:
             self._open_data()
+            if self.first_step > self._config.train.steps:
+                return self._nothing_to_do()
             self._start_crew()
             self._saver.resume(self._crew)
             return self._train()
         finally:
             self._end()
 
+    def _nothing_to_do(self) -> Finished:
+        done = self.first_step - 1
+        self._say(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it to go on")
+        return Finished(last_step=done, checkpoint=self._saver.source, controller_s=0.0, controller_cpu_s=0.0)
+
     def _open_data(self) -> None:
-        self.phase = "reading lengths"
+        self._say("reading lengths")
         self._data = open_dataset(self._config, data_dir=self._data_dir)
+        index = self._data.index
+        left_out = "".join(f", {count} rows {reason}" for reason, count in index.counts.items())
+        self._say(f"{len(index)} sequences of {index.num_tokens} tokens{left_out}")
         self._check_memory()
         self._saver = Saver(self._config, sampler=self._data.sampler, model=self._data.library.to_dict())
         self.first_step = self._saver.first_step
+        if 1 < self.first_step <= self._config.train.steps:
+            self._say(f"going on after step {self.first_step - 1}")
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
+
+    def _say(self, text: str) -> None:
+        logger.info(text)
+        self._messages.append(text)
 
     def _check_memory(self) -> None:
         """Before anything is started: does the model fit, and the longest sequence, on as many as there may be?"""
@@ -80,7 +101,7 @@ class TrainingRun:
 
     def _start_crew(self) -> None:
         config = self._config
-        self.phase = f"starting {config.cluster.max_workers} workers"
+        self._say(f"starting {config.cluster.max_workers} workers")
         planner = ray.remote(Planner)
         self._planners = [
             planner.options(num_cpus=1).remote(config, self._data.model) for _ in range(config.plan.planner_actors)
@@ -90,8 +111,10 @@ class TrainingRun:
         self._crew = crew
         self._cluster = cluster_spec(config, self._data.model, facts=crew.facts, generation=GENERATION)
         self._check_longest(self._cluster)
-        self.phase = f"joining {len(crew)} ranks"
-        host = "127.0.0.1" if len(set(self._cluster.node_of_rank)) == 1 else ray.util.get_node_ip_address()
+        self._say(f"joining {len(crew)} ranks")
+        here = ray.get_runtime_context().get_node_id()
+        alone = all(fact.node_id == here for fact in crew.facts)
+        host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._store = RendezvousStore(host)
         meeting = self._store.meeting(GENERATION, num_ranks=len(crew))
         joined = crew.each(lambda rank, worker: worker.join.remote(rank, meeting))
@@ -104,7 +127,7 @@ class TrainingRun:
         self._measure(crew, device)
 
     def _measure(self, crew: Crew, device: str) -> None:
-        self.phase = "measuring devices"
+        self._say("measuring devices")
         ranks_per_node = max(self._cluster.node_of_rank.count(node) for node in set(self._cluster.node_of_rank))
         self._cost = measured_cost(
             analytic_cost(self._config, self._data.model, device=device, num_ranks=len(crew)),
@@ -120,14 +143,14 @@ class TrainingRun:
     def _train(self) -> Finished:
         assert self._crew is not None
         assert self._journal is not None
-        self.phase = "training"
+        self._say("training")
         last = self._config.train.steps
         plans = PlanQueue(self._planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps)
         plans.start(self.first_step, last, cluster=self._cluster, cost=self._cost)
         done: tuple[PlannedStep, list[RankReport], float] | None = None
         step = self.first_step - 1
         for step in range(self.first_step, last + 1):
-            began_s, waited_s = time.perf_counter(), self._crew.waited_s
+            began_s, cpu_s, waited_s = time.perf_counter(), time.thread_time(), self._crew.waited_s
             planned = plans.take()
             start_s = time.perf_counter()
             refs = self._dispatch(planned)
@@ -136,18 +159,18 @@ class TrainingRun:
             ranks = self._crew.gather(refs)
             done = (planned, ranks, time.perf_counter() - start_s)
             idle_s = planned.wait_s + self._crew.waited_s - waited_s
-            self._own_s.append(time.perf_counter() - began_s - idle_s)
+            self._own_s.append((time.perf_counter() - began_s - idle_s, time.thread_time() - cpu_s))
             self._saver.after_step(step, self._crew, ranks=ranks, metrics=self._journal.metrics)
             if self._stopping.is_set():
                 break
         self._commit(done)
-        self.phase = "saving"
+        self._say("saving")
         checkpoint = self._saver.last(step, self._crew, metrics=self._journal.metrics)
         return Finished(
             last_step=step,
             checkpoint=str(checkpoint) if checkpoint else None,
-            metrics_url=self._journal.metrics.url,
-            controller_s=statistics.median(self._own_s) if self._own_s else 0.0,
+            controller_s=statistics.median(wall_s for wall_s, _ in self._own_s) if self._own_s else 0.0,
+            controller_cpu_s=statistics.median(cpu_s for _, cpu_s in self._own_s) if self._own_s else 0.0,
         )
 
     def _dispatch(self, planned: PlannedStep) -> list[Any]:

@@ -72,6 +72,7 @@ class ModelConfig(Section):
     """Which model: a folder or hub name of a Hugging Face causal LM, or an architecture of our own."""
 
     path: str | None = Field(default=None, description="Hugging Face folder or name; overrides `architecture`")
+    name: str | None = Field(default=None, description="a named shape, e.g. qwen3-1.7b; overrides `architecture`")
     init: Literal["random", "pretrained"] = "random"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     architecture: ArchitectureConfig = ArchitectureConfig()

@@ -20,7 +20,7 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients, sum_over_ranks
 from rayfcp.execute.reports import Joined, RankReport
-from rayfcp.execute.sharding import ShardedModel
+from rayfcp.execute.sharding import HostWait, ShardedModel
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, Span, SpanKind
@@ -72,6 +72,7 @@ class RankEngine:
         self.transport = DistributedTransport(world.channels.attend)
         self._module = make_model(world.channels.shard)
         self._model = ShardedModel(self._module)
+        self._wait = HostWait(self._module)
         self._optimizer = make_optimizer(self._module, self._config.train)
         self._writer = CheckpointWriter(world.channels.control)
         self._interpreter = Interpreter(
@@ -105,6 +106,7 @@ class RankEngine:
             )
         start_s = time.perf_counter()
         self._optimizer.zero_grad(set_to_none=True)
+        self._wait.seconds = 0.0
         scale = 1.0 / max(batch.num_targets, 1)
         done = self._interpreter.run(program, _BatchTokens(self._reader, batch), loss_scale=scale)
         update_s = time.time()
@@ -119,7 +121,7 @@ class RankEngine:
             grad_norm=norm,
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
-            wait_s=done.wait_s,
+            wait_s=done.wait_s + self._wait.seconds if self.device.type == "cpu" else math.nan,
             bytes_sent=done.bytes_sent,
             num_cells=done.num_cells,
             memory_bytes=memory_bytes(self.device),
@@ -131,7 +133,8 @@ class RankEngine:
         """Reduce loss and gradient norm, then update; a batch without targets updates nothing."""
         assert self._world is not None
         local = torch.stack([torch.tensor(loss_sum, dtype=torch.float64), local_squares(self._module).cpu()])
-        totals = sum_over_ranks(local.to(self.device), self._world.channels.shard).cpu()
+        with self._wait.timed():
+            totals = sum_over_ranks(local.to(self.device), self._world.channels.shard).cpu()
         loss, norm = float(totals[0]) / max(batch.num_targets, 1), math.sqrt(float(totals[1]))
         rate = learning_rate(batch.step, self._config.train)
         if not math.isfinite(norm):

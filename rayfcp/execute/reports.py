@@ -19,7 +19,8 @@ class Joined:
 class RankReport:
     """What one rank did in one step. `loss` and `grad_norm` are global, the same on every rank.
 
-    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for messages.
+    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other ranks:
+    for messages of attention, gathers and reductions; NaN on accelerators, whose host does not wait.
     `saved_s`: seconds of a checkpoint write that ended since the last report, None if none did.
     """
 

@@ -1,10 +1,16 @@
 """FSDP2: parameters, gradients and optimizer state in equal shards over all ranks, any number of them."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from rayfcp.execute.attention import AttentionContext
 
@@ -18,7 +24,7 @@ def shard(
     `dtype`. Every rank must run the same forward and backward passes from now on.
 
     Raises:
-        ValueError: `set_gradient_divide_factor` did not reach every shard group.
+        RuntimeError: gradients of some part would be divided.
     """
     mesh = DeviceMesh.from_group(group, device_type)
     policy = MixedPrecisionPolicy(
@@ -32,6 +38,15 @@ def shard(
     for part in sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    _check_sums(module)
+
+
+def _check_sums(module: nn.Module) -> None:
+    """`set_gradient_divide_factor` is not recursive, and a part that it missed would get 1/N of its gradients."""
+    for part in sharded_modules(module):
+        factors = {group.gradient_divide_factor for group in part._get_fsdp_state()._fsdp_param_groups}
+        if factors - {1.0}:
+            raise RuntimeError(f"gradients of {type(part).__name__} are divided by {factors}; sums are needed")
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
@@ -50,3 +65,41 @@ class ShardedModel:
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]
+
+
+class HostWait:
+    """Seconds that the host spent in gathers and reductions of shards, waiting for other ranks included.
+
+    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.seconds = 0.0
+        for part in sharded_modules(module):
+            part.set_custom_all_gather(_TimedAllGather(self))
+            part.set_custom_reduce_scatter(_TimedReduceScatter(self))
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Count the time inside."""
+        start_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start_s
+
+
+class _TimedAllGather(DefaultAllGather):
+    def __init__(self, wait: HostWait) -> None:
+        self._wait = wait
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        with self._wait.timed():
+            return super().__call__(*args, **keywords)
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    def __init__(self, wait: HostWait) -> None:
+        self._wait = wait
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        with self._wait.timed():
+            return super().__call__(*args, **keywords)

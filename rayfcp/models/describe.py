@@ -1,10 +1,16 @@
 """What a run's model looks like, from its configuration; needs neither weights nor torch."""
 
+import re
+
 from transformers import AutoConfig, PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import ModelConfig
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
+
+NAMED_POSITIONS = 131072
+"""Positions of models given by name."""
 
 _UNSUPPORTED = {
     "final_logit_softcapping": None,
@@ -23,7 +29,12 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
             experts, dropout in attention).
     """
-    found = _from_path(config.path) if config.path else _from_architecture(config, vocab_size=vocab_size)
+    if config.path:
+        found = _from_path(config.path)
+    elif config.name:
+        found = _from_architecture(_named(config.name), vocab_size=vocab_size)
+    else:
+        found = _from_architecture(config.architecture, vocab_size=vocab_size)
     kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(f"model.path: layer types {sorted(kinds)}, only full_attention runs; choose another model")
@@ -45,8 +56,26 @@ def _from_path(path: str) -> PreTrainedConfig:
         raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
 
 
-def _from_architecture(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
-    shape = config.architecture
+def _named(name: str) -> ArchitectureConfig:
+    try:
+        shape = model_profile(name)
+    except ValueError as error:
+        raise ConfigError(f"model.name: {error}") from error
+    return ArchitectureConfig(
+        model_type=re.split(r"[0-9.-]", name)[0] + ("3" if name.startswith("qwen3") else ""),
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        ffn_size=shape.ffn_size,
+        vocab_size=shape.vocab_size,
+        max_positions=NAMED_POSITIONS,
+        tied_embeddings=shape.tied_embeddings,
+    )
+
+
+def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrainedConfig:
     try:
         return AutoConfig.for_model(
             shape.model_type,

@@ -94,6 +94,7 @@ class CostModel:
             reduce_s=0.0 if each_time else reduce_s,
             exposed_s=model.layer_matmul_parameters * bytes_per_element * s_per_byte,
             recomputed_layers=recomputed_layers,
+            overlap=hardware.overlap,
         )
 
     def with_coefficients(self, **measured: float) -> "CostModel":

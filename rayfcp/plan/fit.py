@@ -9,6 +9,9 @@ from scipy.optimize import nnls
 
 from rayfcp.plan.cost import CostModel
 
+OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of communication hidden behind attention that a fit tries."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -29,9 +32,7 @@ class Fit:
     mean_error: float
 
 
-def fit_cost(
-    cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[float] = (0.0, 0.25, 0.5, 0.75, 1.0)
-) -> Fit:
+def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[float] = OVERLAPS) -> Fit:
     """Replace the coefficients of `cost` by those that explain `timings` best.
 
     With a given overlap every timing is linear in fixed cost, tokens, cells, ring volume and rounds

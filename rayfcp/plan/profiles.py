@@ -18,8 +18,10 @@ _PROFILES = (
         latency_s=2e-4,
         microbatch_overhead_s=1e-2,
         dtype_bytes=4,
+        overlap=0.0,
         source="one x86 server thread: fp32 matrix product 51-56 GFLOP/s, flash attention 30-41 GFLOP/s measured "
-        "at sizes 512-4096; links: gloo over loopback or 10 Gb/s Ethernet, assumed",
+        "at sizes 512-4096; links: gloo over loopback or 10 Gb/s Ethernet, assumed; no overlap: the cores that compute "
+        "also move the bytes",
     ),
     HardwareProfile(
         name="h100",

@@ -47,7 +47,8 @@ class ModelProfile:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """A kind of device and its links. FLOP/s are dense peaks of `dtype_bytes`-wide numbers; efficiencies
-    are the shares of peak reached by large kernels; bandwidths in bytes/s per rank and direction."""
+    are the shares of peak reached by large kernels; bandwidths in bytes/s per rank and direction. `overlap`
+    is the share of communication that can hide behind attention: 0 where the same cores do both."""
 
     name: str
     peak_flops: float
@@ -60,4 +61,5 @@ class HardwareProfile:
     latency_s: float
     microbatch_overhead_s: float
     dtype_bytes: int = 2
+    overlap: float = 1.0
     source: str = ""

@@ -19,7 +19,8 @@ class StepReport:
 
     `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to
     BatchPlan on the planner. `plan_wait_s`: what the step waited for its plan. `mfu`: model FLOPs /
-    (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting. `degrees`: groups
+    (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting for
+    other ranks, their messages, gathers and reductions included (NaN on accelerators). `degrees`: groups
     per degree. `recovered`: the step ran again after a failure.
     """
 

@@ -12,6 +12,7 @@ from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
 from rayfcp.cluster.checkpoints import CheckpointFolder
 from rayfcp.cluster.placement import release, reserve
 from rayfcp.config import Config, ConfigError
+from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import StepReport
 from tests.cluster.runs import run_config, steps_of, write_texts
 
@@ -74,7 +75,7 @@ class Scraper:
         self._run_dir, self.text = run_dir, ""
 
     def say(self, text: str) -> None:
-        """Phases are not looked at."""
+        """Messages are not looked at."""
 
     def update(self, report: StepReport) -> None:
         target = json.loads((self._run_dir / "prometheus_sd.json").read_text())[0]["targets"][0]
@@ -154,6 +155,28 @@ def _enlarge_tokens(shard: Path) -> None:
     table = table.set_column(index, table.schema.field(index), ids)
     with pa.OSFile(str(shard), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
+
+
+def test_a_finished_run_has_nothing_to_do_and_never_starts_afresh(
+    folder: Path, alone: tuple[StepReport, ...]
+) -> None:
+    one = {"device": "cpu", "num_workers": 1}
+    result = FlexTrainer(run_config(folder, name="alone", cluster=one)).fit()
+    assert result.metrics["last_step"] == 10
+    afresh = run_config(folder, name="alone", cluster=one, checkpoint={"resume": "never"}, train={"steps": 2})
+    FlexTrainer(afresh).fit()
+    assert_same_run(steps_of(afresh), alone[:2])
+    earlier = folder / "alone" / "earlier-1"
+    assert read_steps(earlier / "steps.jsonl") == alone
+    assert CheckpointFolder(earlier / "checkpoints", keep=1).latest()
+
+
+def test_accelerators_are_asked_of_ray(folder: Path) -> None:
+    elastic = {"start_timeout_s": 1}
+    for device, name in (("cuda", "GPU"), ("npu", "NPU")):
+        config = run_config(folder, name="accelerated", cluster={"device": device}, elastic=elastic)
+        with pytest.raises(ConfigError, match=f"'{name}': 1.0"):
+            FlexTrainer(config).fit()
 
 
 def test_too_few_devices_are_named(folder: Path) -> None:

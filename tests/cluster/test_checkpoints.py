@@ -1,0 +1,163 @@
+"""The checkpoint folder: whole or absent, whatever interrupts it; what is kept; what a resumed run may differ in."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.cluster.checkpoints import MANIFEST, CheckpointFolder, Manifest, check_same_model, read_manifest
+from rayfcp.config import ConfigError
+
+
+def manifest_of(step: int) -> Manifest:
+    return Manifest(step=step, world_size=2, model={"hidden_size": 8}, data={"seed": 0, "step": step})
+
+
+def write(folder: CheckpointFolder, step: int) -> Path:
+    """What ranks and controller do for one checkpoint."""
+    unfinished = folder.unfinished(step)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for rank in range(2):
+        (unfinished / f"__{rank}_0.distcp").write_text(f"{step}")
+    return folder.commit(manifest_of(step))
+
+
+def steps_in(folder: CheckpointFolder) -> list[int]:
+    return [read_manifest(path).step for path in folder.complete()]
+
+
+def test_complete_from_the_commit_on(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "new" / "checkpoints", keep=2)
+    folder.open()
+    assert folder.latest() is None
+    unfinished = folder.unfinished(3)
+    unfinished.mkdir()
+    (unfinished / "__0_0.distcp").write_text("part")
+    assert folder.complete() == [] and folder.latest() is None
+    final = folder.commit(manifest_of(3))
+    assert final.name == "step-00000003" and folder.latest() == final
+    assert read_manifest(final) == manifest_of(3)
+    assert (final / "__0_0.distcp").read_text() == "part"
+    assert not unfinished.exists()
+
+
+@settings(max_examples=25, deadline=None)
+@given(steps=st.lists(st.integers(1, 10**8 - 1), min_size=1, max_size=6, unique=True), keep=st.integers(1, 4))
+def test_the_newest_are_kept(steps: list[int], keep: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = CheckpointFolder(tmp_path_factory.mktemp("keep"), keep=keep)
+    folder.open()
+    for count, step in enumerate(sorted(steps), start=1):
+        assert write(folder, step).exists()
+        assert steps_in(folder) == sorted(steps)[:count][-keep:]
+    assert len(list(folder.root.iterdir())) == min(keep, len(steps))
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_a_run_that_starts_over_leaves_no_later_checkpoint(keep: int, tmp_path: Path) -> None:
+    """`resume=never`, or from an earlier checkpoint: later ones are of a run that is given up. They would
+    otherwise outlive what is saved now, and be resumed from and exported in its place."""
+    folder = CheckpointFolder(tmp_path, keep=keep)
+    for step in (10, 20, 30):
+        write(folder, step)
+    assert write(folder, 15) == folder.latest()
+    assert steps_in(folder) == ([10, 15] if keep == 3 else [15])
+
+
+def test_the_same_step_again_takes_its_place(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    write(folder, 4)
+    final = write(folder, 4)
+    assert folder.complete() == [final]
+    assert [path.name for path in tmp_path.iterdir()] == [final.name]
+
+
+def test_leftovers_go_when_a_run_opens(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    write(folder, 1)
+    torn = folder.unfinished(2)
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_text("half")
+    removed = tmp_path / ".unfinished-removed-step-00000000"
+    removed.mkdir()
+    (removed / MANIFEST).write_text("{}")
+    (tmp_path / "step-00000009").mkdir()
+    assert steps_in(folder) == [1]
+    folder.open()
+    assert not torn.exists() and not removed.exists()
+    assert steps_in(folder) == [1]
+
+
+COMMIT_FOR_EVER = """
+import sys
+from rayfcp.cluster.checkpoints import CheckpointFolder, Manifest
+folder = CheckpointFolder(sys.argv[1], keep=1)
+folder.open()
+step = int(sys.argv[2])
+print("ready", flush=True)
+while True:
+    step += 1
+    part = folder.unfinished(step)
+    part.mkdir()
+    for index in range(40):
+        (part / str(index)).write_text(str(step))
+    folder.commit(Manifest(step=step, world_size=1, model={}, data={}))
+"""
+
+
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
+    """A process that commits without pause is killed again and again; what counts as complete is whole, and
+    there is always one."""
+    rng, last = random.Random(0), 0
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for _ in range(6):
+        with subprocess.Popen(
+            [sys.executable, "-c", COMMIT_FOR_EVER, tmp_path, str(last)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(0.05 + 0.05 * rng.random())
+            process.kill()
+        complete = folder.complete()
+        assert 1 <= len(complete) <= 2, "the one before goes only after the next is there"
+        for path in complete:
+            step = read_manifest(path).step
+            assert sorted(part.name for part in path.iterdir()) == sorted([MANIFEST, *map(str, range(40))])
+            assert {(path / str(index)).read_text() for index in range(40)} == {str(step)}
+        assert step > last
+        last = step
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b"[1]", b'{"step": 1}', b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "x": 0}', b"\xff"],
+)
+def test_what_is_no_checkpoint_is_named(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(ConfigError, match="no complete checkpoint is there") as caught:
+        read_manifest(tmp_path)
+    assert str(tmp_path) in str(caught.value) and f"give a folder with {MANIFEST}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=1)
+    found = json.loads((write(folder, 7) / MANIFEST).read_text())
+    assert found == {"step": 7, "world_size": 2, "model": {"hidden_size": 8}, "data": {"seed": 0, "step": 7}}
+
+
+def test_the_first_difference_of_models_is_named() -> None:
+    manifest = manifest_of(1)
+    check_same_model(manifest, {"hidden_size": 8})
+    with pytest.raises(ConfigError, match=r"^model hidden_size is 16, the checkpoint's is 8; a resumed run keeps"):
+        check_same_model(manifest, {"hidden_size": 16})
+    with pytest.raises(ConfigError, match="model extra is True, the checkpoint's is None"):
+        check_same_model(manifest, {"hidden_size": 8, "extra": True})
+    with pytest.raises(ConfigError, match="model hidden_size is None, the checkpoint's is 8"):
+        check_same_model(manifest, {})

@@ -1,0 +1,118 @@
+"""`rayfcp train` as a process with a Ray of its own: interrupted from the keyboard, cleaned up, gone on with."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
+from rayfcp.config import dump_config
+from rayfcp.telemetry.steps import from_line
+from tests.cluster.runs import run_config, write_texts
+
+STEPS = 60
+MARK = "RAYFCP_TEST_MARK"
+
+
+def processes_marked(mark: str) -> dict[int, str]:
+    """Command lines of all processes that inherited the mark in their environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+class Command:
+    """`rayfcp train` in a process group of its own, as a terminal starts it; all its children carry a mark."""
+
+    def __init__(self, config: Path, *, folder: Path) -> None:
+        self.mark = uuid4().hex
+        self.log = folder / f"{self.mark}.log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [Path(sys.executable).with_name("rayfcp"), "train", config],
+                cwd=folder,
+                env=os.environ | {MARK: self.mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def press_ctrl_c(self) -> None:
+        """A terminal signals the whole foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def ends_with(self, code: int, *, seconds: float) -> str:
+        """What it wrote, after it ended with `code` and nothing of it is left."""
+        self.process.wait(timeout=seconds)
+        written = self.log.read_text()
+        assert self.process.returncode == code, written
+        assert wait_until(lambda: not processes_marked(self.mark), seconds=8), processes_marked(self.mark)
+        return written
+
+    def end(self) -> None:
+        """After a failed test: nothing of it may stay."""
+        for process_id in processes_marked(self.mark):
+            os.kill(process_id, signal.SIGKILL)
+
+
+@pytest.fixture
+def started(tmp_path: Path):
+    write_texts(tmp_path)
+    config = run_config(tmp_path, name="stopped", train={"steps": STEPS}, checkpoint={"every_steps": STEPS // 2})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    commands: list[Command] = []
+
+    def start() -> Command:
+        commands.append(Command(tmp_path / "run.yaml", folder=tmp_path))
+        return commands[-1]
+
+    yield start
+    for command in commands:
+        command.end()
+
+
+def test_interrupted_then_gone_on_with(started: Callable[[], Command], tmp_path: Path) -> None:
+    steps, checkpoints = tmp_path / "stopped" / "steps.jsonl", tmp_path / "stopped" / "checkpoints"
+    first = started()
+    assert len(processes_marked(first.mark)) >= 1
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, seconds=60), first.log.read_text()
+    first.press_ctrl_c()
+    written = first.ends_with(1, seconds=60)
+    assert "stopping after this step with a checkpoint" in written
+    assert written.rstrip().endswith("rayfcp: stopped before the end") and "Traceback" not in written
+
+    reports = [from_line(line) for line in steps.read_text().splitlines()]
+    assert [report.step for report in reports] == list(range(1, len(reports) + 1))
+    assert 3 <= len(reports) < STEPS
+    (last,) = CheckpointFolder(checkpoints, keep=2).complete()
+    assert read_manifest(last).step == len(reports)
+    assert [path.name for path in checkpoints.iterdir()] == [last.name]
+
+    written = started().ends_with(0, seconds=120)
+    assert "Traceback" not in written and str(tmp_path / "stopped") in written
+    again = [from_line(line) for line in steps.read_text().splitlines()]
+    assert [report.step for report in again] == list(range(1, STEPS + 1))
+    assert again[: len(reports)] == reports
+    assert len({report.samples_hash for report in again}) > 10
+    assert read_manifest(CheckpointFolder(checkpoints, keep=2).complete()[-1]).step == STEPS

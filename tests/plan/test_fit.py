@@ -1,0 +1,98 @@
+"""Fitting: from exact synthetic timings back to the coefficients that made them."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan.cost import CostModel
+from rayfcp.plan.fit import Timing, fit_cost, predicted_s
+from tests.plan.helpers import UNIT
+
+NEAR = {"rel": 1e-6}
+LOCAL = ([64], [64] * 16, [512] * 2, [1024], [256] * 3)
+RINGS = ([64], [1024] * 2, [300] * 5)
+
+
+def timing_of(cost: CostModel, lengths: list[int], *, degree: int) -> Timing:
+    """The pass as a machine that obeys `cost` would take it."""
+    num_tokens, num_cells = sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
+    seconds = float(cost.group_s(num_cells, num_tokens, degree=degree))
+    return Timing(degree=degree, num_tokens=num_tokens, num_cells=num_cells, seconds=seconds)
+
+
+def timings_of(cost: CostModel, *, degrees: tuple[int, ...] = ()) -> list[Timing]:
+    local = [timing_of(cost, lengths, degree=1) for lengths in LOCAL]
+    return local + [timing_of(cost, lengths, degree=degree) for degree in degrees for lengths in RINGS]
+
+
+def seconds(smallest: float, largest: float) -> st.SearchStrategy[float]:
+    return st.floats(smallest, largest)
+
+
+COEFFICIENTS = st.fixed_dictionaries(
+    {
+        "attention_s_per_cell": seconds(1e-9, 1e-7),
+        "linear_s_per_token": seconds(1e-6, 1e-4),
+        "fixed_s": seconds(1e-3, 1e-1),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(truth=COEFFICIENTS)
+def test_degree_1_gives_back_what_was_put_in(truth: dict[str, float]) -> None:
+    """Ring coefficients and overlap stay as they were, shard traffic is in the timings and not counted again."""
+    actual = dataclasses.replace(UNIT, **truth)
+    fit = fit_cost(UNIT, timings_of(actual))
+    assert fit.mean_error < 1e-9
+    for name, value in truth.items():
+        assert getattr(fit.cost, name) == pytest.approx(value, **NEAR), name
+    for name in ("ring_intra_s_per_token", "ring_inter_s_per_token", "ring_s_per_round", "overlap", "ranks_per_node"):
+        assert getattr(fit.cost, name) == getattr(UNIT, name), name
+    assert (fit.cost.shard_s, fit.cost.reduce_s, fit.cost.exposed_s) == (0.0, 0.0, 0.0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(truth=COEFFICIENTS, ring=seconds(1e-4, 1e-3), latency=seconds(1e-2, 1e-1), overlap=st.sampled_from([0.0, 1.0]))
+def test_slow_rings_give_back_what_was_put_in(
+    truth: dict[str, float], ring: float, latency: float, overlap: float
+) -> None:
+    """Rings that last longer than what they carry is computed on: the overlap hides all of the attention, or none."""
+    links = {"ring_intra_s_per_token": ring, "ring_inter_s_per_token": ring, "ring_s_per_round": latency}
+    actual = dataclasses.replace(UNIT, **truth, **links, overlap=overlap, shard_s=0.0, reduce_s=0.0, exposed_s=0.0)
+    fit = fit_cost(UNIT, timings_of(actual, degrees=(2, 4)))
+    assert fit.mean_error < 1e-6
+    assert fit.cost.overlap == overlap
+    for name, value in (truth | links).items():
+        assert getattr(fit.cost, name) == pytest.approx(value, rel=1e-4), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(truth=COEFFICIENTS, noise=st.lists(st.floats(0.95, 1.05), min_size=11, max_size=11))
+def test_noise_stays_noise(truth: dict[str, float], noise: list[float]) -> None:
+    """Timings that are off by up to 5 % are explained to about that, and the error says so truthfully."""
+    links = {"ring_intra_s_per_token": 1e-5, "ring_inter_s_per_token": 1e-5, "ring_s_per_round": 1e-3}
+    actual = dataclasses.replace(UNIT, **truth, **links, overlap=0.0)
+    exact = timings_of(actual, degrees=(2, 4))
+    noisy = [dataclasses.replace(each, seconds=each.seconds * by) for each, by in zip(exact, noise, strict=True)]
+    fit = fit_cost(UNIT, noisy)
+    errors = [abs(predicted_s(fit.cost, each) - each.seconds) / each.seconds for each in noisy]
+    assert fit.mean_error == pytest.approx(sum(errors) / len(errors))
+    assert fit.mean_error < 0.06
+
+
+def test_order_does_not_matter() -> None:
+    timings = timings_of(UNIT, degrees=(2, 3))
+    first, second = fit_cost(UNIT, timings), fit_cost(UNIT, timings[::-1])
+    for field in dataclasses.fields(CostModel):
+        assert getattr(first.cost, field.name) == pytest.approx(getattr(second.cost, field.name), rel=1e-6, abs=1e-12)
+
+
+def test_too_few_or_impossible_timings_are_refused() -> None:
+    timings = timings_of(UNIT, degrees=(2,))
+    with pytest.raises(ValueError, match="timings of degree 1 are 2, must be at least 3"):
+        fit_cost(UNIT, timings[:2] + timings[-2:])
+    with pytest.raises(ValueError, match="must be at least 3 and positive; measure more shapes"):
+        fit_cost(UNIT, [*timings, dataclasses.replace(timings[0], seconds=0.0)])
