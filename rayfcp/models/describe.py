@@ -21,13 +21,16 @@ _UNSUPPORTED = {
     "num_local_experts": None,
 }
 
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout")
+_SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
 
 def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     """The library's configuration of the run's model.
 
     Raises:
         ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
-            experts, dropout in attention).
+            experts, dropout), or does not say its shape.
     """
     if config.path:
         found = _from_path(config.path)
@@ -35,17 +38,26 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
+    _check_runs(found)
+    return found
+
+
+def _check_runs(found: PreTrainedConfig) -> None:
     kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise ConfigError(f"model.path: layer types {sorted(kinds)}, only full_attention runs; choose another model")
     for name, neutral in _UNSUPPORTED.items():
         if getattr(found, name, neutral) != neutral:
             raise ConfigError(f"model.path: {name}={getattr(found, name)} is not supported; choose another model")
-    if getattr(found, "attention_dropout", 0.0):
-        raise ConfigError(
-            f"model: attention_dropout={found.attention_dropout}, must be 0; set it to 0 in the model's config"
-        )
-    return found
+    # Libraries without layer types slide in every layer.
+    if getattr(found, "sliding_window", None) and not getattr(found, "layer_types", None):
+        raise ConfigError(f"model: sliding_window={found.sliding_window} is not supported; choose another model")
+    for name in _DROPOUTS:
+        if getattr(found, name, 0.0):
+            raise ConfigError(f"model: {name}={getattr(found, name)}, must be 0; set it to 0 in the model's config")
+    for name in _SHAPE:
+        if getattr(found, name, None) is None:
+            raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
 
 
 def _from_path(path: str) -> PreTrainedConfig:

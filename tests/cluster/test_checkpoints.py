@@ -135,7 +135,15 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b"{", b"[1]", b'{"step": 1}', b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "x": 0}', b"\xff"],
+    [
+        None,
+        b"",
+        b"{",
+        b"[1]",
+        b'{"step": 1}',
+        b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "x": 0}',
+        b"\xff",
+    ],
 )
 def test_what_is_no_checkpoint_is_named(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:

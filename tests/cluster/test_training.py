@@ -157,9 +157,7 @@ def _enlarge_tokens(shard: Path) -> None:
         writer.write_table(table)
 
 
-def test_a_finished_run_has_nothing_to_do_and_never_starts_afresh(
-    folder: Path, alone: tuple[StepReport, ...]
-) -> None:
+def test_a_finished_run_has_nothing_to_do_and_never_starts_afresh(folder: Path, alone: tuple[StepReport, ...]) -> None:
     one = {"device": "cpu", "num_workers": 1}
     result = FlexTrainer(run_config(folder, name="alone", cluster=one)).fit()
     assert result.metrics["last_step"] == 10

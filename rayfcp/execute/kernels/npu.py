@@ -5,6 +5,7 @@ lse = max + log(sum). The gradient takes max and sum back: with max = lse and su
 against the logsumexp merged over all keys.
 """
 
+import functools
 import importlib.util
 from itertools import accumulate
 from typing import Any
@@ -94,7 +95,9 @@ class NpuKernel:
 
 def _mask(query: Tensor, causal: bool) -> dict[str, Any]:
     """sparse_mode 3 (right-down causal) takes a fixed upper-triangular 2048 x 2048 mask; 0 takes none."""
-    if not causal:
-        return {"sparse_mode": 0}
-    ones = torch.ones(_LOWER_TRIANGLE, _LOWER_TRIANGLE, dtype=torch.bool, device=query.device)
-    return {"sparse_mode": 3, "atten_mask": ones.triu(1)}
+    return {"sparse_mode": 3, "atten_mask": _hidden(query.device)} if causal else {"sparse_mode": 0}
+
+
+@functools.cache
+def _hidden(device: torch.device) -> Tensor:
+    return torch.ones(_LOWER_TRIANGLE, _LOWER_TRIANGLE, dtype=torch.bool, device=device).triu(1)

@@ -1,0 +1,74 @@
+"""Tiny models of several families, and one rank that runs them as the interpreter does."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.execute.attention import AttentionContext
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.describe import model_config
+from rayfcp.plan import lay_out
+from rayfcp.program.attention import lower_attention
+from rayfcp.values import Group, MicrobatchPlan, SequenceSpec
+
+VOCAB = 61
+FAMILIES = ("qwen3", "qwen2", "llama")
+NUM_LAYERS = 3
+
+
+def architecture(family: str, *, tied: bool = True) -> ArchitectureConfig:
+    return ArchitectureConfig(
+        model_type=family,
+        num_layers=NUM_LAYERS,
+        hidden_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        ffn_size=64,
+        tied_embeddings=tied,
+    )
+
+
+def library_config(family: str, *, tied: bool = True) -> PreTrainedConfig:
+    return model_config(ModelConfig(architecture=architecture(family, tied=tied)), vocab_size=VOCAB)
+
+
+def rows_of(lengths: Sequence[int]) -> list[Tensor]:
+    """Random tokens of sequences."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in lengths]
+
+
+def shifted(row: Tensor) -> Tensor:
+    """Targets: the next token, none for the last."""
+    return torch.cat([row[1:], torch.tensor([-100])])
+
+
+def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0) -> AttentionContext:
+    """One rank that holds all sequences."""
+    specs = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)]
+    group = Group(ranks=(0,), sequences=tuple(range(len(specs))))
+    layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), specs)
+    (program,) = lower_attention(layout, masks={spec.id: spec.mask for spec in specs}, num_ranks=1)
+    return AttentionContext(
+        program=make_ready(program),
+        transport=InProcessTransport(Fabric(1), 0),
+        kernel=pick_kernel("cpu"),
+        recomputed_layers=recomputed_layers,
+    )
+
+
+def loss_sum(model: CausalLM, rows: Sequence[Tensor], *, context: AttentionContext) -> Tensor:
+    """Of packed sequences."""
+    return model(
+        torch.cat(list(rows)),
+        torch.cat([torch.arange(len(row)) for row in rows]),
+        torch.cat([shifted(row) for row in rows]),
+        context,
+    )

@@ -1,0 +1,91 @@
+"""Which models run, and what their shapes are; what does not run is refused before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.models.describe import model_config, profile_of
+from tests.models.helpers import FAMILIES, VOCAB, architecture, library_config
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def from_folder(folder: Path, family: str, **keys: Any) -> None:
+    """`model_config` of a folder that holds the configuration of a `family` with these keys."""
+    AutoConfig.for_model(family, **{**SMALL, **keys}).save_pretrained(folder)
+    model_config(ModelConfig(path=str(folder)), vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_profile_counts_the_matrices_of_the_real_model(family: str, tied: bool) -> None:
+    config = library_config(family, tied=tied)
+    profile = profile_of(config, name="tiny")
+    shape = architecture(family, tied=tied)
+    assert (profile.num_layers, profile.hidden_size, profile.ffn_size) == (3, shape.hidden_size, shape.ffn_size)
+    assert (profile.num_heads, profile.num_kv_heads, profile.head_dim) == (4, 2, 12)
+    assert (profile.vocab_size, profile.tied_embeddings) == (VOCAB, tied)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+def test_a_vocabulary_of_its_own_is_taken() -> None:
+    shape = ArchitectureConfig(vocab_size=99)
+    assert model_config(ModelConfig(architecture=shape), vocab_size=VOCAB).vocab_size == 99
+    assert model_config(ModelConfig(), vocab_size=VOCAB).vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
+    from_folder(tmp_path, family)
+
+
+REFUSED = {
+    "windows in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "only full_attention"),
+    "windows in all layers": ("mistral", {"sliding_window": 128}, "sliding_window=128 is not supported"),
+    "capped logits": ("gemma2", {"layer_types": ["full_attention"] * 2}, "softcapping=.* is not supported"),
+    "scaled logits": ("cohere", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
+    "experts": ("qwen3_moe", {"num_experts": 4}, "experts=4 is not supported"),
+    "experts, named otherwise": (
+        "mixtral",
+        {"num_local_experts": 4, "sliding_window": None},
+        "experts=4 is not supported",
+    ),
+    "experts beside shared ones": ("deepseek_v3", {"n_routed_experts": 4}, "experts=4 is not supported"),
+    "dropout in attention": ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, must be 0; set it to 0"),
+    "dropout elsewhere": ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2, must be 0"),
+    "no gated MLP": (
+        "gpt2",
+        {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "intermediate_size": None},
+        "gpt2 has no intermediate_size",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_run_is_named(what: str, tmp_path: Path) -> None:
+    family, keys, message = REFUSED[what]
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_folder(tmp_path, family, **keys)
+    assert str(caught.value).startswith("model") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"model_type": "qwne3"}), json.dumps({}), None])
+def test_what_is_no_model_is_named(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"no Hugging Face model is there \(.+\); give a folder") as caught:
+        model_config(ModelConfig(path=str(tmp_path)), vocab_size=VOCAB)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_architecture_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.architecture\.model_type is 'qwne3', transformers does not know"):
+        library_config("qwne3")
