@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 
@@ -30,12 +31,13 @@ def main() -> None:
     )
     room = args.max_tokens_per_rank or _room(model, hardware, num_ranks=args.ranks, recomputed=recomputed)
     cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=room)
+    options = PlanConfig(packing=args.packing, degrees=args.degrees, search_moves=args.search_moves)
     batches = [_batch(args, number) for number in range(args.batches + 1)]
-    plan_batch(batches[0], cluster=cluster, cost=cost, strategy=args.strategy)
+    plan_batch(batches[0], cluster=cluster, cost=cost, strategy=args.strategy, options=options)
     took, gaps, counts = [], [], []
     for batch in batches[1:]:
         start = time.perf_counter()
-        plan = plan_batch(batch, cluster=cluster, cost=cost, strategy=args.strategy)
+        plan = plan_batch(batch, cluster=cluster, cost=cost, strategy=args.strategy, options=options)
         took.append(1e3 * (time.perf_counter() - start))
         gaps.append(plan.gap)
         counts.append(len(plan.microbatches))
@@ -69,12 +71,16 @@ def _batch(args: argparse.Namespace, number: int) -> list[SequenceSpec]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    defaults = PlanConfig()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=512, help="in a global batch")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--strategy", default="flex-ring")
+    parser.add_argument("--packing", default=defaults.packing, help="of flex-ring: joint or bfd")
+    parser.add_argument("--degrees", default=defaults.degrees, help="of flex-ring: exact or dp")
+    parser.add_argument("--search-moves", type=int, default=defaults.search_moves)
     parser.add_argument("--model", default="qwen3-8b")
     parser.add_argument("--hardware", default="ascend-910c")
     parser.add_argument("--recompute", action="store_true", help="recompute every layer: more tokens fit")

@@ -14,6 +14,9 @@ GIB = 1 << 30
 CPU_MEMORY_SHARE = 0.8
 """Of a machine's memory that its workers may plan with together."""
 
+ACCELERATOR_MEMORY_SHARE = 0.9
+"""Of a device's memory; the rest is for its context, communicators and fragmentation."""
+
 
 def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:
     """One rank per device, in the order of `facts`.
@@ -68,6 +71,6 @@ def device_memory(config: Config, facts: Sequence[DeviceFacts]) -> int:
     return min(
         int(fact.memory_bytes * CPU_MEMORY_SHARE) // sharing[fact.node_id]
         if fact.device == "cpu"
-        else fact.memory_bytes
+        else int(fact.memory_bytes * ACCELERATOR_MEMORY_SHARE)
         for fact in facts
     )

@@ -12,6 +12,7 @@ from rayfcp.config import ConfigError
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished-"
+_HIDDEN = f"{_UNFINISHED}removed-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,18 @@ class CheckpointFolder:
         self.root, self._keep = Path(root), keep
 
     def open(self) -> None:
-        """Make the folder and remove what an interrupted run left unfinished."""
+        """Make the folder and remove what an interrupted run left unfinished.
+
+        A complete checkpoint that was out of sight, to be replaced or removed, comes back if nothing has
+        taken its place.
+        """
         self.root.mkdir(parents=True, exist_ok=True)
         for left in self.root.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
+            final = self.root / left.name.removeprefix(_HIDDEN)
+            if left.name.startswith(_HIDDEN) and (left / MANIFEST).exists() and not final.exists():
+                left.rename(final)
+            else:
+                shutil.rmtree(left)
 
     def unfinished(self, step: int) -> Path:
         """Where the ranks write the checkpoint of `step` until it is committed."""
@@ -72,7 +81,7 @@ class CheckpointFolder:
 
     def _hide(self, folder: Path) -> Path:
         """Out of sight by a rename before it is removed, so that a half-removed folder never looks complete."""
-        gone = folder.with_name(f"{_UNFINISHED}removed-{folder.name}")
+        gone = folder.with_name(f"{_HIDDEN}{folder.name}")
         return folder.rename(gone)
 
 

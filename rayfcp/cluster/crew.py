@@ -42,14 +42,16 @@ class Crew:
         """Seconds spent waiting for workers, in total."""
 
     @classmethod
-    def start(cls, config: Config, *, device: str, data_dir: str, vocab_size: int) -> "Crew":
+    def start(
+        cls, config: Config, *, device: str, data_dir: str, vocab_size: int, stopped: Callable[[], bool]
+    ) -> "Crew":
         """One actor per reserved device.
 
         Raises:
             CapacityError: too few devices.
             WorkerFailedError: a worker cannot start.
         """
-        groups = reserve(config, device=device)
+        groups = reserve(config, device=device, stopped=stopped)
         actor = ray.remote(RankWorker)
         chosen = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
         workers = [
@@ -69,11 +71,6 @@ class Crew:
 
     def __len__(self) -> int:
         return len(self.workers)
-
-    @property
-    def node_of_rank(self) -> tuple[int, ...]:
-        nodes = list(dict.fromkeys(fact.node_id for fact in self.facts))
-        return tuple(nodes.index(fact.node_id) for fact in self.facts)
 
     def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
         """`call(rank, worker)` gives a reference for every worker; their values in rank order.

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """Where a worker is and what its device has. `peak_flops` is None where no table knows it."""
 
     node_id: str
-    host: str
     device: str
     memory_bytes: int
     peak_flops: float | None

@@ -11,6 +11,29 @@ from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.data import PreparedManifest, cached_prepare, prepare
 
 
+def with_absolute_paths(config: Config) -> Config:
+    """Local paths that exist, made absolute: actors run in other folders than the user."""
+    tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": config.data.model_copy(
+                update={
+                    "paths": tuple(_absolute(path) for path in config.data.paths),
+                    "tokenizer": tokenizer if tokenizer == "bytes" else _absolute(tokenizer),
+                }
+            ),
+            "checkpoint": config.checkpoint.model_copy(
+                update={"resume": resume if resume in ("auto", "never") else _absolute(resume)}
+            ),
+        }
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+
 def prepared_data(config: Config, *, say: Callable[[str], None]) -> str:
     """The folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache,
     which is `data.cache_dir` or `.data` beside the run's folder."""

@@ -1,6 +1,7 @@
 """Devices from Ray: one placement group per worker, so that each can come and go alone."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ from rayfcp.config import Config, ConfigError
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 
+LOOK_S = 0.2
 MORE_WORKERS_WAIT_S = 2.0
 """How long a start with enough workers waits for one more."""
 
@@ -33,10 +35,10 @@ def bundle(device: str, *, threads: int) -> dict[str, float]:
     return {"CPU": float(threads)} | ({accelerator: 1.0} if accelerator else {})
 
 
-def reserve(config: Config, *, device: str) -> list[PlacementGroup]:
+def reserve(config: Config, *, device: str, stopped: Callable[[], bool] = bool) -> list[PlacementGroup]:
     """As many placement groups as fit, from `num_workers`' minimum to its maximum.
 
-    Waits up to `elastic.start_timeout_s` for the minimum.
+    Waits up to `elastic.start_timeout_s` for the minimum, or until `stopped()`.
 
     Raises:
         CapacityError: the minimum does not fit by then; nothing stays reserved.
@@ -46,12 +48,11 @@ def reserve(config: Config, *, device: str) -> list[PlacementGroup]:
     waiting = {group.ready(): group for group in groups}
     kept: list[PlacementGroup] = []
     end_s = time.monotonic() + config.elastic.start_timeout_s
-    while waiting:
-        patience_s = MORE_WORKERS_WAIT_S if len(kept) >= config.cluster.min_workers else end_s - time.monotonic()
-        done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(patience_s, 0.0))
-        if not done:
-            break
+    while waiting and time.monotonic() < end_s and not stopped():
+        done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
         kept += [waiting.pop(ref) for ref in done]
+        if done and len(kept) >= config.cluster.min_workers:
+            end_s = min(end_s, time.monotonic() + MORE_WORKERS_WAIT_S)
     if len(kept) < config.cluster.min_workers:
         release(groups)
         raise CapacityError(

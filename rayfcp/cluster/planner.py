@@ -51,6 +51,9 @@ class Planner:
     def __init__(self, config: Config, model: ModelProfile) -> None:
         self._config, self._model = config, model
 
+    def ready(self) -> None:
+        """Answers once the actor runs."""
+
     def plan(
         self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel
     ) -> tuple[PlanRecord | RankProgram, ...]:

@@ -6,29 +6,28 @@ from rayfcp.cluster.capacity import cluster_spec
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.measured import analytic_cost, read_cost
+from rayfcp.cluster.measured import BASE_HARDWARE, analytic_cost, read_cost
 from rayfcp.cluster.planner import sequences_of
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
-from rayfcp.execute.device import resolve_device, total_memory_bytes
-from rayfcp.plan import plan_batch, render_grid
+from rayfcp.execute.device import device_kind, total_memory_bytes
+from rayfcp.plan import hardware_profile, plan_batch, render_grid
 
 
 def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     """The plan of step `step` (from 1) on `cluster.num_workers` ranks as a time x rank grid.
 
     Costs are those that the run measured (`profile.json` in its folder), else those of the device's
-    named profile.
+    named profile; so is the memory of a device that this machine does not have.
     """
     check_runnable(config)
     data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
     model, sequences = data.model, sequences_of(data.sampler.batch(step))
-    device, num_ranks = resolve_device(config.cluster.device), config.cluster.max_workers
-    here = DeviceFacts(
-        node_id="here", host="", device=device.type, memory_bytes=total_memory_bytes(device), peak_flops=None
-    )
+    device, num_ranks = device_kind(config.cluster.device), config.cluster.max_workers
+    memory_bytes = total_memory_bytes(device) or hardware_profile(BASE_HARDWARE[device]).memory_bytes
+    here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
     profile = Path(config.run_dir) / "profile.json"
-    guess = analytic_cost(config, model, device=device.type, num_ranks=num_ranks)
+    guess = analytic_cost(config, model, device=device, num_ranks=num_ranks)
     plan = plan_batch(
         sequences,
         cluster=cluster_spec(config, model, facts=[here] * num_ranks, generation=0),

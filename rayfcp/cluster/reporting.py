@@ -1,5 +1,6 @@
 """From what planner and workers say of a step to the StepReport, the metrics and the files of a run."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import Span, StepReport
+
+logger = logging.getLogger(__name__)
 
 
 def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float) -> StepReport:
@@ -45,17 +48,19 @@ def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: fl
 
 
 class Journal:
-    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end trace and report."""
+    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end trace and report.
 
-    def __init__(self, config: Config, *, run_dir: Path, resume_step: int) -> None:
+    `began_s`: when the run began, on `time.monotonic`; goodput counts from then, starting included.
+    """
+
+    def __init__(self, config: Config, *, run_dir: Path, resume_step: int, began_s: float) -> None:
         self._run_dir = run_dir
-        self._log = StepLog(run_dir / "steps.jsonl", resume_step=resume_step)
-        self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
         self.metrics = MetricsExporter(
             config.run.name, run_dir=run_dir, host=config.metrics.host, port=config.metrics.port
         )
-        self._began_s, self._productive_s = time.monotonic(), 0.0
-        self.reports: list[StepReport] = []
+        self._log = StepLog(run_dir / "steps.jsonl", resume_step=resume_step)
+        self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
+        self._began_s, self._productive_s = began_s, 0.0
 
     def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> None:
         """A step is done: one line, all metrics."""
@@ -66,12 +71,15 @@ class Journal:
         for rank in ranks:
             self.metrics.set_worker(rank.rank, step_s=rank.step_s, memory_bytes=rank.memory_bytes)
         self._spans.append(tuple(span for rank in ranks for span in rank.spans))
-        self.reports.append(report)
 
     def close(self) -> None:
-        """Write trace and report, stop serving metrics."""
+        """Write trace and report, stop serving metrics. A report that cannot be written is logged, no more:
+        the run's result does not hang on it."""
         self._log.close()
         self.metrics.close()
         if self._log.last_step:
-            write_trace(self._run_dir / "trace.json", {"measured": [span for step in self._spans for span in step]})
-            write_report(self._run_dir)
+            try:
+                write_trace(self._run_dir / "trace.json", {"measured": [span for step in self._spans for span in step]})
+                write_report(self._run_dir)
+            except (OSError, ValueError):
+                logger.exception("trace and report of %s", self._run_dir)

@@ -1,6 +1,8 @@
 """When a run saves, and from where it goes on."""
 
+import itertools
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.data import Sampler
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.steps import read_steps
 
 
 class Saver:
@@ -22,19 +25,21 @@ class Saver:
 
     def __init__(self, config: Config, *, sampler: Sampler, model: dict[str, Any]) -> None:
         self._config, self._sampler, self._model = config, sampler, _comparable(model)
-        if config.checkpoint.resume == "never":
-            put_aside(Path(config.run_dir))
         self._folder = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
         self._folder.open()
         self._pending: int | None = None
+        self._seconds = 0.0
         self._waiting: set[int] = set()
         self._from = self._source()
-        self.first_step = 1
+        self._saved_step = 0
         if self._from is not None:
             manifest = read_manifest(self._from)
             check_same_model(manifest, self._model)
             _check_same_data(sampler, manifest.data)
-            self.first_step = manifest.step + 1
+            self._saved_step = manifest.step
+        self.first_step = self._saved_step + 1
+        if config.checkpoint.resume != "auto":
+            put_aside(Path(config.run_dir), after_step=self._saved_step)
 
     @property
     def source(self) -> str | None:
@@ -49,10 +54,12 @@ class Saver:
 
     def after_step(self, step: int, crew: Crew, *, ranks: Sequence[RankReport], metrics: MetricsExporter) -> None:
         """Commit what is on disk by now; begin a new write where one is due."""
-        written = [report for report in ranks if report.saved_s is not None]
-        self._waiting -= {report.rank for report in written}
+        for report in ranks:
+            if report.saved_s is not None:
+                self._waiting.discard(report.rank)
+                self._seconds = max(self._seconds, report.saved_s)
         if self._pending is not None and not self._waiting:
-            self._commit(len(ranks), metrics, seconds=max(report.saved_s or 0.0 for report in ranks))
+            self._commit(len(ranks), metrics)
         every = self._config.checkpoint.every_steps
         if every and step % every == 0 and step < self._config.train.steps:
             self._finish(crew, metrics)
@@ -61,7 +68,7 @@ class Saver:
     def last(self, step: int, crew: Crew, *, metrics: MetricsExporter) -> Path | None:
         """The checkpoint of the last step, on disk when this returns; None if no step was done at all."""
         self._finish(crew, metrics)
-        if step >= self.first_step:
+        if step > self._saved_step:
             self._begin(step, crew)
             self._finish(crew, metrics)
         return self._folder.latest()
@@ -75,34 +82,43 @@ class Saver:
     def _begin(self, step: int, crew: Crew) -> None:
         folder = str(self._folder.unfinished(step).absolute())
         crew.each(lambda _, worker: worker.begin_save.remote(folder))
-        self._pending, self._waiting = step, set(range(len(crew)))
+        self._pending, self._waiting, self._seconds = step, set(range(len(crew))), 0.0
 
     def _finish(self, crew: Crew, metrics: MetricsExporter) -> None:
         if self._pending is not None:
             seconds = crew.each(lambda _, worker: worker.finish_save.remote())
-            self._commit(len(crew), metrics, seconds=max(seconds))
+            self._seconds = max(self._seconds, *seconds)
+            self._commit(len(crew), metrics)
 
-    def _commit(self, world_size: int, metrics: MetricsExporter, *, seconds: float) -> None:
+    def _commit(self, world_size: int, metrics: MetricsExporter) -> None:
         assert self._pending is not None
         state = self._sampler.state(self._pending)
         self._folder.commit(Manifest(step=self._pending, world_size=world_size, model=self._model, data=state))
-        metrics.observe_checkpoint(seconds)
-        self._pending = None
+        metrics.observe_checkpoint(self._seconds)
+        self._saved_step, self._pending = self._pending, None
 
 
 _IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
 
 
-def put_aside(run_dir: Path) -> None:
-    """Move steps and checkpoints of an earlier run in the same folder to `earlier-1`, `earlier-2`, ..., so that
-    a run from the start neither loses them nor goes on from them."""
-    old = [path for path in (run_dir / "steps.jsonl", run_dir / "checkpoints") if path.exists()]
-    if old:
-        number = 1 + sum(1 for _ in run_dir.glob("earlier-*"))
-        folder = run_dir / f"earlier-{number}"
-        folder.mkdir()
-        for path in old:
-            path.rename(folder / path.name)
+def put_aside(run_dir: Path, *, after_step: int) -> None:
+    """Move checkpoints of later steps, and a copy of a step log that has them, to `earlier-1`, `earlier-2`, ...,
+    so that a run that starts again before them neither loses them nor takes them for its own."""
+    log = run_dir / "steps.jsonl"
+    later = [path for path in CheckpointFolder(run_dir / "checkpoints", keep=1).complete() if _step(path) > after_step]
+    has_steps = any(report.step > after_step for report in read_steps(log))
+    if not later and not has_steps:
+        return
+    folder = next(path for number in itertools.count(1) if not (path := run_dir / f"earlier-{number}").exists())
+    (folder / "checkpoints").mkdir(parents=True)
+    for path in later:
+        path.rename(folder / "checkpoints" / path.name)
+    if has_steps:
+        shutil.copy2(log, folder / log.name)
+
+
+def _step(checkpoint: Path) -> int:
+    return read_manifest(checkpoint).step
 
 
 def _check_same_data(sampler: Sampler, state: dict[str, Any]) -> None:

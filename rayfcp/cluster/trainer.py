@@ -8,9 +8,10 @@ import ray
 
 from rayfcp.cluster.capacity import configured_bound
 from rayfcp.cluster.controller import Controller, Outcome, Poll
-from rayfcp.cluster.files import prepared_data
+from rayfcp.cluster.files import prepared_data, with_absolute_paths
 from rayfcp.cluster.local import CONTROLLER_CPUS, connect
-from rayfcp.config import Config, ConfigError
+from rayfcp.cluster.placement import CapacityError
+from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
 from rayfcp.plan import strategy_names
 from rayfcp.values import StepReport
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from ray.train import Result, RunConfig, ScalingConfig
 
 POLL_S = 0.1
+
+CONTROLLER_START_S = 60.0
+"""The least that the controller gets to be scheduled and to import the model library."""
 
 
 class RunFailedError(RuntimeError):
@@ -91,8 +95,9 @@ class FlexTrainer:
         )
 
     def _drive(self, run_dir: Path, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
+        config = with_absolute_paths(
+            self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
+        )
         watcher.say("connecting to Ray")
         started_here = connect(config)
         try:
@@ -100,6 +105,7 @@ class FlexTrainer:
             actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
             controller = actor.remote(config, data_dir)
             try:
+                _await(controller, timeout_s=max(config.elastic.start_timeout_s, CONTROLLER_START_S))
                 return _follow(controller, watcher)
             finally:
                 ray.kill(controller, no_restart=True)
@@ -124,15 +130,31 @@ def check_runnable(config: Config) -> None:
             raise ConfigError(
                 f"cluster.{field} is {value}, must be 1 with plan.strategy={config.plan.strategy}; set it to 1"
             )
-    if config.cluster.memory_gib_per_device is not None:
-        _check_model_fits(config)
+    _check_model(config)
 
 
-def _check_model_fits(config: Config) -> None:
-    from rayfcp.models.describe import model_config, profile_of
+def _check_model(config: Config) -> None:
+    """Model and tokenizer exist, can run, and fit."""
+    from rayfcp.models.describe import check_limits, model_config, profile_of
+    from rayfcp.models.selfcheck import check_supported
 
     library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
+    check_limits(library, config)
+    check_supported(library)
     configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
+
+
+def _await(controller: Any, *, timeout_s: float) -> None:
+    """
+    Raises:
+        CapacityError: Ray does not start the controller in time.
+    """
+    done, _ = ray.wait([controller.poll.remote(messages=0, reports=0)], timeout=timeout_s)
+    if not done:
+        raise CapacityError(
+            f"the controller needs {CONTROLLER_CPUS} CPU, Ray gave none within {timeout_s:.0f} s; add CPUs to the "
+            "cluster"
+        )
 
 
 def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
@@ -161,22 +183,36 @@ def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
+    if scaling.resources_per_worker is not None:
+        raise ConfigError(
+            "ScalingConfig.resources_per_worker is not honoured; use cluster.device and train.threads_per_worker"
+        )
     workers = scaling.num_workers
-    update: dict[str, Any] = {"num_workers": tuple(workers) if isinstance(workers, tuple | list) else workers}
+    update: dict[str, Any] = {"num_workers": list(workers) if isinstance(workers, tuple | list) else workers}
     if scaling.use_gpu:
         update["device"] = "cuda"
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update=update)})
+    return _updated(config, cluster=update)
 
 
 def _with_run(config: Config, run: "RunConfig") -> Config:
-    updates: dict[str, Any] = {}
-    name = run.name or config.run.name
-    folder = str(Path(run.storage_path) / name) if run.storage_path else config.run.dir
-    updates["run"] = config.run.model_copy(update={"name": name, "dir": folder})
+    """What the user set in a `RunConfig`; a name with the time and a default folder are Ray's own fillings."""
+    from ray.train import RunConfig
+
+    if run.failure_config is not None and run.failure_config.max_failures:
+        raise ConfigError("FailureConfig.max_failures is not honoured: a failed worker ends the run; leave it 0")
+    name = config.run.name if not run.name or run.name.startswith("ray_train_run-") else run.name
+    stored = run.storage_path if run.storage_path != RunConfig().storage_path else None
+    folder = str(Path(stored) / name) if stored else config.run.dir
     kept = run.checkpoint_config.num_to_keep if run.checkpoint_config else None
-    if kept:
-        updates["checkpoint"] = config.checkpoint.model_copy(update={"keep": kept})
-    return config.model_copy(update=updates)
+    return _updated(config, run={"name": name, "dir": folder}, checkpoint={"keep": kept} if kept else {})
+
+
+def _updated(config: Config, **sections: dict[str, Any]) -> Config:
+    """Some keys of some sections changed, all checked again."""
+    raw = config.model_dump()
+    for section, values in sections.items():
+        raw[section] |= values
+    return parse_config(raw)
 
 
 class _Silent:

@@ -3,13 +3,14 @@
 Driver and controller name the class, so torch and the model library are imported by its instances only.
 """
 
+import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous
 from rayfcp.config import Config
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.plan.fit import Timing
@@ -31,7 +32,10 @@ class RankWorker:
 
         from rayfcp.execute.device import resolve_device
         from rayfcp.execute.engine import RankEngine
+        from rayfcp.execute.kernels import pick_kernel
 
+        # First: it says what to install, and loads what makes torch know the device.
+        pick_kernel(config.cluster.device)
         torch.set_num_threads(config.train.threads_per_worker)
         self._config, self._vocab_size = config, vocab_size
         self._device = resolve_device(config.cluster.device)
@@ -42,7 +46,6 @@ class RankWorker:
 
         return DeviceFacts(
             node_id=ray.get_runtime_context().get_node_id(),
-            host=socket.gethostname(),
             device=self._device.type,
             memory_bytes=total_memory_bytes(self._device),
             peak_flops=peak_flops(self._device),
@@ -59,6 +62,9 @@ class RankWorker:
         from rayfcp.models.build import sharded_model
         from rayfcp.models.describe import model_config
 
+        if meeting.host == LOOPBACK:
+            # gloo listens where the host's name points unless it is told otherwise.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         library = model_config(self._config.model, vocab_size=self._vocab_size)
         return self._engine.join(
             rank,
@@ -90,6 +96,12 @@ class RankWorker:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def loopback_interface() -> str:
+    """Name of the loopback interface: `lo` on Linux, `lo0` elsewhere."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next(name for name in ("lo", "lo0") if name in names)
 
 
 def _store(meeting: Rendezvous, *, timeout_s: float) -> "Store":

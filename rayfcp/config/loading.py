@@ -65,7 +65,8 @@ def check_paths(config: Config) -> None:
     if config.checkpoint.resume not in ("auto", "never"):
         named.append(("checkpoint.resume", config.checkpoint.resume))
     for field, path in named:
-        if "://" not in path and not Path(path).expanduser().exists():
+        is_pattern = field == "data.paths" and any(sign in path for sign in "*?[")
+        if "://" not in path and not is_pattern and not Path(path).expanduser().exists():
             raise ConfigError(f"{field} has {path!r}, which does not exist; give a file or folder that does")
 
 

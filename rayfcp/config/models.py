@@ -148,9 +148,17 @@ class PlanConfig(Section):
     strategy: str = "flex-ring"
     lookahead_steps: Count = 4
     planner_actors: Count = 1
-    packing: Literal["bfd"] = "bfd"
-    degrees: Literal["dp"] = "dp"
+    packing: Literal["joint", "bfd"] = Field(
+        default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
+    )
+    degrees: Literal["exact", "dp"] = Field(
+        default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
+    )
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
+    search_moves: Count = Field(
+        default=10_000,
+        description="how often the joint search may place a sequence, for up to 512 sequences; in proportion for more",
+    )
 
 
 class TrainConfig(Section):
@@ -220,7 +228,7 @@ class Config(Section):
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
                 "lower it or train longer"
             )
-        if self.model.path is not None:
+        if self.model.path is not None or self.model.name is not None:
             return self
         if train.recompute_layers > shape.num_layers:
             raise ValueError(

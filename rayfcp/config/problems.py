@@ -56,7 +56,8 @@ def nearest_key(unknown: str) -> str:
 
 def unknown_key(dotted: str) -> str:
     """The line for a key that no section declares."""
-    return f"{dotted} is not a known key; did you mean {nearest_key(dotted)}?"
+    shown = " ".join(dotted.split()) or repr(dotted)
+    return f"{shown} is not a known key; did you mean {nearest_key(dotted)}?"
 
 
 def describe(error: ValidationError) -> str:

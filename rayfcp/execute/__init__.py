@@ -1,1 +1,1 @@
-"""TODO"""
+"""Runs rank programs with torch: distributed attention, sharding, optimizer, checkpoints, devices."""

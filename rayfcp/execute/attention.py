@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.merge import Merged, accumulator_dtype
@@ -113,6 +114,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         run = _Run(ctx.context, query, scale=ctx.scale)

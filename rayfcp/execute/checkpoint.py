@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,24 @@ class CheckpointWriter:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._future: Future[Any] | None = None
-        self._began_s = 0.0
+        self._began_s = self._ended_s = 0.0
 
     def begin(self, folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer) -> None:
         """Start writing to `folder`; waits for an earlier write first. Every rank must call it."""
         self.finish()
         self._began_s = time.perf_counter()
         folder.mkdir(parents=True, exist_ok=True)
+        if not optimizer.state:
+            # Before the first update the library makes an empty state, but only without gradients.
+            optimizer.zero_grad(set_to_none=True)
         model_state, optimizer_state = get_state_dict(module, optimizer)
         self._future = dcp.async_save(  # type: ignore[assignment]
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=self._group
         )
+        self._future.add_done_callback(self._stamp)
+
+    def _stamp(self, _: Future[Any]) -> None:
+        self._ended_s = time.perf_counter()
 
     def finished_s(self) -> float | None:
         """Seconds that the write took, once, after it is on disk; None while it is under way or if there is none."""
@@ -47,7 +55,9 @@ class CheckpointWriter:
             return 0.0
         self._future.result()
         self._future = None
-        return time.perf_counter() - self._began_s
+        # The result is there a moment before the callback has run.
+        ended_s = self._ended_s if self._ended_s > self._began_s else time.perf_counter()
+        return ended_s - self._began_s
 
 
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
@@ -74,5 +84,7 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
 def load_whole(folder: Path, module: nn.Module) -> None:
     """Fill an unsharded model in one process, without process groups."""
     state = {"model": module.state_dict()}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
     module.load_state_dict(state["model"])

@@ -83,7 +83,7 @@ class RankEngine:
         )
         return Joined(
             rank=rank,
-            process_groups=len(world.cache),
+            process_groups=len(world.cache) + 1,  # and the default group
             process_group_s=world.cache.seconds,
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
         )

@@ -44,9 +44,19 @@ def shard(
 def _check_sums(module: nn.Module) -> None:
     """`set_gradient_divide_factor` is not recursive, and a part that it missed would get 1/N of its gradients."""
     for part in sharded_modules(module):
-        factors = {group.gradient_divide_factor for group in part._get_fsdp_state()._fsdp_param_groups}
+        factors = {group.gradient_divide_factor for group in parameter_groups(part)}
         if factors - {1.0}:
             raise RuntimeError(f"gradients of {type(part).__name__} are divided by {factors}; sums are needed")
+
+
+def parameter_groups(part: FSDPModule) -> list[Any]:
+    """What a part gathers and reduces together."""
+    state = part._get_fsdp_state()
+    # torch 2.12 brought several groups to a part; 2.9 to 2.11 have one or None. DefaultAllGather and
+    # DefaultReduceScatter, private too, are the same in all of them.
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:

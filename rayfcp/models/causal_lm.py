@@ -10,9 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
 from rayfcp.models.attention_hook import KEYWORD, recompute_by_context
-
-LOSS_CHUNK_TOKENS = 2048
-"""Tokens whose logits exist at a time; they are computed again in backward."""
+from rayfcp.plan.memory import LOSS_CHUNK_TOKENS
 
 
 class CausalLM(nn.Module):
@@ -34,7 +32,11 @@ class CausalLM(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.decoder.layers  # type: ignore[return-value]
+        found = getattr(self.decoder, "layers", None)
+        if not isinstance(found, nn.ModuleList):
+            # Not an AttributeError: torch would report a missing property instead.
+            raise TypeError(f"{type(self.decoder).__name__} has no list of layers")
+        return found
 
     def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
         """Sum of cross entropies in fp32 over targets that are not -100; all arguments `[tokens]`."""

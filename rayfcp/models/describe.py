@@ -1,11 +1,15 @@
-"""What a run's model looks like, from its configuration; needs neither weights nor torch."""
+"""What a run's model looks like, from its configuration alone."""
 
+import math
 import re
+from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from rayfcp.config import ConfigError
+from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.models.tiny import with_layers
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -16,12 +20,10 @@ _UNSUPPORTED = {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
     "logit_scale": None,
-    "logits_scaling": None,
     "num_experts": None,
     "num_local_experts": None,
 }
 
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout")
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -30,7 +32,7 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
 
     Raises:
         ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
-            experts, dropout), or does not say its shape.
+            experts, dropout, parts for images or sound), or does not say its shape.
     """
     if config.path:
         found = _from_path(config.path)
@@ -38,26 +40,55 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         found = _from_architecture(_named(config.name), vocab_size=vocab_size)
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
+    # Families have padding ids of their own, which smaller vocabularies do not hold; packing needs none.
+    if (getattr(found, "pad_token_id", None) or 0) >= (getattr(found, "vocab_size", None) or math.inf):
+        found.pad_token_id = None
     _check_runs(found)
     return found
+
+
+def check_limits(library: PreTrainedConfig, config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the run asks for more positions or recomputed layers than its model has.
+    """
+    positions = getattr(library, "max_position_embeddings", None)
+    if positions and config.data.max_seqlen > positions:
+        raise ConfigError(f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it")
+    if config.train.recompute_layers > library.num_hidden_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}, the model has {library.num_hidden_layers} "
+            "layers; lower it"
+        )
 
 
 def _check_runs(found: PreTrainedConfig) -> None:
     kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise ConfigError(f"model.path: layer types {sorted(kinds)}, only full_attention runs; choose another model")
+        raise ConfigError(f"model: layer types {sorted(kinds)}, only full_attention runs; choose another model")
     for name, neutral in _UNSUPPORTED.items():
         if getattr(found, name, neutral) != neutral:
-            raise ConfigError(f"model.path: {name}={getattr(found, name)} is not supported; choose another model")
+            raise ConfigError(f"model: {name}={getattr(found, name)} is not supported; choose another model")
+    if getattr(found, "logits_scaling", None) not in (None, 1.0):
+        raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
     # Libraries without layer types slide in every layer.
     if getattr(found, "sliding_window", None) and not getattr(found, "layer_types", None):
         raise ConfigError(f"model: sliding_window={found.sliding_window} is not supported; choose another model")
-    for name in _DROPOUTS:
-        if getattr(found, name, 0.0):
-            raise ConfigError(f"model: {name}={getattr(found, name)}, must be 0; set it to 0 in the model's config")
+    _check_dropout(found)
+    if found.sub_configs:
+        parts = ", ".join(sorted(found.sub_configs))
+        raise ConfigError(f"model: {found.model_type} has {parts}, only text runs; choose another model")
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
+
+
+def _check_dropout(found: PreTrainedConfig) -> None:
+    """Families name it differently; what belongs to heads for classification is not used."""
+    for name, value in vars(found).items():
+        is_rate = isinstance(value, int | float) and not isinstance(value, bool)
+        if "drop" in name and not name.startswith(("classifier", "summary")) and is_rate and value:
+            raise ConfigError(f"model: {name}={value}, must be 0; set it to 0 in the model's config")
 
 
 def _from_path(path: str) -> PreTrainedConfig:
@@ -109,16 +140,41 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
 
 
 def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
-    """The model's shape as the cost model wants it."""
+    """The model's shape as the cost model wants it.
+
+    The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead
+    `ffn_size` is chosen so that these count as many parameters: two thirds of the width of an MLP of 2.
+    """
     heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    attention = config.hidden_size * head_dim * 2 * (heads + kv_heads)
     return ModelProfile(
         name=name,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn_size=config.intermediate_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_size=round((_layer_matrix_parameters(config) - attention) / (3 * config.hidden_size)),
         vocab_size=config.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
     )
+
+
+def _layer_matrix_parameters(config: PreTrainedConfig) -> int:
+    """Of the first layer, counted in the library's model.
+
+    Raises:
+        ConfigError: the library cannot make a layer of it.
+    """
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
+        parameters = list(model.get_decoder().layers.parameters())
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"model: {config.model_type} layers cannot be made ({type(error).__name__}: {first}); choose another model"
+        ) from error
+    return sum(parameter.numel() for parameter in parameters if parameter.ndim > 1)

@@ -16,16 +16,19 @@ class Initializer:
 
     Made from a model on the meta device before it is sharded. A value depends on (seed, module's name)
     alone; at most one module's weights are whole at a time.
+
+    Raises:
+        ValueError: a module holds weights beside modules of its own; only its family knows their values.
     """
 
     def __init__(self, model: CausalLM, *, seed: int) -> None:
         self._library: Any = model.model
         self._seed = seed
-        self._templates = {
-            name: copy.deepcopy(module)
-            for name, module in model.named_modules()
-            if (module._parameters or module._buffers) and not list(module.children())
-        }
+        holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
+        for module in holders.values():
+            if list(module.children()):
+                raise ValueError(f"{type(module).__name__} holds weights beside its modules, which are not drawn here")
+        self._templates = {name: copy.deepcopy(module) for name, module in holders.items()}
 
     @torch.no_grad()
     def fill(self, model: CausalLM) -> None:

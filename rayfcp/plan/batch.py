@@ -45,9 +45,13 @@ def plan_batch(
 
 def _reason(microbatches: Sequence[MicrobatchPlan], *, why: str, gap: float) -> str:
     degrees = [group.degree for microbatch in microbatches for group in microbatch.groups]
-    plural = "es" if len(microbatches) > 1 else ""
     spread = f"{min(degrees)}-{max(degrees)}" if min(degrees) < max(degrees) else f"{max(degrees)}"
     return (
-        f"{why[0].upper()}{why[1:]}: {len(microbatches)} microbatch{plural}, {len(degrees)} groups of degree "
-        f"{spread}, {100 * (gap - 1):.1f} % above the lower bound."
+        f"{why[0].upper()}{why[1:]}: {_counted(len(microbatches), 'microbatch', 'es')}, "
+        f"{_counted(len(degrees), 'group', 's')} of degree {spread}, "
+        f"{100 * max(gap - 1, 0):.1f} % above the lower bound."
     )
+
+
+def _counted(count: int, noun: str, plural: str) -> str:
+    return f"{count} {noun}{plural if count != 1 else ''}"

@@ -59,6 +59,19 @@ def least_makespan(table: Table) -> float:
     return float(max(threshold, least[:, -1].max()))
 
 
+def least_degrees(table: Table) -> list[int]:
+    """The least degrees that reach `least_makespan`: what is left over would not help, and stays unused.
+
+    Raises:
+        InfeasiblePlanError: the groups' least degrees need more than N ranks.
+    """
+    makespan_s = least_makespan(table)
+    if not np.isfinite(makespan_s):
+        raise _infeasible(table)
+    degrees: list[int] = ((table <= makespan_s).argmax(axis=1) + 1).tolist()
+    return degrees
+
+
 def _infeasible(table: Table) -> InfeasiblePlanError:
     allowed = np.isfinite(table)
     num_groups, num_ranks = table.shape

@@ -12,6 +12,12 @@ from rayfcp.plan.cost import CostModel
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of communication hidden behind attention that a fit tries."""
 
+LEAST_SHARE = 0.25
+"""Of the analytic ratio of attention to linear seconds, or of its inverse."""
+
+ABOUT = 1.25
+"""How much larger an error counts as about the same."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -41,6 +47,9 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     passes contain the traffic of shards, which is therefore not counted apart. Without timings of
     degree 2 and more, ring coefficients and overlap stay.
 
+    Noise can make a term vanish, and a plan that ignores attention is worthless: then it is held at
+    `LEAST_SHARE` of what `cost` says of it beside the other, unless the timings contradict that.
+
     Raises:
         ValueError: fewer than three timings of degree 1, or one that is not positive.
     """
@@ -50,10 +59,26 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     start = cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0)
     fixed_s, linear_s, attention_s = _least_squares(np.array([_local_features(each) for each in local]), local)
     start = start.with_coefficients(fixed_s=fixed_s, linear_s_per_token=linear_s, attention_s_per_cell=attention_s)
+    if linear_s == 0.0 or attention_s == 0.0:
+        start = _without_vanished(start, cost, local=local)
     rings = [timing for timing in timings if timing.degree > 1]
     fits = [_fit_rings(start, rings, overlap=overlap) for overlap in overlaps] if rings else [start]
     best = min(fits, key=lambda fitted: _mean_error(fitted, timings))
     return Fit(cost=best, mean_error=_mean_error(best, timings))
+
+
+def _without_vanished(fitted: CostModel, guess: CostModel, *, local: Sequence[Timing]) -> CostModel:
+    """`fitted` with its vanished term at `LEAST_SHARE` of the guess, if that explains the timings about as well."""
+    vanished = "linear_s_per_token" if fitted.linear_s_per_token == 0.0 else "attention_s_per_cell"
+    held = guess.with_coefficients(**{vanished: LEAST_SHARE * getattr(guess, vanished)})
+    computed_s = [held.compute_s(timing.num_cells, timing.num_tokens) for timing in local]
+    fixed_s, scale = _least_squares(np.array([(1.0, each) for each in computed_s]), local)
+    least = fitted.with_coefficients(
+        fixed_s=fixed_s,
+        linear_s_per_token=scale * held.linear_s_per_token,
+        attention_s_per_cell=scale * held.attention_s_per_cell,
+    )
+    return least if _mean_error(least, local) <= ABOUT * _mean_error(fitted, local) + 0.01 else fitted
 
 
 def predicted_s(cost: CostModel, timing: Timing) -> float:

@@ -9,6 +9,9 @@ FP32_BYTES = 4
 GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
 GIB = 1 << 30
 
+LOSS_CHUNK_TOKENS = 2048
+"""Tokens of a rank whose logits exist at a time."""
+
 
 def max_tokens_per_rank(
     model: ModelProfile,
@@ -31,8 +34,8 @@ def max_tokens_per_rank(
     num_tokens = (memory_bytes - fixed_bytes) // per_token
     if num_tokens < 1:
         raise InfeasiblePlanError(
-            f"memory per device is {memory_bytes / GIB:.2f} GiB, model {model.name} on {num_devices} devices needs "
-            f"{(fixed_bytes + per_token) / GIB:.2f} GiB for its states and one token; add devices or memory, "
+            f"memory per device is {memory_bytes / GIB:.3g} GiB, model {model.name} on {num_devices} devices needs "
+            f"{(fixed_bytes + per_token) / GIB:.3g} GiB for its states and one token; add devices or memory, "
             "or set train.reduce_every=microbatch"
         )
     return num_tokens
@@ -44,28 +47,30 @@ def state_bytes(
     """Bytes on a device that do not depend on tokens.
 
     Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
-    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`).
+    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); fp32 logits and their gradient
+    of one chunk of the loss.
     """
     embeddings = model.num_parameters - model.num_layers * model.layer_matmul_parameters
     gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_matmul_parameters + embeddings
     unreduced = model.num_parameters if reduce_every == "step" else gathered
     sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
-    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES
+    logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + logits
 
 
 def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:
-    """Bytes per token (M_token of Eq. 7): saved activations, one layer's working set, logits.
+    """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set.
 
     A recomputed layer keeps its input; while it is computed again one layer is whole. The working set
     holds the gradients of the MLP's two inner activations and the ring's buffers: one round's keys and
-    values in use and one arriving, with their fp32 gradients. Logits are fp32, and so is their gradient.
+    values in use and one arriving, with their fp32 gradients.
     """
     whole = layer_token_bytes(model, bytes_per_element=bytes_per_element)
     kept = (model.num_layers - recomputed_layers) * whole
     kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
     buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
     working = 2 * bytes_per_element * model.ffn_size + buffers
-    return kept + working + 2 * FP32_BYTES * model.vocab_size
+    return kept + working
 
 
 def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:

@@ -56,33 +56,64 @@ def cuts(batch: Columns, *, cluster: ClusterSpec, max_more: int) -> Iterator[Cut
     needs is cut by longest processing time first; counts at which that does not fit are passed over.
     If none fits, the cut of best-fit decreasing comes, which always does.
     """
-    room = cluster.num_ranks * cluster.max_tokens_per_rank
-    fewest = -(-sum(batch.num_tokens) // room)
-    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
-    order = sorted(range(len(batch.ids)), key=lambda at: (-batch.compute_s[at], at))
+    counts, packed = counts_of(batch, cluster=cluster, max_more=max_more)
     found = False
-    for count in range(fewest, min(len(packed) + max_more, len(batch.ids)) + 1):
-        mean_s = sum(batch.compute_s) / cluster.num_ranks / count
-        for spare_from_s in (mean_s, math.inf) if max(batch.alone_s) > mean_s else (math.inf,):
-            cut = _longest_first(batch, order, count=count, spare_from_s=spare_from_s, cluster=cluster)
-            if cut is not None:
-                found = True
-                yield cut
+    for count in counts:
+        for cut in cuts_by_time(batch, count=count, cluster=cluster):
+            found = True
+            yield cut
     if not found:
         yield packed
 
 
+def counts_of(batch: Columns, *, cluster: ClusterSpec, max_more: int) -> tuple[range, Cut]:
+    """Counts of microbatches worth a try, and the cut of best-fit decreasing."""
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    fewest = -(-sum(batch.num_tokens) // room)
+    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
+    return range(fewest, min(len(packed) + max_more, len(batch.ids)) + 1), packed
+
+
+def cuts_by_time(batch: Columns, *, count: int, cluster: ClusterSpec, fill: float = 1.0) -> Iterator[Cut]:
+    """At most `count` microbatches, by longest processing time first; none if that does not fit in a
+    `fill` of the memory of all ranks (the longest sequence may take all of it)."""
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    room = min(room, max(int(fill * room), batch.num_tokens[0]))
+    order = sorted(range(len(batch.ids)), key=lambda at: (-batch.compute_s[at], at))
+    mean_s = sum(batch.compute_s) / cluster.num_ranks / count
+    for spare_from_s in (mean_s, math.inf) if max(batch.alone_s) > mean_s else (math.inf,):
+        cut = _longest_first(
+            batch, order, count=count, spare_from_s=spare_from_s, room=room, num_ranks=cluster.num_ranks
+        )
+        if cut is not None:
+            yield cut
+
+
+def cut_by_length(batch: Columns, *, count: int, cluster: ClusterSpec) -> Cut | None:
+    """`count` runs of sequences of like length with about equal tokens; None if they do not fit."""
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    share = sum(batch.num_tokens) / count
+    parts: Cut = [[]]
+    held = 0
+    for at, tokens in enumerate(batch.num_tokens):
+        if parts[-1] and (held + tokens > room or held + tokens / 2 > share):
+            parts.append([])
+            held = 0
+        parts[-1].append(at)
+        held += tokens
+    return parts if len(parts) <= count + 1 else None
+
+
 def _longest_first(
-    batch: Columns, order: list[int], *, count: int, spare_from_s: float, cluster: ClusterSpec
+    batch: Columns, order: list[int], *, count: int, spare_from_s: float, room: int, num_ranks: int
 ) -> Cut | None:
     """Each sequence to the microbatch with the least time that has room; None if one fits nowhere.
 
     A microbatch whose longest sequence takes more than the mean even alone has ranks to spare: the
     excess is taken off its time, so that it fills up first; others may stay empty and are left out.
     """
-    num_ranks = cluster.num_ranks
     parts: Cut = [[] for _ in range(count)]
-    rooms = [num_ranks * cluster.max_tokens_per_rank] * count
+    rooms = [room] * count
     excess_s = [0.0] * count
     times = [(0.0, index) for index in range(count)]
     for at in order:

@@ -8,7 +8,13 @@ transfers bring the slots again, and the partial dK, dV of a slot goes
 - home to the owner of the blocks, one round after it was computed, when the slot was not passed on.
 
 So every partial travels one hop per round, each hop the transpose or the follower of a forward
-transfer, and every round stays a matching for each of the two payloads.
+transfer. Keys and values of a round are a matching, as in the layout. Of gradients, a rank sends in round r
+at most one partial on (behind its transfer of round r - 1) and at most one home (of the slot that came in
+round r - 2, unless passed on); it receives at most one that is passed on, and one home for each slot of
+its blocks that came to a rank in round r - 2 and stayed there. So gradients are a matching too where
+every slot comes from its owner (transposed rounds) and in rings (all pass on, then all send home). Other
+relays break it: a rank may then pass a partial on and send another home in one round, and an owner may
+receive from several ranks.
 """
 
 from collections.abc import Mapping
@@ -50,8 +56,8 @@ def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int
     attend, forward and backward; both ends of a message carry the same number of tokens.
 
     Raises:
-        ValueError: a transfer names blocks that its source does not hold together by then, or a block a
-            sequence without a mask.
+        ValueError: a transfer names no blocks, one rank twice, a rank that is not there, or blocks that its
+            source does not hold together by then; or a block names a sequence without a mask.
     """
     unknown = sorted({block.sequence for block in layout.blocks} - masks.keys())
     if unknown:
@@ -59,6 +65,7 @@ def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int
     ranks = [_own_slot(layout, rank) for rank in range(num_ranks)]
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
+            _check_transfer(transfer, index=index, num_ranks=num_ranks)
             _add_transfer(ranks, transfer, blocks=layout.blocks, index=index)
     for rank in ranks:
         _add_attends(rank, blocks=layout.blocks, masks=masks)
@@ -89,6 +96,20 @@ def _own_slot(layout: Layout, rank: int) -> _Rank:
         backward=[AttentionRound()] * (num_rounds + 2),
         slot_of_block=dict.fromkeys(ranges, 0),
     )
+
+
+def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int) -> None:
+    if not transfer.blocks:
+        raise ValueError(
+            f"round {index}: blocks is empty in the transfer from rank {transfer.source} to rank {transfer.target}, "
+            "must name at least one block; drop the transfer"
+        )
+    ends = (transfer.source, transfer.target)
+    if transfer.source == transfer.target or any(not 0 <= rank < num_ranks for rank in ends):
+        raise ValueError(
+            f"round {index}: a transfer has source {transfer.source} and target {transfer.target}, must be two ranks "
+            f"of [0, {num_ranks}); drop it or name another rank"
+        )
 
 
 def _add_transfer(ranks: list[_Rank], transfer: Transfer, *, blocks: tuple[Block, ...], index: int) -> None:

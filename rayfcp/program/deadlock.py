@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rayfcp.program.instructions import Backward, Forward, Load, Message, RankProgram
+from rayfcp.program.order import check_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,10 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
     """Prove that the programs of one stage run to their end together.
 
     Raises:
-        ValueError: ranks disagree on the plan, on a pass, on a message, or would wait for ever; the
-            message names the rank and what it waits for.
+        ValueError: a program alone is not in order (`check_order`), or ranks disagree on the plan, on a pass, on a
+            message, or would wait for ever; the message names the rank and what it waits for.
     """
+    check_order(programs)
     hashes = {program.plan_hash for program in programs}
     if len(hashes) > 1:
         raise ValueError(f"plan_hash differs between ranks ({', '.join(sorted(hashes))}); lower one plan for all ranks")

@@ -16,9 +16,6 @@ from rayfcp.program.instructions import (
     Range,
 )
 
-PADDING = Piece(sequence=-1, start=0, stop=1)
-"""What a rank without tokens holds."""
-
 Part = tuple[AttentionProgram, Load]
 AttendKey = tuple[int, int, int]
 """(rank, round, position): names one attend of a pass."""
@@ -34,8 +31,13 @@ class Cells:
     causal: bool
 
 
+def padding(rank: int) -> Piece:
+    """What a rank without tokens holds: a sequence of its own, with a number that no batch has."""
+    return Piece(sequence=-1 - rank, start=0, stop=1)
+
+
 class Replay:
-    """Runs the rounds of all ranks in step; `passes(parts)` gives the forward or the backward rounds.
+    """Runs the forward or the backward rounds of all ranks in step; `parts[r]` is rank r's.
 
     Raises:
         ValueError: a message does not meet its partner in its round, a slot is read before it is
@@ -44,10 +46,11 @@ class Replay:
 
     def __init__(self, parts: Sequence[Part], *, backward: bool) -> None:
         self._rounds = [part.backward if backward else part.forward for part, _ in parts]
-        self._slots: list[dict[int, tuple[Piece, ...]]] = [{0: load.pieces or (PADDING,)} for _, load in parts]
+        self._slots: list[dict[int, tuple[Piece, ...]]] = [
+            {0: load.pieces or (padding(rank),)} for rank, (_, load) in enumerate(parts)
+        ]
         self._partials: list[dict[int, Counter[AttendKey]]] = [defaultdict(Counter) for _ in parts]
         self.cells: dict[AttendKey, list[Cells]] = {}
-        self.slot_of: dict[AttendKey, int] = {}
         for index in range(max(len(rounds) for rounds in self._rounds)):
             self._step(index)
 
@@ -88,6 +91,10 @@ class Replay:
                 awaited[message.peer, rank].append(message)
         for rank, step in enumerate(rounds):
             for sent in step.sends:
+                if sent.peer == rank:
+                    raise ValueError(
+                        f"round {index}: rank {rank} sends to itself: {sent}; it holds these tokens already"
+                    )
                 queue = awaited[rank, sent.peer]
                 if not queue or (queue[0].payload, queue[0].num_tokens) != (sent.payload, sent.num_tokens):
                     raise ValueError(f"round {index}: rank {sent.peer} does not expect what rank {rank} sends: {sent}")
@@ -116,7 +123,6 @@ class Replay:
         if any(q.sequence != k.sequence for q in queries for k in keys):
             raise ValueError(f"rank {rank}: attend {attend} mixes sequences")
         self.cells[key] = found
-        self.slot_of[key] = attend.slot
         self._partials[rank][attend.slot][key] += 1
 
     def _content(self, rank: int, slot: int) -> tuple[Piece, ...]:

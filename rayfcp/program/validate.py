@@ -1,14 +1,15 @@
 """The public validator: proof that a plan does what a single process would do, and can be run."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rayfcp.plan import lay_out
 from rayfcp.program.cells import check_cells
+from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
-from rayfcp.program.instructions import AttentionProgram, Forward, Load, Piece, RankProgram
+from rayfcp.program.instructions import Forward, Load, Piece, RankProgram
 from rayfcp.program.lower import lower
-from rayfcp.program.replay import Cells, Replay
+from rayfcp.program.replay import Cells, Part, Replay, padding
 from rayfcp.values import BatchPlan, ClusterSpec, Layout, SequenceSpec
 
 
@@ -17,16 +18,17 @@ def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: C
 
     Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
-    holds more than `cluster.max_tokens_per_rank` in a microbatch; no rank can deadlock; the lower bound
-    does not exceed the prediction.
+    holds more than `cluster.max_tokens_per_rank` in a microbatch; no rank can deadlock; blocks lie in the
+    groups that list their sequences; predicted seconds add up and the lower bound does not exceed them.
 
     Raises:
         ValueError: what fails, where, with the value and its bound.
     """
-    _check_shape(plan, sequences, cluster=cluster)
+    check_claims(plan, sequences, cluster=cluster)
     for number, microbatch in enumerate(plan.microbatches):
         layout = lay_out(microbatch, sequences)
-        _check_matchings(layout, number, num_ranks=plan.num_ranks)
+        check_members(layout, microbatch, number=number)
+        _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
     check_programs(lower(plan, sequences), sequences)
 
@@ -35,37 +37,19 @@ def check_programs(programs: Sequence[RankProgram], sequences: Sequence[Sequence
     """Prove the programs of all ranks, however they were made.
 
     Raises:
-        ValueError: tokens, cells or gradients are missing or double, or a rank would wait for ever.
+        ValueError: instructions, tokens, cells or gradients are missing, double or out of order, or a rank
+            would wait for ever.
     """
+    check_progress(programs)
     _check_tokens(programs, sequences)
     _check_attention(programs, sequences)
-    check_progress(programs)
 
 
-def _check_shape(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:
-    if plan.num_ranks != cluster.num_ranks:
-        raise ValueError(f"plan.num_ranks is {plan.num_ranks}, the cluster has {cluster.num_ranks}; plan again")
-    if plan.generation != cluster.generation:
-        raise ValueError(f"plan.generation is {plan.generation}, the cluster's is {cluster.generation}; plan again")
-    if plan.lower_bound_s > plan.predicted_s * (1 + 1e-9):
-        raise ValueError(f"lower_bound_s is {plan.lower_bound_s}, above predicted_s {plan.predicted_s}")
-    for index, sequence in enumerate(sequences):
-        if sequence.id != index:
-            raise ValueError(f"sequence at position {index} has id {sequence.id}; ids are positions in the batch")
-    for number, microbatch in enumerate(plan.microbatches):
-        ranks = [rank for group in microbatch.groups for rank in group.ranks]
-        outside = [rank for rank in ranks if not 0 <= rank < plan.num_ranks]
-        if outside or len(set(ranks)) != len(ranks):
-            raise ValueError(
-                f"microbatch {number}: groups name ranks {ranks}; each of [0, {plan.num_ranks}) at most once"
-            )
-
-
-def _check_matchings(layout: Layout, number: int, *, num_ranks: int) -> None:
+def _check_matchings(layout: Layout, number: int) -> None:
     for index, step in enumerate(layout.rounds):
         for end in ("source", "target"):
             ranks = [getattr(transfer, end) for transfer in step.transfers]
-            if len(set(ranks)) != len(ranks) or any(not 0 <= rank < num_ranks for rank in ranks):
+            if len(set(ranks)) != len(ranks):
                 raise ValueError(f"microbatch {number} round {index}: {end}s {ranks} are no matching; split the round")
 
 
@@ -111,8 +95,9 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
     for parts in _microbatches(programs):
         for backward in (False, True):
             replay = Replay(parts, backward=backward)
-            busy = {key for key in replay.cells if parts[key[0]][1].pieces}
-            computed[backward] += [cell for key in sorted(busy) for cell in replay.cells[key]]
+            cells = [cell for key in sorted(replay.cells) for cell in replay.cells[key]]
+            _check_padding(cells, parts)
+            computed[backward] += [cell for cell in cells if cell.sequence >= 0]
         home = replay.partials_at_home()
         wrong = [key for key in replay.cells if home[key] != 1]
         if wrong or replay.lost_partials():
@@ -123,10 +108,21 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
         check_cells(cells, sequences, direction="backward" if backward else "forward")
 
 
-def _microbatches(programs: Sequence[RankProgram]) -> Iterator[list[tuple[AttentionProgram, Load]]]:
+def _check_padding(cells: Sequence[Cells], parts: Sequence[Part]) -> None:
+    """Each rank without tokens computes its padding token's one cell once."""
+    computed = Counter(cell.sequence for cell in cells if cell.sequence < 0)
+    for rank, (_, load) in enumerate(parts):
+        times = computed[padding(rank).sequence]
+        if not load.pieces and times != 1:
+            raise ValueError(
+                f"rank {rank}, microbatch {load.microbatch}: the cell of the padding token is computed {times} times, "
+                "must be once; lower the plan again"
+            )
+
+
+def _microbatches(programs: Sequence[RankProgram]) -> Iterator[list[Part]]:
+    """The parts of all ranks, microbatch by microbatch; `check_order` holds."""
     loads = [[item for item in program.instructions if isinstance(item, Load)] for program in programs]
     forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
-    if len({len(each) for each in loads + forwards}) > 1:
-        raise ValueError("ranks run different numbers of passes; a rank without tokens runs one padding token")
     for number in range(len(loads[0])):
         yield [(forward[number].attention, load[number]) for forward, load in zip(forwards, loads, strict=True)]

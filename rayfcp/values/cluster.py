@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Ranks, where they are, how fast they are and what they may hold.
+    """Ranks, where they are and what they may hold.
 
     A rank is the devices that together hold the model's layers for the same tokens
-    (`num_stages * tensor_parallel` devices). `node_of_rank[r]` names the node of rank r,
-    `speed_of_rank[r]` its speed relative to the profile (1.0 = as profiled). `max_tokens_per_rank`
+    (`num_stages * tensor_parallel` devices). `node_of_rank[r]` names the node of rank r (none: one
+    node after the other is filled). `max_tokens_per_rank`
     bounds the tokens one rank holds in one microbatch; it is what the memory model leaves after
     model states. `generation` counts changes of the set of ranks.
     """
@@ -17,7 +17,6 @@ class ClusterSpec:
     num_ranks: int
     max_tokens_per_rank: int
     node_of_rank: tuple[int, ...] = ()
-    speed_of_rank: tuple[float, ...] = ()
     num_stages: int = 1
     tensor_parallel: int = 1
     generation: int = 0
@@ -27,12 +26,11 @@ class ClusterSpec:
             raise ValueError(f"num_ranks is {self.num_ranks}, must be at least 1; add a worker")
         if self.max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank is {self.max_tokens_per_rank}, must be at least 1; give more memory")
-        for name in ("node_of_rank", "speed_of_rank"):
-            given = len(getattr(self, name))
-            if given not in (0, self.num_ranks):
-                raise ValueError(
-                    f"{name} has {given} entries, must have one for each of {self.num_ranks} ranks, or none"
-                )
+        if len(self.node_of_rank) not in (0, self.num_ranks):
+            raise ValueError(
+                f"node_of_rank has {len(self.node_of_rank)} entries, must have one for each of {self.num_ranks} ranks, "
+                "or none"
+            )
 
     @property
     def num_devices(self) -> int:

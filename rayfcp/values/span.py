@@ -21,7 +21,7 @@ class SpanKind(StrEnum):
 class Span:
     """`[start_s, stop_s)` on `rank`, in seconds of the wall clock (measured) or from 0 (predicted).
 
-    `amount` is bytes for transfers, FLOPs for computation, 0 where neither applies.
+    `amount` is bytes for transfers, FLOPs for computation, 0 where it is not known.
     """
 
     rank: int

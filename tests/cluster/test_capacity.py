@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.cluster.capacity import (
+    ACCELERATOR_MEMORY_SHARE,
     CPU_MEMORY_SHARE,
     GIB,
     cluster_spec,
@@ -27,9 +28,7 @@ def config_of(*, memory_gib: float | None = None, workers: int | list[int] = 4, 
 
 
 def facts_of(*nodes: str, device: str = "cpu", gib: int = 100) -> list[DeviceFacts]:
-    return [
-        DeviceFacts(node_id=node, host=node, device=device, memory_bytes=gib * GIB, peak_flops=None) for node in nodes
-    ]
+    return [DeviceFacts(node_id=node, device=device, memory_bytes=gib * GIB, peak_flops=None) for node in nodes]
 
 
 def test_cpu_workers_share_their_machine() -> None:
@@ -44,10 +43,11 @@ def test_cpu_workers_share_their_machine() -> None:
 
 def test_accelerators_do_not_share_and_the_smallest_counts() -> None:
     config = config_of()
-    assert device_memory(config, facts_of("a", "a", "a", device="cuda", gib=80)) == 80 * GIB
-    assert device_memory(config, [*facts_of("a", device="npu", gib=64), *facts_of("a", device="npu", gib=32)]) == (
-        32 * GIB
+    assert device_memory(config, facts_of("a", "a", "a", device="cuda", gib=80)) == int(
+        80 * GIB * ACCELERATOR_MEMORY_SHARE
     )
+    mixed = [*facts_of("a", device="npu", gib=64), *facts_of("a", device="npu", gib=32)]
+    assert device_memory(config, mixed) == int(32 * GIB * ACCELERATOR_MEMORY_SHARE)
 
 
 def test_the_configuration_comes_first() -> None:
@@ -79,7 +79,7 @@ def test_as_many_tokens_as_fit_and_not_one_more(
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
-    with pytest.raises(InfeasiblePlanError, match=r"memory per device is 1\.00 GiB, model qwen3-1\.7b on 2 devices"):
+    with pytest.raises(InfeasiblePlanError, match=r"memory per device is 1 GiB, model qwen3-1\.7b on 2 devices"):
         tokens_that_fit(config_of(), MODEL, num_devices=2, memory_bytes=GIB)
     with pytest.raises(InfeasiblePlanError, match="add devices or memory"):
         cluster_spec(config_of(memory_gib=1.0), MODEL, facts=facts_of("a", "b"), generation=0)

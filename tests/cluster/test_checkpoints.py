@@ -83,14 +83,26 @@ def test_leftovers_go_when_a_run_opens(tmp_path: Path) -> None:
     torn = folder.unfinished(2)
     torn.mkdir()
     (torn / "__0_0.distcp").write_text("half")
-    removed = tmp_path / ".unfinished-removed-step-00000000"
-    removed.mkdir()
-    (removed / MANIFEST).write_text("{}")
+    replaced = tmp_path / ".unfinished-removed-step-00000001"
+    replaced.mkdir()
+    (replaced / MANIFEST).write_text("{}")
+    half_removed = tmp_path / ".unfinished-removed-step-00000003"
+    half_removed.mkdir()
     (tmp_path / "step-00000009").mkdir()
     assert steps_in(folder) == [1]
     folder.open()
-    assert not torn.exists() and not removed.exists()
+    assert not torn.exists() and not replaced.exists() and not half_removed.exists()
     assert steps_in(folder) == [1]
+
+
+def test_a_complete_checkpoint_out_of_sight_comes_back(tmp_path: Path) -> None:
+    """A crash between hiding the old checkpoint of a step and showing the new one loses neither for good."""
+    folder = CheckpointFolder(tmp_path, keep=2)
+    write(folder, 4)
+    (tmp_path / "step-00000004").rename(tmp_path / ".unfinished-removed-step-00000004")
+    assert steps_in(folder) == []
+    folder.open()
+    assert steps_in(folder) == [4]
 
 
 COMMIT_FOR_EVER = """

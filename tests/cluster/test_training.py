@@ -92,7 +92,7 @@ def test_four_ranks_with_recomputation_then_resumed_on_three(folder: Path, alone
     result = FlexTrainer(first).fit(watcher=scraper)
     assert result.metrics["step"] == 5
     assert 'rayfcp_world_size{run="moved"} 4.0' in scraper.text
-    assert 'rayfcp_process_groups{run="moved"} 3.0' in scraper.text
+    assert 'rayfcp_process_groups{run="moved"} 4.0' in scraper.text
     assert 'rayfcp_sequences_skipped_total{reason="bad_json",run="moved"} 1.0' in scraper.text
     assert scraper.text.count("rayfcp_worker_step_seconds{") == 4
     second = run_config(folder, name="moved", cluster={"device": "cpu", "num_workers": 3})

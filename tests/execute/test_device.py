@@ -1,0 +1,74 @@
+"""Devices that are not here, peaks by name, and FSDP's state across torch versions."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from rayfcp.cluster.worker import RankWorker
+from rayfcp.config import Config, ConfigError
+from rayfcp.execute.device import device_kind, peak_flops, peak_flops_by_name, resolve_device, total_memory_bytes
+from rayfcp.execute.kernels import KernelUnavailableError
+from rayfcp.execute.sharding import parameter_groups
+
+NAMES = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H20": 148e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A800-SXM4-80GB": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "Ascend910B3": 376e12,
+    "Ascend910_9392": 376e12,
+    "NVIDIA L40": None,
+    "NVIDIA A10G": None,
+    "NVIDIA GH200 480GB": None,
+    "NVIDIA GeForce RTX 4090": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_peaks_are_of_the_device_and_not_of_one_that_is_called_alike(name: str) -> None:
+    assert peak_flops_by_name(name) == NAMES[name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_devices_that_are_not_here_have_neither_memory_nor_peak() -> None:
+    assert device_kind("auto") == "cpu" and resolve_device("auto").type == "cpu"
+    for kind in ("cuda", "npu", "cpu"):
+        assert device_kind(kind) == kind
+    assert peak_flops(resolve_device("cuda")) is None
+    assert total_memory_bytes(resolve_device("cuda")) == total_memory_bytes("cuda") == total_memory_bytes("npu") == 0
+    assert total_memory_bytes("cpu") == total_memory_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")
+def test_a_device_unknown_to_torch_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.device is npu, unknown to torch here; install its extension"):
+        resolve_device("npu")
+
+
+@pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")
+def test_a_worker_says_what_to_install() -> None:
+    config = Config.model_validate({"data": {"paths": ["."]}, "cluster": {"device": "npu"}})
+    with pytest.raises(KernelUnavailableError, match="torch_npu is not installed; install CANN"):
+        RankWorker(config, "", vocab_size=1)
+
+
+def part(**attributes: Any) -> Any:
+    """A sharded module whose state has these attributes."""
+    return SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(**attributes))
+
+
+def test_parameter_groups_are_found_in_old_and_new_torch() -> None:
+    group = SimpleNamespace(gradient_divide_factor=1.0)
+    assert parameter_groups(part(_fsdp_param_group=group)) == [group]
+    assert parameter_groups(part(_fsdp_param_group=None)) == []
+    assert parameter_groups(part(_fsdp_param_groups=[group, group], _fsdp_param_group=group)) == [group, group]
+    assert parameter_groups(part(_fsdp_param_groups=[], _fsdp_param_group=None)) == []

@@ -1,0 +1,79 @@
+"""Which families compute here what they compute in the library; the others are refused before a run."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import ModelConfig
+from rayfcp.models.describe import model_config
+from rayfcp.models.selfcheck import check_supported
+from tests.models.helpers import FAMILIES, library_config
+
+QUIET = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "layerdrop"), 0.0)
+QUIET |= dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+
+
+def library(family: str, **keys: Any) -> PreTrainedConfig:
+    """A family as it comes, of its own size, without dropout."""
+    return AutoConfig.for_model(family, **{**QUIET, **keys})
+
+
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, "phi3", "granite", "gemma", "olmo2", "starcoder2", "gpt_neox", "smollm3", "glm", "biogpt"]
+)
+def test_families_that_agree_pass(family: str) -> None:
+    check_supported(library(family))
+
+
+REFUSED = {
+    "attention of its own": ("gptj", {}, "gptj cannot be trained, a tiny one fails with KeyError: 'rayfcp'"),
+    "sees the future": ("bert", {}, "bert cannot be trained, a tiny one fails with .*BertModel has no list of layers"),
+    "our keyword is dropped": ("stablelm", {}, "StableLmAttention was called without rayfcp_attention"),
+    "our keyword is dropped in groups": (
+        "nemotron",
+        {"num_key_value_heads": 8},
+        "NemotronAttention was called without rayfcp_attention",
+    ),
+    "windows in every layer": ("mistral", {"sliding_window": 8}, "sliding_window=8 is not supported"),
+    "keys wider than values": ("youtu", {}, "want equal key and value"),
+    "weights beside modules": ("diffllama", {}, "DiffLlamaAttention holds weights beside its modules"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_families_that_do_not_are_refused(what: str) -> None:
+    family, keys, message = REFUSED[what]
+    with pytest.raises(ConfigError, match=message) as caught:
+        check_supported(library(family, **keys))
+    assert str(caught.value).startswith("model: ") and "\n" not in str(caught.value)
+
+
+def test_what_the_configuration_says_is_checked_not_the_family_alone() -> None:
+    """Scaled logits are applied after the decoder, by which our loss passes."""
+    check_supported(library("granite", logits_scaling=1.0))
+    with pytest.raises(
+        ConfigError, match=r"granite cannot be trained, loss of .* with packed .* in transformers, must agree"
+    ):
+        check_supported(library("granite", logits_scaling=8.0))
+
+
+def test_it_is_quick_and_leaves_random_numbers_alone() -> None:
+    config = library_config("qwen3")
+    check_supported(config)
+    before, start_s = torch.get_rng_state(), time.perf_counter()
+    for family in ("qwen3", "diffllama"):
+        try:
+            check_supported(library(family))
+        except ConfigError:
+            continue
+    assert time.perf_counter() - start_s < 4.0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_model_of_the_run_passes_as_it_is_configured() -> None:
+    for name in ("qwen3-8b", "llama3.2-1b"):
+        check_supported(model_config(ModelConfig(name=name), vocab_size=300))

@@ -1,0 +1,130 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan.degrees import dynamic_program, least_degrees
+from rayfcp.plan.walk import scalar_group_s
+from rayfcp.values import ClusterSpec, SequenceSpec
+from tests.plan.helpers import UNIT, batch_of, batches, profiled
+from tests.plan.test_batch import check
+from tests.plan.test_bound import best_plan_s
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = PlanConfig(packing="bfd", degrees="dp")
+NO_OVERLAP = UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02)
+COSTS = st.sampled_from([UNIT, NO_OVERLAP, profiled(8)])
+
+
+def cluster_of(sequences: list[SequenceSpec], num_ranks: int, room: int) -> ClusterSpec:
+    longest = max(sequence.num_tokens for sequence in sequences)
+    return ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-longest // num_ranks)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(max_sequences=14, max_tokens=400), st.integers(1, 20), st.integers(1, 400), COSTS)
+def test_never_worse_than_the_two_stages(
+    sequences: list[SequenceSpec], num_ranks: int, room: int, cost: CostModel
+) -> None:
+    cluster = cluster_of(sequences, num_ranks, room)
+    joint = plan_batch(sequences, cluster=cluster, cost=cost)
+    stages = plan_batch(sequences, cluster=cluster, cost=cost, options=STAGES)
+    assert joint.predicted_s <= stages.predicted_s * (1 + 1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(max_sequences=5, max_tokens=80), st.integers(1, 3), st.integers(20, 100), st.booleans())
+def test_tiny_batches_are_close_to_the_best_of_all_plans(
+    sequences: list[SequenceSpec], num_ranks: int, room: int, overlap: bool
+) -> None:
+    cluster = cluster_of(sequences, num_ranks, room)
+    cost = UNIT if overlap else NO_OVERLAP
+    best_s = best_plan_s(sequences, cluster, cost)
+    plan = plan_batch(sequences, cluster=cluster, cost=cost)
+    assert best_s * (1 - 1e-9) <= plan.predicted_s <= best_s * 1.03
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches(max_sequences=10, max_tokens=300), st.integers(1, 9), st.integers(1, 300), st.integers(1, 3000))
+def test_any_budget_gives_a_plan(sequences: list[SequenceSpec], num_ranks: int, room: int, moves: int) -> None:
+    cluster = cluster_of(sequences, num_ranks, room)
+    plan = plan_batch(sequences, cluster=cluster, cost=UNIT, options=PlanConfig(search_moves=moves))
+    check(plan, sequences, cluster)
+
+
+def lognormal(seed: int, *, count: int, longest: int) -> list[SequenceSpec]:
+    lengths = np.random.default_rng(seed).lognormal(7.0, 1.5, count).astype(int).clip(2, longest)
+    return batch_of([int(length) for length in lengths])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_batches_are_close_to_the_bound_and_beat_the_two_stages(seed: int) -> None:
+    sequences = lognormal(seed, count=300, longest=32_768)
+    cluster = ClusterSpec(num_ranks=[32, 20, 48, 64][seed], max_tokens_per_rank=16_384)
+    cost = profiled(cluster.num_ranks)
+    joint = plan_batch(sequences, cluster=cluster, cost=cost)
+    check(joint, sequences, cluster)
+    assert joint.gap <= 1.03
+    assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, options=STAGES).predicted_s
+
+
+def test_more_moves_help() -> None:
+    sequences = lognormal(5, count=100, longest=30_000)
+    cluster = ClusterSpec(num_ranks=16, max_tokens_per_rank=4096)
+    cost = profiled(16)
+    few, many = (
+        plan_batch(sequences, cluster=cluster, cost=cost, options=PlanConfig(search_moves=moves)).predicted_s
+        for moves in (1, 20_000)
+    )
+    assert many < few
+
+
+def test_degrees_by_threshold_reach_what_the_dynamic_programme_reaches() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        num_groups = int(rng.integers(1, 12))
+        table = rng.random((num_groups, 16)) / np.arange(1, 17)
+        least, exact = (np.array(find(table)) for find in (least_degrees, dynamic_program))
+        rows = np.arange(num_groups)
+        assert table[rows, least - 1].max() == table[rows, exact - 1].max()
+        assert least.sum() <= 16
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e4), st.integers(1, 9), st.sampled_from([0.0, 0.4, 1.0]))
+def test_one_group_costs_what_the_model_says(cells: float, tokens: float, degree: int, overlap: float) -> None:
+    cost = UNIT.with_coefficients(overlap=overlap)
+    assert scalar_group_s(cost)(cells, tokens, degree) == pytest.approx(
+        float(cost.group_s(cells, tokens, degree=degree)), rel=1e-12
+    )
+
+
+SCRIPT = """
+from tests.plan.test_joint import lognormal
+from tests.plan.helpers import profiled
+from rayfcp.plan import plan_batch
+from rayfcp.values import ClusterSpec
+for count, room in ((12, 20000), (150, 4096)):
+    cluster = ClusterSpec(num_ranks=13, max_tokens_per_rank=room)
+    print(plan_batch(lognormal(3, count=count, longest=30000), cluster=cluster, cost=profiled(13)).plan_hash)
+"""
+
+
+def test_same_plan_in_any_process() -> None:
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+            cwd=ROOT,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(printed) == 1 and len(printed.pop()) > 30

@@ -1,0 +1,250 @@
+"""Everything that can be wrong with a plan or with programs, as functions that make it wrong."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rayfcp.program import AttentionRound, Backward, Forward, Instruction, Load, Message, Payload, RankProgram
+from rayfcp.values import BatchPlan, Layout, Round
+
+PlanMutation = Callable[[BatchPlan, Layout], BatchPlan]
+
+
+def explicit(plan: BatchPlan, layout: Layout) -> BatchPlan:
+    """The plan with this layout written out in its first microbatch."""
+    first = replace(plan.microbatches[0], layout=layout)
+    return replace(plan, microbatches=(first, *plan.microbatches[1:]))
+
+
+def _with_block(layout: Layout, index: int, **changes: int) -> Layout:
+    blocks = list(layout.blocks)
+    blocks[index] = replace(blocks[index], **changes)
+    return replace(layout, blocks=tuple(blocks))
+
+
+def _with_transfer(layout: Layout, **changes: object) -> Layout:
+    first = layout.rounds[0]
+    transfers = (replace(first.transfers[0], **changes), *first.transfers[1:])  # type: ignore[arg-type]
+    return replace(layout, rounds=(Round(transfers=transfers), *layout.rounds[1:]))
+
+
+def _with_first(plan: BatchPlan, **changes: object) -> BatchPlan:
+    first = replace(plan.microbatches[0], **changes)  # type: ignore[arg-type]
+    return replace(plan, microbatches=(first, *plan.microbatches[1:]))
+
+
+def _with_group(plan: BatchPlan, **changes: object) -> BatchPlan:
+    groups = plan.microbatches[0].groups
+    return _with_first(plan, groups=(replace(groups[0], **changes), *groups[1:]))  # type: ignore[arg-type]
+
+
+def _with_seconds(plan: BatchPlan, *, predicted_s: float, group_s: float) -> BatchPlan:
+    """The first microbatch takes these seconds, each of its groups those; the plan's sum agrees."""
+    first = plan.microbatches[0]
+    changed = _with_first(plan, predicted_s=predicted_s, group_s=(group_s,) * len(first.groups))
+    return _with_sum(changed)
+
+
+def _with_sum(plan: BatchPlan) -> BatchPlan:
+    """Predictions agree, so that what else is wrong must be found."""
+    total_s = sum(microbatch.predicted_s for microbatch in plan.microbatches)
+    return replace(plan, predicted_s=total_s, lower_bound_s=0.0)
+
+
+def _to_itself(layout: Layout) -> Round:
+    first = layout.rounds[0].transfers[0]
+    return Round(transfers=(replace(first, target=first.source),))
+
+
+PLAN_MUTATIONS: dict[str, PlanMutation] = {
+    "no microbatches": lambda plan, _: replace(plan, microbatches=()),
+    "fewer than no recomputed layers": lambda plan, _: replace(plan, recomputed_layers=-1),
+    "a prediction that is no number": lambda plan, _: replace(plan, predicted_s=math.nan),
+    "a prediction without end": lambda plan, _: replace(plan, predicted_s=math.inf),
+    "a prediction 100 times too large": lambda plan, _: replace(plan, predicted_s=plan.predicted_s * 100),
+    "a bound that is no number": lambda plan, _: replace(plan, lower_bound_s=math.nan),
+    "a bound below zero": lambda plan, _: replace(plan, lower_bound_s=-1.0),
+    "a microbatch in no time": lambda plan, _: _with_seconds(plan, predicted_s=0.0, group_s=0.0),
+    "a microbatch faster than its groups": lambda plan, _: _with_seconds(plan, predicted_s=1.0, group_s=2.0),
+    "group seconds that are no numbers": lambda plan, _: _with_seconds(plan, predicted_s=1.0, group_s=math.nan),
+    "group seconds below zero": lambda plan, _: _with_seconds(plan, predicted_s=1.0, group_s=-1.0),
+    "group seconds lost": lambda plan, _: _with_first(plan, group_s=plan.microbatches[0].group_s[1:]),
+    "a sequence twice in a group": lambda plan, _: _with_group(
+        plan, sequences=plan.microbatches[0].groups[0].sequences * 2
+    ),
+    "a sequence in two groups": lambda plan, _: _with_group(
+        plan,
+        sequences=plan.microbatches[0].groups[0].sequences + plan.microbatches[1].groups[0].sequences,
+    ),
+    "a sequence of no group": lambda plan, layout: explicit(
+        _with_group(plan, sequences=plan.microbatches[0].groups[0].sequences[1:]), layout
+    ),
+    "a block outside its group": lambda plan, layout: explicit(
+        _with_group(plan, ranks=plan.microbatches[0].groups[0].ranks[1:]), layout
+    ),
+    "a group without ranks": lambda plan, _: _with_group(plan, ranks=()),
+    "a transfer from a rank to itself": lambda plan, layout: explicit(
+        plan, replace(layout, rounds=(*layout.rounds, _to_itself(layout)))
+    ),
+    "a transfer of nothing": lambda plan, layout: explicit(plan, _with_transfer(layout, blocks=())),
+    "a transfer to a rank that is not there": lambda plan, layout: explicit(
+        plan, _with_transfer(layout, target=plan.num_ranks)
+    ),
+    "another number of ranks": lambda plan, _: replace(plan, num_ranks=plan.num_ranks + 1),
+    "another generation": lambda plan, _: replace(plan, generation=plan.generation + 1),
+    "a bound above the prediction": lambda plan, _: replace(plan, lower_bound_s=plan.predicted_s * 2),
+    "a microbatch lost": lambda plan, _: _with_sum(replace(plan, microbatches=plan.microbatches[1:])),
+    "a microbatch twice": lambda plan, _: _with_sum(
+        replace(plan, microbatches=plan.microbatches + plan.microbatches[:1])
+    ),
+    "a rank in two groups": lambda plan, _: replace(
+        plan,
+        microbatches=(replace(plan.microbatches[0], groups=plan.microbatches[0].groups * 2), *plan.microbatches[1:]),
+    ),
+    "a block lost": lambda plan, layout: explicit(plan, replace(layout, blocks=layout.blocks[:-1])),
+    "a block too long": lambda plan, layout: explicit(plan, _with_block(layout, 0, stop=layout.blocks[0].stop + 1)),
+    "a block too short": lambda plan, layout: explicit(plan, _with_block(layout, 0, stop=layout.blocks[0].stop - 1)),
+    "a block of a sequence that is not there": lambda plan, layout: explicit(plan, _with_block(layout, 0, sequence=99)),
+    "a block on another rank": lambda plan, layout: explicit(
+        plan, _with_block(layout, 0, rank=(layout.blocks[0].rank + 1) % plan.num_ranks)
+    ),
+    "a round lost": lambda plan, layout: explicit(plan, replace(layout, rounds=layout.rounds[:-1])),
+    "a round twice": lambda plan, layout: explicit(plan, replace(layout, rounds=(*layout.rounds, layout.rounds[-1]))),
+    "a transfer from a rank that has nothing": lambda plan, layout: explicit(
+        plan, replace(layout, rounds=layout.rounds[1:])
+    ),
+    "a transfer to another rank": lambda plan, layout: explicit(
+        plan, _with_transfer(layout, target=layout.rounds[0].transfers[1].target)
+    ),
+    "half of a transfer": lambda plan, layout: explicit(
+        plan, _with_transfer(layout, blocks=layout.rounds[0].transfers[0].blocks[1:])
+    ),
+}
+
+
+Programs = Sequence[RankProgram]
+Instructions = tuple[Instruction, ...]
+
+
+def _all(change: Callable[[Instructions], Sequence[Instruction]]) -> Callable[[Programs], Programs]:
+    """The same change of the instructions on all ranks."""
+    return lambda programs: [replace(program, instructions=tuple(change(program.instructions))) for program in programs]
+
+
+def _each(kind: type, change: Callable[[Any], Instruction]) -> Callable[[Programs], Programs]:
+    """The same change of each instruction of a kind on all ranks."""
+    return _all(lambda items: [change(item) if isinstance(item, kind) else item for item in items])
+
+
+PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
+    "no programs": lambda _: [],
+    "no instructions": _all(lambda _: ()),
+    "no load": _all(lambda items: [item for item in items if not isinstance(item, Load)]),
+    "no forward": _all(lambda items: [item for item in items if not isinstance(item, Forward)]),
+    "no backward": _all(lambda items: [item for item in items if not isinstance(item, Backward)]),
+    "backward twice": _all(lambda items: (*items, items[-1])),
+    "all reversed": _all(lambda items: items[::-1]),
+    "microbatches reversed": _all(lambda items: sorted(items, key=lambda item: -item.microbatch)),
+    "backward before forward": _all(lambda items: (items[0], items[2], items[1], *items[3:])),
+    "gradients never summed": _each(Backward, lambda item: replace(item, reduce=False)),
+    "gradients summed in the first microbatch only": _each(
+        Backward, lambda item: replace(item, reduce=item.microbatch == 0)
+    ),
+    "microbatches that count from 1": _each(object, lambda item: replace(item, microbatch=item.microbatch + 1)),
+    "a token too many": _each(Forward, lambda item: _with_num_tokens(item, item.attention.num_tokens + 1)),
+    "a token too few": _each(Forward, lambda item: _with_num_tokens(item, item.attention.num_tokens - 1)),
+    "fewer than no recomputed layers": _each(Forward, lambda item: replace(item, recomputed_layers=-1)),
+    "ranks in another order": lambda programs: [programs[1], programs[0], *programs[2:]],
+    "a rank too few": lambda programs: programs[:-1],
+    "another number of ranks": lambda programs: [replace(each, num_ranks=each.num_ranks + 1) for each in programs],
+    "a stage that is not there": lambda programs: [replace(each, stage=each.num_stages) for each in programs],
+    "a message of each rank to itself": lambda programs: [_with_own_message(each) for each in programs],
+}
+
+
+def _with_num_tokens(item: Forward, num_tokens: int) -> Forward:
+    return replace(item, attention=replace(item.attention, num_tokens=num_tokens))
+
+
+def _with_own_message(program: RankProgram) -> RankProgram:
+    """Rank r sends its slot 0 to itself, into a slot that nobody reads."""
+    load, forward, *rest = program.instructions
+    assert isinstance(forward, Forward)
+    whole = ((0, forward.attention.num_tokens),)
+    sent = Message(peer=program.rank, payload=Payload.KV, slot=0, ranges=whole)
+    step = AttentionRound(sends=(sent,), receives=(replace(sent, slot=1000),))
+    attention = replace(forward.attention, forward=(*forward.attention.forward, step))
+    return replace(program, instructions=(load, replace(forward, attention=attention), *rest))
+
+
+def mutate(program: RankProgram, rng: random.Random) -> RankProgram:
+    """One thing of one rank's program changed; sometimes nothing."""
+    items = program.instructions
+    kind = rng.choice(["label", "dropped", "doubled", "moved", "field", "content", "content", "content"])
+    if kind == "content":
+        return _with_content(program, rng)
+    if kind == "label":
+        field = rng.choice(["rank", "num_ranks", "stage", "num_stages"])
+        return replace(program, **{field: getattr(program, field) + rng.choice([-1, 1])})
+    at = rng.randrange(len(items))
+    if kind == "field":
+        return replace(program, instructions=(*items[:at], _with_field(items[at], rng), *items[at + 1 :]))
+    if kind == "moved":
+        start = at - at % 3  # Load, Forward, Backward of one microbatch
+        three = rng.sample(items[start : start + 3], 3)
+        return replace(program, instructions=(*items[:start], *three, *items[start + 3 :]))
+    kept = 0 if kind == "dropped" else 2
+    return replace(program, instructions=items[:at] + items[at : at + 1] * kept + items[at + 1 :])
+
+
+def _with_field(item: Instruction, rng: random.Random) -> Instruction:
+    by = rng.choice([-1, 1])
+    if isinstance(item, Forward):
+        changed = [_with_num_tokens(item, item.attention.num_tokens + by)]
+        changed.append(replace(item, recomputed_layers=item.recomputed_layers + by))
+        return rng.choice(changed)
+    return replace(item, microbatch=item.microbatch + by)
+
+
+def _with_content(program: RankProgram, rng: random.Random) -> RankProgram:
+    index = rng.randrange(len(program.instructions))
+    items = list(program.instructions)
+    item = items[index]
+    if isinstance(item, Load):
+        items[index] = replace(item, pieces=_changed(item.pieces, rng))
+    elif isinstance(item, Forward):
+        direction = rng.choice(["forward", "backward"])
+        rounds = list(getattr(item.attention, direction))
+        number = rng.randrange(len(rounds))
+        field = rng.choice(["sends", "receives", "attends"])
+        step = rounds[number]
+        rounds[number] = replace(step, **{field: _changed(getattr(step, field), rng)})
+        items[index] = replace(item, attention=replace(item.attention, **{direction: tuple(rounds)}))
+    else:
+        items[index] = replace(item, reduce=not item.reduce)
+    return replace(program, instructions=tuple(items))
+
+
+def _changed(values: tuple, rng: random.Random) -> tuple:
+    """One element dropped, doubled or altered."""
+    if not values:
+        return values
+    at = rng.randrange(len(values))
+    kind = rng.choice(["drop", "double", "alter"])
+    if kind == "drop":
+        return values[:at] + values[at + 1 :]
+    if kind == "double":
+        return values[: at + 1] + values[at:]
+    return (*values[:at], _altered(values[at], rng), *values[at + 1 :])
+
+
+def _altered(value: object, rng: random.Random) -> object:
+    if hasattr(value, "ranges"):
+        start, stop = value.ranges[-1]
+        return rng.choice([replace(value, peer=value.peer + 1), replace(value, ranges=((start, stop + 1),))])
+    if hasattr(value, "query"):
+        start, stop = value.query
+        return rng.choice([replace(value, query=(start, stop + 1)), replace(value, causal=not value.causal)])
+    return replace(value, start=value.start + 1)
