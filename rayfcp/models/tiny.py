@@ -11,9 +11,10 @@ VOCAB_SIZE = 61
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with the first layers only; what is listed per layer is cut as well."""
+    """A copy with the first layers only, at most those that there are; what is listed per layer is cut as well."""
     copied: Any = copy.deepcopy(config)
     before = config.num_hidden_layers
+    num_layers = min(num_layers, before)
     for name, value in vars(config).items():
         if isinstance(value, list | tuple) and len(value) == before and name != "architectures":
             setattr(copied, name, value[:num_layers])

@@ -77,3 +77,7 @@ def test_it_is_quick_and_leaves_random_numbers_alone() -> None:
 def test_a_model_of_the_run_passes_as_it_is_configured() -> None:
     for name in ("qwen3-8b", "llama3.2-1b"):
         check_supported(model_config(ModelConfig(name=name), vocab_size=300))
+
+
+def test_a_model_of_one_layer_passes() -> None:
+    check_supported(AutoConfig.for_model("qwen3", num_hidden_layers=1))
