@@ -80,7 +80,7 @@ def _both_ways(config: PreTrainedConfig) -> tuple[Result, Result]:
         torch.cat([_shifted(row) for row in rows]),
         context,
     )
-    if context.traffic.cells != _NUM_LAYERS * sum(n * (n + 1) // 2 for n in _LENGTHS):
+    if context.traffic.cells != len(ours.layers) * sum(n * (n + 1) // 2 for n in _LENGTHS):
         raise ValueError("some of its layers do not use our attention")
     alone = [
         F.cross_entropy(theirs(input_ids=row[None], use_cache=False).logits[0], _shifted(row), reduction="sum")
