@@ -1,27 +1,47 @@
 """A lower bound on the seconds of every plan of a batch."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rayfcp.plan.cost import CostModel
-from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+from rayfcp.plan.placement import node_of_ranks
+from rayfcp.plan.terms import Seconds
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
 
 
-def lower_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> float:
+def lower_bound(
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: Iterable[Primitive] = (Primitive.RING,),
+    placed_freely: bool = False,
+) -> float:
     """max(compute of all sequences / N, max over k of min over d of t(k, d)) + fewest microbatches x fixed cost.
 
-    t(k, d) is sequence k alone on d ranks without the fixed cost, over degrees d <= N that memory permits.
+    Compute is at the best efficiency that a sequence can reach: a ring of several ranks computes smaller blocks, so
+    that a sequence which memory keeps off one rank takes w(k) = the least over permitted degrees and primitives.
+    t(k, d) is sequence k alone on d ranks without the fixed cost (`_rings_s`, `_exchanged_s`), over degrees d <= N
+    that memory permits and over `primitives`; a group spans nodes only if it must, or if that were faster. Where
+    blocks are `placed_freely` (plans with layouts of their own) there are no groups: t(k, d) is left out,
+    and w(k) is the compute of k in one piece.
 
-    Proof, for any plan of ring groups, seconds by `cost`. Let w(g) be the compute seconds of group g on
-    one rank, f the fixed cost of a group's microbatch, x the exposed gather. (1) T(g, d) >= w(g) / d + f:
-    all communication is attention's, so the overlap takes away at most all of it. In a microbatch with
-    makespan m every group has d (m - f) >= w(g); degrees sum to at most N, so N (m - f) >= sum of w(g).
-    Summed over microbatches: sum of (m - f) >= compute / N. (2) T grows with the cells and tokens of a
-    group, and a group that holds k needs d >= ceil(tokens of k / max_tokens_per_rank); so its microbatch
-    has m - f >= t(k, d) for a permitted d, and other microbatches have m - f >= 0. (3) A microbatch takes
-    at least m + x and holds at most N x max_tokens_per_rank tokens, so there are at least
-    ceil(tokens / that), each paying f + x beside m - f.
+    Proof, for any plan of groups, on a machine that has the seconds of `cost` for every piece of attention, linear
+    layer, message and gather (the simulator, whose ports and links only add waiting), and so for seconds by `cost`.
+    Let f be the fixed cost of a microbatch, which every rank pays, and x the exposed gather.
+    (1) Communication adds to what a rank computes, it takes nothing away. The computed seconds of the d ranks
+    of a group sum to at least w(k) over its sequences k, for d is permitted for each of them; so those of all N ranks
+    over all microbatches sum to the w(k) of all, and one rank has at least the N-th part.
+    (2) A group that holds k needs d >= ceil(tokens of k / max_tokens_per_rank) ranks. One of them takes t(k, d) for a
+    permitted d in that microbatch, since other sequences add to its rounds only.
+    (3) A batch needs at least ceil(tokens / (N x max_tokens_per_rank)) microbatches. In each, a rank pays f, and x:
+    embedding, head and first layer are asked for after all that it did before, and come before it computes. After the
+    last (after each, where each reduces: then x has it) it waits for the reductions of what its last layer,
+    embedding and head got, which it gave when it had computed everything. No second of (3) is one of (1) or (2).
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
@@ -29,18 +49,80 @@ def lower_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost
     check_longest(sequences, cluster=cluster)
     num_ranks, room = cluster.num_ranks, cluster.num_ranks * cluster.max_tokens_per_rank
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    shared_s = cost.compute_s(sum(sequence.attention_cells for sequence in sequences), num_tokens) / num_ranks
+    used = tuple(primitives)
+    extra_s = 0.0 if placed_freely else _extra_s(sequences, cluster=cluster, cost=cost, primitives=used)
+    compute_s = cost.compute_s(sum(sequence.attention_cells for sequence in sequences), num_tokens)
+    shared_s = (compute_s + extra_s) / num_ranks
     # of two sequences with the same mask the longer takes longer at every degree, and has fewer of them
     longest = {sequence.mask: sequence for sequence in sorted(sequences, key=lambda each: each.num_tokens)}
-    alone_s = max(_alone_s(sequence, cluster=cluster, cost=cost) for sequence in longest.values())
+    alone_s = 0.0
+    if not placed_freely:
+        alone_s = max(_alone_s(each, cluster=cluster, cost=cost, primitives=used) for each in longest.values())
     fewest = -(-num_tokens // room)
-    return max(shared_s, alone_s) + fewest * (cost.fixed_s + cost.exposed_s)
+    return max(shared_s, alone_s) + fewest * (cost.fixed_s + cost.exposed_s) + cost.reduce_exposed_s
 
 
-def _alone_s(sequence: SequenceSpec, *, cluster: ClusterSpec, cost: CostModel) -> float:
+def _extra_s(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, primitives: Iterable[Primitive]
+) -> float:
+    """Compute seconds beyond `cost.compute_s` that sequences which one rank cannot hold take at least, on all their
+    ranks together. A ring of d ranks takes (d - 1 / 2) x half tokens a token, where the slices are even: counted are
+    the tokens of even slices, but one piece at least, which is what Ulysses computes."""
+    room = cluster.max_tokens_per_rank
+    tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > room], np.float64)
+    if not len(tokens) or cost.attention_half_tokens == 0.0:
+        return 0.0
+    used, degrees = tuple(primitives), np.arange(1, cluster.num_ranks + 1)
+    whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
+    least = -(-tokens // room)
+    extra = np.full(len(tokens), np.inf)
+    for degree in range(int(least.min()), cluster.num_ranks + 1):
+        even = tokens // (2 * degree) * (2 * degree)
+        in_ring = np.maximum((degree - 0.5) * even - tokens / 2, 0.0) if Primitive.RING in used else np.inf
+        here = 0.0 if whole[degree - 1] else in_ring
+        extra = np.where(degree >= least, np.minimum(extra, here), extra)
+    return float(extra.sum()) * cost.attention_half_tokens * cost.attention_s_per_cell
+
+
+def _alone_s(
+    sequence: SequenceSpec, *, cluster: ClusterSpec, cost: CostModel, primitives: Iterable[Primitive]
+) -> float:
+    nodes = Counter(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
     least = -(-sequence.num_tokens // cluster.max_tokens_per_rank)
     degrees = np.arange(least, cluster.num_ranks + 1)
-    return float(cost.group_s(sequence.attention_cells, sequence.num_tokens, degree=degrees).min()) - cost.fixed_s
+    seconds = [
+        _rings_s(sequence, degrees, crosses=crosses, cost=cost)
+        if primitive is Primitive.RING
+        else cost.group_s(
+            sequence.attention_cells, sequence.num_tokens, degree=degrees, primitive=primitive, crosses=crosses
+        )
+        for primitive in primitives
+        for crosses in (np.full(len(degrees), True), degrees > max(nodes.values()))
+    ]
+    return float(np.min(seconds)) - cost.fixed_s
+
+
+def _rings_s(
+    sequence: SequenceSpec, degrees: npt.NDArray[np.int64], *, crosses: npt.NDArray[np.bool_], cost: CostModel
+) -> Seconds:
+    """What one rank of a ring takes at least, by degree.
+
+    Of zig-zag slices of at least p = floor(L / 2d) tokens every rank has two, so at least what it would have of
+    2 d p tokens: in its own round (2p)^2 / 2 + p causal cells, in each other 2 p^2, 2 p tokens to receive in
+    each of d - 1 hops, and of one to bring home. A round takes c + m - overlap x min(c, m) seconds at least of computed
+    c and moved m. That is convex: over the rounds that move, the sums take its place, with the diagonal, 1 / d (L + 1)
+    of the rank's cells, in the first one. Or, if that is more, the mean over ranks of all that they compute.
+    """
+    even = sequence.num_tokens // (2 * degrees) * (2 * degrees)
+    even = np.where(degrees == 1, sequence.num_tokens, even)
+    cells = even * (even + 1) / 2 if sequence.mask is Mask.CAUSAL else even.astype(np.float64) ** 2
+    seconds = np.zeros(len(degrees))
+    for terms in cost.terms(degrees, crosses=crosses):
+        diagonal = np.where(degrees > 1, 1 / (degrees * (even + 1.0)), 0.0)
+        covered = dataclasses.replace(terms, cover=np.minimum(terms.cover + diagonal, 1.0))
+        seconds += covered.seconds(cells, even)
+    computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / degrees + cost.fixed_s
+    return np.where(even > 0, np.maximum(seconds, computed_s), computed_s)
 
 
 def check_longest(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:

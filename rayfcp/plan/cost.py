@@ -7,13 +7,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.values import HardwareProfile, ModelProfile
-
-Seconds = npt.NDArray[np.float64]
-
-ATTENTION_BACKWARD = 2.5  # five products against two: flash attention computes the scores again
-LINEAR_BACKWARD = 2.0
-REDUCED_BYTES = 4  # gradients, partial or whole, are summed in fp32
+from rayfcp.plan.analytic import ATTENTION_BACKWARD, coefficients
+from rayfcp.plan.terms import Seconds, Terms
+from rayfcp.values import HardwareProfile, ModelProfile, Primitive
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +21,23 @@ class CostModel:
     any mask has its own eta. `linear_s_per_token` is alpha2, `fixed_s` beta1 (a microbatch). One token's
     keys, values and their gradients pass one hop of a ring in `ring_intra_s_per_token` while the
     degree is at most `ranks_per_node`, else in `ring_inter_s_per_token` (alpha3 / v of Eq. 9);
-    `ring_s_per_round` is the latency of a hop (beta2 = that x (degree - 1)). `overlap` in [0, 1] is the
-    share of the shorter of attention and ring that hides behind the other: 1 in Eq. 10, 0 where the
-    cores that compute also move the bytes.
+    `ring_s_per_round` is the latency of a hop (beta2). `overlap` in [0, 1] is the share of the shorter of
+    attention and ring that hides behind the other: 1 in Eq. 10, 0 where the cores that compute also move the bytes.
+    `attention_half_tokens`: attention over pieces of n tokens takes 1 + that / n as long per cell. A causal
+    sequence of L tokens is one piece on one rank or under Ulysses: L x that / 2 cells more, shared by the ranks.
+    A ring of degree d cuts it: L x that x (1 - 1 / 2d) cells more on every rank.
+    Ulysses: one token's queries, keys, values, outputs and their gradients pass a port in
+    `ulysses_intra_s_per_token` or, between nodes, `ulysses_inter_s_per_token`; keys and values are
+    `ulysses_kv_share` of it and grow with the degree beyond `num_kv_heads`; `ulysses_s`: latency of all exchanges.
+
+    Ranks meet in every layer of either pass to gather and reduce shards, so a microbatch takes its slowest
+    forward and its slowest backward, whichever groups these are. Forward has the share `attention_forward` of
+    attention, `linear_forward` of linear layers and fixed cost, `ring_forward` of what a ring moves,
+    `passes_forward` of latencies and exchanges; `ring_returned` of what a ring moves are gradients on their way home.
+
     `shard_s`: traffic of sharded parameters and gradients in a microbatch; `reduce_s`: traffic more in
-    the last one of a step; `exposed_s`: the part that nothing hides, one layer's gather.
+    the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
+    reductions).
     """
 
     attention_s_per_cell: float
@@ -42,8 +50,21 @@ class CostModel:
     shard_s: float = 0.0
     reduce_s: float = 0.0
     exposed_s: float = 0.0
+    reduce_exposed_s: float = 0.0
     recomputed_layers: int = 0
     overlap: float = 1.0
+    attention_half_tokens: float = 0.0
+    ulysses_intra_s_per_token: float = 0.0
+    ulysses_inter_s_per_token: float = 0.0
+    ulysses_kv_share: float = 0.0
+    ulysses_s: float = 0.0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    attention_forward: float = 2 / 7
+    linear_forward: float = 1 / 3
+    ring_forward: float = 1 / 4
+    ring_returned: float = 1 / 2
+    passes_forward: float = 1 / 2
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -64,67 +85,148 @@ class CostModel:
         bytes_per_element: int,
         reduce_every: Literal["microbatch", "step"],
     ) -> "CostModel":
-        """Analytic coefficients. Numbers wider than the profile's run at proportionally less than its peak.
-
-        Sharded traffic is (N - 1) / N of the parameters: gathered for forward and for backward,
-        gradients scattered in fp32 once per microbatch or step. Partial dK, dV travel in fp32 too.
-        """
-        layers, again = model.num_layers, recomputed_layers
-        peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
-        attention_flops = model.attention_flops_per_cell * (1 + ATTENTION_BACKWARD + again / layers)
-        linear_flops = (
-            model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
-        )
-        kv_bytes = model.kv_bytes_per_token(bytes_per_element)
-        gradient_bytes = model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
-        ring_bytes = (layers + again) * kv_bytes + layers * (kv_bytes + gradient_bytes)
-        s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
-        gather_s = model.num_parameters * bytes_per_element * s_per_byte
-        reduce_s = model.num_parameters * max(bytes_per_element, REDUCED_BYTES) * s_per_byte
-        each_time = reduce_every == "microbatch"
-        return cls(
-            attention_s_per_cell=attention_flops / (peak * hardware.attention_efficiency),
-            linear_s_per_token=linear_flops / (peak * hardware.linear_efficiency),
-            fixed_s=hardware.microbatch_overhead_s,
-            ring_intra_s_per_token=ring_bytes / hardware.intra_node_bandwidth,
-            ring_inter_s_per_token=ring_bytes / hardware.inter_node_bandwidth,
-            ring_s_per_round=(2 * layers + again) * hardware.latency_s,
-            ranks_per_node=hardware.devices_per_node,
-            shard_s=2 * gather_s + (reduce_s if each_time else 0.0),
-            reduce_s=0.0 if each_time else reduce_s,
-            exposed_s=model.layer_matmul_parameters * bytes_per_element * s_per_byte,
+        """Analytic coefficients (`rayfcp.plan.analytic`)."""
+        found = coefficients(
+            model,
+            hardware,
+            num_ranks=num_ranks,
             recomputed_layers=recomputed_layers,
-            overlap=hardware.overlap,
+            bytes_per_element=bytes_per_element,
+            reduce_every=reduce_every,
         )
+        return cls(**found)  # type: ignore[arg-type]
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named."""
         return dataclasses.replace(self, **measured)  # type: ignore[arg-type]
 
     def compute_s(self, cells: float, num_tokens: float) -> float:
-        """Seconds of attention and linear layers on one rank, without the fixed cost (Eq. 8)."""
-        return self.attention_s_per_cell * cells + self.linear_s_per_token * num_tokens
+        """Seconds of attention and linear layers on one rank, without the fixed cost (Eq. 8); on d ranks the
+        sum over them is at least that."""
+        return self.attention_s_per_cell * (cells + self.attention_half_tokens * num_tokens / 2) + (
+            self.linear_s_per_token * num_tokens
+        )
 
-    def group_s(self, cells: npt.ArrayLike, num_tokens: npt.ArrayLike, *, degree: npt.ArrayLike) -> Seconds:
-        """Seconds of a ring group over one microbatch (Eq. 8-10); arguments broadcast, also numpy arrays.
+    def group_s(
+        self,
+        cells: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        *,
+        degree: npt.ArrayLike,
+        primitive: Primitive = Primitive.RING,
+        crosses: npt.ArrayLike | None = None,
+    ) -> Seconds:
+        """Seconds of a group that is alone in a microbatch, forward and backward (Eq. 8-10); arguments broadcast.
 
-        A rank computes 1/d of the cells and tokens, and (d - 1)/d of the group's keys and values pass
-        through it. T = T_cp + T_cm - overlap x min(T_cpa, T_cma): all ring traffic is attention's, T_cma = T_cm,
-        so the result grows with cells and tokens and is at least compute / d + fixed.
+        A rank computes 1/d of the cells and tokens. T = T_cp + T_cm - overlap x min(T_cpa, T_cma): all
+        traffic is attention's, T_cma = T_cm, so the result grows with cells and tokens and is at least
+        compute / d + fixed. `crosses`: the group spans nodes (where absent, a degree above `ranks_per_node` does).
+        """
+        forward_s, backward_s = self.passes_s(cells, num_tokens, degree=degree, primitive=primitive, crosses=crosses)
+        return np.asarray(forward_s + backward_s)
+
+    def passes_s(
+        self,
+        cells: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        *,
+        degree: npt.ArrayLike,
+        primitive: Primitive = Primitive.RING,
+        crosses: npt.ArrayLike | None = None,
+    ) -> tuple[Seconds, Seconds]:
+        """Seconds of a group's forward and of its backward; their sum is `group_s`."""
+        forward, backward = self.terms(degree, primitive=primitive, crosses=crosses)
+        return forward.seconds(cells, num_tokens), backward.seconds(cells, num_tokens)
+
+    def terms(
+        self, degree: npt.ArrayLike, *, primitive: Primitive = Primitive.RING, crosses: npt.ArrayLike | None = None
+    ) -> tuple[Terms, Terms]:
+        """Forward and backward of groups by degree, for loops that price many.
+
+        Ring: in each of d - 1 rounds one hop's keys and values pass a rank while it attends to the ones before; in
+        backward their gradients follow, and the last hop brings them home when all attention is done.
+        Ulysses: each rank exchanges (d - 1) / d of its tokens, of which what leaves the node has links of
+        its own; nothing hides it.
         """
         ranks = np.asarray(degree, np.float64)
-        attention_s = self.attention_s_per_cell * np.asarray(cells, np.float64) / ranks
-        tokens = np.asarray(num_tokens, np.float64) / ranks
-        hop_s = np.where(ranks <= self.ranks_per_node, self.ring_intra_s_per_token, self.ring_inter_s_per_token)
-        ring_s = (ranks - 1) * (hop_s * tokens + self.ring_s_per_round)
-        compute_s = attention_s + self.linear_s_per_token * tokens + self.fixed_s
-        # T_cp + T_cm - overlap min(T_cpa, T_cm), written without the cancellation
-        exposed_s = np.maximum(ring_s - attention_s, 0.0) + (1.0 - self.overlap) * np.minimum(ring_s, attention_s)
-        return np.asarray(compute_s + exposed_s)
+        across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
+        if primitive is Primitive.ULYSSES:
+            return self._exchanged(ranks, across=across)
+        return self._passed_on(ranks, across=across)
+
+    def _passed_on(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
+        """A ring's forward and backward, in which recomputed layers run d - 1 rounds more, as in forward."""
+        hop_s = np.where(across, self.ring_inter_s_per_token, self.ring_intra_s_per_token) / ranks
+        latency_s = np.where(ranks == 1, 0.0, self.ring_s_per_round)
+        half = 1 - 1 / (2 * ranks)
+        cover = (ranks - 1) / ranks
+        once_s = self.passes_forward * latency_s
+        again_s = max(1 - 2 * self.passes_forward, 0.0) * latency_s
+        again = max(1 - (1 + ATTENTION_BACKWARD) * self.attention_forward, 0.0) / (1 - self.attention_forward)
+        return (
+            dataclasses.replace(
+                self._computed(ranks, self.attention_forward, self.linear_forward, half=half),
+                moved_s_per_token=np.asarray((ranks - 1) * self.ring_forward * hop_s),
+                moved_s=np.asarray((ranks - 1) * once_s),
+                cover=np.asarray(cover),
+                hidden=self.overlap,
+            ),
+            dataclasses.replace(
+                self._computed(ranks, 1 - self.attention_forward, 1 - self.linear_forward, half=half),
+                moved_s_per_token=np.asarray((ranks - 1) * (1 - self.ring_forward) * hop_s),
+                moved_s=np.asarray((ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s),
+                tail_s_per_token=np.asarray(np.where(ranks == 1, 0.0, self.ring_returned * hop_s)),
+                tail_s=np.asarray(once_s),
+                cover=np.asarray(np.where(ranks > 2, 1 - again / ranks, cover)),
+                hidden=self.overlap,
+            ),
+        )
+
+    def _exchanged(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
+        """Ulysses' forward and backward."""
+        grown = 1 + self.ulysses_kv_share * (np.maximum(ranks / self.num_kv_heads, 1.0) - 1)
+        inside = np.where(across, np.minimum(ranks, self.ranks_per_node), ranks)
+        intra_s = (inside - 1) / ranks * self.ulysses_intra_s_per_token
+        inter_s = (ranks - inside) / ranks * self.ulysses_inter_s_per_token
+        per_token = grown * np.maximum(intra_s, inter_s) / ranks
+        splits = (self.num_heads % ranks == 0) & ((self.num_kv_heads % ranks == 0) | (ranks % self.num_kv_heads == 0))
+        moved_s = np.where(splits, np.where(ranks > 1, self.ulysses_s, 0.0), np.inf)
+        first, second = (
+            dataclasses.replace(
+                self._computed(ranks, attention, linear, half=1 / (2 * ranks)),
+                moved_s_per_token=np.asarray(share * per_token),
+                moved_s=np.asarray(share * moved_s),
+            )
+            for attention, linear, share in (
+                (self.attention_forward, self.linear_forward, self.passes_forward),
+                (1 - self.attention_forward, 1 - self.linear_forward, 1 - self.passes_forward),
+            )
+        )
+        return first, second
+
+    def _computed(self, ranks: Seconds, attention: float, linear: float, *, half: Seconds) -> Terms:
+        """A pass with these shares of attention and linear layers in which nothing moves; `half` of the half tokens a
+        rank."""
+        per_cell, none = attention * self.attention_s_per_cell, np.zeros_like(ranks)
+        return Terms(
+            attention_s_per_cell=np.asarray(per_cell / ranks),
+            attention_s_per_token=np.asarray(per_cell * self.attention_half_tokens * half),
+            linear_s_per_token=np.asarray(linear * self.linear_s_per_token / ranks),
+            fixed_s=linear * self.fixed_s,
+            moved_s_per_token=none,
+            moved_s=none,
+            tail_s_per_token=none,
+            tail_s=none,
+            cover=none,
+            hidden=0.0,
+        )
 
     def microbatch_s(self, makespan_s: float, *, last: bool) -> float:
-        """Seconds of a microbatch: sharded traffic hides behind the makespan, layer by layer, save one gather."""
-        return max(makespan_s, self.shard_s + (self.reduce_s if last else 0.0)) + self.exposed_s
+        """Seconds of a microbatch whose slowest forward and slowest backward take `makespan_s` together: sharded
+        traffic hides behind that, layer by layer, save the first gathers and the last reductions."""
+        exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
+        traffic_s = max(self.shard_s + (self.reduce_s if last else 0.0) - exposed_s, 0.0)
+        return makespan_s + traffic_s - self.overlap * min(traffic_s, makespan_s) + exposed_s
 
     def batch_s(self, makespans_s: list[float]) -> float:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
@@ -132,11 +234,3 @@ class CostModel:
         return sum(self.microbatch_s(each, last=False) for each in ordered[:-1]) + self.microbatch_s(
             ordered[-1], last=True
         )
-
-
-def _collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
-    """Bytes/s into each rank when all ranks gather: what enters a node comes over the links of all its
-    ranks at once and is spread inside, so a rank is not held to its own link between nodes."""
-    if num_ranks <= hardware.devices_per_node:
-        return hardware.intra_node_bandwidth
-    return min(hardware.intra_node_bandwidth, hardware.devices_per_node * hardware.inter_node_bandwidth)

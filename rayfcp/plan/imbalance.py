@@ -7,26 +7,25 @@ import numpy.typing as npt
 
 from rayfcp.plan.cost import CostModel
 from rayfcp.plan.layout import lay_out
-from rayfcp.values import BatchPlan, Block, Imbalance, Layout, Mask, SequenceSpec
+from rayfcp.plan.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
+from rayfcp.values import BatchPlan, Block, Group, Imbalance, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]
 
 
 def imbalance(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Imbalance:
-    """(sum of maxima - sum of means) / sum of maxima over microbatches, counted block by block per rank.
+    """(sum of maxima - sum of means) / sum of maxima over microbatches, per rank.
 
-    `compute`: seconds of attention and linear layers; `attention`: (query, key) cells; `memory`: tokens;
-    `communication`: the larger of keys and values sent and received in forward (backward sends the
-    same again, and gradients of the same tokens). Ranks without tokens count as 0. A resource that
-    nobody uses is balanced.
+    `compute`: seconds of attention and linear layers, kernels slowed by short pieces as the cost model has it;
+    `attention`: (query, key) cells, counted block by block, in Ulysses groups 1/d of the group's on each
+    rank; `memory`: tokens; `communication`: the larger of what is sent and received in forward, one head of
+    one token as the unit (backward sends the same again, and gradients of the same tokens). Ranks without
+    tokens count as 0, save those that compute heads of a Ulysses group. A resource that nobody uses is balanced.
     """
     by_id = {sequence.id: sequence for sequence in sequences}
     maxima, means = np.zeros(4), np.zeros(4)
     for microbatch in plan.microbatches:
-        layout = lay_out(microbatch, sequences)
-        cells, tokens = _held(layout, by_id, num_ranks=plan.num_ranks)
-        compute = cost.attention_s_per_cell * cells + cost.linear_s_per_token * tokens
-        loads = np.stack((compute, cells, tokens, _traffic(layout, num_ranks=plan.num_ranks)))
+        loads = _loads(microbatch, lay_out(microbatch, sequences), by_id=by_id, cost=cost, num_ranks=plan.num_ranks)
         maxima += loads.max(axis=1)
         means += loads.mean(axis=1)
     excess = np.maximum(maxima - means, 0.0) / np.where(maxima > 0, maxima, 1.0)
@@ -41,21 +40,39 @@ def block_cells(block: Block, sequence: SequenceSpec) -> int:
     return (block.stop * (block.stop + 1) - block.start * (block.start + 1)) // 2
 
 
-def _held(layout: Layout, by_id: Mapping[int, SequenceSpec], *, num_ranks: int) -> tuple[Loads, Loads]:
-    ranks = [block.rank for block in layout.blocks]
-    cells = np.array([block_cells(block, by_id[block.sequence]) for block in layout.blocks], np.float64)
-    tokens = np.array([block.num_tokens for block in layout.blocks], np.float64)
-    held_cells: Loads = np.bincount(ranks, cells, minlength=num_ranks).astype(np.float64)
-    held_tokens: Loads = np.bincount(ranks, tokens, minlength=num_ranks).astype(np.float64)
-    return held_cells, held_tokens
+def _loads(
+    microbatch: MicrobatchPlan, layout: Layout, *, by_id: Mapping[int, SequenceSpec], cost: CostModel, num_ranks: int
+) -> Loads:
+    """Compute, cells, tokens and traffic of each rank, shape [4, ranks]."""
+    ranks = np.array([block.rank for block in layout.blocks], np.int64)
+    block_tokens = np.array([block.num_tokens for block in layout.blocks], np.float64)
+    cells_of_block = np.array([block_cells(block, by_id[block.sequence]) for block in layout.blocks], np.float64)
+    slower = cells_of_block * (cost.attention_half_tokens / block_tokens)  # each block of a free layout is a piece
+    tokens, cells, extra = (
+        np.bincount(ranks, each, minlength=num_ranks).astype(np.float64)
+        for each in (block_tokens, cells_of_block, slower)
+    )
+    if microbatch.layout is not None:
+        traffic = hop_heads(cost) * round_tokens(layout, num_ranks=num_ranks)
+    else:
+        traffic = np.zeros(num_ranks)
+    for group in microbatch.groups:
+        held = list(group.ranks)
+        by_heads = group.primitive is Primitive.ULYSSES and group.degree > 1
+        if by_heads:
+            cells[held] = cells[held].mean()
+            traffic[held] = exchanged_heads(tokens[held], cost)
+        elif microbatch.layout is None:
+            traffic[held] = hop_heads(cost) * ring_tokens(tokens[held])
+        if by_heads or microbatch.layout is None:
+            extra[held] = _extra_cells(group, float(tokens[held].sum()), cost=cost) * (cells[held] > 0)
+    compute = cost.attention_s_per_cell * (cells + extra) + cost.linear_s_per_token * tokens
+    return np.stack((compute, cells, tokens, traffic))
 
 
-def _traffic(layout: Layout, *, num_ranks: int) -> Loads:
-    sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
-    sizes = [block.num_tokens for block in layout.blocks]
-    for step in layout.rounds:
-        for transfer in step.transfers:
-            num_tokens = sum(sizes[block] for block in transfer.blocks)
-            sent[transfer.source] += num_tokens
-            received[transfer.target] += num_tokens
-    return np.maximum(sent, received)
+def _extra_cells(group: Group, num_tokens: float, *, cost: CostModel) -> float:
+    """Cells more on each rank that short pieces cost as much as, by the cost model's own terms."""
+    if cost.attention_s_per_cell == 0:
+        return 0.0
+    passes = cost.terms(group.degree, primitive=group.primitive)
+    return float(sum(terms.attention_s_per_token for terms in passes)) * num_tokens / cost.attention_s_per_cell

@@ -48,7 +48,13 @@ class ModelProfile:
 class HardwareProfile:
     """A kind of device and its links. FLOP/s are dense peaks of `dtype_bytes`-wide numbers; efficiencies
     are the shares of peak reached by large kernels; bandwidths in bytes/s per rank and direction. `overlap`
-    is the share of communication that can hide behind attention: 0 where the same cores do both."""
+    is the share of communication that can hide behind attention: 0 where the same cores do both.
+
+    A kernel over n tokens reaches n / (n + half) of its efficiency: `attention_half_tokens` for the
+    shorter side of one (query, key) block, `linear_half_tokens` for the tokens of a rank in a microbatch.
+    `node_uplink_bandwidth`: all ranks of a node together, per direction (0: the sum of its ranks' own links).
+    `source` names for every figure where it comes from.
+    """
 
     name: str
     peak_flops: float
@@ -62,4 +68,7 @@ class HardwareProfile:
     microbatch_overhead_s: float
     dtype_bytes: int = 2
     overlap: float = 1.0
+    attention_half_tokens: float = 0.0
+    linear_half_tokens: float = 0.0
+    node_uplink_bandwidth: float = 0.0
     source: str = ""

@@ -18,8 +18,8 @@ def best_makespan(members: list[SequenceSpec], cluster: ClusterSpec, cost: CostM
         for degrees in itertools.product(range(1, cluster.num_ranks + 1), repeat=len(groups)):
             fits = all(tokens <= d * cluster.max_tokens_per_rank for (_, tokens), d in zip(loads, degrees, strict=True))
             if sum(degrees) <= cluster.num_ranks and fits:
-                seconds = [float(cost.group_s(*load, degree=d)) for load, d in zip(loads, degrees, strict=True)]
-                best = min(best, max(seconds))
+                passes = [cost.passes_s(*load, degree=d) for load, d in zip(loads, degrees, strict=True)]
+                best = min(best, sum(max(float(seconds) for seconds in each) for each in zip(*passes, strict=True)))
     return best
 
 

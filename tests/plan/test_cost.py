@@ -13,18 +13,51 @@ from rayfcp.plan import (
     model_flops,
     model_profile,
 )
-from rayfcp.values import InfeasiblePlanError, Mask
+from rayfcp.values import InfeasiblePlanError, Mask, Primitive
 from tests.plan.helpers import UNIT, batch_of
 
 
-@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 9))
-def test_group_seconds_are_eq_8_to_10(cells: int, tokens: int, degree: int) -> None:
-    attention = UNIT.attention_s_per_cell * cells / degree
-    compute = attention + UNIT.linear_s_per_token * tokens / degree + UNIT.fixed_s
-    hop = UNIT.ring_intra_s_per_token if degree <= UNIT.ranks_per_node else UNIT.ring_inter_s_per_token
-    ring = (degree - 1) / degree * tokens * hop + (degree - 1) * UNIT.ring_s_per_round
-    expected = compute + ring - min(attention, ring)
-    assert float(UNIT.group_s(cells, tokens, degree=degree)) == pytest.approx(expected, rel=1e-12)
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 9), st.sampled_from([0.0, 0.3, 1.0]))
+def test_a_ring_takes_its_rounds(cells: int, tokens: int, degree: int, overlap: float) -> None:
+    """Eq. 8-10 in each pass: d rounds of attention, d - 1 transfers of keys and values; in backward partial gradients
+    follow two rounds behind, so that rounds of rings above two ranks all have one, and the last hop has no attention
+    beside it."""
+    cost = UNIT.with_coefficients(overlap=overlap)
+    attention = cost.attention_s_per_cell * cells / degree
+    rest = cost.linear_s_per_token * tokens / degree + cost.fixed_s
+    hop = (cost.ring_intra_s_per_token if degree <= cost.ranks_per_node else cost.ring_inter_s_per_token) / degree
+    late = cost.ring_s_per_round / 2  # a quarter of a hop are keys and values of one pass, half of it gradients
+    several = degree > 1
+    forward = (degree - 1) * (tokens * hop / 4 + late)
+    home = several * (tokens * hop / 2 + late)
+    backward = (degree - 1) * tokens * hop * 3 / 4 + several * (degree + (degree > 2)) * late - home
+    alone = attention / degree  # in the round to which no transfer belongs
+
+    def both(computed: float, moved: float) -> float:
+        return computed + moved - overlap * min(computed, moved)
+
+    forward_s = alone * 2 / 7 + both((attention - alone) * 2 / 7, forward) + rest / 3
+    shown = 0.0 if degree > 2 else alone
+    backward_s = shown * 5 / 7 + both((attention - shown) * 5 / 7, backward) + home + rest * 2 / 3
+    found = cost.passes_s(cells, tokens, degree=degree)
+    assert [float(each) for each in found] == pytest.approx([forward_s, backward_s], rel=1e-12)
+    assert float(cost.group_s(cells, tokens, degree=degree)) == pytest.approx(forward_s + backward_s, rel=1e-12)
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.sampled_from([1, 2, 4, 8]))
+def test_an_exchange_hides_behind_nothing(cells: int, tokens: int, degree: int) -> None:
+    """Ulysses with 8 heads, 2 of them of keys and values: each rank keeps its share of the tokens, and beyond two
+    ranks keys and values are sent more often than there are heads of them."""
+    heads = {"num_heads": 8, "num_kv_heads": 2, "ulysses_kv_share": 0.2, "attention_half_tokens": 30.0}
+    links = {"ulysses_intra_s_per_token": 3e-3, "ulysses_inter_s_per_token": 5e-2, "ulysses_s": 0.1}
+    cost = UNIT.with_coefficients(**heads, **links)
+    grown = 1.0 if degree <= 2 else 0.8 + 0.2 * degree / 2
+    across = max((degree - 2) / degree, 0.0)
+    moved = grown * tokens / degree * max((min(degree, 2) - 1) / degree * 3e-3, across * 5e-2)
+    expected = cost.compute_s(cells, tokens) / degree + cost.fixed_s + moved + (0.1 if degree > 1 else 0.0)
+    seconds = float(cost.group_s(cells, tokens, degree=degree, primitive=Primitive.ULYSSES))
+    assert seconds == pytest.approx(expected, rel=1e-12)
+    assert np.isinf(cost.group_s(cells, tokens, degree=3, primitive=Primitive.ULYSSES))
 
 
 def test_group_seconds_broadcast() -> None:
@@ -37,9 +70,14 @@ def test_group_seconds_broadcast() -> None:
 
 
 def test_sharded_traffic_hides_behind_the_longest_microbatch() -> None:
-    assert UNIT.microbatch_s(0.1, last=False) == pytest.approx(0.4 + 0.05)
-    assert UNIT.microbatch_s(0.1, last=True) == pytest.approx(0.7 + 0.05)
-    assert UNIT.batch_s([3.0, 0.1]) == pytest.approx(0.45 + 3.05)
+    """The first gathers (0.05 s) and the last reductions (0.1 s) behind nothing, the rest behind the slowest passes."""
+    cost = UNIT.with_coefficients(reduce_exposed_s=0.1)
+    assert cost.microbatch_s(0.1, last=False) == pytest.approx(0.4)
+    assert cost.microbatch_s(0.1, last=True) == pytest.approx(0.4 + 0.3)
+    assert cost.batch_s([3.0, 0.1]) == pytest.approx(0.4 + 3.0 + 0.15)
+    half = cost.with_coefficients(overlap=0.5)
+    assert half.microbatch_s(0.1, last=False) == pytest.approx(0.1 + 0.4 - 0.05)
+    assert half.microbatch_s(3.0, last=True) == pytest.approx(3.0 + 0.55 / 2 + 0.15)
 
 
 def from_profiles(**changes: object) -> CostModel:
@@ -49,21 +87,32 @@ def from_profiles(**changes: object) -> CostModel:
 
 def test_coefficients_by_hand() -> None:
     model, hardware, cost = model_profile("llama3-8b"), hardware_profile("h100"), from_profiles()
-    assert cost.attention_s_per_cell == pytest.approx(3.5 * 4 * 32 * 4096 / (989.4e12 * 0.5))
+    assert cost.attention_s_per_cell == pytest.approx(3.5 * 4 * 32 * 4096 / (989.4e12 * 0.58))
     assert cost.linear_s_per_token == pytest.approx(3 * model.linear_flops_per_token / (989.4e12 * 0.65))
     assert cost.ring_intra_s_per_token == pytest.approx(32 * 2048 * (2 + 2 + 4) / hardware.intra_node_bandwidth)
-    gather_s = 7 / 8 * 2 * model.num_parameters / hardware.intra_node_bandwidth
-    assert cost.shard_s == pytest.approx(2 * gather_s) and cost.reduce_s == pytest.approx(2 * gather_s)
+    assert (cost.attention_forward, cost.linear_forward) == pytest.approx((1 / 3.5, 1 / 3))
+    assert (cost.ring_forward, cost.ring_returned, cost.passes_forward) == pytest.approx((1 / 4, 1 / 2, 1 / 2))
+    layer = model.layer_matmul_parameters
+    s_per_parameter = 7 / 8 * 2 / hardware.intra_node_bandwidth  # bf16, and twice that where gradients are reduced
+    outer = model.num_parameters - 31 * layer  # embedding, head, and the first layer or, in backward, the last
+    reduced_s = 2 * s_per_parameter * model.num_parameters
+    assert cost.shard_s == pytest.approx(s_per_parameter * (model.num_parameters + 32 * layer))
+    assert cost.reduce_s == pytest.approx(reduced_s)
+    assert cost.exposed_s == pytest.approx(s_per_parameter * outer)
+    assert cost.reduce_exposed_s == pytest.approx(2 * s_per_parameter * outer)
     often = from_profiles(reduce_every="microbatch")
-    assert often.shard_s == pytest.approx(4 * gather_s) and often.reduce_s == 0
+    assert often.shard_s == pytest.approx(cost.shard_s + reduced_s) and often.reduce_s == 0
+    assert often.exposed_s == pytest.approx(3 * s_per_parameter * outer) and often.reduce_exposed_s == 0
     alone = from_profiles(num_ranks=1)
-    assert alone.shard_s == alone.reduce_s == alone.exposed_s == 0
+    assert alone.shard_s == alone.reduce_s == alone.exposed_s == alone.reduce_exposed_s == 0
 
 
 def test_recomputation_adds_one_forward_of_its_layers() -> None:
     plain, again = from_profiles(), from_profiles(recomputed_layers=32)
     assert again.attention_s_per_cell / plain.attention_s_per_cell == pytest.approx(4.5 / 3.5)
     assert again.ring_intra_s_per_token / plain.ring_intra_s_per_token == pytest.approx(10 / 8)
+    assert (again.attention_forward, again.passes_forward) == pytest.approx((1 / 4.5, 1 / 3))
+    assert (again.ring_forward, again.ring_returned) == pytest.approx((1 / 5, 2 / 5))
     assert plain.linear_s_per_token < again.linear_s_per_token < plain.linear_s_per_token * 4 / 3
     assert again.recomputed_layers == 32
 

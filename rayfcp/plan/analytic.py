@@ -1,0 +1,112 @@
+"""Coefficients of the cost model from the profiles of a model and a kind of device."""
+
+from typing import Literal
+
+from rayfcp.values import HardwareProfile, ModelProfile
+
+ATTENTION_BACKWARD = 2.5  # five products against two: flash attention computes the scores again
+LINEAR_BACKWARD = 2.0
+REDUCED_BYTES = 4  # gradients, partial or whole, are summed in fp32
+
+
+def coefficients(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    recomputed_layers: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+) -> dict[str, float]:
+    """Fields of `CostModel` by name. Numbers wider than the profile's run at proportionally less than its peak."""
+    return {
+        **_compute(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
+        **_links(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
+        **_shards(model, hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element, reduce_every=reduce_every),
+        "recomputed_layers": recomputed_layers,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+    }
+
+
+def _compute(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
+    """Recomputed layers run their forward once more in backward."""
+    peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
+    attention = 1 + ATTENTION_BACKWARD + again / model.num_layers
+    forward_flops = model.linear_flops_per_token
+    linear_flops = forward_flops * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
+    linear_s_per_token = linear_flops / (peak * hardware.linear_efficiency)
+    return {
+        "attention_s_per_cell": model.attention_flops_per_cell * attention / (peak * hardware.attention_efficiency),
+        "linear_s_per_token": linear_s_per_token,
+        "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
+        "attention_half_tokens": hardware.attention_half_tokens,
+        "overlap": hardware.overlap,
+        "attention_forward": 1 / attention,
+        "linear_forward": forward_flops / linear_flops,
+    }
+
+
+def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
+    """A ring moves keys and values in every pass, partial dK and dV in fp32; Ulysses moves queries, keys, values and
+    outputs."""
+    layers = model.num_layers
+    kv_bytes = model.kv_bytes_per_token(bytes_per_element)
+    returned_bytes = layers * model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
+    ring_bytes = (2 * layers + again) * kv_bytes + returned_bytes
+    exchanged_bytes = bytes_per_element * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    ulysses_bytes = (2 * layers + again) * exchanged_bytes
+    intra, inter = hardware.intra_node_bandwidth, _inter_bandwidth(hardware)
+    return {
+        "ring_intra_s_per_token": ring_bytes / intra,
+        "ring_inter_s_per_token": ring_bytes / hardware.inter_node_bandwidth,
+        "ring_s_per_round": (2 * layers + again) * hardware.latency_s,
+        "ring_forward": layers * kv_bytes / ring_bytes,
+        "ring_returned": returned_bytes / ring_bytes,
+        "ranks_per_node": hardware.devices_per_node,
+        "ulysses_intra_s_per_token": ulysses_bytes / intra,
+        "ulysses_inter_s_per_token": ulysses_bytes / inter,
+        "ulysses_kv_share": model.num_kv_heads / (model.num_heads + model.num_kv_heads),
+        "ulysses_s": 2 * (2 * layers + again) * hardware.latency_s,
+        "passes_forward": layers / (2 * layers + again),
+    }
+
+
+def _shards(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+) -> dict[str, float]:
+    """(N - 1) / N of the parameters pass each rank: layers gathered for forward and for backward, embedding and
+    head once, gradients scattered in fp32 once per microbatch or step. Embedding, head and the first layer come
+    before anything computes, and their gradients go when nothing does any more."""
+    s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
+    layer_parameters = model.num_layers * model.layer_matmul_parameters
+    outer = model.num_parameters - layer_parameters + model.layer_matmul_parameters
+    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+    gathered_s = (model.num_parameters + layer_parameters) * gather_s
+    reduced_s, shown_s = model.num_parameters * reduce_s, outer * reduce_s
+    each_time = reduce_every == "microbatch"
+    return {
+        "shard_s": gathered_s + (reduced_s if each_time else 0.0),
+        "reduce_s": 0.0 if each_time else reduced_s,
+        "exposed_s": outer * gather_s + (shown_s if each_time else 0.0),
+        "reduce_exposed_s": 0.0 if each_time else shown_s,
+    }
+
+
+def _inter_bandwidth(hardware: HardwareProfile) -> float:
+    """Bytes/s of a rank between nodes while all ranks of its node send."""
+    shared = hardware.node_uplink_bandwidth / hardware.devices_per_node
+    return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
+
+
+def _collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
+    """Bytes/s into each rank when all ranks gather: what enters a node comes over the links of all its
+    ranks at once and is spread inside, so a rank is not held to its own link between nodes."""
+    if num_ranks <= hardware.devices_per_node:
+        return hardware.intra_node_bandwidth
+    return min(hardware.intra_node_bandwidth, hardware.devices_per_node * _inter_bandwidth(hardware))

@@ -1,0 +1,112 @@
+"""What the ranks of a layout attend to: with their own keys, and with those that each transfer brings."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.values import Layout, Mask, SequenceSpec
+
+Loads = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutWork:
+    """Cells, and `sides`: tokens of the longer side summed over attends, which half tokens are counted with (a causal
+    square counts half). By rank, for its own keys, and by transfer: `source`, `target`, its `round` in the layout, and
+    the tokens of its blocks."""
+
+    own_cells: Loads
+    own_sides: Loads
+    tokens: Loads
+    source: Index
+    target: Index
+    round: Index
+    moved_tokens: Loads
+    cells: Loads
+    sides: Loads
+
+
+def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int) -> LayoutWork:
+    """The work of every rank and transfer.
+
+    A rank's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one
+    transfer lie together; neighbouring query blocks that attend to the same ones of them are one attend.
+    """
+    numbers = {sequence: number for number, sequence in enumerate({block.sequence: None for block in layout.blocks})}
+    full = np.array([by_id[sequence].mask is Mask.FULL for sequence in numbers])
+    held = _Held(layout, numbers=numbers, num_ranks=num_ranks)
+    transfers = [(index, each) for index, step in enumerate(layout.rounds) for each in step.transfers]
+    carried = np.array([block for _, each in transfers for block in each.blocks], np.int64)
+    owner = np.repeat(np.arange(len(transfers)), [len(each.blocks) for _, each in transfers])
+    target = np.array([each.target for _, each in transfers], np.int64)
+    order = np.lexsort((held.start[carried], held.sequence[carried], owner))
+    carried, owner = carried[order], owner[order]
+    keys = held.size[carried]
+    queries = held.queries(target[owner], carried, full=full)
+    sides = _sides(queries, keys, group=owner * max(len(numbers), 1) + held.sequence[carried])
+    count = len(transfers)
+    by_rank, by_sequence, alone = held.totals()
+    square = full[by_sequence]
+    return LayoutWork(
+        own_cells=_sums(by_rank, np.where(square, alone**2, alone * (alone + 1) / 2), num_ranks),
+        own_sides=_sums(by_rank, np.where(square, alone, alone / 2), num_ranks),
+        tokens=_sums(held.rank, held.size, num_ranks),
+        source=np.array([each.source for _, each in transfers], np.int64),
+        target=target,
+        round=np.array([index for index, _ in transfers], np.int64),
+        moved_tokens=_sums(owner, keys, count),
+        cells=_sums(owner, keys * queries, count),
+        sides=_sums(owner, sides, count),
+    )
+
+
+class _Held:
+    """Blocks as columns, and how many tokens of a sequence a rank holds from some place on."""
+
+    def __init__(self, layout: Layout, *, numbers: Mapping[int, int], num_ranks: int) -> None:
+        blocks = layout.blocks
+        self.sequence = np.array([numbers[block.sequence] for block in blocks], np.int64)
+        self.rank = np.array([block.rank for block in blocks], np.int64)
+        self.start = np.array([block.start for block in blocks], np.int64)
+        self.size = np.array([block.num_tokens for block in blocks], np.float64)
+        self._reach = int(self.start.max(initial=0)) + 1
+        self._num_ranks = num_ranks
+        keys = self._keys(self.sequence, self.rank, self.start)
+        order = np.argsort(keys, kind="stable")
+        self._sorted = keys[order]
+        self._before = np.concatenate([[0.0], np.cumsum(self.size[order])])
+
+    def queries(self, rank: Index, block: Index, *, full: npt.NDArray[np.bool_]) -> Loads:
+        """Tokens of `rank` that attend to `block`: the later ones of its sequence, under a full mask all."""
+        sequence = self.sequence[block]
+        since = np.where(full[sequence], 0, self.start[block])
+        first = np.searchsorted(self._sorted, self._keys(sequence, rank, since))
+        stop = np.searchsorted(self._sorted, self._keys(sequence, rank, np.full(len(block), self._reach)))
+        return np.asarray(self._before[stop] - self._before[first])
+
+    def totals(self) -> tuple[Index, Index, Loads]:
+        """Rank, sequence and tokens, of each sequence on each of its ranks."""
+        pairs, at = np.unique(self.sequence * self._num_ranks + self.rank, return_inverse=True)
+        return pairs % self._num_ranks, pairs // self._num_ranks, _sums(at, self.size, len(pairs))
+
+    def _keys(self, sequence: Index, rank: Index, start: Index) -> Index:
+        return np.asarray((sequence * self._num_ranks + rank) * (self._reach + 1) + start)
+
+
+def _sides(queries: Loads, keys: Loads, *, group: Index) -> Loads:
+    """Of each key block: the attend of those queries that see it and nothing later of its group, `group` sorted."""
+    if not len(group):
+        return np.zeros(0)
+    last = np.append(group[1:] != group[:-1], True)
+    here = queries - np.where(last, 0.0, np.append(queries[1:], 0.0))
+    seen = np.cumsum(keys)
+    first = np.append(0, np.flatnonzero(last)[:-1] + 1)
+    before = np.repeat(seen[first] - keys[first], np.diff(np.append(first, len(group))))
+    return np.where(here > 0, np.maximum(here, seen - before), 0.0)
+
+
+def _sums(at: Index, values: Loads, count: int) -> Loads:
+    return np.bincount(at, values, minlength=count).astype(np.float64)

@@ -1,0 +1,42 @@
+"""What a group costs a rank in one pass, forward or backward, apart by cause."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Arrays by degree, in s per cell, s per token of the whole group, and s.
+
+    attention = cells x `attention_s_per_cell` + tokens x `attention_s_per_token`; moved = tokens x
+    `moved_s_per_token` + `moved_s`; the pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved
+    - `hidden` x min(moved - tail, `cover` x attention), with tail = tokens x `tail_s_per_token` + `tail_s`: of what
+    moves, the tail has no attention left to hide behind. Infinite `moved_s` where the primitive cannot have
+    that degree.
+    """
+
+    attention_s_per_cell: Seconds
+    attention_s_per_token: Seconds
+    linear_s_per_token: Seconds
+    fixed_s: float
+    moved_s_per_token: Seconds
+    moved_s: Seconds
+    tail_s_per_token: Seconds
+    tail_s: Seconds
+    cover: Seconds
+    hidden: float
+
+    def seconds(self, cells: npt.ArrayLike, num_tokens: npt.ArrayLike) -> Seconds:
+        """Of groups with so many cells and tokens; arguments broadcast against the degrees."""
+        tokens = np.asarray(num_tokens, np.float64)
+        attention_s = self.attention_s_per_cell * np.asarray(cells, np.float64) + self.attention_s_per_token * tokens
+        moved_s = self.moved_s_per_token * tokens + self.moved_s
+        exposed_s = moved_s
+        if self.hidden:
+            can_hide_s = moved_s - self.tail_s_per_token * tokens - self.tail_s
+            exposed_s = moved_s - self.hidden * np.minimum(can_hide_s, self.cover * attention_s)
+        return np.asarray(attention_s + self.linear_s_per_token * tokens + self.fixed_s + exposed_s)

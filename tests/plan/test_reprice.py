@@ -1,0 +1,49 @@
+"""Pricing a plan anew."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import lower_bound, plan_batch
+from rayfcp.plan.reprice import reprice
+from rayfcp.values import ClusterSpec
+from tests.plan.helpers import UNIT, batch_of, batches
+
+CLUSTER = ClusterSpec(num_ranks=4, max_tokens_per_rank=64)
+OPTIONS = PlanConfig()
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches(max_sequences=12, max_tokens=200))
+@pytest.mark.parametrize("strategy", ["flex-ring", "static-cp", "ring", "magi"])
+def test_its_own_cost_model_changes_nothing(strategy: str, batch: list) -> None:
+    plan = plan_batch(batch, cluster=CLUSTER, cost=UNIT, strategy=strategy, options=OPTIONS)
+    again = reprice(plan, batch, cluster=CLUSTER, cost=UNIT)
+    assert again.predicted_s == pytest.approx(plan.predicted_s)
+    assert again.lower_bound_s == pytest.approx(plan.lower_bound_s)
+    for one, other in zip(again.microbatches, plan.microbatches, strict=True):
+        assert one.groups == other.groups
+        assert one.group_s == pytest.approx(other.group_s)
+
+
+def test_twice_the_coefficients_take_twice_as_long() -> None:
+    batch = batch_of([90, 40, 40, 8, 8, 200])
+    plan = plan_batch(batch, cluster=CLUSTER, cost=UNIT, options=OPTIONS)
+    times = [
+        field.name
+        for field in dataclasses.fields(UNIT)
+        if field.name.endswith(("_s", "_per_token", "_per_cell", "_per_round"))
+    ]
+    double = UNIT.with_coefficients(**{name: 2 * getattr(UNIT, name) for name in times})
+    again = reprice(plan, batch, cluster=CLUSTER, cost=double)
+    assert again.predicted_s == pytest.approx(2 * plan.predicted_s)
+    assert again.lower_bound_s == pytest.approx(lower_bound(batch, cluster=CLUSTER, cost=double))
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    batch = batch_of([8, 8])
+    plan = plan_batch(batch, cluster=CLUSTER, cost=UNIT, options=OPTIONS)
+    with pytest.raises(ValueError, match="plan is for 4 ranks"):
+        reprice(plan, batch, cluster=dataclasses.replace(CLUSTER, num_ranks=3), cost=UNIT)
