@@ -18,7 +18,7 @@ from rayfcp.execute.merge import Merged, accumulator_dtype
 from rayfcp.execute.ranges import add_rows, take_rows
 from rayfcp.execute.schedule import KernelCall, ReadyProgram, ReadyRound, make_ready
 from rayfcp.execute.transport import Envelope, Pending, Transport
-from rayfcp.program import AttentionProgram, Message, Payload
+from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    program: AttentionProgram | AttentionContext,
+    program: AttentionProgram | HeadProgram | AttentionContext,
     *,
     scale: float | None = None,
     transport: Transport | None = None,
@@ -71,11 +71,12 @@ def attention(
         program lowered for it, the same number of times forward and backward.
 
     Raises:
-        ValueError: the tensors do not have the program's tokens or their shapes disagree.
+        ValueError: the tensors do not have the program's tokens, their shapes disagree, or the program is of a
+            Ulysses group.
 
     Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3.
     """
-    if isinstance(program, AttentionProgram):
+    if not isinstance(program, AttentionContext):
         if transport is None or kernel is None:
             raise ValueError("attention: a bare program needs transport= and kernel=; give both")
         program = AttentionContext(program=make_ready(program), transport=transport, kernel=kernel)

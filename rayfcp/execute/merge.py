@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rayfcp.execute.ranges import put_rows, take_rows
 from rayfcp.program import Range
-from rayfcp.program.attention import merged
+from rayfcp.program.placed import merged
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.program import Range
-from rayfcp.program.attention import merged
+from rayfcp.program.placed import merged
 
 
 def take_rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:

@@ -4,7 +4,7 @@ round in which each slot is needed. Computed once per microbatch, used by every 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayfcp.program import Attend, AttentionProgram, AttentionRound, Message, Payload, Range
+from rayfcp.program import Attend, AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,17 @@ class ReadyProgram:
     backward: tuple[ReadyRound, ...]
 
 
-def make_ready(program: AttentionProgram) -> ReadyProgram:
-    """Group attends into calls and find where slots end."""
+def make_ready(program: AttentionProgram | HeadProgram) -> ReadyProgram:
+    """Group attends into calls and find where slots end.
+
+    Raises:
+        ValueError: the program is of a Ulysses group; the interpreter runs rings only.
+    """
+    if isinstance(program, HeadProgram):
+        raise ValueError(
+            f"the program of ranks {program.ranks} is of primitive ulysses, the interpreter runs ring only; "
+            "plan with plan.primitives=ring"
+        )
     return ReadyProgram(
         num_tokens=program.num_tokens,
         forward=_rounds(program.forward),

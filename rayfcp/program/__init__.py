@@ -1,12 +1,14 @@
 """Programs of ranks: instructions, lowering of plans, text round trip, static checks."""
 
 from rayfcp.program.deadlock import check_progress
+from rayfcp.program.heads import head_rounds, rounds_of
 from rayfcp.program.instructions import (
     Attend,
     AttentionProgram,
     AttentionRound,
     Backward,
     Forward,
+    HeadProgram,
     Instruction,
     Load,
     Message,
@@ -15,16 +17,21 @@ from rayfcp.program.instructions import (
     Range,
     RankProgram,
 )
-from rayfcp.program.lower import lower
+from rayfcp.program.lower import ALL_PRIMITIVES, RUNTIME_PRIMITIVES, lower
+from rayfcp.program.table import Attends
 from rayfcp.program.text import from_text, to_text
 from rayfcp.program.validate import check_plan, check_programs
 
 __all__ = [
+    "ALL_PRIMITIVES",
+    "RUNTIME_PRIMITIVES",
     "Attend",
+    "Attends",
     "AttentionProgram",
     "AttentionRound",
     "Backward",
     "Forward",
+    "HeadProgram",
     "Instruction",
     "Load",
     "Message",
@@ -36,6 +43,8 @@ __all__ = [
     "check_programs",
     "check_progress",
     "from_text",
+    "head_rounds",
     "lower",
+    "rounds_of",
     "to_text",
 ]

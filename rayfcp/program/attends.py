@@ -1,89 +1,91 @@
-"""Which query ranges attend to which key ranges, in as few and as large ranges as possible."""
+"""Which query ranges attend to which key ranges, in as few and as large ranges as possible.
 
-from collections import defaultdict
-from collections.abc import Mapping
+Attends come by run of keys, then by query, so that those of one slot and mask are few series of ascending
+queries: one call of a kernel each.
+"""
 
-from rayfcp.program.instructions import Attend, Range
-from rayfcp.values import Block, Mask
+import numpy as np
+
+from rayfcp.program.placed import POSITIONS, Placed
+from rayfcp.program.table import Attends, Column
 
 
-def attends_of(
-    own: Mapping[int, Range],
-    held: Mapping[int, Range],
-    *,
-    blocks: tuple[Block, ...],
-    masks: Mapping[int, Mask],
-    slot: int,
-) -> tuple[Attend, ...]:
-    """Attends of a rank's own queries to the keys of one slot.
+class Queries:
+    """A rank's own blocks as queries, in the order of slot 0. `reach` is beyond the keys that a block may see,
+    as sequence x POSITIONS + position."""
 
-    `own` and `held` map block indices to their ranges in slot 0 and in `slot`. Blocks of a sequence are
-    disjoint, so under a causal mask a query block attends to a key block wholly (key before query), on
-    and below the diagonal (same block), or not at all.
+    __slots__ = ("begin", "end", "own", "reach", "sequence")
+
+    def __init__(self, own: Placed) -> None:
+        order = np.argsort(own.begin, kind="stable")
+        self.own = own
+        self.begin, self.end, self.sequence = own.begin[order], own.end[order], own.sequence[order]
+        visible = np.where(own.full, POSITIONS - 1, own.start)[order]
+        self.reach = self.sequence * POSITIONS + visible
+
+
+def attends_to(queries: Queries, held: Placed, *, slot: int) -> Attends:
+    """Attends of a rank's own queries to the keys that another rank's blocks brought into a slot.
+
+    Blocks of a sequence are disjoint, so under a causal mask a query block attends to a key block wholly
+    (key before query) or not at all. Neighbouring queries with the same keys join.
     """
-    queries, keys = _by_sequence(own, blocks), _by_sequence(held, blocks)
-    found: list[Attend] = []
-    for sequence, query_blocks in queries.items():
-        key_blocks = keys.get(sequence)
-        if not key_blocks:
-            continue
-        if masks[sequence] is Mask.FULL:
-            found += _full(query_blocks, key_blocks, slot=slot)
-        elif slot == 0:
-            found += _own_causal(query_blocks, slot=slot)
-        else:
-            found += _earlier(query_blocks, key_blocks, slot=slot)
-    return tuple(found)
+    last = np.searchsorted(held.sequence * POSITIONS + held.stop, queries.reach, side="right") - 1
+    some = np.flatnonzero((last >= 0) & (held.sequence[last] == queries.sequence)) if len(held.blocks) else last[:0]
+    last = last[some]
+    first_run, last_run = held.run[held.first[last]], held.run[last]
+    at, step = _expanded(last_run - first_run + 1)
+    run = first_run[at] + step
+    query, begin = some[at], held.opens[run]
+    end = np.where(run == last_run[at], held.end[last][at], held.closes[run])
+    return _joined(_table(queries.begin[query], queries.end[query], slot, begin, end))
 
 
-_Placed = tuple[Block, Range]
+def attends_within(own: Placed) -> Attends:
+    """Attends of a rank's own queries to its own keys.
+
+    A run is one causal square: within it, earlier in the slot is earlier in the sequence. Below it lie the
+    earlier runs of its sequence. Under a full mask every run attends to every run.
+    """
+    opens, closes = own.opens, own.closes
+    heads = np.flatnonzero(np.diff(own.run, prepend=-1))
+    full, before = own.full[heads], own.run[heads] - own.run[own.first[heads]]
+    later = own.run[_lasts(own)[heads]] - own.run[heads] if len(heads) else before
+    square = np.flatnonzero(~full)
+    square = square[np.argsort(opens[square])]
+    at, step = _expanded(np.where(full, before + later + 1, before))
+    key = at - before[at] + step
+    squares = _table(opens[square], closes[square], 0, opens[square], closes[square], causal=1)
+    pairs = _table(opens[at], closes[at], 0, opens[key], closes[key])
+    return Attends(np.concatenate((squares, pairs)))
 
 
-def _by_sequence(ranges: Mapping[int, Range], blocks: tuple[Block, ...]) -> dict[int, list[_Placed]]:
-    grouped: dict[int, list[_Placed]] = defaultdict(list)
-    for index, span in ranges.items():
-        grouped[blocks[index].sequence].append((blocks[index], span))
-    for placed in grouped.values():
-        placed.sort(key=lambda item: item[0].start)
-    return grouped
+def _lasts(placed: Placed) -> Column:
+    """Of each block, the last of its sequence."""
+    return np.searchsorted(placed.sequence, placed.sequence, side="right") - 1
 
 
-def _runs(placed: list[_Placed]) -> list[Range]:
-    """Slot ranges of consecutive blocks, joined where they touch in the slot."""
-    runs: list[Range] = []
-    for _, (start, stop) in placed:
-        if runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop)
-        else:
-            runs.append((start, stop))
-    return runs
+def _expanded(counts: Column) -> tuple[Column, Column]:
+    """Item i `counts[i]` times, and the number of each time, all first times first."""
+    if counts.max(initial=1) == 1 and counts.min(initial=1) == 1:
+        return np.arange(len(counts)), np.zeros(len(counts), np.int64)
+    at = np.repeat(np.arange(len(counts)), counts)
+    step = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+    order = np.argsort(step, kind="stable")
+    return at[order], step[order]
 
 
-def _full(queries: list[_Placed], keys: list[_Placed], *, slot: int) -> list[Attend]:
-    return [Attend(query=q, slot=slot, key=k, causal=False) for q in _runs(queries) for k in _runs(keys)]
+def _table(begin: Column, end: Column, slot: int, key_begin: Column, key_end: Column, *, causal: int = 0) -> Column:
+    columns = np.empty((len(begin), 6), np.int64)
+    columns[:, 0], columns[:, 1], columns[:, 2] = begin, end, slot
+    columns[:, 3], columns[:, 4], columns[:, 5] = key_begin, key_end, causal
+    return columns
 
 
-def _own_causal(placed: list[_Placed], *, slot: int) -> list[Attend]:
-    """Own queries on own keys. A run of ascending blocks that touch in the slot is one causal square:
-    within it, earlier in the slot is earlier in the sequence."""
-    runs = _runs(placed)
-    squares = [Attend(query=run, slot=slot, key=run, causal=True) for run in runs]
-    below = [
-        Attend(query=query, slot=slot, key=key, causal=False)
-        for index, query in enumerate(runs)
-        for key in runs[:index]
-    ]
-    return squares + below
-
-
-def _earlier(queries: list[_Placed], keys: list[_Placed], *, slot: int) -> list[Attend]:
-    """Query blocks on the keys that come before them; neighbouring query blocks with the same keys join."""
-    found: list[Attend] = []
-    for query, span in queries:
-        for run in _runs([item for item in keys if item[0].stop <= query.start]):
-            last = found[-1] if found else None
-            if last and last.key == run and last.query[1] == span[0]:
-                found[-1] = Attend(query=(last.query[0], span[1]), slot=slot, key=run, causal=False)
-            else:
-                found.append(Attend(query=span, slot=slot, key=run, causal=False))
-    return found
+def _joined(columns: Column) -> Attends:
+    """Neighbours joined whose queries touch and whose keys are the same."""
+    touch = (columns[1:, 0] == columns[:-1, 1]) & (columns[1:, 3:5] == columns[:-1, 3:5]).all(axis=1)
+    heads = np.append(True, ~touch)[: len(columns)]
+    kept = columns[heads]
+    kept[:, 1] = columns[np.append(~touch, True)[: len(columns)], 1]
+    return Attends(kept)

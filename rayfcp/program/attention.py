@@ -7,6 +7,10 @@ transfers bring the slots again, and the partial dK, dV of a slot goes
   receiver adds its own part; or
 - home to the owner of the blocks, one round after it was computed, when the slot was not passed on.
 
+With a `Pipeline`, `coalesce` rounds of the layout are one round of the program, attends are spread over the
+phases (`rayfcp.program.paced`), and a slot's partial goes home `num_buffers` rounds after it came, when it is whole:
+the transposed rounds again. Slots then come from their owners.
+
 So every partial travels one hop per round, each hop the transpose or the follower of a forward
 transfer. Keys and values of a round are a matching, as in the layout. Of gradients, a rank sends in round r
 at most one partial on (behind its transfer of round r - 1) and at most one home (of the slot that came in
@@ -18,35 +22,33 @@ receive from several ranks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from rayfcp.program.attends import attends_of
-from rayfcp.program.instructions import Attend, AttentionProgram, AttentionRound, Message, Payload, Range
-from rayfcp.values import Block, Layout, Mask, Transfer
+from rayfcp.program.attends import Queries, attends_to, attends_within
+from rayfcp.program.drafts import RoundDrafts
+from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
+from rayfcp.program.paced import Brought, paced
+from rayfcp.program.placed import BlockTable, Placed
+from rayfcp.program.table import Attends
+from rayfcp.values import Layout, Mask, Pipeline, Transfer
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Slot:
-    """Blocks that lie together on a rank: local indices of blocks -> range in the slot."""
+    """Blocks of one owner that lie together on a rank. `passed`: (rank, its slot, round), where it went on to."""
 
-    ranges: dict[int, Range]
+    held: Placed
     arrived: int
     owner: int
-    source: int
-    passed_to: int | None = None
-    passed_in: int | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return max((stop for _, stop in self.ranges.values()), default=0)
+    passed: tuple[int, int, int] | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Rank:
     slots: list[_Slot]
-    forward: list[AttentionRound]
-    backward: list[AttentionRound]
-    slot_of_block: dict[int, int] = field(default_factory=dict)
+    forward: RoundDrafts
+    backward: RoundDrafts
+    slots_of_owner: dict[int, list[int]] = field(default_factory=dict)
 
 
 def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int) -> tuple[AttentionProgram, ...]:
@@ -56,151 +58,139 @@ def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int
     attend, forward and backward; both ends of a message carry the same number of tokens.
 
     Raises:
-        ValueError: a transfer names no blocks, one rank twice, a rank that is not there, or blocks that its
-            source does not hold together by then; or a block names a sequence without a mask.
+        ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
+            its source does not hold together by then; or a block names a sequence without a mask.
     """
     unknown = sorted({block.sequence for block in layout.blocks} - masks.keys())
     if unknown:
         raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
-    ranks = [_own_slot(layout, rank) for rank in range(num_ranks)]
+    table = BlockTable(layout.blocks, masks)
+    pipeline = layout.pipeline
+    coalesce, hold = (pipeline.coalesce, pipeline.num_buffers) if pipeline else (1, 2)
+    num_stages = -(-len(layout.rounds) // coalesce)
+    ranks = _own_slots(layout, table, num_ranks=num_ranks, num_stages=num_stages, hold=hold)
+    known: dict[tuple[int, ...], Placed] = {}
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
-            _check_transfer(transfer, index=index, num_ranks=num_ranks)
-            _add_transfer(ranks, transfer, blocks=layout.blocks, index=index)
+            _check_transfer(transfer, index=index, num_ranks=num_ranks, num_blocks=len(layout.blocks))
+            if pipeline and transfer.source != (owner := layout.blocks[transfer.blocks[0]].rank):
+                raise ValueError(
+                    f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which a pipeline does "
+                    "not do; send them from their owner"
+                )
+            _add_transfer(ranks, transfer, table=table, index=index // coalesce, known=known)
     for rank in ranks:
-        _add_attends(rank, blocks=layout.blocks, masks=masks)
+        _add_attends(rank, pipeline, num_phases=num_stages + 1)
     for number in range(num_ranks):
-        _add_gradients(ranks, number)
+        _add_gradients(ranks, number, hold=hold)
     return tuple(
         AttentionProgram(
-            num_tokens=max(rank.slots[0].num_tokens, 1),
-            forward=_trimmed(rank.forward),
-            backward=_trimmed(rank.backward),
+            num_tokens=max(rank.slots[0].held.num_tokens, 1),
+            forward=rank.forward.finished(),
+            backward=rank.backward.finished(),
         )
         for rank in ranks
     )
 
 
-def _own_slot(layout: Layout, rank: int) -> _Rank:
-    ranges: dict[int, Range] = {}
-    offset = 0
+def _own_slots(layout: Layout, table: BlockTable, *, num_ranks: int, num_stages: int, hold: int) -> list[_Rank]:
+    """Each rank with the slot of its own blocks, in the order of the layout; `hold`: rounds from a slot's coming to
+    its partial gradient's going home."""
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, block in enumerate(layout.blocks):
-        if block.rank == rank:
-            ranges[index] = (offset, offset + block.num_tokens)
-            offset += block.num_tokens
-    own = _Slot(ranges=ranges, arrived=-1, owner=rank, source=rank)
-    num_rounds = len(layout.rounds)
-    return _Rank(
-        slots=[own],
-        forward=[AttentionRound()] * (num_rounds + 1),
-        backward=[AttentionRound()] * (num_rounds + 2),
-        slot_of_block=dict.fromkeys(ranges, 0),
-    )
+        own[block.rank].append(index)
+    ranks = []
+    for rank, blocks in enumerate(own):
+        slot = _Slot(held=Placed(tuple(blocks), table), arrived=-1, owner=rank)
+        forward, backward = RoundDrafts(num_stages + 1), RoundDrafts(num_stages + hold)
+        ranks.append(_Rank(slots=[slot], forward=forward, backward=backward))
+        ranks[-1].slots_of_owner[rank] = [0]
+    return ranks
 
 
-def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int) -> None:
+def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int, num_blocks: int) -> None:
+    where = f"the transfer from rank {transfer.source} to rank {transfer.target}"
     if not transfer.blocks:
-        raise ValueError(
-            f"round {index}: blocks is empty in the transfer from rank {transfer.source} to rank {transfer.target}, "
-            "must name at least one block; drop the transfer"
-        )
+        raise ValueError(f"round {index}: blocks is empty in {where}, must name at least one block; drop the transfer")
     ends = (transfer.source, transfer.target)
     if transfer.source == transfer.target or any(not 0 <= rank < num_ranks for rank in ends):
         raise ValueError(
             f"round {index}: a transfer has source {transfer.source} and target {transfer.target}, must be two ranks "
             f"of [0, {num_ranks}); drop it or name another rank"
         )
-
-
-def _add_transfer(ranks: list[_Rank], transfer: Transfer, *, blocks: tuple[Block, ...], index: int) -> None:
-    source, target = ranks[transfer.source], ranks[transfer.target]
-    held_in = {source.slot_of_block.get(block) for block in transfer.blocks}
-    number = held_in.pop()
-    if number is None or held_in or source.slots[number].arrived >= index:
+    if not 0 <= transfer.blocks[0] < num_blocks:  # of others `_held_in` sees that their owner lacks them
         raise ValueError(
-            f"round {index}: rank {transfer.source} sends blocks {transfer.blocks} to rank {transfer.target} "
-            "but does not hold them together by then; send them from their owner"
+            f"round {index}: blocks are {transfer.blocks} in {where}, must be within [0, {num_blocks}); plan again"
         )
+
+
+def _add_transfer(
+    ranks: list[_Rank], transfer: Transfer, *, table: BlockTable, index: int, known: dict[tuple[int, ...], Placed]
+) -> None:
+    source, target = ranks[transfer.source], ranks[transfer.target]
+    owner = int(table.rank[transfer.blocks[0]])
+    number = _held_in(source, transfer, owner=owner, index=index)
     slot = source.slots[number]
-    ranges: dict[int, Range] = {}
-    offset = 0
-    for block in transfer.blocks:
-        ranges[block] = (offset, offset + blocks[block].num_tokens)
-        offset = ranges[block][1]
+    held = slot.held if slot.held.blocks == transfer.blocks else known.get(transfer.blocks)
+    if held is None:
+        held = known[transfer.blocks] = Placed(transfer.blocks, table)
     new = len(target.slots)
-    target.slots.append(
-        _Slot(ranges=ranges, arrived=index, owner=blocks[transfer.blocks[0]].rank, source=transfer.source)
+    target.slots.append(_Slot(held=held, arrived=index, owner=owner))
+    target.slots_of_owner.setdefault(owner, []).append(new)
+    whole = number > 0 and len(held.blocks) == len(slot.held.blocks)
+    if whole and slot.passed is None:
+        slot.passed = (transfer.target, new, index)
+    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(transfer.blocks))
+    received = Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=((0, held.num_tokens),))
+    source.forward.sends[index].append(sent)
+    source.backward.sends[index].append(sent)
+    target.forward.receives[index].append(received)
+    target.backward.receives[index].append(received)
+
+
+def _held_in(source: _Rank, transfer: Transfer, *, owner: int, index: int) -> int:
+    """The latest slot of the source that holds all blocks of the transfer by then."""
+    for number in reversed(source.slots_of_owner.get(owner, ())):
+        slot = source.slots[number]
+        if slot.arrived < index and slot.held.holds(transfer.blocks):
+            return number
+    raise ValueError(
+        f"round {index}: rank {transfer.source} sends blocks {transfer.blocks} to rank {transfer.target} "
+        "but does not hold them together by then; send them from their owner"
     )
-    target.slot_of_block |= dict.fromkeys(ranges, new)
-    whole = number > 0 and len(ranges) == len(slot.ranges)
-    if whole and slot.passed_to is None:
-        slot.passed_to, slot.passed_in = transfer.target, index
-    sent = merged([slot.ranges[block] for block in transfer.blocks])
-    for rounds in (source.forward, source.backward):
-        _post(rounds, index, send=Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=sent))
-    for rounds in (target.forward, target.backward):
-        _post(
-            rounds,
-            index,
-            receive=Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=((0, offset),)),
-        )
 
 
-def _add_attends(rank: _Rank, *, blocks: tuple[Block, ...], masks: Mapping[int, Mask]) -> None:
-    own = rank.slots[0].ranges
-    for number, slot in enumerate(rank.slots):
-        found = attends_of(own, slot.ranges, blocks=blocks, masks=masks, slot=number)
-        if not own and number == 0:
-            found = (Attend(query=(0, 1), slot=0, key=(0, 1), causal=True),)
-        for rounds in (rank.forward, rank.backward):
-            index = slot.arrived + 1
-            rounds[index] = replace(rounds[index], attends=rounds[index].attends + found)
+_PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
 
 
-def _add_gradients(ranks: list[_Rank], number: int) -> None:
+def _add_attends(rank: _Rank, pipeline: Pipeline | None, *, num_phases: int) -> None:
+    own = rank.slots[0].held
+    queries = Queries(own)
+    within = attends_within(own) if own.blocks else _PADDING
+    found = [attends_to(queries, slot.held, slot=number) for number, slot in enumerate(rank.slots[1:], start=1)]
+    if pipeline is None:
+        placed = [(0, within), *((slot.arrived + 1, each) for slot, each in zip(rank.slots[1:], found, strict=True))]
+    else:
+        brought = [
+            Brought(attends=each, first=slot.arrived + 1, due=slot.arrived + pipeline.num_buffers - 1)
+            for slot, each in zip(rank.slots[1:], found, strict=True)
+        ]
+        placed = list(enumerate(paced(brought, within, num_phases=num_phases)))
+    for index, each in placed:
+        if len(each):
+            rank.forward.attends[index].append(each)
+            rank.backward.attends[index].append(each)
+
+
+def _add_gradients(ranks: list[_Rank], number: int, *, hold: int) -> None:
     rank = ranks[number]
     for index, slot in enumerate(rank.slots[1:], start=1):
-        if slot.passed_to is not None and slot.passed_in is not None:
-            target, when = slot.passed_to, slot.passed_in + 1
-            there = ranks[target].slot_of_block[next(iter(slot.ranges))]
+        if slot.passed is not None:
+            target, there, when = slot.passed[0], slot.passed[1], slot.passed[2] + 1
         else:
-            target, when, there = slot.owner, slot.arrived + 2, 0
-        size = slot.num_tokens
-        arriving = [ranks[target].slots[there].ranges[block] for block in slot.ranges]
-        _post(rank.backward, when, send=Message(peer=target, payload=Payload.GRAD, slot=index, ranges=((0, size),)))
-        _post(
-            ranks[target].backward,
-            when,
-            receive=Message(peer=number, payload=Payload.GRAD, slot=there, ranges=merged(arriving)),
-        )
-
-
-def _post(
-    rounds: list[AttentionRound], index: int, *, send: Message | None = None, receive: Message | None = None
-) -> None:
-    old = rounds[index]
-    rounds[index] = replace(
-        old,
-        sends=old.sends + ((send,) if send else ()),
-        receives=old.receives + ((receive,) if receive else ()),
-    )
-
-
-def merged(ranges: list[Range]) -> tuple[Range, ...]:
-    """Ranges in the same order with neighbours that touch joined.
-
-    >>> merged([(0, 2), (2, 5), (7, 9)])
-    ((0, 5), (7, 9))
-    """
-    joined: list[Range] = []
-    for start, stop in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
-    return tuple(joined)
-
-
-def _trimmed(rounds: list[AttentionRound]) -> tuple[AttentionRound, ...]:
-    last = max((i for i, step in enumerate(rounds) if step.sends or step.receives or step.attends), default=-1)
-    return tuple(rounds[: last + 1])
+            target, there, when = slot.owner, 0, slot.arrived + hold
+        size, arriving = slot.held.num_tokens, ranks[target].slots[there].held.at(slot.held.blocks)
+        sent = Message(peer=target, payload=Payload.GRAD, slot=index, ranges=((0, size),))
+        rank.backward.sends[when].append(sent)
+        received = Message(peer=number, payload=Payload.GRAD, slot=there, ranges=arriving)
+        ranks[target].backward.receives[when].append(received)

@@ -1,34 +1,37 @@
 """Exact cover of masks by computed cells, counted on the grid of all boundaries that occur."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from rayfcp.program.replay import Cells
+from rayfcp.program.table import Column
 from rayfcp.values import Mask, SequenceSpec
 
-_Grid = npt.NDArray[np.int64]
 
-
-def check_cells(cells: Iterable[Cells], sequences: Sequence[SequenceSpec], *, direction: str) -> None:
+def check_cells(cells: Column, sequences: Sequence[SequenceSpec], *, direction: str) -> None:
     """Every (query, key) cell of every mask is computed exactly once, and no other cell.
+
+    `cells`: sequence, query start and stop, key start and stop, whether a triangle (`tokens.cells_of`).
 
     Raises:
         ValueError: names the direction, the sequence, and the first query and key range that is wrong.
     """
-    by_sequence: dict[int, list[Cells]] = defaultdict(list)
-    for cell in cells:
-        by_sequence[cell.sequence].append(cell)
-    for sequence in sequences:
-        _check_sequence(by_sequence.pop(sequence.id, []), sequence, direction=direction)
-    if by_sequence:
-        raise ValueError(f"{direction}: cells of sequences {sorted(by_sequence)} that the batch does not have")
+    ordered = cells[np.argsort(cells[:, 0], kind="stable")]
+    ids = np.array([sequence.id for sequence in sequences], np.int64)
+    unknown = np.setdiff1d(ordered[:, 0], ids)
+    if len(unknown):
+        raise ValueError(f"{direction}: cells of sequences {unknown.tolist()} that the batch does not have")
+    begin, end = (np.searchsorted(ordered[:, 0], ids, side=side) for side in _SIDES)
+    for sequence, first, last in zip(sequences, begin.tolist(), end.tolist(), strict=True):
+        _check_sequence(ordered[first:last, 1:], sequence, direction=direction)
 
 
-def _check_sequence(cells: list[Cells], sequence: SequenceSpec, *, direction: str) -> None:
-    bounds = np.unique([0, sequence.num_tokens, *(bound for cell in cells for bound in (*cell.query, *cell.key))])
+_SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")
+
+
+def _check_sequence(cells: Column, sequence: SequenceSpec, *, direction: str) -> None:
+    bounds = np.unique(np.append(cells[:, :4], (0, sequence.num_tokens)))
     full, triangles = _count(cells, bounds)
     size = len(bounds) - 1
     if sequence.mask is Mask.FULL:
@@ -47,25 +50,21 @@ def _check_sequence(cells: list[Cells], sequence: SequenceSpec, *, direction: st
         )
 
 
-def _count(cells: list[Cells], bounds: _Grid) -> tuple[_Grid, _Grid]:
+def _count(cells: Column, bounds: Column) -> tuple[Column, Column]:
     """How often each rectangle of the grid is computed in full, and each diagonal square as a triangle.
 
     A triangle over several intervals of the grid is full below its diagonal squares.
     """
     size = len(bounds) - 1
-    corners = np.zeros((size + 1, size + 1), np.int64)
-    edges = np.zeros(size + 1, np.int64)
-    below = np.zeros((size, size), np.int64)
-    for cell in cells:
-        q0, q1, k0, k1 = np.searchsorted(bounds, (*cell.query, *cell.key))
-        if cell.causal:
-            edges[q0] += 1
-            edges[q1] -= 1
-            below[q0:q1, q0:q1] += np.tri(q1 - q0, k=-1, dtype=np.int64)
-        else:
-            corners[q0, k0] += 1
-            corners[q1, k1] += 1
-            corners[q0, k1] -= 1
-            corners[q1, k0] -= 1
-    full = corners.cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
-    return full + below, edges.cumsum()[:-1]
+    sides = np.searchsorted(bounds, cells[:, :4])
+    causal = cells[:, 4] == 1
+    q0, q1, k0, k1 = sides[~causal].T
+    corners = np.zeros((size + 1) ** 2, np.int64)
+    for query, key, sign in ((q0, k0, 1), (q1, k1, 1), (q0, k1, -1), (q1, k0, -1)):
+        corners += sign * np.bincount(query * (size + 1) + key, minlength=len(corners))
+    full = corners.reshape(size + 1, size + 1).cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
+    edges = np.bincount(sides[causal, 0], minlength=size + 1) - np.bincount(sides[causal, 1], minlength=size + 1)
+    for first, last in sides[causal, :2].tolist():
+        if last - first > 1:
+            full[first:last, first:last] += np.tri(last - first, k=-1, dtype=np.int64)
+    return full, edges.cumsum()[:-1]

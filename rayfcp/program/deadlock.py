@@ -10,6 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rayfcp.program.heads import rounds_of
 from rayfcp.program.instructions import Backward, Forward, Load, Message, RankProgram
 from rayfcp.program.order import check_order
 
@@ -63,12 +64,11 @@ def _operations(program: RankProgram) -> Iterator[_Operation]:
         forward = forwards[item.microbatch]
         reduce = isinstance(item, Backward) and item.reduce
         yield _Barrier((type(item).__name__, item.microbatch, reduce, forward.recomputed_layers))
-        rounds = forward.attention.forward
-        if isinstance(item, Backward):
-            rounds = (forward.attention.forward if forward.recomputed_layers else ()) + forward.attention.backward
-        for step in rounds:
-            if step.sends or step.receives:
-                yield _Exchange(step.sends, step.receives)
+        passes = [False] if isinstance(item, Forward) else [False, True] if forward.recomputed_layers else [True]
+        for backward in passes:
+            for step in rounds_of(forward.attention, rank=program.rank, backward=backward):
+                if step.sends or step.receives:
+                    yield _Exchange(step.sends, step.receives)
 
 
 def _pass_barrier(waiting: list[deque[_Operation]]) -> bool:

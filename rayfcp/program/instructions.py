@@ -8,6 +8,7 @@ were loaded; every further slot holds what one message brought. Ranges are half-
 from the start of their slot (queries: from the start of slot 0).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -15,12 +16,22 @@ Range = tuple[int, int]
 
 
 class Payload(StrEnum):
-    """What a message carries, both tensors of shape [2, tokens, kv_heads, head_dim]."""
+    """What a message carries. Rings: tensors of shape [2, tokens, kv_heads, head_dim]. Ulysses of degree d: the
+    target's or source's share of the heads, [tokens, heads / d, head_dim] for queries and outputs,
+    [2, tokens, max(kv_heads / d, 1), head_dim] for keys and values."""
 
     KV = "kv"
     """Keys and values in the model's dtype."""
     GRAD = "grad"
     """Partial dK and dV, summed in fp32 (fp64 for fp64 models)."""
+    QKV = "qkv"
+    """Ulysses: queries, keys and values, from tokens to heads."""
+    OUT = "out"
+    """Ulysses: attention outputs, from heads back to tokens."""
+    OUT_GRAD = "out_grad"
+    """Ulysses: gradients of outputs, from tokens to heads."""
+    QKV_GRAD = "qkv_grad"
+    """Ulysses: gradients of queries, keys and values, from heads back to tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +73,14 @@ class Attend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRound:
-    """Messages posted together, and what is computed while they fly (from slots that are complete)."""
+    """Messages posted together, and what is computed while they fly (from slots that are complete).
+
+    Lowering gives `attends` as a table, `rayfcp.program.Attends`.
+    """
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
-    attends: tuple[Attend, ...] = ()
+    attends: Sequence[Attend] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +99,34 @@ class AttentionProgram:
     def num_cells(self) -> int:
         """(query, key) cells computed forward."""
         return sum(attend.num_cells for step in self.forward for attend in step.attends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadProgram:
+    """One rank's part in the attention of a Ulysses group (Jacobs et al., 2023): tokens against heads.
+
+    `ranks[p]` holds `tokens[p]` tokens of the group's sequences laid end to end, of all heads (a rank
+    without tokens: its one padding token). Before attention each sends every other its own tokens of that
+    rank's 1/d of the query heads (key and value heads alike, replicated beyond their count); then all
+    `sum(tokens)` tokens of its heads lie on every rank, in order, and `attends` (slot 0, ranges over all of
+    them) run on those heads. The outputs go back the same way; backward exchanges their gradients, attends,
+    and sends the gradients of queries, keys and values back. `rayfcp.program.heads.head_rounds` writes
+    this out, round by round. All ranks of a group have the same `ranks`, `tokens` and `attends`.
+    """
+
+    num_tokens: int
+    ranks: tuple[int, ...]
+    tokens: tuple[int, ...]
+    attends: Sequence[Attend]
+
+    @property
+    def degree(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_cells(self) -> float:
+        """(query, key) cells computed forward, in cells of all heads."""
+        return sum(attend.num_cells for attend in self.attends) / self.degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +159,7 @@ class Forward:
     their input."""
 
     microbatch: int
-    attention: AttentionProgram
+    attention: AttentionProgram | HeadProgram
     recomputed_layers: int
 
 

@@ -1,31 +1,61 @@
 """Lowering: from a plan to one program per rank."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rayfcp.plan import lay_out
 from rayfcp.program.attention import lower_attention
-from rayfcp.program.instructions import Backward, Forward, Instruction, Load, Piece, RankProgram
-from rayfcp.values import BatchPlan, Layout, SequenceSpec
+from rayfcp.program.heads import lower_heads
+from rayfcp.program.instructions import (
+    AttentionProgram,
+    Backward,
+    Forward,
+    HeadProgram,
+    Instruction,
+    Load,
+    Piece,
+    RankProgram,
+)
+from rayfcp.values import BatchPlan, Layout, MicrobatchPlan, Primitive, SequenceSpec
+
+RUNTIME_PRIMITIVES = frozenset({Primitive.RING})
+"""What training can run."""
+ALL_PRIMITIVES = frozenset(Primitive)
+"""What can be lowered, checked and simulated."""
 
 
-def lower(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, reduce_every: str = "step") -> tuple[RankProgram, ...]:
+def lower(
+    plan: BatchPlan,
+    sequences: Sequence[SequenceSpec],
+    *,
+    reduce_every: str = "step",
+    primitives: Collection[Primitive] = RUNTIME_PRIMITIVES,
+) -> tuple[RankProgram, ...]:
     """One program per rank, rank r at index r.
 
     `sequences` are those that were planned, `sequences[i].id == i`. Gradients are reduced in the last
     backward pass (`reduce_every="step"`) or in each (`"microbatch"`). All ranks run the same number of
-    passes: a rank without tokens in a microbatch runs one padding token.
+    passes: a rank without tokens in a microbatch runs one padding token. A group of one rank exchanges
+    nothing, so that its primitive does not matter. That heads divide is the planner's to see to.
+
+    Raises:
+        ValueError: a group of several ranks has a primitive that is not in `primitives`; or a layout cannot be
+            run (`lower_attention`, `lower_heads`).
     """
+    _check_primitives(plan, primitives)
     layouts = [lay_out(microbatch, sequences) for microbatch in plan.microbatches]
-    masks = {sequence.id: sequence.mask for sequence in sequences}
-    attention = [lower_attention(layout, masks=masks, num_ranks=plan.num_ranks) for layout in layouts]
+    passes = [
+        _passes(layout, microbatch, sequences, num_ranks=plan.num_ranks)
+        for layout, microbatch in zip(layouts, plan.microbatches, strict=True)
+    ]
+    loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash, last = plan.plan_hash, len(layouts) - 1
     programs = []
     for rank in range(plan.num_ranks):
         instructions: list[Instruction] = []
-        for index, layout in enumerate(layouts):
+        for index in range(len(layouts)):
             instructions += [
-                Load(microbatch=index, pieces=_pieces(layout, rank)),
-                Forward(microbatch=index, attention=attention[index][rank], recomputed_layers=plan.recomputed_layers),
+                Load(microbatch=index, pieces=loads[index][rank]),
+                Forward(microbatch=index, attention=passes[index][rank], recomputed_layers=plan.recomputed_layers),
                 Backward(microbatch=index, reduce=reduce_every == "microbatch" or index == last),
             ]
         programs.append(
@@ -41,9 +71,31 @@ def lower(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, reduce_every: s
     return tuple(programs)
 
 
-def _pieces(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(sequence=block.sequence, start=block.start, stop=block.stop)
-        for block in layout.blocks
-        if block.rank == rank
-    )
+def _check_primitives(plan: BatchPlan, primitives: Collection[Primitive]) -> None:
+    for number, microbatch in enumerate(plan.microbatches):
+        for index, group in enumerate(microbatch.groups):
+            if group.degree > 1 and group.primitive not in primitives:
+                raise ValueError(
+                    f"microbatch {number} group {index}: primitive is {group.primitive.value}, must be one of "
+                    f"{sorted(each.value for each in primitives)}; plan with these (plan.primitives)"
+                )
+
+
+def _passes(
+    layout: Layout, microbatch: MicrobatchPlan, sequences: Iterable[SequenceSpec], *, num_ranks: int
+) -> tuple[AttentionProgram | HeadProgram, ...]:
+    masks = {sequence.id: sequence.mask for sequence in sequences}
+    programs: list[AttentionProgram | HeadProgram] = [*lower_attention(layout, masks=masks, num_ranks=num_ranks)]
+    for group in microbatch.groups:
+        if group.primitive is Primitive.ULYSSES and group.degree > 1:
+            for rank, program in zip(group.ranks, lower_heads(group, layout, masks=masks), strict=True):
+                programs[rank] = program
+    return tuple(programs)
+
+
+def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
+    """What each rank loads."""
+    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for block in layout.blocks:
+        pieces[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
+    return [tuple(each) for each in pieces]

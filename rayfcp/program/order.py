@@ -2,7 +2,15 @@
 
 from collections.abc import Sequence
 
-from rayfcp.program.instructions import Backward, Forward, Load, RankProgram
+from rayfcp.program.instructions import (
+    AttentionProgram,
+    Backward,
+    Forward,
+    HeadProgram,
+    Load,
+    Payload,
+    RankProgram,
+)
 
 
 def check_order(programs: Sequence[RankProgram]) -> None:
@@ -80,3 +88,32 @@ def _check_forwards(program: RankProgram) -> None:
                 f"{where}: num_tokens is {item.attention.num_tokens}, must be the {due} that Load brings "
                 "(1 of padding if none); lower the plan again"
             )
+        if isinstance(item.attention, HeadProgram):
+            _check_heads(item.attention, program, where=where)
+        else:
+            _check_payloads(item.attention, where=where)
+
+
+def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) -> None:
+    """The group has this rank and others, each once, and at least one token (of padding) on each."""
+    ranks, tokens = attention.ranks, attention.tokens
+    inside = all(0 <= rank < program.num_ranks for rank in ranks)
+    if program.rank not in ranks or len(set(ranks)) < max(2, len(ranks)) or not inside:
+        raise ValueError(
+            f"{where}: ranks of the Ulysses group are {ranks}, must be {program.rank} and others of "
+            f"[0, {program.num_ranks}), each once; lower the plan again"
+        )
+    if len(tokens) != len(ranks) or min(tokens) < 1 or tokens[ranks.index(program.rank)] != attention.num_tokens:
+        raise ValueError(
+            f"{where}: tokens of the Ulysses group are {tokens} for ranks {ranks}, must be at least 1 for each and "
+            f"num_tokens, {attention.num_tokens}, for this rank; lower the plan again"
+        )
+
+
+def _check_payloads(attention: AttentionProgram, *, where: str) -> None:
+    for step in attention.forward + attention.backward:
+        for message in step.sends + step.receives:
+            if message.payload not in (Payload.KV, Payload.GRAD):
+                raise ValueError(
+                    f"{where}: a round carries {message.payload.value}, must be kv or grad; lower the plan again"
+                )

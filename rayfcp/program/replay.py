@@ -3,32 +3,16 @@ computed, and which partial gradients reach whom."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from rayfcp.program.instructions import (
-    Attend,
-    AttentionProgram,
-    AttentionRound,
-    Load,
-    Message,
-    Payload,
-    Piece,
-    Range,
-)
+import numpy as np
 
-Part = tuple[AttentionProgram, Load]
-AttendKey = tuple[int, int, int]
-"""(rank, round, position): names one attend of a pass."""
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Load, Message, Payload, Piece
+from rayfcp.program.table import Attends, Column
+from rayfcp.program.tokens import Tokens, cells_of
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cells:
-    """Cells (query, key) of a sequence that one attend computes: all of them, or those with key <= query."""
-
-    sequence: int
-    query: Range
-    key: Range
-    causal: bool
+Part = tuple[AttentionProgram | HeadProgram, Load]
+PartialKey = tuple[int, int, int]
+"""(rank, round, slot): names what the attends of a round add to the dK, dV of a slot."""
 
 
 def padding(rank: int) -> Piece:
@@ -37,7 +21,8 @@ def padding(rank: int) -> Piece:
 
 
 class Replay:
-    """Runs the forward or the backward rounds of all ranks in step; `parts[r]` is rank r's.
+    """Runs the forward or the backward rounds of all ranks in step; `parts[r]` is rank r's. Ranks of Ulysses
+    groups take no part.
 
     Raises:
         ValueError: a message does not meet its partner in its round, a slot is read before it is
@@ -45,18 +30,24 @@ class Replay:
     """
 
     def __init__(self, parts: Sequence[Part], *, backward: bool) -> None:
-        self._rounds = [part.backward if backward else part.forward for part, _ in parts]
-        self._slots: list[dict[int, tuple[Piece, ...]]] = [
-            {0: load.pieces or (padding(rank),)} for rank, (_, load) in enumerate(parts)
-        ]
-        self._partials: list[dict[int, Counter[AttendKey]]] = [defaultdict(Counter) for _ in parts]
-        self.cells: dict[AttendKey, list[Cells]] = {}
+        self._rounds = [_rounds(part, backward=backward) for part, _ in parts]
+        self._slots = [{0: Tokens.of(load.pieces or (padding(rank),))} for rank, (_, load) in enumerate(parts)]
+        self._partials: list[dict[int, Counter[PartialKey]]] = [defaultdict(Counter) for _ in parts]
+        self.partials: list[PartialKey] = []
+        self._cells: list[Column] = []
         for index in range(max(len(rounds) for rounds in self._rounds)):
             self._step(index)
 
-    def partials_at_home(self) -> Counter[AttendKey]:
-        """How often each attend's dK, dV is contained in its owner's slot 0 at the end."""
-        return sum((slots[0] for slots in self._partials), Counter())
+    def cells(self) -> Column:
+        """All cells that are computed, as `cells_of` has them."""
+        return np.concatenate(self._cells) if self._cells else np.empty((0, 6), np.int64)
+
+    def partials_at_home(self) -> Counter[PartialKey]:
+        """How often each of `partials` is contained in its owner's slot 0 at the end."""
+        home: Counter[PartialKey] = Counter()
+        for slots in self._partials:
+            home.update(slots[0])
+        return home
 
     def lost_partials(self) -> int:
         """Partials that ended elsewhere."""
@@ -67,17 +58,17 @@ class Replay:
         arrivals = list(self._matched(rounds, index))
         carried = [self._depart(source, sent) for source, sent, _, _ in arrivals]
         for rank, step in enumerate(rounds):
-            for position, attend in enumerate(step.attends):
-                self._attend(attend, (rank, index, position))
+            if step.attends:
+                self._attend(Attends.of(step.attends), rank=rank, index=index)
         for (source, sent, target, received), partial in zip(arrivals, carried, strict=True):
-            tokens = cut(self._content(source, sent.slot), sent.ranges)
+            tokens = self._content(source, sent.slot).cut(sent.ranges)
             if received.payload is Payload.KV:
                 if received.slot in self._slots[target] or received.ranges != ((0, sent.num_tokens),):
                     raise ValueError(
                         f"round {index}: rank {target} receives into slot {received.slot} twice or in part"
                     )
                 self._slots[target][received.slot] = tokens
-            elif cut(self._content(target, received.slot), received.ranges) != tokens:
+            elif self._content(target, received.slot).cut(received.ranges) != tokens:
                 raise ValueError(
                     f"round {index}: gradient of {tokens} from rank {source} lands elsewhere on rank {target}"
                 )
@@ -103,48 +94,33 @@ class Replay:
         if left:
             raise ValueError(f"round {index}: nothing is sent for the receives {left} (source, target)")
 
-    def _depart(self, source: int, sent: Message) -> Counter[AttendKey]:
+    def _depart(self, source: int, sent: Message) -> Counter[PartialKey]:
         if sent.payload is Payload.KV:
             return Counter()
+        whole = self._content(source, sent.slot).num_tokens
+        if sent.num_tokens != whole:
+            raise ValueError(f"rank {source} sends the gradient of {sent.num_tokens} of the {whole} tokens: {sent}")
         return self._partials[source].pop(sent.slot, Counter())
 
-    def _attend(self, attend: Attend, key: AttendKey) -> None:
-        rank = key[0]
-        queries = cut(self._content(rank, 0), (attend.query,))
-        keys = cut(self._content(rank, attend.slot), (attend.key,))
-        if attend.causal and (attend.slot != 0 or attend.query != attend.key):
-            raise ValueError(f"rank {rank}: causal attend {attend} does not hold the same tokens on both sides")
-        found = [
-            Cells(sequence=q.sequence, query=(q.start, q.stop), key=(k.start, k.stop), causal=attend.causal and q == k)
-            for i, q in enumerate(queries)
-            for j, k in enumerate(keys)
-            if not attend.causal or j <= i
-        ]
-        if any(q.sequence != k.sequence for q in queries for k in keys):
-            raise ValueError(f"rank {rank}: attend {attend} mixes sequences")
-        self.cells[key] = found
-        self._partials[rank][attend.slot][key] += 1
+    def _attend(self, attends: Attends, *, rank: int, index: int) -> None:
+        queries = self._content(rank, 0)
+        column = attends.columns[:, 2]
+        for slot in np.unique(column).tolist():
+            of_slot = (
+                attends if column[0] == slot and (column == slot).all() else Attends(attends.columns[column == slot])
+            )
+            self._cells.append(cells_of(of_slot, queries=queries, keys=self._content(rank, slot), rank=rank))
+            self.partials.append((rank, index, slot))
+            self._partials[rank][slot][rank, index, slot] += 1
 
-    def _content(self, rank: int, slot: int) -> tuple[Piece, ...]:
-        pieces = self._slots[rank].get(slot)
-        if pieces is None:
+    def _content(self, rank: int, slot: int) -> Tokens:
+        tokens = self._slots[rank].get(slot)
+        if tokens is None:
             raise ValueError(f"rank {rank} reads slot {slot} before it is filled")
-        return pieces
+        return tokens
 
 
-def cut(pieces: Sequence[Piece], ranges: Sequence[Range]) -> tuple[Piece, ...]:
-    """The tokens at `ranges` of the concatenation of `pieces`, neighbours joined."""
-    found: list[Piece] = []
-    for start, stop in ranges:
-        at = 0
-        for piece in pieces:
-            first, last = max(start, at), min(stop, at + piece.num_tokens)
-            if first < last:
-                part = Piece(sequence=piece.sequence, start=piece.start + first - at, stop=piece.start + last - at)
-                if found and (found[-1].sequence, found[-1].stop) == (part.sequence, part.start):
-                    part = Piece(sequence=part.sequence, start=found.pop().start, stop=part.stop)
-                found.append(part)
-            at += piece.num_tokens
-        if stop > at or start >= stop:
-            raise ValueError(f"range [{start}, {stop}) is empty or ends beyond the {at} tokens of its slot")
-    return tuple(found)
+def _rounds(program: AttentionProgram | HeadProgram, *, backward: bool) -> tuple[AttentionRound, ...]:
+    if isinstance(program, HeadProgram):
+        return ()
+    return program.backward if backward else program.forward

@@ -8,9 +8,13 @@
     ~
       >1 kv 0[0:128] <1 kv 1[0:128] * 0:128@0[0:128]c
     backward 0 reduce
+    load 1 5[0:40]
+    forward 1 tokens=40 recompute=0 heads=0:40,2:39
+      * 0:79@0[0:79]c
 
 `>` sends, `<` receives, `*` attends (queries@slot[keys], `c` for causal); after `~` come the rounds of
-the backward pass of that forward.
+the backward pass of that forward. `heads` are the ranks of a Ulysses group and their tokens; one line holds
+its attends.
 """
 
 import re
@@ -22,6 +26,7 @@ from rayfcp.program.instructions import (
     AttentionRound,
     Backward,
     Forward,
+    HeadProgram,
     Instruction,
     Load,
     Message,
@@ -36,7 +41,7 @@ _MESSAGE = re.compile(r"([<>])(\d+) (kv|grad) (\d+)((?:\[\d+:\d+\])*)")
 _ATTEND = re.compile(r"\* (\d+):(\d+)@(\d+)\[(\d+):(\d+)\](c?)")
 _RANGE = re.compile(r"\[(\d+):(\d+)\]")
 _PIECE = re.compile(r"(\d+)\[(\d+):(\d+)\]")
-_FORWARD = re.compile(r"forward (\d+) tokens=(\d+) recompute=(\d+)$")
+_FORWARD = re.compile(r"forward (\d+) tokens=(\d+) recompute=(\d+)(?: heads=(\d+:\d+(?:,\d+:\d+)*))?$")
 _BACKWARD = re.compile(r"backward (\d+)( reduce)?$")
 
 
@@ -77,10 +82,21 @@ def _lines(item: Instruction) -> Iterator[str]:
     elif isinstance(item, Backward):
         yield f"backward {item.microbatch}{' reduce' if item.reduce else ''}"
     else:
-        yield f"forward {item.microbatch} tokens={item.attention.num_tokens} recompute={item.recomputed_layers}"
-        yield from (_round_line(step) for step in item.attention.forward)
-        yield "~"
-        yield from (_round_line(step) for step in item.attention.backward)
+        yield from _forward_lines(item)
+
+
+def _forward_lines(item: Forward) -> Iterator[str]:
+    attention = item.attention
+    head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
+    if isinstance(attention, HeadProgram):
+        shares = zip(attention.ranks, attention.tokens, strict=True)
+        yield f"{head} heads={','.join(f'{rank}:{tokens}' for rank, tokens in shares)}"
+        yield _round_line(AttentionRound(attends=attention.attends))
+        return
+    yield head
+    yield from (_round_line(step) for step in attention.forward)
+    yield "~"
+    yield from (_round_line(step) for step in attention.backward)
 
 
 def _round_line(step: AttentionRound) -> str:
@@ -102,12 +118,12 @@ def _parse(lines: list[str]) -> Iterator[Instruction]:
     while at < len(lines):
         line = lines[at]
         if found := _FORWARD.match(line):
-            forward, at = _parse_rounds(lines, at + 1)
-            if at >= len(lines) or lines[at] != "~":
-                raise ValueError(f"line {at + 1}: expected '~' and the backward rounds of the forward before it")
-            backward, at = _parse_rounds(lines, at + 1)
-            microbatch, num_tokens, recomputed = (int(group) for group in found.groups())
-            attention = AttentionProgram(num_tokens=num_tokens, forward=forward, backward=backward)
+            microbatch, num_tokens, recomputed = (int(group) for group in found.groups()[:3])
+            attention: AttentionProgram | HeadProgram
+            if found.group(4):
+                attention, at = _parse_heads(lines, at, num_tokens=num_tokens, shares=found.group(4))
+            else:
+                attention, at = _parse_directions(lines, at, num_tokens=num_tokens)
             yield Forward(microbatch=microbatch, attention=attention, recomputed_layers=recomputed)
             continue
         if found := _BACKWARD.match(line):
@@ -117,6 +133,28 @@ def _parse(lines: list[str]) -> Iterator[Instruction]:
         else:
             raise ValueError(f"line {at + 1}: {line!r} is no instruction; expected load, forward or backward")
         at += 1
+
+
+def _parse_directions(lines: list[str], at: int, *, num_tokens: int) -> tuple[AttentionProgram, int]:
+    forward, at = _parse_rounds(lines, at + 1)
+    if at >= len(lines) or lines[at] != "~":
+        raise ValueError(f"line {at + 1}: expected '~' and the backward rounds of the forward before it")
+    backward, at = _parse_rounds(lines, at + 1)
+    return AttentionProgram(num_tokens=num_tokens, forward=forward, backward=backward), at
+
+
+def _parse_heads(lines: list[str], at: int, *, num_tokens: int, shares: str) -> tuple[HeadProgram, int]:
+    rounds, after = _parse_rounds(lines, at + 1)
+    if len(rounds) != 1 or rounds[0].sends or rounds[0].receives:
+        raise ValueError(f"line {at + 2}: expected one line of attends, those of the Ulysses group before it")
+    pairs = [share.split(":") for share in shares.split(",")]
+    program = HeadProgram(
+        num_tokens=num_tokens,
+        ranks=tuple(int(rank) for rank, _ in pairs),
+        tokens=tuple(int(tokens) for _, tokens in pairs),
+        attends=rounds[0].attends,
+    )
+    return program, after
 
 
 def _parse_load(line: str, at: int) -> Load:

@@ -3,13 +3,18 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from rayfcp.plan import lay_out
+from rayfcp.program.buffers import check_buffers, check_pipeline
 from rayfcp.program.cells import check_cells
 from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
+from rayfcp.program.gathered import head_cells
 from rayfcp.program.instructions import Forward, Load, Piece, RankProgram
-from rayfcp.program.lower import lower
-from rayfcp.program.replay import Cells, Part, Replay, padding
+from rayfcp.program.lower import ALL_PRIMITIVES, lower
+from rayfcp.program.replay import Part, Replay, padding
+from rayfcp.program.table import Column
 from rayfcp.values import BatchPlan, ClusterSpec, Layout, SequenceSpec
 
 
@@ -18,19 +23,23 @@ def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: C
 
     Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
-    holds more than `cluster.max_tokens_per_rank` in a microbatch; no rank can deadlock; blocks lie in the
+    holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
+    pipeline has buffers; no rank can deadlock; blocks lie in the
     groups that list their sequences; predicted seconds add up and the lower bound does not exceed them.
 
     Raises:
         ValueError: what fails, where, with the value and its bound.
     """
     check_claims(plan, sequences, cluster=cluster)
-    for number, microbatch in enumerate(plan.microbatches):
-        layout = lay_out(microbatch, sequences)
+    layouts = [lay_out(microbatch, sequences) for microbatch in plan.microbatches]
+    for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
+        check_pipeline(layout, number=number)
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
-    check_programs(lower(plan, sequences), sequences)
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    check_programs(programs, sequences)
+    check_buffers(programs, [layout.pipeline for layout in layouts])
 
 
 def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
@@ -91,26 +100,27 @@ def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceS
 
 def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
     """Each cell once in each direction; each partial dK, dV home once; forward and backward agree."""
-    computed: dict[bool, list[Cells]] = {False: [], True: []}
+    computed: dict[bool, list[Column]] = {False: [], True: []}
     for parts in _microbatches(programs):
+        by_heads = head_cells(parts)
         for backward in (False, True):
             replay = Replay(parts, backward=backward)
-            cells = [cell for key in sorted(replay.cells) for cell in replay.cells[key]]
+            cells = np.concatenate((replay.cells(), *by_heads))
             _check_padding(cells, parts)
-            computed[backward] += [cell for cell in cells if cell.sequence >= 0]
+            computed[backward].append(cells[cells[:, 0] >= 0])
         home = replay.partials_at_home()
-        wrong = [key for key in replay.cells if home[key] != 1]
+        wrong = [key for key in replay.partials if home[key] != 1]
         if wrong or replay.lost_partials():
-            raise ValueError(
-                f"dK, dV of attend {wrong[:1]} (rank, round, position) do not reach their owner exactly once"
-            )
-    for backward, cells in computed.items():
-        check_cells(cells, sequences, direction="backward" if backward else "forward")
+            raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
+    forward, backward_too = (np.concatenate(cells) for cells in computed.values())
+    check_cells(forward, sequences, direction="forward")
+    if not np.array_equal(forward, backward_too):
+        check_cells(backward_too, sequences, direction="backward")
 
 
-def _check_padding(cells: Sequence[Cells], parts: Sequence[Part]) -> None:
+def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
     """Each rank without tokens computes its padding token's one cell once."""
-    computed = Counter(cell.sequence for cell in cells if cell.sequence < 0)
+    computed = Counter(cells[cells[:, 0] < 0, 0].tolist())
     for rank, (_, load) in enumerate(parts):
         times = computed[padding(rank).sequence]
         if not load.pieces and times != 1:

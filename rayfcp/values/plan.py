@@ -56,12 +56,27 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """How rounds run when they do not run one by one: `coalesce` rounds in a row are one stage, and what a stage
+    brings is attended to within `num_buffers` - 1 phases, so that a rank holds no more than `num_buffers` stages.
+
+    There is one phase more than stages. In phase p stage p flies, and a rank attends to an equal share of all that it
+    has to: first to what earlier stages brought, in order, then to its own blocks; to more where a buffer must be
+    free for the next stage.
+    """
+
+    coalesce: int
+    num_buffers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where the tokens of a microbatch live and how keys and values travel. Blocks of one rank and
-    one sequence come in ascending order of `start`."""
+    one sequence come in ascending order of `start`. Without a `pipeline`, rounds run one by one."""
 
     blocks: tuple[Block, ...]
     rounds: tuple[Round, ...]
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

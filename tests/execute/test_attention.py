@@ -12,7 +12,7 @@ from rayfcp.execute.attention import attention
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
-from rayfcp.program import AttentionProgram
+from rayfcp.program import AttentionProgram, HeadProgram
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, Layout, Mask, MicrobatchPlan, SequenceSpec
 from tests.execute.layouts import random_layout
@@ -149,4 +149,13 @@ def test_wrong_tokens_are_named() -> None:
     with pytest.raises(ValueError, match="query has 2 tokens"):
         attention(
             tensor, tensor, tensor, program, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu")
+        )
+
+
+def test_programs_of_ulysses_groups_are_refused() -> None:
+    program = HeadProgram(num_tokens=2, ranks=(0, 1), tokens=(2, 2), attends=())
+    tensor = torch.zeros(2, 2, 8)
+    with pytest.raises(ValueError, match="primitive ulysses, the interpreter runs ring only"):
+        attention(
+            tensor, tensor, tensor, program, transport=InProcessTransport(Fabric(2), 0), kernel=pick_kernel("cpu")
         )

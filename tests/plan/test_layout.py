@@ -1,5 +1,6 @@
 import itertools
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -7,7 +8,7 @@ from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
 from rayfcp.plan.zigzag import zigzag
-from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive, Round, SequenceSpec
 from tests.plan.helpers import batch_of
 
 
@@ -105,10 +106,40 @@ def test_a_layout_of_ones_own_is_kept() -> None:
     assert lay_out(plan, batch_of([3])) is own
 
 
-def test_what_is_no_ring_is_refused() -> None:
-    group = Group(ranks=(0, 1), sequences=(0,), primitive=Primitive.ULYSSES)
-    with pytest.raises(ValueError, match="primitive ulysses"):
-        lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), batch_of([3]))
+@given(microbatches(), st.lists(st.sampled_from(Primitive), min_size=4, max_size=4))
+def test_ulysses_groups_cut_their_sequences_laid_end_to_end(
+    case: tuple[MicrobatchPlan, list[SequenceSpec]], primitives: list[Primitive]
+) -> None:
+    plan, sequences = case
+    groups = tuple(replace(group, primitive=each) for group, each in zip(plan.groups, primitives, strict=False))
+    rings = replace(plan, groups=tuple(group for group in groups if group.primitive is Primitive.RING))
+    layout, ring_layout = lay_out(replace(plan, groups=groups), sequences), lay_out(rings, sequences)
+    for group in groups:
+        if group.primitive is Primitive.RING:
+            continue
+        laid = [(each, at) for each in group.sequences for at in range(sequences[each].num_tokens)]
+        shares = [
+            [
+                (block.sequence, at)
+                for block in layout.blocks
+                if block.rank == rank
+                for at in range(block.start, block.stop)
+            ]
+            for rank in group.ranks
+        ]
+        assert [token for share in shares for token in share] == laid
+        sizes = [len(share) for share in shares]
+        assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    ring_ranks = {rank for group in rings.groups for rank in group.ranks}
+    assert [block for block in layout.blocks if block.rank in ring_ranks] == list(ring_layout.blocks)
+    assert [_ends(step) for step in layout.rounds] == [_ends(step) for step in ring_layout.rounds]
+
+
+def _ends(step: Round) -> list[tuple[int, int]]:
+    return [(transfer.source, transfer.target) for transfer in step.transfers]
+
+
+def test_unknown_sequences_are_named() -> None:
     group = Group(ranks=(0, 1), sequences=(7,))
     with pytest.raises(ValueError, match=r"sequences \[7\]"):
         lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), batch_of([3]))

@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rayfcp.program import AttentionRound, Backward, Forward, Instruction, Load, Message, Payload, RankProgram
+from rayfcp.program import (
+    AttentionRound,
+    Backward,
+    Forward,
+    HeadProgram,
+    Instruction,
+    Load,
+    Message,
+    Payload,
+    RankProgram,
+)
 from rayfcp.values import BatchPlan, Layout, Round
 
 PlanMutation = Callable[[BatchPlan, Layout], BatchPlan]
@@ -138,6 +148,26 @@ def _each(kind: type, change: Callable[[Any], Instruction]) -> Callable[[Program
     return _all(lambda items: [change(item) if isinstance(item, kind) else item for item in items])
 
 
+def _with_shorter_gradients(item: Forward) -> Forward:
+    """Gradients of a slot's tokens but the last; both ends of the message agree."""
+
+    def shorter(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(
+            replace(each, ranges=_without_last(each.ranges)) if each.payload is Payload.GRAD else each
+            for each in messages
+        )
+
+    backward = tuple(
+        replace(step, sends=shorter(step.sends), receives=shorter(step.receives)) for step in item.attention.backward
+    )
+    return replace(item, attention=replace(item.attention, backward=backward))
+
+
+def _without_last(ranges: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    start, stop = ranges[-1]
+    return (*ranges[:-1], (start, stop - 1)) if stop - start > 1 else ranges[:-1]
+
+
 PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
     "no programs": lambda _: [],
     "no instructions": _all(lambda _: ()),
@@ -160,6 +190,7 @@ PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
     "a rank too few": lambda programs: programs[:-1],
     "another number of ranks": lambda programs: [replace(each, num_ranks=each.num_ranks + 1) for each in programs],
     "a stage that is not there": lambda programs: [replace(each, stage=each.num_stages) for each in programs],
+    "gradients of all tokens but one": _each(Forward, _with_shorter_gradients),
     "a message of each rank to itself": lambda programs: [_with_own_message(each) for each in programs],
 }
 
@@ -214,13 +245,18 @@ def _with_content(program: RankProgram, rng: random.Random) -> RankProgram:
     item = items[index]
     if isinstance(item, Load):
         items[index] = replace(item, pieces=_changed(item.pieces, rng))
+    elif isinstance(item, Forward) and isinstance(item.attention, HeadProgram):
+        field = rng.choice(["ranks", "tokens", "attends"])
+        items[index] = replace(
+            item, attention=replace(item.attention, **{field: _changed(tuple(getattr(item.attention, field)), rng)})
+        )
     elif isinstance(item, Forward):
         direction = rng.choice(["forward", "backward"])
         rounds = list(getattr(item.attention, direction))
         number = rng.randrange(len(rounds))
         field = rng.choice(["sends", "receives", "attends"])
         step = rounds[number]
-        rounds[number] = replace(step, **{field: _changed(getattr(step, field), rng)})
+        rounds[number] = replace(step, **{field: _changed(tuple(getattr(step, field)), rng)})
         items[index] = replace(item, attention=replace(item.attention, **{direction: tuple(rounds)}))
     else:
         items[index] = replace(item, reduce=not item.reduce)
@@ -240,7 +276,9 @@ def _changed(values: tuple, rng: random.Random) -> tuple:
     return (*values[:at], _altered(values[at], rng), *values[at + 1 :])
 
 
-def _altered(value: object, rng: random.Random) -> object:
+def _altered(value: Any, rng: random.Random) -> object:
+    if isinstance(value, int):
+        return value + rng.choice([-1, 1])
     if hasattr(value, "ranges"):
         start, stop = value.ranges[-1]
         return rng.choice([replace(value, peer=value.peer + 1), replace(value, ranges=((start, stop + 1),))])

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -41,6 +42,7 @@ def test_every_rank_runs_the_same_passes() -> None:
     assert [item.reduce for item in last] == [False] * (len(last) - 1) + [True]
 
 
+@cache
 def ring_plan() -> tuple[BatchPlan, list, object, Layout]:
     """A plan of several microbatches, the first with a ring of at least three ranks and two sequences."""
     for seed in range(1000):

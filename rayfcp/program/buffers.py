@@ -1,0 +1,68 @@
+"""The memory bound of pipelined rounds: no rank holds more received blocks than the layout's buffers."""
+
+from collections.abc import Sequence
+
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, Forward, Payload, RankProgram
+from rayfcp.program.table import Attends
+from rayfcp.values import Layout, Pipeline
+
+
+def check_pipeline(layout: Layout, *, number: int) -> None:
+    """`coalesce` is at least 1, `num_buffers` at least 2: one stage comes in while another is computed.
+
+    Raises:
+        ValueError: names the field, its value and its bound.
+    """
+    pipeline = layout.pipeline
+    for name, bound in (("coalesce", 1), ("num_buffers", 2)) if pipeline else ():
+        value = getattr(pipeline, name)
+        if value < bound:
+            raise ValueError(f"microbatch {number}: pipeline.{name} is {value}, must be at least {bound}; plan again")
+
+
+def check_buffers(programs: Sequence[RankProgram], pipelines: Sequence[Pipeline | None]) -> None:
+    """In every round of every rank, slots that are filled or still read number at most `coalesce` x `num_buffers`.
+
+    `pipelines[m]` is microbatch m's; where it is None, rounds run one by one and nothing is claimed. Both directions.
+
+    Raises:
+        ValueError: names the microbatch, the rank, the round, how many slots and the bound.
+    """
+    for program in programs:
+        for item in program.instructions:
+            if not isinstance(item, Forward) or not isinstance(item.attention, AttentionProgram):
+                continue
+            pipeline = pipelines[item.microbatch]
+            for rounds in (item.attention.forward, item.attention.backward) if pipeline else ():
+                index, held = _most_held(rounds)
+                bound = pipeline.coalesce * pipeline.num_buffers if pipeline else held
+                if held > bound:
+                    raise ValueError(
+                        f"microbatch {item.microbatch}: rank {program.rank} holds {held} received slots in round "
+                        f"{index}, the bound is {bound} (coalesce x num_buffers); attend to them earlier"
+                    )
+
+
+def _most_held(rounds: Sequence[AttentionRound]) -> tuple[int, int]:
+    """The round with the most slots at once, and how many. A slot counts from the round in which it comes to the last
+    in which it is attended to or sent."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(rounds):
+        for message in step.receives:
+            if message.payload is Payload.KV:
+                first[message.slot] = last[message.slot] = index
+        read = [message.slot for message in step.sends if message.payload is Payload.KV]
+        for slot in (*read, *set(Attends.of(step.attends).columns[:, 2].tolist())):
+            if slot in first:
+                last[slot] = index
+    change = [0] * (len(rounds) + 1)
+    for slot, index in first.items():
+        change[index] += 1
+        change[last[slot] + 1] -= 1
+    held, most, where = 0, 0, 0
+    for index, more in enumerate(change):
+        held += more
+        if held > most:
+            most, where = held, index
+    return where, most

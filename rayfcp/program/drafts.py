@@ -1,0 +1,36 @@
+"""Rounds of a rank while they are being filled."""
+
+import numpy as np
+
+from rayfcp.program.instructions import AttentionRound, Message
+from rayfcp.program.table import Attends
+
+
+class RoundDrafts:
+    """What a rank sends, receives and attends to, by round."""
+
+    __slots__ = ("attends", "receives", "sends")
+
+    def __init__(self, num_rounds: int) -> None:
+        self.sends: list[list[Message]] = [[] for _ in range(num_rounds)]
+        self.receives: list[list[Message]] = [[] for _ in range(num_rounds)]
+        self.attends: list[list[Attends]] = [[] for _ in range(num_rounds)]
+
+    def finished(self) -> tuple[AttentionRound, ...]:
+        """The rounds, without empty ones at the end."""
+        rounds = [
+            AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=_together(attends))
+            for sends, receives, attends in zip(self.sends, self.receives, self.attends, strict=True)
+        ]
+        while rounds and not (rounds[-1].sends or rounds[-1].receives or rounds[-1].attends):
+            rounds.pop()
+        return tuple(rounds)
+
+
+_NONE = Attends.of(())
+
+
+def _together(attends: list[Attends]) -> Attends:
+    if len(attends) <= 1:
+        return attends[0] if attends else _NONE
+    return Attends(np.concatenate([each.columns for each in attends]))

@@ -1,0 +1,107 @@
+"""Attends over the phases of a pipeline: an equal share of cells in each, what arrived first, then what is own.
+
+Ranks whose loads are balanced then go through the rounds at one pace, and none waits for another that has
+more to do in one phase (`rayfcp.plan.blocks.kernels.flow` predicts the same).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayfcp.program.table import Attends
+
+TILE = 128
+"""Queries: attends are cut at multiples of this, and are not cut shorter."""
+
+Row = tuple[int, int, int, int, int, int]
+"""As in `Attends`: query start, query stop, slot, key start, key stop, causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """Attends to what one transfer brought: possible from phase `first` on, all in phase `due` at the latest."""
+
+    attends: Attends
+    first: int
+    due: int
+
+
+def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[Attends]:
+    """What is attended to in each phase; together exactly all of `brought`, which comes in order, and `own`.
+
+    As many cells as make an equal share for each phase so far, more where something is due.
+
+    An attend that is larger than what a phase has left is cut by its queries; a causal square of n tokens into
+    a smaller one of the first queries, those of the others on the first keys, and the square of the rest.
+    """
+    share = (own.num_cells + sum(each.attends.num_cells for each in brought)) / num_phases
+    queue = _Queue(brought)
+    rest: list[Row] = [*map(_row, own.columns[::-1].tolist())]
+    phases, done = [], 0
+    for phase in range(num_phases):
+        last = phase + 1 == num_phases
+        taken, left = queue.take(phase, cells=share * (phase + 1) - done, last=last)
+        while rest and (last or left > 0):
+            row = rest.pop()
+            here, later = (row, ()) if last else _cut(row, int(left))
+            rest += later
+            if here is None:
+                break
+            taken.append(here)
+            left -= _cells(here)
+        done += sum(map(_cells, taken))
+        phases.append(Attends(np.array(taken, np.int64).reshape(-1, 6)))
+    return phases
+
+
+class _Queue:
+    """What arrived and is not yet attended to, first come, first served."""
+
+    def __init__(self, brought: Sequence[Brought]) -> None:
+        self._rows = [
+            (row, each.first, each.due) for each in brought for row in map(_row, each.attends.columns.tolist())
+        ]
+        self._rows.reverse()
+
+    def take(self, phase: int, *, cells: float, last: bool) -> tuple[list[Row], float]:
+        """Attends of this phase, and what they leave of the cells that it has."""
+        taken: list[Row] = []
+        left = cells
+        while self._rows and self._rows[-1][1] <= phase:
+            row, first, due = self._rows.pop()
+            here, later = (row, ()) if last or phase >= due else _cut(row, int(left))
+            self._rows += [(each, first, due) for each in later]
+            if here is None:
+                break
+            taken.append(here)
+            left -= _cells(here)
+        return taken, left
+
+
+def _row(values: list[int]) -> Row:
+    start, stop, slot, key_start, key_stop, causal = values
+    return start, stop, slot, key_start, key_stop, causal
+
+
+def _cells(row: Row) -> int:
+    queries, keys = row[1] - row[0], row[4] - row[3]
+    return queries * (queries + 1) // 2 if row[5] else queries * keys
+
+
+def _cut(row: Row, cells: int) -> tuple[Row | None, tuple[Row, ...]]:
+    """About `cells` of a row, and what remains, the next last."""
+    start, stop, slot, key_start, key_stop, causal = row
+    queries = int((2 * max(cells, 0)) ** 0.5) if causal else max(cells, 0) // (key_stop - key_start)
+    queries = (queries + TILE // 2) // TILE * TILE
+    if queries + TILE > stop - start:
+        if 2 * max(cells, 0) >= _cells(row):
+            return row, ()
+        queries = 0
+    if queries == 0:
+        return None, (row,)
+    at, key_at = start + queries, key_start + queries
+    if not causal:
+        return (start, at, slot, key_start, key_stop, 0), ((at, stop, slot, key_start, key_stop, 0),)
+    square, rectangle = (at, stop, slot, key_at, key_stop, 1), (at, stop, slot, key_start, key_at, 0)
+    return (start, at, slot, key_start, key_at, 1), (square, rectangle)

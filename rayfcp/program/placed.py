@@ -1,0 +1,111 @@
+"""Blocks that lie together in a slot, as columns of numbers."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.program.instructions import Range
+from rayfcp.program.table import Column
+from rayfcp.values import Block, Mask
+
+POSITIONS = 2**40
+"""More than any position: sequence x this + position orders tokens by sequence, then position."""
+
+
+class BlockTable:
+    """All blocks of a layout, in columns. `full[i]`: every query of block i sees its whole sequence."""
+
+    def __init__(self, blocks: Sequence[Block], masks: Mapping[int, Mask]) -> None:
+        self.sequence = np.array([block.sequence for block in blocks], np.int64)
+        self.start = np.array([block.start for block in blocks], np.int64)
+        self.stop = np.array([block.stop for block in blocks], np.int64)
+        self.rank = np.array([block.rank for block in blocks], np.int64)
+        self.full = np.array([masks[block.sequence] is Mask.FULL for block in blocks], bool)
+
+
+class Placed:
+    """Blocks in a slot: `blocks` in the order of the slot, columns by sequence and start.
+
+    Block i of the columns lies at `[begin[i], end[i])`. A run is a maximal series of blocks of one sequence,
+    ascending, that touch in the slot; `run[i]` is that of block i, run j lies at `[opens[j], closes[j])`.
+    `first[i]` is the first block of block i's sequence.
+    """
+
+    __slots__ = (
+        "_ranges",
+        "begin",
+        "blocks",
+        "closes",
+        "end",
+        "first",
+        "full",
+        "num_tokens",
+        "opens",
+        "run",
+        "sequence",
+        "start",
+        "stop",
+    )
+
+    def __init__(self, blocks: tuple[int, ...], table: BlockTable, *, begin: Column | None = None) -> None:
+        at = np.array(blocks, np.int64)
+        sizes = table.stop[at] - table.start[at]
+        begin = np.cumsum(sizes) - sizes if begin is None else begin
+        end = begin + sizes
+        order = np.lexsort((table.start[at], table.sequence[at]))
+        by_start = at[order]
+        self.blocks, self._ranges = blocks, dict[int, Range]()
+        self.begin, self.end = begin[order], end[order]
+        self.num_tokens = int(end.max(initial=0))
+        self.sequence, self.full = table.sequence[by_start], table.full[by_start]
+        self.start, self.stop = table.start[by_start], table.stop[by_start]
+        same = self.sequence[1:] == self.sequence[:-1]
+        touch = same & (self.begin[1:] == self.end[:-1])
+        self.first = firsts(same, size=len(at))
+        opens = firsts(touch, size=len(at)) == np.arange(len(at))
+        self.run = np.cumsum(opens) - 1
+        self.opens, self.closes = self.begin[opens], self.end[np.append(opens[1:], True)[: len(at)]]
+
+    @property
+    def ranges(self) -> Mapping[int, Range]:
+        """Block -> where it lies in the slot."""
+        if not self._ranges:
+            spans = sorted(zip(self.begin.tolist(), self.end.tolist(), strict=True))
+            self._ranges |= dict(zip(self.blocks, spans, strict=True))
+        return self._ranges
+
+    def holds(self, blocks: tuple[int, ...]) -> bool:
+        return blocks == self.blocks or all(block in self.ranges for block in blocks)
+
+    def at(self, blocks: tuple[int, ...]) -> tuple[Range, ...]:
+        """Where `blocks` lie, in their order, ranges that touch as one."""
+        if blocks == self.blocks:
+            return ((0, self.num_tokens),)
+        return merged([self.ranges[block] for block in blocks])
+
+
+def firsts(joined: npt.NDArray[np.bool_], *, size: int) -> Column:
+    """Of each of `size` items, the first of its series; item i + 1 is in the series of item i where `joined[i]`.
+
+    >>> firsts(np.array([True, False, True]), size=4)
+    array([0, 0, 2, 2])
+    """
+    opens = np.ones(size, bool)
+    opens[1:] = ~joined
+    return np.maximum.accumulate(np.where(opens, np.arange(size), 0))
+
+
+def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
+    """Ranges in the same order with neighbours that touch joined.
+
+    >>> merged([(0, 2), (2, 5), (7, 9)])
+    ((0, 5), (7, 9))
+    """
+    joined: list[Range] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

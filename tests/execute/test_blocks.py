@@ -1,0 +1,74 @@
+"""Blocks anywhere, coalesced and buffered, through the interpreter: outputs and gradients of dense attention."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan import CostModel
+from rayfcp.plan.blocks.columns import batch_of
+from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.plan.blocks.planner import plan_blocks
+from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
+from tests.execute.test_attention import LENGTHS, MASKS, assert_equal_to_dense, specs
+
+COST = CostModel(
+    attention_s_per_cell=1e-3,
+    linear_s_per_token=1e-2,
+    fixed_s=0.5,
+    ring_intra_s_per_token=4e-3,
+    ring_inter_s_per_token=3e-2,
+    ring_s_per_round=0.2,
+    ranks_per_node=2,
+    attention_half_tokens=5.0,
+)
+
+
+def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOptions) -> Layout:
+    batch = batch_of(sequences)
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
+    found = plan_blocks(batch.pool(np.arange(len(sequences))), cluster=cluster, cost=COST, options=options)
+    return found.layout(batch.ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=LENGTHS,
+    masks=MASKS,
+    num_ranks=st.sampled_from([2, 3, 4, 5, 7]),
+    block_tokens=st.integers(1, 40),
+    coalesce=st.integers(1, 6),
+    num_buffers=st.integers(2, 4),
+    placement=st.sampled_from(["shares", "lpt"]),
+    pairing=st.sampled_from(["zigzag", "free"]),
+)
+def test_any_block_size_coalescing_degree_and_buffer_count(
+    lengths: list[int],
+    masks: list[Mask],
+    num_ranks: int,
+    block_tokens: int,
+    coalesce: int,
+    num_buffers: int,
+    placement: str,
+    pairing: str,
+) -> None:
+    sequences = specs(lengths, masks)
+    options = BlockOptions(
+        block_tokens=block_tokens,
+        coalesce=coalesce,
+        num_buffers=num_buffers,
+        placement="lpt" if placement == "lpt" else "shares",
+        pairing="free" if pairing == "free" else "zigzag",
+    )
+    layout = laid_out(sequences, num_ranks=num_ranks, options=options)
+    assert_equal_to_dense(layout, sequences, num_ranks=num_ranks, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
+    """Long enough for several tiles of a kernel in a phase."""
+    sequences = specs([1501, 700, 90], [Mask.CAUSAL, Mask.FULL])
+    layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
+    assert layout.pipeline is not None and len(layout.rounds) >= 4
+    assert_equal_to_dense(layout, sequences, num_ranks=3, dtype=dtype)

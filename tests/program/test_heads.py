@@ -1,0 +1,214 @@
+"""Ulysses groups: lowered, exchanged, and proved like rings; mutated programs are found."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan import lay_out
+from rayfcp.program import (
+    ALL_PRIMITIVES,
+    AttentionProgram,
+    Forward,
+    HeadProgram,
+    RankProgram,
+    check_plan,
+    check_programs,
+    check_progress,
+    from_text,
+    head_rounds,
+    lower,
+    to_text,
+)
+from rayfcp.values import BatchPlan, Group, Primitive, Round, SequenceSpec, Transfer
+from tests.program.helpers import heads_of, one_group, random_plan, with_primitives
+from tests.program.mutations import explicit, mutate
+
+Programs = Sequence[RankProgram]
+
+
+@cache
+def both(seed: int) -> tuple[BatchPlan, list[SequenceSpec], Programs]:
+    """A plan whose first microbatch has a Ulysses group of three ranks or more; rings elsewhere."""
+    for at in range(seed, seed + 1000):
+        plan, sequences, _ = random_plan(at, num_ranks=5)
+        plan = with_primitives(plan, at)
+        programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+        if any(item.microbatch == 0 and head.degree >= 3 for _, item, head in heads_of(programs)):
+            return plan, sequences, programs
+    raise AssertionError("no plan with a Ulysses group")
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 7))
+def test_plans_of_both_primitives_pass_and_survive_text(seed: int, num_ranks: int) -> None:
+    plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
+    plan = with_primitives(plan, seed)
+    check_plan(plan, sequences, cluster=cluster)
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    due = {
+        (number, rank)
+        for number, microbatch in enumerate(plan.microbatches)
+        for group in microbatch.groups
+        for rank in group.ranks
+        if group.primitive is Primitive.ULYSSES and group.degree > 1
+    }
+    assert {(item.microbatch, rank) for rank, item, _ in heads_of(programs)} == due
+    for program in programs:
+        assert from_text(to_text(program)) == program
+
+
+def test_what_a_program_of_heads_prints() -> None:
+    plan, sequences = one_group([5, 4], (2, 0))
+    text = to_text(lower(plan, sequences, primitives=ALL_PRIMITIVES)[0])
+    assert text.splitlines()[1:] == [
+        "load 0 1[0:4]",
+        "forward 0 tokens=4 recompute=1 heads=2:5,0:4",
+        "  * 0:5@0[0:5]c * 5:9@0[5:9]c",
+        "backward 0 reduce",
+    ]
+
+
+@pytest.mark.parametrize("line", ["", "  >1 kv 0[0:4]", "  * 0:4@0[0:4]c\n  * 4:5@0[4:5]c"])
+def test_heads_without_one_line_of_attends_are_named(line: str) -> None:
+    text = f"program rank=0/2 stage=0/1 plan=00\nforward 0 tokens=4 recompute=0 heads=0:4,1:1\n{line}\n"
+    with pytest.raises(ValueError, match="line 3: expected one line of attends"):
+        from_text(text)
+
+
+def test_lowering_refuses_what_the_runtime_lacks() -> None:
+    plan, sequences = one_group([5, 4], (0, 1))
+    with pytest.raises(ValueError, match=r"microbatch 0 group 0: primitive is ulysses, must be one of \['ring'\]"):
+        lower(plan, sequences)
+
+
+def test_a_group_of_one_rank_is_a_ring_of_one_rank() -> None:
+    plan, sequences = one_group([5, 4], (1,))
+    ring = replace(plan.microbatches[0], groups=(Group(ranks=(1,), sequences=(0, 1)),))
+    found = [item.attention for item in lower(plan, sequences)[1].instructions if isinstance(item, Forward)]
+    due = lower(replace(plan, microbatches=(ring,)), sequences)[1].instructions[1]
+    assert isinstance(due, Forward) and found == [due.attention] and isinstance(found[0], AttentionProgram)
+
+
+def test_transfers_of_a_ulysses_group_are_refused() -> None:
+    plan, sequences = one_group([5, 4], (0, 1))
+    layout = lay_out(plan.microbatches[0], sequences)
+    check_programs(lower(explicit(plan, layout), sequences, primitives=ALL_PRIMITIVES), sequences)
+    travels = replace(layout, rounds=(Round(transfers=(Transfer(blocks=(0,), source=0, target=1),)),))
+    with pytest.raises(ValueError, match=r"touches ranks \[0, 1\] of a ulysses group"):
+        lower(explicit(plan, travels), sequences, primitives=ALL_PRIMITIVES)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+def test_ranks_without_tokens_pad(num_tokens: int) -> None:
+    plan, sequences = one_group([num_tokens], (0, 1, 2, 3))
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    check_programs(programs, sequences)
+    heads = [head for _, _, head in heads_of(programs)]
+    assert all(head.tokens == (1, 1, 1, 1) for head in heads)
+    cells = num_tokens * (num_tokens + 1) // 2 + 4 - num_tokens
+    assert sum(head.num_cells for head in heads) == pytest.approx(cells)
+
+
+def test_a_rank_of_another_group_is_named() -> None:
+    plan, sequences = one_group([5, 4], (0, 1))
+    _, _, head = heads_of(lower(plan, sequences, primitives=ALL_PRIMITIVES))[0]
+    with pytest.raises(ValueError, match="rank is 2, must be one of the group's"):
+        head_rounds(head, rank=2, backward=False)
+
+
+HeadMutation = Callable[[HeadProgram], HeadProgram]
+
+HEAD_MUTATIONS: dict[str, HeadMutation] = {
+    "ranks in another order": lambda head: replace(head, ranks=head.ranks[1:] + head.ranks[:1]),
+    "ranks and tokens in another order": lambda head: replace(head, ranks=head.ranks[::-1], tokens=head.tokens[::-1]),
+    "a rank too few": lambda head: replace(head, ranks=head.ranks[:-1], tokens=head.tokens[:-1]),
+    "a rank twice": lambda head: replace(head, ranks=(*head.ranks, head.ranks[0]), tokens=(*head.tokens, 1)),
+    "a rank that is not there": lambda head: replace(head, ranks=(*head.ranks, 99), tokens=(*head.tokens, 1)),
+    "a rank below zero": lambda head: replace(head, ranks=(*head.ranks, -1), tokens=(*head.tokens, 1)),
+    "tokens of a rank too few": lambda head: replace(head, tokens=head.tokens[:-1]),
+    "a token moved to the next": lambda head: replace(
+        head, tokens=(head.tokens[0] - 1, head.tokens[1] + 1, *head.tokens[2:])
+    ),
+    "a token more of each": lambda head: replace(head, tokens=tuple(each + 1 for each in head.tokens)),
+    "no tokens at the end": lambda head: replace(head, tokens=(*head.tokens[:-1], 0)),
+    "an attend lost": lambda head: replace(head, attends=head.attends[1:]),
+    "no attends": lambda head: replace(head, attends=()),
+    "an attend twice": lambda head: replace(head, attends=(*head.attends, head.attends[0])),
+    "the other mask": lambda head: replace(
+        head, attends=(replace(head.attends[0], causal=not head.attends[0].causal), *head.attends[1:])
+    ),
+    "another slot": lambda head: replace(head, attends=(replace(head.attends[0], slot=1), *head.attends[1:])),
+    "beyond the tokens": lambda head: replace(
+        head, attends=(*head.attends, replace(head.attends[0], query=(0, 10**6), key=(0, 10**6)))
+    ),
+    "across sequences": lambda head: replace(
+        head, attends=(*head.attends, replace(head.attends[0], query=head.attends[-1].query, causal=False))
+    ),
+}
+
+
+def _changed(programs: Programs, change: HeadMutation, *, ranks: Sequence[int]) -> Programs:
+    """The first microbatch's programs of heads changed on some ranks."""
+    found = list(programs)
+    for rank in ranks:
+        items = tuple(
+            replace(item, attention=change(item.attention))
+            if isinstance(item, Forward) and item.microbatch == 0 and isinstance(item.attention, HeadProgram)
+            else item
+            for item in programs[rank].instructions
+        )
+        found[rank] = replace(programs[rank], instructions=items)
+    return found
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("name", HEAD_MUTATIONS)
+def test_validator_rejects_mutated_heads(name: str, everywhere: bool) -> None:
+    plan, sequences = one_group([17, 5, 9], (3, 0, 1))
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    check_programs(programs, sequences)
+    mutated = _changed(programs, HEAD_MUTATIONS[name], ranks=(3, 0, 1) if everywhere else (0,))
+    assert list(mutated) != list(programs)
+    with pytest.raises(ValueError):
+        check_programs(mutated, sequences)
+
+
+def test_peers_that_disagree_on_tokens_would_not_match() -> None:
+    """Found before anything is looked at but messages: what one sends is not what the other expects."""
+    plan, sequences = one_group([17, 5, 9], (3, 0, 1))
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    check_progress(programs)
+    fewer = _changed(programs, lambda head: replace(head, tokens=(head.tokens[0], *head.tokens[1:2], 1)), ranks=(0,))
+    with pytest.raises(ValueError, match="sends qkv of 10 tokens where rank 0 expects qkv of 1"):
+        check_progress(fewer)
+
+
+def test_a_peer_that_recomputes_nothing_is_found() -> None:
+    plan, sequences = one_group([17, 5, 9], (3, 0, 1))
+    programs = list(lower(plan, sequences, primitives=ALL_PRIMITIVES))
+    items = [
+        replace(item, recomputed_layers=0) if isinstance(item, Forward) else item for item in programs[0].instructions
+    ]
+    programs[0] = replace(programs[0], instructions=tuple(items))
+    with pytest.raises(ValueError, match="wait for ever"):
+        check_progress(programs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_validator_rejects_programs_with_one_thing_changed(seed: int) -> None:
+    """Any label, instruction, rank, token count, attend or piece dropped, doubled or changed, anywhere, is found."""
+    rng = random.Random(seed)
+    _, sequences, programs = both(seed % 50)
+    check_programs(programs, sequences)
+    rank = rng.randrange(len(programs))
+    mutated = mutate(programs[rank], rng)
+    if mutated == programs[rank]:
+        return
+    with pytest.raises(ValueError):
+        check_programs([*programs[:rank], mutated, *programs[rank + 1 :]], sequences)

@@ -1,0 +1,155 @@
+"""Pipelined rounds: what is attended to when, how many slots are held, and where gradients go."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.program import Attend, AttentionProgram, Forward, Payload, check_plan, lower
+from rayfcp.program.attention import lower_attention
+from rayfcp.program.buffers import check_buffers
+from rayfcp.program.paced import TILE, Brought, paced
+from rayfcp.program.table import Attends
+from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pipeline, Round, SequenceSpec, Transfer
+from tests.program.helpers import random_plan, scattered, specs
+
+Cell = tuple[int, int, int]
+
+
+def cells(attends: Attends) -> Counter[Cell]:
+    """(query, slot, key) one by one."""
+    return Counter(
+        (query, attend.slot, key)
+        for attend in attends
+        for query in range(*attend.query)
+        for key in range(*attend.key)
+        if not attend.causal or key - attend.key[0] <= query - attend.query[0]
+    )
+
+
+def square(start: int, stop: int) -> Attend:
+    return Attend(query=(start, stop), slot=0, key=(start, stop), causal=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    own=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(1, 40)), max_size=4),
+    num_buffers=st.integers(2, 4),
+)
+def test_every_cell_once_and_in_time(own: list[int], sizes: list[tuple[int, int, int]], num_buffers: int) -> None:
+    edges = [sum(own[:at]) for at in range(len(own) + 1)]
+    within = Attends.of([square(begin, end) for begin, end in pairwise(edges)])
+    brought = [
+        Brought(
+            attends=Attends.of([Attend(query=(0, min(queries, edges[-1])), slot=slot, key=(0, keys), causal=False)]),
+            first=stage + 1,
+            due=stage + num_buffers - 1,
+        )
+        for slot, (stage, queries, keys) in enumerate(sorted(sizes), start=1)
+    ]
+    phases = paced(brought, within, num_phases=6)
+    found: Counter[Cell] = Counter()
+    for phase in phases:
+        found.update(cells(phase))
+    due = cells(within)
+    for each in brought:
+        due.update(cells(each.attends))
+        slot = each.attends[0].slot
+        used = [at for at, phase in enumerate(phases) if any(attend.slot == slot for attend in phase)]
+        assert each.first <= used[0] and used[-1] <= min(each.due, 5)
+    assert found == due
+
+
+def test_phases_are_level_to_a_tile() -> None:
+    """One rank's square of 4096 tokens over 8 phases."""
+    phases = paced([], Attends.of([square(0, 4096)]), num_phases=8)
+    share = 4096 * 4097 / 2 / 8
+    done = 0
+    for number, phase in enumerate(phases, start=1):
+        done += phase.num_cells
+        assert abs(done - number * share) <= TILE * 4096
+    assert all(attend.query[1] - attend.query[0] >= TILE for phase in phases for attend in phase)
+
+
+def two_ranks(pipeline: Pipeline | None) -> Layout:
+    """Rank 1 needs four blocks of rank 0, one a round."""
+    blocks = [Block(sequence=0, start=10 * at, stop=10 * at + 10, rank=at // 4) for at in range(5)]
+    rounds = [Round(transfers=(Transfer(blocks=(at,), source=0, target=1),)) for at in range(4)]
+    return Layout(blocks=tuple(blocks), rounds=tuple(rounds), pipeline=pipeline)
+
+
+def programs_of(pipeline: Pipeline | None) -> tuple[AttentionProgram, ...]:
+    return lower_attention(two_ranks(pipeline), masks={0: Mask.CAUSAL}, num_ranks=2)
+
+
+def arrivals(program: AttentionProgram, payload: Payload) -> list[int]:
+    return [
+        sum(message.payload is payload for message in step.receives)
+        for step in (program.backward if payload is Payload.GRAD else program.forward)
+    ]
+
+
+def test_coalesced_rounds_are_one_and_gradients_come_home_transposed() -> None:
+    home, away = programs_of(Pipeline(coalesce=3, num_buffers=3))
+    assert arrivals(away, Payload.KV) == [3, 1, 0]
+    assert arrivals(home, Payload.GRAD) == [0, 0, 0, 3, 1], "three rounds after the keys and values went out"
+    one_by_one = programs_of(None)
+    assert arrivals(one_by_one[1], Payload.KV) == [1, 1, 1, 1, 0]
+    assert programs_of(Pipeline(coalesce=1, num_buffers=2))[1].backward[-1] == one_by_one[1].backward[-1]
+
+
+def planned(layout: Layout) -> tuple[BatchPlan, list[SequenceSpec], ClusterSpec]:
+    """The layout of `two_ranks` in a plan."""
+    plan, sequences, cluster = random_plan(0, num_ranks=2)
+    sequences = specs([50])
+    microbatch = replace(
+        scattered(plan, [*specs([50] * 20)], seed=0).microbatches[0],
+        layout=layout,
+        predicted_s=1.0,
+    )
+    group = replace(microbatch.groups[0], ranks=(0, 1), sequences=(0,))
+    microbatch = replace(microbatch, groups=(group,), group_s=(1.0,))
+    plan = replace(plan, microbatches=(microbatch,), predicted_s=1.0, lower_bound_s=0.5)
+    return plan, sequences, replace(cluster, max_tokens_per_rank=40)
+
+
+@pytest.mark.parametrize(("field", "value", "bound"), [("coalesce", 0, 1), ("num_buffers", 1, 2)])
+def test_pipelines_out_of_bounds_are_named(field: str, value: int, bound: int) -> None:
+    pipeline = replace(Pipeline(coalesce=1, num_buffers=3), **{field: value})
+    plan, sequences, cluster = planned(two_ranks(pipeline))
+    with pytest.raises(ValueError, match=rf"pipeline.{field} is {value}, must be at least {bound}"):
+        check_plan(plan, sequences, cluster=cluster)
+
+
+def test_more_slots_than_buffers_are_found() -> None:
+    plan, sequences, cluster = planned(two_ranks(Pipeline(coalesce=2, num_buffers=3)))
+    check_plan(plan, sequences, cluster=cluster)
+    programs = lower(plan, sequences)
+    check_buffers(programs, [Pipeline(coalesce=2, num_buffers=2)])
+    with pytest.raises(ValueError, match=r"rank 1 holds 4 received slots in round 1, the bound is 2"):
+        check_buffers(_late(programs), [Pipeline(coalesce=1, num_buffers=2)])
+
+
+def _late(programs: tuple) -> tuple:  # type: ignore[type-arg]
+    """All of rank 1's attends in its last round."""
+    late = programs[1]
+    forward = next(item for item in late.instructions if isinstance(item, Forward))
+    attends = [attend for step in forward.attention.forward for attend in step.attends]
+    steps = [replace(step, attends=()) for step in forward.attention.forward[:-1]]
+    steps.append(replace(forward.attention.forward[-1], attends=tuple(attends)))
+    changed = replace(forward, attention=replace(forward.attention, forward=tuple(steps)))
+    instructions = tuple(changed if item is forward else item for item in late.instructions)
+    return programs[0], replace(late, instructions=instructions)
+
+
+def test_relays_have_no_pipeline() -> None:
+    blocks = tuple(Block(sequence=0, start=10 * at, stop=10 * at + 10, rank=at) for at in range(3))
+    hops = [(0, 1), (1, 2)]
+    rounds = tuple(Round(transfers=(Transfer(blocks=(0,), source=a, target=b),)) for a, b in hops)
+    layout = Layout(blocks=blocks, rounds=rounds, pipeline=Pipeline(coalesce=1, num_buffers=3))
+    with pytest.raises(ValueError, match="rank 1 passes on blocks of rank 0"):
+        lower_attention(layout, masks={0: Mask.CAUSAL}, num_ranks=3)
