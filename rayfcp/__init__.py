@@ -1,6 +1,6 @@
 """Elastic long-context training on Ray with flexible context parallelism.
 
-`FlexTrainer(config).fit()` trains; `plan_batch`, `attention` serve other training loops. Names are
+`FlexTrainer(config).fit()` trains; `plan_batch`, `simulate`, `attention` serve other training loops. Names are
 imported when they are first used: `import rayfcp` loads neither torch nor ray.
 """
 
@@ -15,6 +15,7 @@ _HOMES = {
     "plan_batch": "rayfcp.plan",
     "check_plan": "rayfcp.program",
     "lower": "rayfcp.program",
+    "simulate": "rayfcp.simulate",
     "attention": "rayfcp.execute.attention",
     "FlexTrainer": "rayfcp.cluster",
 }
@@ -25,4 +26,5 @@ __all__ = [*sorted(_HOMES), "__version__"]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'rayfcp' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    home = importlib.import_module(_HOMES[name])
+    return home if name == "simulate" else getattr(home, name)  # the room itself, which can be called

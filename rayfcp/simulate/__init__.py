@@ -1,0 +1,23 @@
+"""Simulation: programs of all ranks replayed on a model and hardware profile, event by event.
+
+The room and the public function `rayfcp.simulate(plan, sequences, ...)` share a name, so the room can be called.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+from rayfcp.simulate.plans import simulate_plan
+from rayfcp.simulate.simulate import simulate
+from rayfcp.simulate.timeline import Breakdown, Loads, Timeline
+
+__all__ = ["Breakdown", "Loads", "Timeline", "simulate", "simulate_plan"]
+
+
+class _Room(ModuleType):
+    def __call__(self, *args: Any, **keywords: Any) -> Timeline:
+        """`simulate_plan`."""
+        return simulate_plan(*args, **keywords)
+
+
+sys.modules[__name__].__class__ = _Room

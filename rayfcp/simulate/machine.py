@@ -1,0 +1,169 @@
+"""The machine that programs are replayed on: seconds of kernels, bytes and bandwidths of links."""
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.plan.analytic import REDUCED_BYTES
+from rayfcp.values import HardwareProfile, ModelProfile
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A model on a kind of device, for `num_ranks` ranks. Seconds and bytes are of one layer, forward.
+
+    Attention over q queries and k keys takes q k + `half_tokens` max(q, k) cells' time, over a causal square of
+    n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per cell. Linear
+    layers over n tokens take the time of n + `linear_half_tokens`. Every rank has a port each way inside the node
+    and one between nodes, every node shares an uplink and a downlink. Numbers wider than the profile's
+    run at proportionally less than its peak (as in `CostModel.from_profiles`).
+    """
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    num_ranks: int
+    bytes_per_element: int
+    node_of_rank: tuple[int, ...]
+
+    @property
+    def attention_s_per_cell(self) -> float:
+        flops = self.model.attention_flops_per_cell / self.model.num_layers
+        return flops / (self._peak_flops * self.hardware.attention_efficiency)
+
+    @property
+    def linear_s_per_token(self) -> float:
+        return 2.0 * self.model.layer_matmul_parameters / (self._peak_flops * self.hardware.linear_efficiency)
+
+    @property
+    def head_s_per_token(self) -> float:
+        """Output head, once a pass."""
+        parameters = self.model.vocab_size * self.model.hidden_size
+        return 2.0 * parameters / (self._peak_flops * self.hardware.linear_efficiency)
+
+    @property
+    def before_share(self) -> float:
+        """Of a layer's linear work, what comes before attention: queries, keys and values."""
+        heads = self.model.num_heads + 2 * self.model.num_kv_heads
+        return self.model.hidden_size * self.model.head_dim * heads / self.model.layer_matmul_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.model.kv_bytes_per_token(self.bytes_per_element)
+
+    @property
+    def gradient_bytes_per_token(self) -> int:
+        """Partial dK and dV, in fp32 at least."""
+        return self.model.kv_bytes_per_token(self.reduced_bytes)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element whose parts are summed over ranks."""
+        return max(self.bytes_per_element, REDUCED_BYTES)
+
+    def exchanged_bytes_per_token(self, degree: int, *, gathered: bool) -> float:
+        """What one rank of a Ulysses group gets of a token of another: 1 / degree of the query heads, and of the
+        key and value heads, replicated beyond their count, in the exchange that brings these (`gathered`)."""
+        heads = self.model.num_heads / degree
+        if gathered:
+            heads += 2 * max(self.model.num_kv_heads / degree, 1.0)
+        return heads * self.model.head_dim * self.bytes_per_element
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.model.layer_matmul_parameters
+
+    @property
+    def root_parameters(self) -> int:
+        """Embedding and output head, gathered and reduced together."""
+        return self.model.num_parameters - self.model.num_layers * self.model.layer_matmul_parameters
+
+    def links(self) -> "Links":
+        """Ports and node links as arrays."""
+        nodes = np.array(self.node_of_rank, np.int64)
+        sizes = np.bincount(nodes).astype(np.float64)
+        shared = self.hardware.node_uplink_bandwidth
+        return Links(
+            node_of_rank=nodes,
+            intra_bandwidth=self.hardware.intra_node_bandwidth,
+            inter_bandwidth=self.hardware.inter_node_bandwidth,
+            uplink_bandwidth=np.full(len(sizes), shared) if shared else sizes * self.hardware.inter_node_bandwidth,
+        )
+
+    @property
+    def _peak_flops(self) -> float:
+        return self.hardware.peak_flops * min(1.0, self.hardware.dtype_bytes / self.bytes_per_element)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """Bandwidths in bytes/s, and the numbers of the servers that stand for ports and node links."""
+
+    node_of_rank: Ints
+    intra_bandwidth: float
+    inter_bandwidth: float
+    uplink_bandwidth: Floats
+
+    @property
+    def num_servers(self) -> int:
+        return 4 * len(self.node_of_rank) + 2 * len(self.uplink_bandwidth)
+
+    def port(self, rank: Ints, *, link: Ints, receives: int) -> Ints:
+        """`link` is 0 inside the node, 1 between nodes; `receives` 0 for sends."""
+        return (2 * np.asarray(link, np.int64) + receives) * len(self.node_of_rank) + rank
+
+    def trunk(self, node: Ints, *, receives: int) -> Ints:
+        """Uplink or (`receives`) downlink."""
+        return 4 * len(self.node_of_rank) + receives * len(self.uplink_bandwidth) + node
+
+    def collective_s_per_byte(self) -> Floats:
+        """By server: a collective moves (N - 1) / N of its bytes into and out of each rank, and what enters a node
+        comes over the links of all its ranks at once."""
+        num_ranks, num_nodes = len(self.node_of_rank), len(self.uplink_bandwidth)
+        share = (num_ranks - 1) / num_ranks
+        across = 0.0 if num_nodes == 1 else share
+        sizes = np.bincount(self.node_of_rank)
+        inside = np.full(2 * num_ranks, share / self.intra_bandwidth)
+        between = np.tile(across / (sizes[self.node_of_rank] * self.inter_bandwidth), 2)
+        return np.concatenate([inside, between, np.tile(across / self.uplink_bandwidth, 2)])
+
+
+def machine_of(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    node_of_rank: tuple[int, ...] = (),
+    bytes_per_element: int | None = None,
+) -> Machine:
+    """The machine; without `node_of_rank`, nodes are filled one after the other.
+
+    Raises:
+        ValueError: `node_of_rank` is not one node for each rank, or a bandwidth is not above 0.
+    """
+    if len(node_of_rank) not in (0, num_ranks):
+        raise ValueError(
+            f"node_of_rank has {len(node_of_rank)} entries, must have one for each of {num_ranks} ranks, or none"
+        )
+    for name in (
+        "peak_flops",
+        "linear_efficiency",
+        "attention_efficiency",
+        "intra_node_bandwidth",
+        "inter_node_bandwidth",
+    ):
+        if not 0 < getattr(hardware, name) < inf:
+            raise ValueError(f"hardware.{name} is {getattr(hardware, name)}, must be above 0 and finite; correct it")
+    named = node_of_rank or tuple(rank // max(hardware.devices_per_node, 1) for rank in range(num_ranks))
+    number = {node: at for at, node in enumerate(sorted(set(named)))}
+    return Machine(
+        model=model,
+        hardware=hardware,
+        num_ranks=num_ranks,
+        bytes_per_element=bytes_per_element or hardware.dtype_bytes,
+        node_of_rank=tuple(number[node] for node in named),
+    )

@@ -1,0 +1,197 @@
+"""The rounds and messages of all ranks' attention, as flat arrays."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayfcp.plan.analytic import ATTENTION_BACKWARD
+from rayfcp.program import AttentionProgram, AttentionRound, Forward, HeadProgram, Message, Payload, RankProgram
+from rayfcp.program.table import Attends
+from rayfcp.simulate.arrays import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
+from rayfcp.simulate.attend_work import attend_work
+from rayfcp.simulate.machine import Machine
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """All passes: forward of microbatch m is pass 2 m, backward 2 m + 1. `message_bytes` and `message_pass` by message.
+    `cells[pass, rank]`, in cells of all heads, and `attend_s[pass, rank]` of one layer."""
+
+    rounds: Rounds
+    messages: Messages
+    message_bytes: Floats
+    message_pass: Ints
+    cells: Floats
+    attend_s: Floats
+
+
+def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> Traffic:
+    """Rounds of all ranks' passes. The k-th message that a rank sends another in a pass meets the k-th that this
+    one expects from it, as on a channel without tags.
+
+    Raises:
+        ValueError: messages do not meet; `rayfcp.program.check_programs` says more.
+    """
+    builder = _Builder(machine=machine)
+    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
+    if len({len(each) for each in forwards}) != 1:
+        raise ValueError("programs have different numbers of microbatches; lower one plan for all ranks")
+    for microbatch in range(len(forwards[0])):
+        parts = [each[microbatch].attention for each in forwards]
+        for backward in (False, True):
+            builder.add_pass(parts, backward=backward)
+    return builder.traffic()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    machine: Machine
+    first: list[list[int]] = field(default_factory=list)
+    count: list[list[int]] = field(default_factory=list)
+    category: list[int] = field(default_factory=list)
+    ends: list[list[int]] = field(default_factory=list)
+    compute_s: list[Floats] = field(default_factory=list)
+    cells: list[Floats] = field(default_factory=list)
+    attend_s: list[Floats] = field(default_factory=list)
+    pairs: list[Pair] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+
+    def add_pass(self, parts: Sequence[AttentionProgram | HeadProgram], *, backward: bool) -> None:
+        base = len(self.category)
+        lanes = _Lanes()
+        tables: list[Attends] = []
+        shares: list[float] = []
+        counts: list[int] = []
+        for rank, part in enumerate(parts):
+            start = len(self.category)
+            if isinstance(part, HeadProgram):
+                rounds = _exchanged(part, rank=rank, lanes=lanes, first=start, machine=self.machine, backward=backward)
+                self.category += [ALL_TO_ALL] * len(rounds)
+                shares += [1.0 / part.degree] * len(rounds)
+                tables += rounds
+            else:
+                steps = part.backward if backward else part.forward
+                self._ring(steps, rank=rank, lanes=lanes)
+                shares += [1.0] * len(steps)
+                tables += [Attends.of(step.attends) for step in steps]
+            counts.append(len(self.category) - start)
+        self.ends += [[] for _ in range(len(self.category) - base)]
+        self.count.append(counts)
+        self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
+        self._work(tables, np.array(shares), ranks=np.repeat(np.arange(len(parts)), counts), backward=backward)
+        self._meet(lanes)
+
+    def traffic(self) -> Traffic:
+        sizes = np.array([len(each) for each in self.ends], np.int64)
+        return Traffic(
+            rounds=Rounds(
+                first=np.array(self.first, np.int64),
+                number=np.array(self.count, np.int64),
+                compute_s=np.concatenate(self.compute_s),
+                category=np.array(self.category, np.int64),
+                message_first=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+                message=np.array([message for each in self.ends for message in each], np.int64),
+            ),
+            messages=_messages(self.pairs, np.array(self.sizes, np.float64), machine=self.machine),
+            message_bytes=np.array(self.sizes, np.float64),
+            message_pass=np.array(self.passes, np.int64),
+            cells=np.array(self.cells, np.float64),
+            attend_s=np.array(self.attend_s, np.float64),
+        )
+
+    def _ring(self, steps: Sequence[AttentionRound], *, rank: int, lanes: "_Lanes") -> None:
+        machine = self.machine
+        each = {Payload.KV: machine.kv_bytes_per_token, Payload.GRAD: machine.gradient_bytes_per_token}
+        for step in steps:
+            at = len(self.category)
+            self.category.append(RING)
+            for sent in step.sends:
+                lanes.sent[rank, sent.peer].append((at, _num_tokens(sent) * each[sent.payload]))
+            for received in step.receives:
+                lanes.received[received.peer, rank].append((at, _num_tokens(received) * each[received.payload]))
+
+    def _work(self, tables: Sequence[Attends], shares: Floats, *, ranks: Ints, backward: bool) -> None:
+        """Seconds of each round's attends, and cells by rank."""
+        machine = self.machine
+        work = np.array([attend_work(table.columns) for table in tables], np.float64).reshape(-1, 2)
+        cells, extra = work[:, 0] * shares, work[:, 1] * shares * machine.hardware.attention_half_tokens
+        seconds = machine.attention_s_per_cell * (ATTENTION_BACKWARD if backward else 1.0) * (cells + extra)
+        self.compute_s.append(seconds)
+        self.attend_s.append(np.bincount(ranks, seconds, minlength=machine.num_ranks).astype(np.float64))
+        self.cells.append(np.bincount(ranks, cells, minlength=machine.num_ranks).astype(np.float64))
+
+    def _meet(self, lanes: "_Lanes") -> None:
+        for pair in sorted(lanes.sent.keys() | lanes.received.keys()):
+            sent, received = lanes.sent.get(pair, []), lanes.received.get(pair, [])
+            if [moved for _, moved in sent] != [moved for _, moved in received]:
+                raise ValueError(
+                    f"what rank {pair[0]} sends to rank {pair[1]} is not what that expects ({len(sent)} and "
+                    f"{len(received)} messages); check the programs"
+                )
+            for (source, moved), (target, _) in zip(sent, received, strict=True):
+                self.ends[source].append(len(self.pairs))
+                self.ends[target].append(len(self.pairs))
+                self.pairs.append(pair)
+                self.sizes.append(moved)
+                self.passes.append(len(self.count) - 1)
+
+
+def _num_tokens(message: Message) -> int:
+    """`message.num_tokens`, without a property and a generator for each of a ring's many messages."""
+    ranges = message.ranges
+    return sum([stop - start for start, stop in ranges]) if len(ranges) > 1 else ranges[0][1] - ranges[0][0]
+
+
+@dataclass(slots=True)
+class _Lanes:
+    """Per (source, target): round and bytes of what is sent, and of what is expected, in program order."""
+
+    sent: dict[Pair, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+    received: dict[Pair, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
+
+
+def _exchanged(
+    part: HeadProgram, *, rank: int, lanes: _Lanes, first: int, machine: Machine, backward: bool
+) -> list[Attends]:
+    """Three rounds: an exchange posted at once, the attends, an exchange. To heads a rank sends its own tokens, to
+    tokens those of the others."""
+    own = part.ranks.index(rank)
+    gathered = machine.exchanged_bytes_per_token(part.degree, gathered=True)
+    scattered = machine.exchanged_bytes_per_token(part.degree, gathered=False)
+    before, after = (scattered, gathered) if backward else (gathered, scattered)
+    for step in range(1, part.degree):
+        to, come = (own + step) % part.degree, (own - step) % part.degree
+        target, source = part.ranks[to], part.ranks[come]
+        lanes.sent[rank, target] += [(first, part.tokens[own] * before), (first + 2, part.tokens[to] * after)]
+        lanes.received[source, rank] += [(first, part.tokens[come] * before), (first + 2, part.tokens[own] * after)]
+    return [Attends.of(()), Attends.of(part.attends), Attends.of(())]
+
+
+def _messages(pairs: Sequence[Pair], moved: Floats, *, machine: Machine) -> Messages:
+    source, target = np.array(pairs, np.int64).reshape(-1, 2).T
+    links = machine.links()
+    from_node, to_node = links.node_of_rank[source], links.node_of_rank[target]
+    across = from_node != to_node
+    own_s = moved / np.where(across, links.inter_bandwidth, links.intra_bandwidth)
+    uplink, downlink = (links.trunk(node, receives=way) for node, way in ((from_node, 0), (to_node, 1)))
+    return Messages(
+        source=np.ascontiguousarray(source),
+        target=np.ascontiguousarray(target),
+        server=np.stack(
+            [
+                links.port(source, link=across, receives=0),
+                links.port(target, link=across, receives=1),
+                np.where(across, uplink, -1),
+                np.where(across, downlink, -1),
+            ],
+            axis=1,
+        ),
+        server_s=np.stack(
+            [own_s, own_s, moved / links.uplink_bandwidth[from_node], moved / links.uplink_bandwidth[to_node]], axis=1
+        ),
+    )

@@ -1,0 +1,214 @@
+"""What every rank does, in order, layer by layer: one script for all ranks, since all run the same passes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rayfcp.plan.analytic import LINEAR_BACKWARD
+from rayfcp.program import Backward, Forward, Instruction, Load
+from rayfcp.simulate.arrays import ATTEND, COMPUTE, MARK, POST, WAIT, Script
+from rayfcp.simulate.machine import Machine
+
+SHOWN_LAYERS = 6
+
+RowKey = tuple[int, str]
+"""(position of the instruction, kind of layers): names a row of equal layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Equal layers one after the other, of `total` the first few in the script. Layer i ends at `marks[i]`, its gather
+    is collective `gathers[i]`."""
+
+    key: RowKey
+    total: int
+    marks: tuple[int, ...]
+    gathers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instants:
+    """Marks of one instruction: start; end of the wait for its first parameters; end of computation; end."""
+
+    start: int
+    ready: int
+    computed: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A script and where things are in it. `recorded[p]` is the mark after the recorded layer of pass p (forward of
+    microbatch m is pass 2 m, backward 2 m + 1)."""
+
+    script: Script
+    rows: tuple[Row, ...]
+    collective_bytes: tuple[float, ...]
+    instants: tuple[Instants, ...]
+    recorded: Mapping[int, int]
+    num_marks: int
+
+
+def write_script(instructions: Sequence[Instruction], *, machine: Machine, shown: Mapping[RowKey, int]) -> Plot:
+    """The script of a program's instructions. A row has `shown[key]` of its layers, `SHOWN_LAYERS` if that is absent.
+
+    Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
+    layer for forward and for backward, while the layer before computes (the first one is exposed). Gradients are
+    scattered layer by layer, one at a time, beside the next layer's backward pass; embedding and head last.
+    """
+    writer = _Writer(machine=machine, shown=shown)
+    recomputed: dict[int, int] = {}
+    for position, item in enumerate(instructions):
+        start = writer.mark()
+        if isinstance(item, Load):
+            writer.load()
+            ready = computed = start
+        elif isinstance(item, Forward):
+            recomputed[item.microbatch] = min(item.recomputed_layers, machine.model.num_layers)
+            ready = writer.forward(position, item.microbatch)
+            computed = writer.mark()
+        else:
+            ready, computed = start, writer.backward(position, item, recomputed=recomputed[item.microbatch])
+        writer.instants.append(Instants(start=start, ready=ready, computed=computed, stop=writer.mark()))
+    return writer.plot()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Writer:
+    machine: Machine
+    shown: Mapping[RowKey, int]
+    operations: list[tuple[int, int, float, float, int]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    collectives: list[float] = field(default_factory=list)
+    instants: list[Instants] = field(default_factory=list)
+    recorded: dict[int, int] = field(default_factory=dict)
+    marks: int = 0
+
+    def plot(self) -> Plot:
+        kind, arg, base_s, per_token_s, recorded = zip(*self.operations, strict=True)
+        script = Script(
+            kind=np.array(kind, np.int64),
+            arg=np.array(arg, np.int64),
+            base_s=np.array(base_s, np.float64),
+            per_token_s=np.array(per_token_s, np.float64),
+            recorded=np.array(recorded, np.int64),
+        )
+        return Plot(
+            script=script,
+            rows=tuple(self.rows),
+            collective_bytes=tuple(self.collectives),
+            instants=tuple(self.instants),
+            recorded=self.recorded,
+            num_marks=self.marks,
+        )
+
+    def mark(self) -> int:
+        self.operations.append((MARK, self.marks, 0.0, 0.0, 0))
+        self.marks += 1
+        return self.marks - 1
+
+    def load(self) -> None:
+        self.operations.append((COMPUTE, 0, self.machine.hardware.microbatch_overhead_s, 0.0, 0))
+
+    def forward(self, position: int, microbatch: int) -> int:
+        """Returns the mark at which the first layer has its parameters."""
+        machine, number = self.machine, 2 * microbatch
+        root = self._collective(machine.root_parameters * machine.bytes_per_element)
+        first = self._gather()
+        self._wait(root)
+        ready = self.marks
+
+        def layer(recorded: bool) -> None:
+            self._forward_layer(microbatch, recorded=recorded)
+
+        total = machine.model.num_layers
+        self._row((position, "plain"), total=total, first=first, last=True, layer=layer, record_as=number)
+        self._linear(microbatch, machine.head_s_per_token)
+        return ready
+
+    def backward(self, position: int, item: Backward, *, recomputed: int) -> int:
+        """Returns the mark at which computation ends."""
+        machine, microbatch = self.machine, item.microbatch
+        plain, number = machine.model.num_layers - recomputed, 2 * microbatch + 1
+        reduced: list[int] = []
+        gather = self._gather()
+        self._linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
+
+        def one(recorded: bool) -> None:
+            self._backward_layer(microbatch, recorded=recorded)
+            if item.reduce:
+                self._reduce(machine.layer_parameters, after=reduced)
+
+        def again(recorded: bool) -> None:
+            self._forward_layer(microbatch, recorded=False)
+            one(recorded)
+
+        if plain:
+            key = (position, "plain")
+            gather = self._row(key, total=plain, first=gather, last=not recomputed, layer=one, record_as=number)
+        if recomputed:
+            key = (position, "recomputed")
+            self._row(key, total=recomputed, first=gather, last=True, layer=again, record_as=-1 if plain else number)
+        computed = self.mark()
+        if item.reduce:
+            self._reduce(machine.root_parameters, after=reduced)
+            self._wait(reduced[-1])
+        return computed
+
+    def _row(
+        self, key: RowKey, *, total: int, first: int, last: bool, layer: Callable[[bool], None], record_as: int
+    ) -> int:
+        """Layers, each gathering the next one's parameters while it runs; returns the gather of what follows.
+        Of the layers the last but one is recorded: the one that stands for those not shown."""
+        count = min(total, self.shown.get(key, SHOWN_LAYERS))
+        at, gathers, marks = max(count - 2, 0), [first], []
+        for index in range(count):
+            self._wait(gathers[index])
+            if index == 0:
+                self.mark()
+            if index + 1 < count or not last:
+                gathers.append(self._gather())
+            layer(record_as >= 0 and index == at)
+            marks.append(self.mark())
+        if record_as >= 0:
+            self.recorded[record_as] = marks[at]
+        self.rows.append(Row(key=key, total=total, marks=tuple(marks), gathers=tuple(gathers[:count])))
+        return gathers[-1]
+
+    def _forward_layer(self, microbatch: int, *, recorded: bool) -> None:
+        machine = self.machine
+        self._linear(microbatch, machine.linear_s_per_token * machine.before_share)
+        self._attend(2 * microbatch, recorded=recorded)
+        self._linear(microbatch, machine.linear_s_per_token * (1 - machine.before_share))
+
+    def _backward_layer(self, microbatch: int, *, recorded: bool) -> None:
+        machine = self.machine
+        linear_s = LINEAR_BACKWARD * machine.linear_s_per_token
+        self._linear(microbatch, linear_s * (1 - machine.before_share))
+        self._attend(2 * microbatch + 1, recorded=recorded)
+        self._linear(microbatch, linear_s * machine.before_share)
+
+    def _linear(self, microbatch: int, s_per_token: float) -> None:
+        base_s = s_per_token * self.machine.hardware.linear_half_tokens
+        self.operations.append((COMPUTE, microbatch, base_s, s_per_token, 0))
+
+    def _attend(self, number: int, *, recorded: bool) -> None:
+        self.operations.append((ATTEND, number, 0.0, 0.0, int(recorded)))
+
+    def _wait(self, collective: int) -> None:
+        self.operations.append((WAIT, collective, 0.0, 0.0, 0))
+
+    def _collective(self, moved_bytes: float) -> int:
+        self.collectives.append(moved_bytes)
+        self.operations.append((POST, len(self.collectives) - 1, 0.0, 0.0, 0))
+        return len(self.collectives) - 1
+
+    def _gather(self) -> int:
+        return self._collective(self.machine.layer_parameters * self.machine.bytes_per_element)
+
+    def _reduce(self, parameters: int, *, after: list[int]) -> None:
+        """Scatter gradients, behind those before."""
+        if after:
+            self._wait(after[-1])
+        after.append(self._collective(parameters * self.machine.reduced_bytes))
