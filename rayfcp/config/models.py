@@ -154,10 +154,14 @@ class PlanConfig(Section):
     degrees: Literal["exact", "dp"] = Field(
         default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
     )
+    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
+        default=("ring",), min_length=1, description="how groups may exchange what attention needs; training runs rings"
+    )
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
+    refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
     search_moves: Count = Field(
-        default=10_000,
-        description="how often the joint search may place a sequence, for up to 512 sequences; in proportion for more",
+        default=80_000,
+        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
     )
 
 

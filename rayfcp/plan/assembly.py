@@ -3,56 +3,86 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from rayfcp.plan.cost import CostModel
 from rayfcp.plan.microbatches import Columns
-from rayfcp.plan.placement import place_groups
-from rayfcp.values import ClusterSpec, Group, MicrobatchPlan
+from rayfcp.plan.placement import node_of_ranks, node_sizes, place_groups
+from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ring:
-    """Sequences (positions in the columns of a batch) that share `degree` ranks, not yet named."""
+class Draft:
+    """A group whose ranks have no names yet: sequences (positions in the columns of a batch) on `degree` ranks."""
 
     members: tuple[int, ...]
     degree: int
+    primitive: Primitive = Primitive.RING
 
 
 def assemble(
-    microbatches: Sequence[Sequence[Ring]], *, batch: Columns, cluster: ClusterSpec, cost: CostModel
+    microbatches: Sequence[Sequence[Draft]], *, batch: Columns, cluster: ClusterSpec, cost: CostModel
 ) -> tuple[MicrobatchPlan, ...]:
-    """Name the ranks, largest groups first, and order the microbatches.
+    """Name the ranks, largest groups first, price the groups where they lie, and order the microbatches.
 
     The longest microbatch comes last, where the step's gradient reduction hides behind it. The sum of
     `predicted_s` is the step's predicted time.
     """
+    ordered = _largest_first(microbatches, batch=batch, cluster=cluster, cost=cost)
+    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
+    ranks = [
+        place_groups([draft.degree for draft in drafts], cluster=cluster, ranks_per_node=cost.ranks_per_node)
+        for drafts in ordered
+    ]
+    crosses = [len({nodes[rank] for rank in held}) > 1 for each in ranks for held in each]
+    passes_s = iter(_passes_s([draft for drafts in ordered for draft in drafts], crosses, batch=batch, cost=cost).T)
     timed = []
-    for rings in microbatches:
-        seconds = [_ring_s(ring, batch=batch, cost=cost) for ring in rings]
-        order = sorted(range(len(rings)), key=lambda at: (-rings[at].degree, -seconds[at], rings[at].members))
-        timed.append(([rings[at] for at in order], [seconds[at] for at in order]))
-    timed.sort(key=lambda pair: (max(pair[1]), pair[0][0].members))
-    plans = []
-    for index, (ordered, group_s) in enumerate(timed):
-        last = index == len(timed) - 1
-        plans.append(
-            MicrobatchPlan(
-                groups=_groups(ordered, batch=batch, cluster=cluster, cost=cost),
-                group_s=tuple(group_s),
-                predicted_s=cost.microbatch_s(max(group_s), last=last),
-            )
+    for drafts, each in zip(ordered, ranks, strict=True):
+        groups = tuple(
+            Group(ranks=held, sequences=tuple(batch.ids[at] for at in draft.members), primitive=draft.primitive)
+            for draft, held in zip(drafts, each, strict=True)
         )
-    return tuple(plans)
-
-
-def _ring_s(ring: Ring, *, batch: Columns, cost: CostModel) -> float:
-    cells = sum(batch.cells[at] for at in ring.members)
-    num_tokens = sum(batch.num_tokens[at] for at in ring.members)
-    return float(cost.group_s(cells, num_tokens, degree=ring.degree))
-
-
-def _groups(rings: Sequence[Ring], *, batch: Columns, cluster: ClusterSpec, cost: CostModel) -> tuple[Group, ...]:
-    ranks = place_groups([ring.degree for ring in rings], cluster=cluster, ranks_per_node=cost.ranks_per_node)
+        seconds = np.array([next(passes_s) for _ in groups])
+        timed.append((groups, tuple(seconds.sum(axis=1).tolist()), float(seconds.max(axis=0).sum())))
+    timed.sort(key=lambda each: (each[2], each[0][0].sequences))
     return tuple(
-        Group(ranks=held, sequences=tuple(batch.ids[at] for at in ring.members))
-        for ring, held in zip(rings, ranks, strict=True)
+        MicrobatchPlan(
+            groups=groups,
+            group_s=group_s,
+            predicted_s=cost.microbatch_s(makespan_s, last=index == len(timed) - 1),
+        )
+        for index, (groups, group_s, makespan_s) in enumerate(timed)
     )
+
+
+def _largest_first(
+    microbatches: Sequence[Sequence[Draft]], *, batch: Columns, cluster: ClusterSpec, cost: CostModel
+) -> list[list[Draft]]:
+    """By degree, the slowest first among equals."""
+    flat = [draft for drafts in microbatches for draft in drafts]
+    largest = max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
+    crosses = [draft.degree > largest for draft in flat]
+    seconds = iter(_passes_s(flat, crosses, batch=batch, cost=cost).sum(axis=0).tolist())
+    ordered = []
+    for drafts in microbatches:
+        keyed = sorted((-draft.degree, -next(seconds), draft.members, draft) for draft in drafts)
+        ordered.append([draft for *_, draft in keyed])
+    return ordered
+
+
+def _passes_s(
+    drafts: Sequence[Draft], crosses: Sequence[bool], *, batch: Columns, cost: CostModel
+) -> npt.NDArray[np.float64]:
+    """[2, groups]: forward and backward of each group, inside a node or across nodes."""
+    seconds: npt.NDArray[np.float64] = np.zeros((2, len(drafts)))
+    for primitive in sorted({draft.primitive for draft in drafts}):
+        at = [index for index, draft in enumerate(drafts) if draft.primitive is primitive]
+        seconds[:, at] = cost.passes_s(
+            [sum(batch.cells[each] for each in drafts[index].members) for index in at],
+            [sum(batch.num_tokens[each] for each in drafts[index].members) for index in at],
+            degree=[drafts[index].degree for index in at],
+            primitive=primitive,
+            crosses=[crosses[index] for index in at],
+        )
+    return seconds

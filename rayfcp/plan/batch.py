@@ -6,7 +6,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.plan.bound import check_longest, lower_bound
 from rayfcp.plan.cost import CostModel
 from rayfcp.plan.strategies import get
-from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, SequenceSpec
+from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
 
 def plan_batch(
@@ -28,9 +28,16 @@ def plan_batch(
         ValueError: unknown strategy, no sequences, ids that repeat.
     """
     check_longest(sequences, cluster=cluster)
-    proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options or PlanConfig())
+    options = options or PlanConfig()
+    proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options)
     predicted_s = sum(microbatch.predicted_s for microbatch in proposal.microbatches)
-    bound_s = lower_bound(sequences, cluster=cluster, cost=cost)
+    bound_s = lower_bound(
+        sequences,
+        cluster=cluster,
+        cost=cost,
+        primitives=[Primitive(each) for each in options.primitives],
+        placed_freely=any(microbatch.layout is not None for microbatch in proposal.microbatches),
+    )
     return BatchPlan(
         strategy=strategy,
         num_ranks=cluster.num_ranks,

@@ -2,7 +2,6 @@
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import sliding_window_view
 
 from rayfcp.values import InfeasiblePlanError
 
@@ -13,25 +12,16 @@ def dynamic_program(table: Table) -> list[int]:
     """Degrees that minimise the makespan, by the 2D dynamic programme (Eq. 11, Algorithm 1).
 
     `table[g, d - 1]` is T(group g, degree d) in seconds, infinite where memory forbids d; columns are
-    degrees 1..N. `best[j]` is the least makespan of the groups so far on exactly j ranks; all (j, d) of
-    a group are one array operation. Backtracking starts at the best j <= N: a group that does not gain
+    degrees 1..N. `best[j]` is the least makespan of the groups so far on exactly j ranks. Backtracking starts at the best j <= N: a group that does not gain
     from more ranks leaves them unused. Among equals the smaller degree wins.
 
     Raises:
         InfeasiblePlanError: the groups' least degrees need more than N ranks.
     """
-    num_groups, num_ranks = table.shape
-    best = np.full(num_ranks + 1, np.inf)
-    best[0] = -np.inf
-    path = np.zeros((num_groups, num_ranks + 1), np.int64)
-    rows = np.arange(num_ranks + 1)
-    outside = np.full(num_ranks, np.inf)
-    for group in range(num_groups):
-        before = sliding_window_view(np.concatenate((outside, best)), num_ranks)[:-1, ::-1]
-        makespans = np.maximum(before, table[group])
-        choice = makespans.argmin(axis=1)
-        best = makespans[rows, choice]
-        path[group] = choice + 1
+    from rayfcp.plan.kernels.stage_two import best_paths  # compiled: loaded on use
+
+    num_groups = len(table)
+    best, path = best_paths(np.ascontiguousarray(table, np.float64))
     left = int(best.argmin())
     if num_groups and not np.isfinite(best[left]):
         raise _infeasible(table)

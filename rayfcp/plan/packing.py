@@ -1,10 +1,8 @@
 """Stage 1: sequences into atomic groups by best-fit decreasing (Flexible Context Parallelism, section 4.4)."""
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-_INDEX_BITS = 32  # a bin's key is (room, index) in one integer: compared and moved as one
-_INDEX_MASK = (1 << _INDEX_BITS) - 1
+import numpy as np
 
 
 def best_fit_decreasing(
@@ -19,25 +17,11 @@ def best_fit_decreasing(
     >>> best_fit_decreasing([9, 4, 3, 2, 1], capacity_tokens=5)
     [0, 1, 2, 2, 0]
     """
-    owners: list[int] = []
-    rooms: list[int] = []
-    num_bins = 0
-    shortest = (lengths[-1] if lengths else 0) << _INDEX_BITS
-    for length in lengths:
-        need = length << _INDEX_BITS
-        at = bisect_left(rooms, need)
-        if at < len(rooms):
-            key = rooms.pop(at)
-        else:
-            if num_bins == max_bins:
-                return None
-            key = (-(-length // capacity_tokens) * capacity_tokens << _INDEX_BITS) | num_bins
-            num_bins += 1
-        owners.append(key & _INDEX_MASK)
-        key -= need
-        if key >= shortest:  # a bin without room for the shortest is full
-            insort(rooms, key)
-    return owners
+    from rayfcp.plan.kernels.cut import Bins, best_fit  # compiled: loaded on use
+
+    bins = Bins(float(capacity_tokens), len(lengths) if max_bins is None else max_bins)
+    owners: list[int] = best_fit(np.array(lengths, np.float64), bins).tolist()
+    return owners if len(owners) == len(lengths) else None
 
 
 def bins_of(owners: Sequence[int]) -> list[list[int]]:

@@ -1,5 +1,6 @@
 """Which ranks a group gets: inside one node where it fits, else over as few nodes as possible."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rayfcp.values import ClusterSpec
@@ -10,23 +11,37 @@ def place_groups(degrees: Sequence[int], *, cluster: ClusterSpec, ranks_per_node
 
     `degrees` come largest first and sum to at most `cluster.num_ranks`. A group takes the lowest free
     ranks of the node with the least room that holds it; one that fits no node takes the emptiest nodes
-    in turn. Without `cluster.node_of_rank`, a node is `ranks_per_node` ranks in a row.
+    in turn. Groups larger than every node come last: they span nodes wherever they lie, and what the others leave
+    will do. Without `cluster.node_of_rank`, a node is `ranks_per_node` ranks in a row.
     """
-    nodes = cluster.node_of_rank or [rank // max(ranks_per_node, 1) for rank in range(cluster.num_ranks)]
     free: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
+    for rank, node in enumerate(node_of_ranks(cluster, ranks_per_node=ranks_per_node)):
         free.setdefault(node, []).append(rank)
-    placed = []
-    for degree in degrees:
-        fits = [node for node in sorted(free) if len(free[node]) >= degree]
-        if fits:
-            order = [min(fits, key=lambda node: len(free[node]))]
-        else:
-            order = sorted(free, key=lambda node: (-len(free[node]), node))
+    nodes = [free[node] for node in sorted(free)]
+    left = [len(ranks) for ranks in nodes]
+    largest = max(left)
+    placed: dict[int, tuple[int, ...]] = {}
+    for index in sorted(range(len(degrees)), key=lambda index: degrees[index] > largest):
+        degree, best = degrees[index], -1
+        for at, room in enumerate(left):
+            if room >= degree and (best < 0 or room < left[best]):
+                best = at
         ranks: list[int] = []
-        for node in order:
-            take = degree - len(ranks)
-            ranks += free[node][:take]
-            del free[node][:take]
-        placed.append(tuple(ranks))
-    return placed
+        for at in [best] if best >= 0 else sorted(range(len(left)), key=lambda at: (-left[at], at)):
+            taken = min(degree - len(ranks), left[at])
+            ranks += nodes[at][:taken]
+            del nodes[at][:taken]
+            left[at] -= taken
+        placed[index] = tuple(ranks)
+    return [placed[index] for index in range(len(degrees))]
+
+
+def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ...]:
+    """The node of each rank; where the cluster does not say, `ranks_per_node` ranks in a row share one."""
+    return cluster.node_of_rank or tuple(rank // max(ranks_per_node, 1) for rank in range(cluster.num_ranks))
+
+
+def node_sizes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[int]:
+    """Ranks of each node, by its name. A group larger than the largest spans nodes wherever it lies."""
+    counts = Counter(node_of_ranks(cluster, ranks_per_node=ranks_per_node))
+    return [counts[node] for node in sorted(counts)]

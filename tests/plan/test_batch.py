@@ -13,7 +13,8 @@ from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceS
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
 ROOT = Path(__file__).resolve().parents[2]
-STRATEGIES = st.sampled_from(strategy_names())
+# heads may forbid Ulysses the degree that memory asks for: see tests/plan/strategies
+STRATEGIES = st.sampled_from([name for name in strategy_names() if name not in ("ulysses", "flexsp")])
 
 
 def check(plan: BatchPlan, sequences: list[SequenceSpec], cluster: ClusterSpec) -> None:

@@ -17,7 +17,8 @@ def test_ranks_are_disjoint_and_small_groups_stay_inside_a_node(nodes: list[int]
     taken = [rank for ranks in placed for rank in ranks]
     assert len(set(taken)) == len(taken) and set(taken) <= set(range(len(nodes)))
     free = {node: nodes.count(node) for node in nodes}
-    for ranks in placed:
+    largest = max(free.values())
+    for ranks in sorted(placed, key=lambda ranks: len(ranks) > largest):
         if max(free.values()) >= len(ranks):
             assert len({nodes[rank] for rank in ranks}) == 1
         for rank in ranks:
@@ -28,3 +29,9 @@ def test_without_nodes_the_profile_says_how_many_ranks_share_one() -> None:
     cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=1)
     assert place_groups([3, 3, 2], cluster=cluster, ranks_per_node=4) == [(0, 1, 2), (4, 5, 6), (3, 7)]
     assert place_groups([5, 3], cluster=cluster, ranks_per_node=8) == [(0, 1, 2, 3, 4), (5, 6, 7)]
+
+
+def test_groups_larger_than_a_node_take_what_the_others_leave() -> None:
+    cluster = ClusterSpec(num_ranks=16, max_tokens_per_rank=1)
+    placed = place_groups([7, 3, 3, 3], cluster=cluster, ranks_per_node=4)
+    assert [len({rank // 4 for rank in ranks}) for ranks in placed] == [4, 1, 1, 1]

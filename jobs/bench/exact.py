@@ -1,0 +1,157 @@
+"""How far plans are from the best of all plans, on batches small enough to try every one.
+
+python jobs/bench/exact.py --lengths FILE --ranks 8 --sequences 12 --fill 4
+
+Of `--ranks` x 8 lengths drawn, the longest `--sequences` are kept: the others only fill gaps. Memory is such
+that they take `--fill` times what all ranks hold.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
+from rayfcp.values import ClusterSpec, SequenceSpec
+
+Table = npt.NDArray[np.float64]
+
+
+def best_of_all_s(
+    sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, paces: int = 24
+) -> tuple[float, float]:
+    """Bounds on the seconds of the best plan of ring groups, over all cuts, groupings and degrees, groups priced as if
+    each that fits in a node lay in one: no plan takes less than the first, some plan takes the second.
+
+    A microbatch takes its slowest forward and its slowest backward, F + B. For any share p in (0, 1), F + B is at most
+    the slowest group by max(forward / p, backward / (1 - p)), and equals it at p = F / (F + B). So the least over
+    a grid of shares is what some plan takes; with forward over the upper end of an interval and backward
+    over the rest of its lower end, the least over intervals is what no plan gets below.
+    `paces` x 3^n x N^2 / 2 steps for n sequences on N ranks: n up to 13 or so.
+    """
+    forward, backward = _tables(sequences, cluster=cluster, cost=cost)
+    fits = np.isfinite(forward) & (forward + backward > 0)
+    shares = forward[fits] / (forward + backward)[fits]
+    grid = np.linspace(shares.min(), shares.max(), paces)
+    upper, lower = np.full(len(forward), np.inf), np.full(len(forward), np.inf)
+    for at, share in enumerate(grid):
+        upper = np.minimum(upper, _spans(np.maximum(forward / share, backward / (1 - share))))
+        start = grid[max(at - 1, 0)]
+        lower = np.minimum(lower, _spans(np.maximum(forward / share, backward / (1 - start))))
+    least_s, most_s = (float(_cut(_beside(spans, cost))[-1, 1]) for spans in (lower, upper))
+    return least_s, most_s
+
+
+def _beside(spans: Table, cost: CostModel) -> Table:
+    """[sets, 2]: seconds of a microbatch of each set, and of one that comes last."""
+    seconds = [[cost.microbatch_s(span_s, last=last) for last in (False, True)] for span_s in spans.tolist()]
+    return np.array(seconds)
+
+
+def _tables(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Table, Table]:
+    """Forward and backward of (set of sequences, degree), sets as bit masks, infinite where memory forbids it."""
+    masks = np.arange(1 << len(sequences))[:, None]
+    held = (masks >> np.arange(len(sequences)) & 1).astype(np.float64)
+    tokens = (held @ np.array([each.num_tokens for each in sequences], np.float64))[:, None]
+    cells = (held @ np.array([each.attention_cells for each in sequences], np.float64))[:, None]
+    degrees = np.arange(1, cluster.num_ranks + 1)
+    forward, backward = cost.passes_s(cells, tokens, degree=degrees)
+    fits = tokens <= degrees * cluster.max_tokens_per_rank
+    return np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _spans(table: Table) -> Table:
+    """Least makespan of every set on all ranks: `best[set, d]` on d ranks is the best over the group of its first
+    sequence."""
+    sets, num_ranks = table.shape
+    best = np.full((sets, num_ranks + 1), np.inf)
+    best[0] = 0.0
+    for whole in range(1, sets):
+        lowest = whole & -whole
+        rest = whole ^ lowest
+        part = rest
+        while True:
+            group = part | lowest
+            for degree in range(1, num_ranks + 1):
+                seconds = table[group, degree - 1]
+                for ranks in range(degree, num_ranks + 1):
+                    span_s = max(seconds, best[whole ^ group, ranks - degree])
+                    best[whole, ranks] = min(best[whole, ranks], span_s)
+            if part == 0:
+                break
+            part = (part - 1) & rest
+    return best[:, num_ranks]
+
+
+@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+def _cut(seconds: Table) -> Table:
+    """Least seconds of every set: `best[set, 1]` has chosen the microbatch that comes last."""
+    sets = len(seconds)
+    best = np.full((sets, 2), np.inf)
+    best[0, 0] = 0.0
+    for whole in range(1, sets):
+        lowest = whole & -whole
+        rest = whole ^ lowest
+        part = rest
+        while True:
+            group = part | lowest
+            left = whole ^ group
+            middle_s, end_s = seconds[group]
+            best[whole, 0] = min(best[whole, 0], middle_s + best[left, 0])
+            best[whole, 1] = min(best[whole, 1], middle_s + best[left, 1], end_s + best[left, 0])
+            if part == 0:
+                break
+            part = (part - 1) & rest
+    return best
+
+
+def main() -> None:
+    """Print the mean and the worst of plan / best and of best / lower bound."""
+    args = _parser().parse_args()
+    lengths = np.loadtxt(args.lengths, dtype=np.int64)
+    model, hardware = model_profile(args.model), hardware_profile(args.hardware)
+    cost = CostModel.from_profiles(
+        model, hardware, num_ranks=args.ranks, bytes_per_element=hardware.dtype_bytes, reduce_every="step"
+    )
+    ratios, gaps, sure = [], [], []
+    for number in range(args.batches):
+        rng = np.random.default_rng([args.seed, number])
+        drawn = np.sort(rng.choice(lengths, args.ranks * 8, replace=False).clip(2, args.max_seqlen))[::-1]
+        kept = [int(each) for each in drawn[: args.sequences]]
+        room = max(int(sum(kept) / args.fill / args.ranks), -(-kept[0] // args.ranks))
+        sequences = [SequenceSpec(id=at, num_tokens=each, num_targets=each - 1) for at, each in enumerate(kept)]
+        cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=room)
+        least_s, most_s = best_of_all_s(sequences, cluster=cluster, cost=cost)
+        plan_s = plan_batch(sequences, cluster=cluster, cost=cost).predicted_s
+        ratios.append(plan_s / least_s)
+        sure.append(most_s / least_s)
+        gaps.append(least_s / lower_bound(sequences, cluster=cluster, cost=cost))
+    sys.stdout.write(
+        f"{args.batches} batches of {args.sequences} sequences on {args.ranks} ranks, {args.fill} x memory: "
+        f"plan / best mean {statistics.mean(ratios):.4f}, max {max(ratios):.4f}; "
+        f"best / lower bound mean {statistics.mean(gaps):.4f}, max {max(gaps):.4f}; "
+        f"best known to {100 * (statistics.mean(sure) - 1):.2f} %\n"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
+    parser.add_argument("--sequences", type=int, default=12)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--fill", type=float, default=4.0, help="tokens of the batch over those that all ranks hold")
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--hardware", default="ascend-910c")
+    parser.add_argument("--max-seqlen", type=int, default=131_072)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan import CostModel
+from rayfcp.plan.degrees import least_makespan
+from rayfcp.plan.kernels.allocate import _allocate
+from rayfcp.plan.kernels.cut import Cut, cut_by_time, floor_s
+from rayfcp.plan.kernels.improve import improve
+from rayfcp.plan.kernels.kick import kick
+from rayfcp.plan.kernels.pack import pack
+from rayfcp.plan.kernels.price import _price
+from rayfcp.plan.kernels.ruin import ruin
+from rayfcp.plan.kernels.state import MOVES, Trials, World, _join, _open, copied, total_s
+from rayfcp.plan.kernels.turns import fill_in_turn
+from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.world import prices_of, table_of, world_of
+from rayfcp.values import ClusterSpec, Primitive
+from tests.plan.helpers import UNIT, batch_of, profiled
+
+BOTH = (Primitive.RING, Primitive.ULYSSES)
+COSTS = [UNIT, UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0), profiled(12, hardware="ascend-910c")]
+LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
+
+
+def world(lengths: Sequence[int], *, num_ranks: int, room: int, cost: CostModel = UNIT) -> World:
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-max(lengths) // num_ranks)))
+    batch = columns_of(batch_of(lengths), cost=cost)
+    return world_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,))
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@given(st.floats(0, 1e6), st.floats(1, 1e4), st.integers(1, 12), st.booleans(), st.sampled_from([(0,), (1,), (0, 1)]))
+@settings(max_examples=60, deadline=None)
+def test_a_group_costs_what_the_model_says(
+    cost: CostModel, cells: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
+) -> None:
+    cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=10)
+    primitives = [BOTH[at] for at in used]
+    prices = prices_of(cluster, cost, primitives=primitives)
+    outside = crosses or degree > cost.ranks_per_node
+    passes = [
+        [float(each) for each in cost.passes_s(cells, tokens, degree=degree, primitive=primitive, crosses=outside)]
+        for primitive in primitives
+    ]
+    far = int(crosses)
+    alone_s = min(forward + backward for forward, backward in passes)
+    assert _price(prices, cells, tokens, degree, far, 0.0) == pytest.approx(alone_s, rel=1e-12)
+    paced_s = min(max(forward / 0.3, backward / 0.7) for forward, backward in passes)
+    assert _price(prices, cells, tokens, degree, far, 0.3) == pytest.approx(paced_s, rel=1e-12)
+
+
+@given(LENGTHS, st.integers(1, 12), st.data())
+@settings(max_examples=60, deadline=None)
+def test_ranks_are_given_out_exactly(lengths: list[int], num_ranks: int, data: st.DataObject) -> None:
+    """At pace 0 groups are priced alone: the least makespan of the table."""
+    held = world(lengths, num_ranks=num_ranks, room=10**6)
+    owners = [data.draw(st.integers(0, num_ranks - 1)) for _ in lengths]
+    state = held.state
+    state.spare[0], state.counts[1] = num_ranks, 1
+    groups = {name: _open(held, 0, 1) for name in sorted(set(owners))}
+    for at, name in enumerate(owners):
+        _join(held, at, groups[name], 1)
+    table = table_of(held.prices, state, groups=list(groups.values()))
+    makespan_s = _allocate(held, 0, 0)
+    degrees = state.degree[list(groups.values())]
+    assert degrees.sum() + state.spare[0] == num_ranks
+    assert table[np.arange(len(groups)), degrees - 1].max() == pytest.approx(least_makespan(table), rel=1e-12)
+    assert makespan_s >= least_makespan(table) * (1 - 1e-12)
+
+
+def check(held: World) -> float:
+    """Sequences, tokens, ranks and seconds of a state fit together; returns its total."""
+    state, prices = held.state, held.prices
+    assert state.owner.min() >= 0
+    used = sorted(set(state.owner.tolist()))
+    for group in used:
+        members = np.flatnonzero(state.owner == group)
+        assert state.tokens[group] == held.batch.tokens[members].sum()
+        assert state.cells[group] == held.batch.cells[members].sum()
+        assert state.tokens[group] <= state.degree[group] * prices.room
+    for home in {int(state.home[group]) for group in used}:
+        assert home >= 0
+        ranks = sum(int(state.degree[group]) for group in used if state.home[group] == home)
+        assert ranks + state.spare[home] == prices.num_ranks
+    return total_s(held)
+
+
+@given(LENGTHS, st.integers(1, 20), st.integers(1, 300), st.sampled_from(COSTS))
+@settings(max_examples=80, deadline=None)
+def test_every_step_leaves_a_plan_that_is_no_slower(
+    lengths: list[int], num_ranks: int, room: int, cost: CostModel
+) -> None:
+    held = world(lengths, num_ranks=num_ranks, room=room, cost=cost)
+    fill_in_turn(held)
+    before_s = check(held)
+    for change in (kick, ruin, None):
+        held.state.counts[MOVES] = 0
+        trials = Trials(3000, copied(held.state), np.zeros(0, np.int64))
+        after_s = change(held, trials) if change else improve(held, 3000)
+        assert check(held) == pytest.approx(after_s, rel=1e-12)
+        assert after_s <= before_s * (1 + 1e-9)
+        before_s = after_s
+
+
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: int, room: int, count: int) -> None:
+    held = world(lengths, num_ranks=num_ranks, room=room)
+    order = np.argsort(-held.batch.work_s, kind="stable")
+    part = cut_by_time(held, order, Cut(count, held.prices.room * num_ranks, float("inf")))
+    if len(part):
+        assert sorted(set(part.tolist())) == list(range(part.max() + 1))
+        assert floor_s(held, part) <= pack(held, part) * (1 + 1e-12)
+        check(held)
