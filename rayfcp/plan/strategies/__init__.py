@@ -1,12 +1,31 @@
 """The registry of strategies: one small file each, one line here."""
 
-from rayfcp.plan.strategies import flex_ring, ring
+from rayfcp.plan.strategies import (
+    bytescale,
+    dynamic_cp,
+    flex_block,
+    flex_ring,
+    flexsp,
+    magi,
+    ring,
+    static_cp,
+    ulysses,
+    wlb,
+)
 from rayfcp.plan.strategies.interface import Proposal, Strategy
 from rayfcp.plan.words import pick
 
 _STRATEGIES: dict[str, Strategy] = {
     "flex-ring": flex_ring.propose,
+    "flex-block": flex_block.propose,
+    "static-cp": static_cp.propose,
+    "dynamic-cp": dynamic_cp.propose,
+    "flexsp": flexsp.propose,
+    "ulysses": ulysses.propose,
     "ring": ring.propose,
+    "bytescale": bytescale.propose,
+    "wlb": wlb.propose,
+    "magi": magi.propose,
 }
 
 

@@ -1,0 +1,62 @@
+"""FCP with blocks (Zhao et al., 2026): blocks of sequences anywhere on all ranks, rounds without congestion.
+
+Ours: sequences are shared out so that every rank has equal tokens and equal (query, key) cells with the fewest
+cuts, instead of blocks of one size by longest processing time first, which `placement: lpt` still is; parcels
+between two ranks join small blocks; rounds come in the best of several orders by a pipeline of buffers.
+The paper leaves microbatches open: as few as memory permits, each on all ranks.
+"""
+
+from collections.abc import Sequence
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.plan.cost import CostModel
+from rayfcp.plan.primitives import require
+from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+
+Timed = tuple[float, tuple[int, ...], Layout]
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """One group of all ranks per microbatch, with the layout of its blocks; the longest microbatch comes last.
+
+    Raises:
+        InfeasiblePlanError: rings, whose point-to-point rounds the blocks travel in, are not allowed.
+    """
+    require(Primitive.RING, options=options, strategy="flex-block")
+    return propose_blocks(sequences, cluster=cluster, cost=cost, options=BlockOptions())
+
+
+def propose_blocks(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: BlockOptions
+) -> Proposal:
+    """`propose` with the block planner's own options."""
+    from rayfcp.plan.blocks.columns import batch_of, microbatches_of  # compiled: loaded where a plan is made
+    from rayfcp.plan.blocks.planner import plan_blocks
+
+    batch = batch_of(sequences)
+    timed: list[Timed] = []
+    sizes = set()
+    for members in microbatches_of(batch, room=cluster.num_ranks * cluster.max_tokens_per_rank):
+        found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options)
+        ids = batch.ids[members]
+        seconds = found.seconds + cost.fixed_s
+        timed.append((seconds, tuple(sorted(ids.tolist())), found.layout(ids)))
+        sizes.add(found.block_tokens)
+    timed.sort(key=lambda each: each[:2])
+    ranks = tuple(range(cluster.num_ranks))
+    microbatches = tuple(
+        MicrobatchPlan(
+            groups=(Group(ranks=ranks, sequences=ids),),
+            group_s=(seconds,),
+            predicted_s=cost.microbatch_s(seconds, last=index == len(timed) - 1),
+            layout=layout,
+        )
+        for index, (seconds, ids, layout) in enumerate(timed)
+    )
+    return Proposal(
+        microbatches=microbatches, reason=f"blocks of about {min(sizes)} tokens anywhere, rounds without congestion"
+    )

@@ -1,0 +1,92 @@
+"""MagiAttention (Zewei and Huang, 2025): equal-count chunks over all ranks, balanced by attention area.
+
+Source: the project's documents and its dispatch solver. All sequences of a microbatch are laid end to end, in
+batch order, and cut into chunks of one size. Chunks go to ranks largest attention area first, each to the
+rank with the least area that holds fewer than ceil(chunks / N) (its min-heap, the default), so that ranks hold equal
+tokens. Keys and values are cast to exactly the ranks that need them (group cast), once each.
+
+The chunk size is ceil(tokens / (N x chunks per rank)) there, 8 chunks a rank by default; as a user would, we
+try several numbers of chunks per rank. It is silent on how a batch becomes microbatches: the fewest that
+best-fit decreasing finds in memory, as for `ring`. The cast is scheduled without congestion control: in round i
+each rank sends to the i-th next one, so that busy ports take longer. Its multi-stage overlap is that of all
+strategies: while a round travels, what the last one brought is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan.cast import cast
+from rayfcp.plan.chunks import blocks_of, cut_chunks
+from rayfcp.plan.cost import CostModel
+from rayfcp.plan.dispatch import dispatch
+from rayfcp.plan.imbalance import block_cells
+from rayfcp.plan.layout_cost import layout_s
+from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.packing import best_fit_decreasing, bins_of
+from rayfcp.plan.primitives import require
+from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+
+CHUNKS_PER_RANK = (8, 16, 4, 2, 1)
+"""What is tried, the project's default first; 1 always fits, as ranks then hold ceil(tokens / N)."""
+
+Timed = tuple[float, tuple[int, ...], Layout]
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """One group of all ranks per microbatch, with the layout of its blocks.
+
+    Raises:
+        InfeasiblePlanError: rings, whose point-to-point rounds the cast runs on, are not allowed.
+    """
+    require(Primitive.RING, options=options, strategy="magi")
+    batch = columns_of(sequences, cost=cost)
+    by_id = {sequence.id: sequence for sequence in sequences}
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
+    timed = [
+        _fastest(tuple(sorted(batch.ids[at] for at in members)), by_id=by_id, cluster=cluster, cost=cost)
+        for members in packed
+    ]
+    timed.sort(key=lambda each: each[:2])
+    microbatches = tuple(
+        MicrobatchPlan(
+            groups=(Group(ranks=tuple(range(cluster.num_ranks)), sequences=ids),),
+            group_s=(seconds,),
+            predicted_s=cost.microbatch_s(seconds, last=index == len(timed) - 1),
+            layout=layout,
+        )
+        for index, (seconds, ids, layout) in enumerate(timed)
+    )
+    return Proposal(microbatches=microbatches, reason="equal chunks on all ranks, balanced by attention area")
+
+
+def _fastest(
+    ids: tuple[int, ...], *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> Timed:
+    """The best chunk size for the sequences of one microbatch; among equals the one that is tried first."""
+    num_tokens = sum(by_id[each].num_tokens for each in ids)
+    found: list[Timed] = []
+    for per_rank in CHUNKS_PER_RANK:
+        chunk_tokens = -(-num_tokens // (cluster.num_ranks * per_rank))
+        if per_rank * chunk_tokens <= cluster.max_tokens_per_rank:
+            layout = _laid_out([by_id[each] for each in ids], chunk_tokens=chunk_tokens, num_ranks=cluster.num_ranks)
+            found.append((layout_s(layout, by_id=by_id, cluster=cluster, cost=cost), ids, layout))
+    return min(found, key=lambda each: each[0])
+
+
+def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks: int) -> Layout:
+    by_id = {sequence.id: sequence for sequence in sequences}
+    chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
+    areas = [
+        sum(
+            block_cells(Block(sequence=each, start=start, stop=stop, rank=0), by_id[each])
+            for each, start, stop in chunk
+        )
+        for chunk in chunks
+    ]
+    ranks = dispatch(areas, num_buckets=num_ranks, max_jobs=-(-len(chunks) // num_ranks))
+    masks = {sequence.id: sequence.mask for sequence in sequences}
+    return cast(blocks_of(chunks, ranks), masks=masks, num_ranks=num_ranks)
