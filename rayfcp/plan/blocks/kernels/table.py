@@ -1,0 +1,30 @@
+"""Sequences and blocks as columns."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Pool(NamedTuple):
+    """The sequences of a microbatch. `density[s]`: computed cells a token in the mean, (L + 1) / 2 causal, L full."""
+
+    length: Ints
+    full: Bools
+    density: Floats
+
+
+class Pieces(NamedTuple):
+    """Blocks, ascending by (sequence, start): `[start, stop)` of sequence `owner` on rank `rank` of `num_ranks`; those
+    of sequence s are `first[s]` to `first[s + 1]`."""
+
+    owner: Ints
+    start: Ints
+    stop: Ints
+    rank: Ints
+    first: Ints
+    num_ranks: int

@@ -1,0 +1,72 @@
+"""Batches and plans for the tests of the block planner."""
+
+import random
+
+import numpy as np
+
+from rayfcp.plan import CostModel
+from rayfcp.plan.blocks.columns import batch_of
+from rayfcp.plan.blocks.kernels.table import Pool
+from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.plan.blocks.planner import BlockPlan, plan_blocks
+from rayfcp.plan.distributions import DISTRIBUTIONS
+from rayfcp.values import ClusterSpec, Mask, SequenceSpec
+
+TOKENS_PER_RANK = 32_768
+
+
+def drawn(name: str, *, num_ranks: int, seed: int, longest: int | None = None) -> list[SequenceSpec]:
+    """Sequences of a distribution that fill the ranks, `longest` in place of the longest."""
+    room = num_ranks * TOKENS_PER_RANK
+    lengths: list[int] = [longest] if longest else []
+    for length in DISTRIBUTIONS[name].sample(room // 16, seed=seed).tolist():
+        lengths.append(min(length, room - sum(lengths)))
+        if sum(lengths) >= room:
+            break
+    return [SequenceSpec(id=at, num_tokens=each, num_targets=each) for at, each in enumerate(lengths)]
+
+
+def small(seed: int, *, num_ranks: int) -> tuple[list[SequenceSpec], ClusterSpec]:
+    """A long-tailed batch with masks of both kinds under a tight memory bound."""
+    rng = random.Random(seed)
+    longest = 3000 if rng.random() < 0.3 else 300
+    lengths = [min(longest, 1 + int(rng.lognormvariate(4, 1.6))) for _ in range(rng.randrange(1, 12))]
+    sequences = [
+        SequenceSpec(
+            id=at, num_tokens=each, num_targets=each - 1, mask=Mask.FULL if rng.random() < 0.3 else Mask.CAUSAL
+        )
+        for at, each in enumerate(lengths)
+    ]
+    room = max(-(-max(lengths) // num_ranks), -(-sum(lengths) // num_ranks // rng.randrange(1, 4)) + 1)
+    return sequences, ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
+
+
+def any_options(seed: int) -> BlockOptions:
+    """Options drawn at random."""
+    rng = random.Random(seed)
+    return BlockOptions(
+        block_tokens=rng.choice([None, 13, 33, 128, 1000]),
+        placement=rng.choice(["shares", "lpt"]),
+        pairing=rng.choice(["zigzag", "free"]),
+        coalesce=rng.choice([None, 1, 3, 8]),
+        num_buffers=rng.choice([2, 3, 5]),
+        paced=rng.choice([True, False]),
+    )
+
+
+def pool_of(sequences: list[SequenceSpec]) -> Pool:
+    """All sequences, as the planner sees them."""
+    batch = batch_of(sequences)
+    return batch.pool(np.arange(len(sequences)))
+
+
+def planned(
+    sequences: list[SequenceSpec], *, cost: CostModel, num_ranks: int, options: BlockOptions | None = None
+) -> BlockPlan:
+    """One microbatch with a tenth of room to spare."""
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=int(1.1 * TOKENS_PER_RANK))
+    return plan_blocks(pool_of(sequences), cluster=cluster, cost=cost, options=options or BlockOptions())
+
+
+def imbalance(loads: np.ndarray) -> float:
+    return float((loads.max() - loads.mean()) / loads.max())
