@@ -7,6 +7,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from rayfcp import profile_command
+from rayfcp.compare.arguments import add_arguments
+
 if TYPE_CHECKING:
     from rayfcp.config import Config
 
@@ -86,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     prepare = _with_config(commands, _prepare, "prepare", "tokenise the data of a configuration into columnar shards")
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder or fsspec URL for the shards")
     prepare.epilog = f"{OVERRIDES}\nExample:  rayfcp prepare jobs/quickstart.yaml --out shards data.max_seqlen=4096"
+
+    compare = _command(
+        commands, _compare, "compare", "plan and simulate strategies on the same batches, no cluster needed"
+    )
+    add_arguments(compare)
+
+    profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
 
     report = _command(commands, _report, "report", "write RUN_DIR/report.html and print the run's summary")
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
@@ -170,6 +180,16 @@ def _prepare(arguments: argparse.Namespace) -> None:
     with Progress(1) as progress:
         manifest = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, say=progress.say)
     sys.stdout.write(f"{manifest}\n")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from rayfcp.compare.command import run
+
+    run(arguments)
+
+
+def _profile(arguments: argparse.Namespace) -> None:
+    profile_command.run(_with_cluster_of_job(_config(arguments)), arguments)
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -1,45 +1,19 @@
-"""Named model profiles: Table 7 of Flexible Context Parallelism; vocabularies and heads as published."""
+"""Named model profiles. Figures and their sources: `data/models.yaml`.
 
-from rayfcp.plan.words import pick
+Multimodal models (`internvl*`, `qwen3-vl-*`) stand here with their language model alone: their encoders
+cost nothing in a plan until plans know of encoders.
+"""
+
+from rayfcp.plan.profile_files import Shipped
 from rayfcp.values import ModelProfile
 
-QWEN3_VOCAB = 151_936
-LLAMA3_VOCAB = 128_256
+MODELS: Shipped[ModelProfile] = Shipped(ModelProfile, file="models.yaml", what="model")
 
 
-def _model(
-    name: str, layers: int, *, heads: tuple[int, int, int], sizes: tuple[int, int, int], tied: bool
-) -> ModelProfile:
-    """`heads`: query heads, key/value heads, head dimension; `sizes`: hidden, MLP, vocabulary."""
-    return ModelProfile(
-        name=name,
-        num_layers=layers,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        head_dim=heads[2],
-        hidden_size=sizes[0],
-        ffn_size=sizes[1],
-        vocab_size=sizes[2],
-        tied_embeddings=tied,
-    )
-
-
-_PROFILES = (
-    _model("qwen3-1.7b", 28, heads=(16, 8, 128), sizes=(2048, 6144, QWEN3_VOCAB), tied=True),
-    _model("qwen3-4b", 36, heads=(32, 8, 128), sizes=(2560, 9728, QWEN3_VOCAB), tied=True),
-    _model("qwen3-8b", 36, heads=(32, 8, 128), sizes=(4096, 12288, QWEN3_VOCAB), tied=False),
-    _model("llama3.2-1b", 16, heads=(32, 8, 64), sizes=(2048, 8192, LLAMA3_VOCAB), tied=True),
-    _model("llama3.2-3b", 28, heads=(24, 8, 128), sizes=(3072, 8192, LLAMA3_VOCAB), tied=True),
-    _model("llama3-8b", 32, heads=(32, 8, 128), sizes=(4096, 14336, LLAMA3_VOCAB), tied=False),
-)
-
-MODELS = {profile.name: profile for profile in _PROFILES}
-
-
-def model_profile(name: str) -> ModelProfile:
-    """The profile of that name.
+def model_profile(name_or_path: str) -> ModelProfile:
+    """The profile of that name, or the one in that YAML file.
 
     Raises:
-        ValueError: unknown; names the nearest known one.
+        ConfigError: unknown name (told with the nearest known one), or a file that holds no model profile.
     """
-    return MODELS[pick(name, MODELS, what="model")]
+    return MODELS.find(name_or_path)

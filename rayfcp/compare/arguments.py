@@ -1,0 +1,113 @@
+"""The arguments of `rayfcp compare`. Nothing heavy is imported before they are known to be sound."""
+
+import argparse
+
+EXAMPLES = """\
+Lengths: one whole number a line, a .json list, .npy, or .parquet with a column `length`; or dist:NAME for a synthetic
+distribution (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia).
+
+Examples:
+  rayfcp compare --lengths lengths.txt --model qwen3-8b --hardware ascend-910c --devices 64 \\
+      --global-batch 512 --batches 3 --max-seqlen 131072 --strategies all --seed 0 --html compare.html
+  rayfcp compare --lengths dist:github --model llama3-8b --hardware h100 --devices 16 \\
+      --global-batch 128 --batches 2 --max-seqlen 65536 --strategies flex-ring,static-cp,ulysses --seed 0
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares all arguments on `parser`."""
+    parser.epilog = EXAMPLES
+    needed = parser.add_argument_group("what is compared")
+    needed.add_argument("--lengths", required=True, metavar="FILE", help="tokens of sequences, a file or dist:NAME")
+    needed.add_argument("--model", required=True, metavar="NAME", help="model profile, by name or YAML path")
+    needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile, by name or YAML path")
+    needed.add_argument("--devices", required=True, type=positive, metavar="D", help="devices of the cluster")
+    needed.add_argument("--stages", type=positive, default=1, metavar="P", help="pipeline stages (default: 1)")
+    needed.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="T", help="devices that share each layer (default: 1)"
+    )
+    needed.add_argument("--global-batch", required=True, type=positive, metavar="B", help="sequences in a global batch")
+    needed.add_argument("--batches", required=True, type=positive, metavar="K", help="global batches")
+    needed.add_argument("--max-seqlen", required=True, type=positive, metavar="L", help="longer sequences are cut to L")
+    needed.add_argument(
+        "--strategies", default="all", metavar="A,B", help="names with commas between them (default: all)"
+    )
+    needed.add_argument("--seed", type=not_negative, default=0, metavar="S", help="of the draw (default: 0)")
+    _add_memory(parser)
+    _add_stages(parser)
+    out = parser.add_argument_group("where the results go, beside the table")
+    out.add_argument("--json", metavar="OUT", help="file for all figures")
+    out.add_argument("--html", metavar="OUT", help="file for one page to look at")
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    memory = parser.add_argument_group("memory")
+    either = memory.add_mutually_exclusive_group()
+    either.add_argument(
+        "--memory-gib", type=positive_number, metavar="G", help="memory of a device (default: the hardware's own)"
+    )
+    either.add_argument(
+        "--max-tokens-per-rank",
+        type=positive,
+        metavar="M",
+        help="tokens that a rank holds in a microbatch, in place of the memory model; nothing is recomputed then and "
+        "gradients are reduced each step, unless said otherwise",
+    )
+    memory.add_argument(
+        "--recompute-layers",
+        type=count_or_auto,
+        metavar="auto|N",
+        help="layers whose activations are recomputed (default: auto, the best of none, half and all, per strategy)",
+    )
+    memory.add_argument(
+        "--reduce-every",
+        choices=("auto", "step", "microbatch"),
+        help="when gradients are reduced (default: auto, the better of both, per strategy)",
+    )
+
+
+def _add_stages(parser: argparse.ArgumentParser) -> None:
+    stages = parser.add_argument_group("how plans are made")
+    stages.add_argument(
+        "--packing",
+        choices=("joint", "bfd"),
+        default="joint",
+        help="of flex-ring: joint search, or bfd, the paper's best-fit decreasing; bfd packs static-cp and ulysses by "
+        "length alone too, as is standard (default: joint)",
+    )
+    stages.add_argument(
+        "--degrees",
+        choices=("exact", "dp"),
+        default="exact",
+        help="of flex-ring: exact, or dp, the paper's dynamic programme (default: exact)",
+    )
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    if not text.isascii() or not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 0")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return number
+
+
+def count_or_auto(text: str) -> int | None:
+    """A whole number of at least 0; None for `auto`."""
+    return None if text == "auto" else not_negative(text)

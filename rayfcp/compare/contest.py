@@ -1,0 +1,169 @@
+"""The comparison itself: each strategy plans the same batches; its plans are checked and simulated."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.measure import Scene, measure
+from rayfcp.compare.names import chosen, missing
+from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
+from rayfcp.compare.results import Entry, Measured, averaged, best_baseline
+from rayfcp.compare.setting import Setting, rank_profile, settings_of
+from rayfcp.config import ConfigError
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.program import check_plan
+from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What all strategies are given. `hardware` is that of a rank, i.e. of `tensor_parallel` devices together."""
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    num_ranks: int
+    batches: tuple[tuple[int, ...], ...]
+    settings: tuple[Setting, ...]
+    options: PlanConfig
+    why_none: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All entries in the order shown, and of each feasible strategy the simulated first batch."""
+
+    inputs: Inputs
+    case: Case
+    entries: tuple[Entry, ...]
+    scenes: tuple[Scene, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON contract: inputs and one entry per strategy."""
+        best = best_baseline(self.entries)
+        best_s = best.iteration_s if best else None
+        return {
+            "inputs": {**self.inputs.as_json(), "num_ranks": self.case.num_ranks},
+            "results": [entry.as_json(best_baseline_s=best_s) for entry in self.entries],
+        }
+
+
+def compare(inputs: Inputs, *, say: Say = lambda _: None) -> Comparison:
+    """Plan, check and simulate every strategy on the same batches; `say` is told what comes next.
+
+    Plans, and all figures but `plan_s`, are the same for the same inputs.
+
+    Raises:
+        ConfigError: inputs that cannot be used, in one line.
+    """
+    names = chosen(inputs.strategies)
+    case = _case(inputs, say=say)
+    entries, scenes = [], []
+    for name in names:
+        entry, scene = _contest(name, case=case, inputs=inputs, say=say)
+        entries.append(entry)
+        scenes += [scene] if scene else []
+    return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
+
+
+def _case(inputs: Inputs, *, say: Say) -> Case:
+    model = model_profile(inputs.model)
+    hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=inputs.tensor_parallel)
+    if inputs.devices < inputs.stages * inputs.tensor_parallel:
+        raise ConfigError(
+            f"--devices is {inputs.devices}, must be at least --stages x --tensor-parallel "
+            f"({inputs.stages} x {inputs.tensor_parallel} = {inputs.stages * inputs.tensor_parallel}); add devices"
+        )
+    num_ranks = inputs.devices // inputs.tensor_parallel
+    batches = draw_batches(
+        inputs.lengths,
+        num_batches=inputs.batches,
+        global_batch=inputs.global_batch,
+        max_seqlen=inputs.max_seqlen,
+        seed=inputs.seed,
+    )
+    say(f"{sum(map(sum, batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
+    settings: tuple[Setting, ...] = ()
+    why_none = ""
+    try:
+        longest = max(map(max, batches))
+        settings = settings_of(inputs, model=model, hardware=hardware, num_ranks=num_ranks, longest=longest)
+    except InfeasiblePlanError as error:
+        why_none = str(error)
+    return Case(
+        model=model,
+        hardware=hardware,
+        num_ranks=num_ranks,
+        batches=batches,
+        settings=settings,
+        options=options_of(inputs),
+        why_none=why_none,
+    )
+
+
+def _contest(name: str, *, case: Case, inputs: Inputs, say: Say) -> tuple[Entry, Scene | None]:
+    """The entry of one strategy, and the scene of its first batch."""
+    why = missing(name, num_stages=inputs.stages) or case.why_none
+    if why:
+        return Entry(strategy=name, feasible=False, reason=why, num_ranks=case.num_ranks), None
+    try:
+        say(f"{name}: choosing a setting")
+        setting = best_setting(name, case.batches[0], settings=case.settings, options=case.options)
+        measured, scene, reason = _run(name, setting, case=case, say=say)
+    except InfeasiblePlanError as error:
+        return Entry(strategy=name, feasible=False, reason=str(error), num_ranks=case.num_ranks), None
+    entry = Entry(
+        strategy=name,
+        feasible=True,
+        reason=reason,
+        num_ranks=case.num_ranks,
+        recomputed_layers=setting.recomputed_layers,
+        reduce_every=setting.reduce_every,
+        max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
+        **averaged(measured),
+    )
+    return entry, scene
+
+
+def _run(name: str, setting: Setting, *, case: Case, say: Say) -> tuple[Sequence[Measured], Scene, str]:
+    """Figures of all batches, the scene of the first, and why its plan is as it is."""
+    figures, scenes, plans = [], [], []
+    for number, batch in enumerate(case.batches):
+        say(f"{name}: batch {number + 1} of {len(case.batches)}")
+        plan, plan_s = plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        if number == 0:
+            _check(plan, batch, setting=setting)
+        measured, scene = measure(
+            plan,
+            sequences_of(batch),
+            model=case.model,
+            hardware=case.hardware,
+            setting=setting,
+            bound_s=bound_s(batch, settings=case.settings, placed_freely=_is_free(plan)),
+            plan_s=plan_s,
+        )
+        figures.append(measured)
+        scenes.append(scene)
+        plans.append(plan)
+    return figures, scenes[0], plans[0].reason
+
+
+def _is_free(plan: BatchPlan) -> bool:
+    """Whether its blocks lie where the strategy wants them, not where groups would put them."""
+    return any(microbatch.layout is not None for microbatch in plan.microbatches)
+
+
+def _check(plan: BatchPlan, batch: tuple[int, ...], *, setting: Setting) -> None:
+    """The validator's proof of one plan.
+
+    Raises:
+        RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
+    """
+    try:
+        check_plan(plan, sequences_of(batch), cluster=setting.cluster)
+    except ValueError as error:
+        raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error

@@ -1,0 +1,168 @@
+"""Time x rank pictures: what every rank does in one simulated batch, one rectangle a group and microbatch."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+from rayfcp.compare.bands import band_of, degree_bands
+from rayfcp.compare.measure import Scene
+from rayfcp.simulate import Timeline
+from rayfcp.telemetry.charts import key_mark
+from rayfcp.telemetry.scales import Scale, ticks
+from rayfcp.telemetry.summary import number, seconds
+from rayfcp.values import SpanKind
+
+WIDTH, LEFT, RIGHT, AXIS = 1160, 64, 12, 26
+SHORTEST, TALLEST, ROW = 110.0, 330.0, 12.0
+OWN_SCALE = 2.5
+"""A strategy that takes so many times the fastest's time is drawn on a scale of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One microbatch on ranks `[first, last]`, in seconds: its start, and how long each kind takes, one after the
+    other whatever the order in which they were met. `closes`: the next rank is of another group."""
+
+    first: int
+    last: int
+    start_s: float
+    lasts_s: tuple[float, float, float]
+    group: int | None
+    microbatch: int
+    closes: bool
+
+
+def pictures(scenes: Sequence[Scene]) -> str:
+    """A figure per scene, in the order given, on one scale of time as far as they are comparable."""
+    times = [scene.timeline.iteration_s for scene in scenes]
+    if not times:
+        return ""
+    shared = max(each for each in times if each <= OWN_SCALE * min(times))
+    names = {f"ramp{at + 1}": name for at, (name, _, _) in enumerate(degree_bands(scenes[0].timeline.num_ranks))}
+    legend = "".join(f"<li>{key_mark(colour)}compute, degree {name}</li>" for colour, name in names.items())
+    legend += f"<li>{key_mark('kind-exchange')}communication that nothing hides</li>"
+    legend += f"<li>{key_mark('kind-idle')}waiting</li>"
+    figures = [_figure(scene, stop_s=max(shared, scene.timeline.iteration_s), shared_s=shared) for scene in scenes]
+    return f'<ul class="legend">{legend}</ul><div class="stack">{"".join(figures)}</div>'
+
+
+def _figure(scene: Scene, *, stop_s: float, shared_s: float) -> str:
+    timeline = scene.timeline
+    plot = min(max(timeline.num_ranks * ROW, SHORTEST), TALLEST)
+    across = Scale(low=0.0, high=stop_s, start=LEFT, stop=WIDTH - RIGHT)
+    down = Scale(low=0, high=timeline.num_ranks, start=0.0, stop=plot)
+    parts = list(_axes(timeline, across=across, down=down, stop_s=stop_s))
+    for cell in cells(scene):
+        parts += _drawn(cell, scene=scene, across=across, down=down)
+    note = f"{seconds(timeline.iteration_s)}, {_counted(len(scene.plan.microbatches), 'microbatch', 'es')}"
+    if stop_s > shared_s:
+        note += "; on a scale of its own"
+    label = f"{scene.plan.strategy}: what {timeline.num_ranks} ranks do over {seconds(timeline.iteration_s)}"
+    return (
+        f"<figure><figcaption><h3>{escape(scene.plan.strategy)}</h3><p>{escape(note)}</p></figcaption>"
+        f'<div class="scroll"><svg class="chart timeline" viewBox="0 0 {WIDTH} {plot + AXIS:.0f}" role="img" '
+        f'aria-label="{escape(label)}">{"".join(parts)}</svg></div></figure>'
+    )
+
+
+def _axes(timeline: Timeline, *, across: Scale, down: Scale, stop_s: float) -> Iterator[str]:
+    bottom = down(timeline.num_ranks)
+    for mark in ticks(0.0, stop_s, count=8):
+        if mark <= stop_s:
+            x = across(mark)
+            yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom:.2f}"/>'
+            yield f'<text class="tick" x="{x:.2f}" y="{bottom + 18:.2f}" text-anchor="middle">{seconds(mark)}</text>'
+    for rank in sorted({0, timeline.num_ranks - 1}):
+        y = (down(rank) + down(rank + 1)) / 2 + 4
+        y = min(max(y, 9.0), bottom)
+        yield f'<text class="tick" x="{LEFT - 8}" y="{y:.2f}" text-anchor="end">rank {rank}</text>'
+
+
+def cells(scene: Scene) -> Iterator[Cell]:
+    """The microbatches of all ranks; neighbours of one group that do the same, to a thousandth of the step, are one."""
+    timeline, grain = scene.timeline, scene.timeline.iteration_s / 1000
+    starts = _starts(timeline, count=len(scene.plan.microbatches))
+    for index, microbatch in enumerate(scene.plan.microbatches):
+        group_of = {rank: at for at, group in enumerate(microbatch.groups) for rank in group.ranks}
+        open_cell: Cell | None = None
+        for rank in range(timeline.num_ranks):
+            cell = Cell(
+                first=rank,
+                last=rank,
+                start_s=starts[rank][index],
+                lasts_s=_lasts(timeline, rank=rank, index=index, starts=starts[rank]),
+                group=group_of.get(rank),
+                microbatch=index,
+                closes=rank not in group_of or group_of.get(rank + 1) != group_of[rank],
+            )
+            if open_cell is not None and _alike(open_cell, cell, grain=grain):
+                open_cell = replace(open_cell, last=rank, closes=cell.closes)
+                continue
+            if open_cell is not None:
+                yield open_cell
+            open_cell = cell
+        if open_cell is not None:
+            yield open_cell
+
+
+def _starts(timeline: Timeline, *, count: int) -> list[list[float]]:
+    """When each rank begins each microbatch, `[rank][microbatch]`, and the end of the step."""
+    starts = [[0.0] * count + [timeline.iteration_s] for _ in range(timeline.num_ranks)]
+    for span in timeline.spans:
+        if span.kind is SpanKind.LOAD:
+            starts[span.rank][int(span.label.split()[-1])] = span.start_s
+    return starts
+
+
+def _lasts(timeline: Timeline, *, rank: int, index: int, starts: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds of compute, of communication that nothing hid, and of waiting: the last two in the proportion that
+    the rank has over the whole step."""
+    window_s = starts[index + 1] - starts[index]
+    spent = timeline.by_rank[rank]
+    loads_s = (spent.compute - timeline.compute_s[rank]) / (len(starts) - 1)
+    compute_s = min(timeline.loads.compute_s[index][rank] + max(loads_s, 0.0), window_s)
+    exposed_s = spent.sharding + spent.all_to_all + spent.ring
+    share = exposed_s / (exposed_s + spent.bubble) if exposed_s + spent.bubble > 0 else 0.0
+    return compute_s, share * (window_s - compute_s), (1 - share) * (window_s - compute_s)
+
+
+def _alike(one: Cell, other: Cell, *, grain: float) -> bool:
+    pairs = zip((one.start_s, *one.lasts_s), (other.start_s, *other.lasts_s), strict=True)
+    return one.group == other.group and all(abs(a - b) < grain for a, b in pairs)
+
+
+def _drawn(cell: Cell, *, scene: Scene, across: Scale, down: Scale) -> Iterator[str]:
+    """Rectangles side by side under one title."""
+    top, bottom = down(cell.first), down(cell.last + 1)
+    height = bottom - top - (min(1.0, 0.2 * (bottom - top)) if cell.closes else 0.0)
+    degree = scene.plan.microbatches[cell.microbatch].groups[cell.group].degree if cell.group is not None else 1
+    colours = (f"ramp{band_of(degree) + 1}", "kind-exchange", "kind-idle")
+    at_s, rectangles = cell.start_s, []
+    for colour, lasts_s in zip(colours, cell.lasts_s, strict=True):
+        width = across(at_s + lasts_s) - across(at_s)
+        if width >= 0.1:
+            rectangles.append(
+                f'<rect class="{colour}" x="{across(at_s):.2f}" y="{top:.2f}" width="{width:.2f}" '
+                f'height="{height:.2f}"/>'
+            )
+        at_s += lasts_s
+    yield f"<g><title>{escape(_told(cell, scene=scene))}</title>{''.join(rectangles)}</g>"
+
+
+def _told(cell: Cell, *, scene: Scene) -> str:
+    ranks = f"rank {cell.first}" if cell.first == cell.last else f"ranks {cell.first}-{cell.last}"
+    lines = [f"{ranks}, microbatch {cell.microbatch}"]
+    if cell.group is None:
+        lines.append("no sequences")
+    else:
+        group = scene.plan.microbatches[cell.microbatch].groups[cell.group]
+        tokens = sum(scene.sequences[index].num_tokens for index in group.sequences)
+        kind = f", {group.primitive.value}" if group.degree > 1 else ""
+        lines.append(f"degree {group.degree}{kind}")
+        lines.append(f"{_counted(len(group.sequences), 'sequence', 's')}, {number(tokens)} tokens")
+    told = zip(("compute", "communication", "waiting"), cell.lasts_s, strict=True)
+    return "\n".join([*lines, *(f"{name} {seconds(value)}" for name, value in told)])
+
+
+def _counted(count: int, noun: str, plural: str) -> str:
+    return f"{number(count)} {noun}{plural if count != 1 else ''}"

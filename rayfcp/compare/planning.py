@@ -1,0 +1,96 @@
+"""Planning as a comparison does it: timed without bound, and the setting that suits a strategy best."""
+
+import time
+from collections.abc import Sequence
+
+from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.lengths import sequences_of
+from rayfcp.compare.setting import Setting
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import lower_bound
+from rayfcp.plan.strategies import get
+from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
+
+OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
+"""compare may use every primitive that the simulator has."""
+
+SETTING_FROM = {"flexsp": "ulysses"}
+"""Strategies that take seconds a plan and the quick one, of the same primitive, whose setting they take."""
+
+WARM_UP_SEQUENCES = 8
+"""Sequences of the untimed first plan of a strategy that takes seconds a plan."""
+
+
+def options_of(inputs: Inputs) -> PlanConfig:
+    """What all strategies are told."""
+    return OPTIONS.model_copy(update={"packing": inputs.packing, "degrees": inputs.degrees})
+
+
+def plan_timed(
+    lengths: Sequence[int], *, strategy: str, setting: Setting, options: PlanConfig = OPTIONS
+) -> tuple[BatchPlan, float]:
+    """A plan without lower bound (0), and the CPU seconds from lengths to plan: what one core takes for it.
+
+    Raises:
+        InfeasiblePlanError: the strategy has no plan for this batch.
+    """
+    start_s = time.process_time()
+    sequences = sequences_of(tuple(lengths))
+    proposal = get(strategy)(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
+    plan = BatchPlan(
+        strategy=strategy,
+        num_ranks=setting.cluster.num_ranks,
+        generation=setting.cluster.generation,
+        microbatches=proposal.microbatches,
+        recomputed_layers=setting.recomputed_layers,
+        predicted_s=sum(microbatch.predicted_s for microbatch in proposal.microbatches),
+        lower_bound_s=0.0,
+        reason=proposal.reason,
+    )
+    return plan, time.process_time() - start_s
+
+
+def best_setting(
+    strategy: str, lengths: Sequence[int], *, settings: Sequence[Setting], options: PlanConfig = OPTIONS
+) -> Setting:
+    """The setting with the least predicted time of this batch; of equals the first.
+
+    A strategy that takes seconds a plan takes the setting of a quick one, and plans a few sequences, so that its
+    code is warm afterwards too.
+
+    Raises:
+        InfeasiblePlanError: the strategy has no plan under any setting.
+    """
+    if strategy in SETTING_FROM:
+        setting = best_setting(SETTING_FROM[strategy], lengths, settings=settings, options=options)
+        plan_timed(sorted(lengths)[:WARM_UP_SEQUENCES], strategy=strategy, setting=setting, options=options)
+        return setting
+    best: tuple[float, Setting] | None = None
+    why = InfeasiblePlanError("no setting was tried")
+    for setting in settings:
+        try:
+            plan, _ = plan_timed(lengths, strategy=strategy, setting=setting, options=options)
+        except InfeasiblePlanError as error:
+            why = error
+            continue
+        if best is None or plan.predicted_s < best[0]:
+            best = (plan.predicted_s, setting)
+    if best is None:
+        raise why
+    return best[1]
+
+
+def bound_s(lengths: Sequence[int], *, settings: Sequence[Setting], placed_freely: bool) -> float:
+    """The least of the lower bounds over all settings: the family is free to choose its setting, and the primitive
+    of each group. `placed_freely`: the family is that of plans with layouts of their own."""
+    sequences = sequences_of(tuple(lengths))
+    return min(
+        lower_bound(
+            sequences,
+            cluster=setting.cluster,
+            cost=setting.cost,
+            primitives=tuple(Primitive),
+            placed_freely=placed_freely,
+        )
+        for setting in settings
+    )

@@ -1,0 +1,132 @@
+"""The figures of one strategy on one batch, and their averages over batches: an entry of the results."""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rayfcp.compare.names import OURS
+from rayfcp.simulate import Breakdown
+from rayfcp.values import Imbalance
+
+RESOURCES = ("compute", "attention", "memory", "communication")
+PARTS = ("compute", "sharding", "all_to_all", "ring", "bubble")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One plan of one batch, simulated. `gap` = iteration_s / lower_bound_s."""
+
+    num_tokens: int
+    num_ranks: int
+    iteration_s: float
+    lower_bound_s: float
+    mfu: float
+    attention_mfu: float
+    imbalance: Imbalance
+    bubble: float
+    peak_memory_gib: float
+    breakdown: Breakdown
+    plan_s: float
+    degrees: dict[int, int]
+    num_microbatches: int
+
+    @property
+    def gap(self) -> float:
+        return self.iteration_s / self.lower_bound_s if self.lower_bound_s > 0 else 1.0
+
+    @property
+    def tokens_per_s_per_rank(self) -> float:
+        return self.num_tokens / self.iteration_s / self.num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a comparison says of one strategy. Figures are means over batches, save `plan_s` (their median) and
+    `peak_memory_gib` (their maximum); all are None where the strategy is infeasible, and `reason` says why."""
+
+    strategy: str
+    feasible: bool
+    reason: str
+    num_ranks: int
+    iteration_s: float | None = None
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    tokens_per_s_per_rank: float | None = None
+    mfu: float | None = None
+    attention_mfu: float | None = None
+    imbalance: Imbalance | None = None
+    bubble: float | None = None
+    peak_memory_gib: float | None = None
+    breakdown: Breakdown | None = None
+    plan_s: float | None = None
+    num_microbatches: float | None = None
+    degrees: dict[int, float] | None = None
+    recomputed_layers: int | None = None
+    reduce_every: str | None = None
+    max_tokens_per_rank: int | None = None
+    per_batch: tuple[Measured, ...] = ()
+
+    def as_json(self, *, best_baseline_s: float | None) -> dict[str, Any]:
+        """The entry of the JSON contract; an infeasible one has nulls."""
+        shown = {name: getattr(self, name) for name in self.__slots__ if name != "per_batch"}
+        if self.imbalance is not None:
+            shown["imbalance"] = {name: getattr(self.imbalance, name) for name in RESOURCES}
+        if self.breakdown is not None:
+            shown["breakdown"] = {name: getattr(self.breakdown, name) for name in PARTS}
+        shown["degrees"] = None if self.degrees is None else {str(key): value for key, value in self.degrees.items()}
+        shown["speedup_over_best_baseline"] = self.speedup(best_baseline_s)
+        shown["per_batch"] = [
+            {
+                "iteration_s": each.iteration_s,
+                "lower_bound_s": each.lower_bound_s,
+                "gap": each.gap,
+                "plan_s": each.plan_s,
+            }
+            for each in self.per_batch
+        ]
+        return shown
+
+    def speedup(self, best_baseline_s: float | None) -> float | None:
+        """Iteration time of the best feasible baseline over this one's."""
+        if best_baseline_s is None or self.iteration_s is None:
+            return None
+        return best_baseline_s / self.iteration_s
+
+
+def best_baseline(entries: Sequence[Entry]) -> Entry | None:
+    """The fastest feasible entry that is not ours."""
+    feasible = [each for each in entries if each.iteration_s is not None and each.strategy not in OURS]
+    return min(feasible, key=lambda each: each.iteration_s or 0.0, default=None)
+
+
+def averaged(batches: Sequence[Measured]) -> dict[str, Any]:
+    """The figures of an Entry from those of its batches."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(each, name) for each in batches)
+
+    degrees: Counter[int] = Counter()
+    for each in batches:
+        degrees.update(each.degrees)
+    names = ("iteration_s", "lower_bound_s", "gap", "tokens_per_s_per_rank", "mfu", "attention_mfu", "bubble")
+    return {
+        **{name: mean(name) for name in names},
+        "imbalance": Imbalance(
+            **{name: statistics.fmean(getattr(each.imbalance, name) for each in batches) for name in RESOURCES}
+        ),
+        "breakdown": Breakdown(
+            **{name: statistics.fmean(getattr(each.breakdown, name) for each in batches) for name in PARTS}
+        ),
+        "peak_memory_gib": max(each.peak_memory_gib for each in batches),
+        "plan_s": statistics.median(each.plan_s for each in batches),
+        "num_microbatches": _whole(mean("num_microbatches")),
+        "degrees": {degree: _whole(degrees[degree] / len(batches)) for degree in sorted(degrees)},
+        "per_batch": tuple(batches),
+    }
+
+
+def _whole(value: float) -> float:
+    """As an integer where it is one, so that JSON says 3 and not 3.0."""
+    return int(value) if value == int(value) else value

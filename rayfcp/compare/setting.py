@@ -1,0 +1,124 @@
+"""What the trainer is free to choose beside the plan: recomputed layers, and when gradients are reduced."""
+
+from dataclasses import dataclass, replace
+
+from rayfcp.compare.inputs import Inputs, ReduceEvery
+from rayfcp.config import ConfigError
+from rayfcp.plan import CostModel, max_tokens_per_rank
+from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One choice, and the cluster and cost that come of it."""
+
+    recomputed_layers: int
+    reduce_every: ReduceEvery
+    cluster: ClusterSpec
+    cost: CostModel
+
+
+def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
+    """T devices that share each layer, as one device with T times the compute, memory and links.
+
+    Tensor parallelism with sequence parallelism (Megatron-LM) gathers and scatters the hidden states before and
+    after attention and MLP: in each direction 4 times (T - 1) / T of a token's hidden state pass each device's
+    link, and nothing hides them. That time is laid upon the linear layers.
+
+    Raises:
+        ConfigError: T does not divide the heads, or its devices do not fit in a node.
+    """
+    if tensor_parallel == 1:
+        return hardware
+    for name, bound in (
+        ("key/value heads of the model", model.num_kv_heads),
+        ("devices of a node", hardware.devices_per_node),
+    ):
+        if bound % tensor_parallel:
+            raise ConfigError(f"--tensor-parallel is {tensor_parallel}, must divide the {bound} {name}; lower it")
+    moved_bytes = 4 * model.num_layers * model.hidden_size * hardware.dtype_bytes * (1 - 1 / tensor_parallel)
+    linear_s = model.linear_flops_per_token / (tensor_parallel * hardware.peak_flops * hardware.linear_efficiency)
+    moved_s = moved_bytes / tensor_parallel / hardware.intra_node_bandwidth
+    return replace(
+        hardware,
+        peak_flops=hardware.peak_flops * tensor_parallel,
+        memory_bytes=hardware.memory_bytes * tensor_parallel,
+        linear_efficiency=hardware.linear_efficiency * linear_s / (linear_s + moved_s),
+        devices_per_node=hardware.devices_per_node // tensor_parallel,
+        intra_node_bandwidth=hardware.intra_node_bandwidth * tensor_parallel,
+        inter_node_bandwidth=hardware.inter_node_bandwidth * tensor_parallel,
+    )
+
+
+def settings_of(
+    inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int, longest: int
+) -> tuple[Setting, ...]:
+    """All settings under which the `longest` sequence fits on the ranks; `hardware` is that of a rank.
+
+    Free choices are tried as {no, half, all} layers x {each microbatch, each step}; a fixed `max_tokens_per_rank`
+    stands for no recomputation and one reduction a step, unless `inputs` says otherwise.
+
+    Raises:
+        InfeasiblePlanError: there is none; told for the setting that needs the least memory.
+    """
+    found, why = [], InfeasiblePlanError("no setting was tried")
+    for layers, reduce_every in _choices(inputs, num_layers=model.num_layers):
+        try:
+            tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
+                model,
+                num_devices=num_ranks,
+                memory_bytes=_memory_bytes(inputs, hardware=hardware),
+                recomputed_layers=layers,
+                bytes_per_element=hardware.dtype_bytes,
+                reduce_every=reduce_every,
+            )
+            _check_longest(longest, tokens, num_ranks=num_ranks)
+        except InfeasiblePlanError as error:
+            why = error
+            continue
+        cost = CostModel.from_profiles(
+            model,
+            hardware,
+            num_ranks=num_ranks,
+            recomputed_layers=layers,
+            bytes_per_element=hardware.dtype_bytes,
+            reduce_every=reduce_every,
+        )
+        cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel)
+        found.append(Setting(recomputed_layers=layers, reduce_every=reduce_every, cluster=cluster, cost=cost))
+    if not found:
+        raise why
+    return tuple(found)
+
+
+def _choices(inputs: Inputs, *, num_layers: int) -> list[tuple[int, ReduceEvery]]:
+    """Layers and reductions to try, most memory first."""
+    fixed = inputs.max_tokens_per_rank is not None
+    layers = (0,) if fixed else tuple(sorted({0, num_layers // 2, num_layers}))
+    reductions: tuple[ReduceEvery, ...] = ("step",) if fixed else ("step", "microbatch")
+    if inputs.recompute_layers is not None:
+        if inputs.recompute_layers > num_layers:
+            raise ConfigError(
+                f"--recompute-layers is {inputs.recompute_layers}, must be at most the model's {num_layers}; lower it"
+            )
+        layers = (inputs.recompute_layers,)
+    if inputs.reduce_every is not None:
+        reductions = (inputs.reduce_every,)
+    return [(count, reduce_every) for count in layers for reduce_every in reductions]
+
+
+def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
+    """Of a rank."""
+    if inputs.memory_gib is None:
+        return hardware.memory_bytes
+    return int(inputs.memory_gib * inputs.tensor_parallel * GIB)
+
+
+def _check_longest(longest: int, tokens: int, *, num_ranks: int) -> None:
+    if longest > tokens * num_ranks:
+        raise InfeasiblePlanError(
+            f"the longest sequence has {longest} tokens, {num_ranks} ranks hold at most {tokens * num_ranks} "
+            f"({tokens} each); lower --max-seqlen, or add devices or memory"
+        )

@@ -1,0 +1,66 @@
+"""The page: well formed, needs nothing from outside, escapes what users give, shows every strategy."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayfcp.compare.contest import Comparison, compare
+from rayfcp.compare.page import render, sentence
+from rayfcp.compare.pictures import cells
+from tests.compare.cases import LENGTHS, small
+from tests.telemetry.test_report import Balanced
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    names = ("flex-ring", "static-cp", "ring", "magi", "dapple")
+    return compare(small(tmp_path_factory.mktemp("page"), strategies=names, batches=1))
+
+
+def sound(page: str) -> str:
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == [] and parser.links == [] and "url(" not in page and "@import" not in page
+    assert "<script" not in page and "prefers-color-scheme: dark" in page
+    drawings = re.findall(r"<svg class=\"chart.*?</svg>", page, flags=re.DOTALL)
+    for drawing in drawings:
+        root = ElementTree.fromstring(drawing)
+        assert root.get("role") == "img" and root.get("aria-label")
+    assert not re.search(r'(x|y|width|height)="[^"]*(nan|inf)', page) and not re.search(r'(width|height)="-', page)
+    return page
+
+
+def test_the_page_is_whole(comparison: Comparison) -> None:
+    page = sound(render(comparison))
+    for name in ("flex-ring", "static-cp", "ring", "magi"):
+        assert f"<h3>{name}</h3>" in page
+    assert page.count("<figure>") == 4 + 3, "a picture per strategy; iterations, degrees and lengths"
+    assert "dapple splits the layers over pipeline stages" in page
+    assert sentence(comparison).replace("\u00a0", " ") in page.replace("\u00a0", " ")
+    assert "<title>ranks 0-" in page or "<title>rank 0, microbatch 0" in page
+
+
+def test_pictures_show_every_rank_for_the_whole_step(comparison: Comparison) -> None:
+    for scene in comparison.scenes:
+        timeline = scene.timeline
+        shown_s = [0.0] * timeline.num_ranks
+        for cell in cells(scene):
+            for rank in range(cell.first, cell.last + 1):
+                assert min(cell.lasts_s) >= 0
+                shown_s[rank] += sum(cell.lasts_s)
+        for total_s in shown_s:
+            assert total_s == pytest.approx(timeline.iteration_s, rel=0.01)
+
+
+def test_names_from_users_are_escaped(comparison: Comparison) -> None:
+    strange = replace(comparison, inputs=replace(comparison.inputs, model="<script>x", lengths="<img src=y>"))
+    page = sound(render(strange))
+    assert "&lt;script&gt;x" in page and "<img" not in page
+
+
+def test_a_page_without_a_winner(tmp_path: Path) -> None:
+    page = sound(render(compare(small(tmp_path, max_tokens_per_rank=min(LENGTHS)))))
+    assert "No strategy is feasible" in page and "ranks hold at most" in page

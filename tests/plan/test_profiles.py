@@ -1,0 +1,112 @@
+"""Profiles: every figure has a source, published ratios hold, files of a user's own are read or refused in one line."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from rayfcp.config import ConfigError
+from rayfcp.config.yaml_text import write_yaml
+from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
+from rayfcp.values import HardwareProfile, ModelProfile
+
+NAMED_MODELS = [
+    *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
+    *("gpt-7b", "gpt-13b", "gpt-30b", "internvl3-2b", "internvl3-8b", "internvl2.5-4b"),
+    *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b"),
+]
+NAMED_HARDWARE = ["ascend-910c", "a800", "h100", "h200", "gpu-x", "gpu-y", "cpu"]
+
+
+def figures(kind: type[ModelProfile] | type[HardwareProfile]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} - {"name", "source"}
+
+
+def test_all_profiles_are_there() -> None:
+    assert sorted(MODELS) == sorted(NAMED_MODELS) and sorted(HARDWARE) == sorted(NAMED_HARDWARE)
+    assert all(MODELS[name].name == name for name in MODELS)
+
+
+@pytest.mark.parametrize("name", NAMED_MODELS)
+def test_each_figure_of_a_model_has_a_source(name: str) -> None:
+    sources = MODELS.sources(name)
+    assert set(sources) == figures(ModelProfile)
+    assert all(len(text) > len("assumed, so") for text in sources.values())
+
+
+@pytest.mark.parametrize("name", NAMED_HARDWARE)
+def test_each_figure_of_a_device_has_a_source(name: str) -> None:
+    sources = HARDWARE.sources(name)
+    assert set(sources) == figures(HardwareProfile)
+    for field, text in sources.items():
+        assert f"{field}: {text}" in HARDWARE[name].source
+        assert not text.startswith("assumed") or len(text) > 25, f"{field}: say why"
+
+
+def test_published_ratios() -> None:
+    """Table 1 of FCP with blocks, and its MFU of 25 % with blocks of 512 tokens where long ones reach 65 %."""
+    for name, ratio in (("gpu-x", 5920), ("gpu-y", 2500)):
+        assert hardware_profile(name).peak_flops / hardware_profile(name).inter_node_bandwidth == pytest.approx(ratio)
+    half = hardware_profile("h100").attention_half_tokens
+    assert 0.65 * 512 / (512 + half) == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("gpt-7b", 6.65), ("gpt-13b", 12.84), ("gpt-30b", 32.2)])
+def test_gated_stand_ins_have_a_plain_mlp_s_parameters(name: str, billions: float) -> None:
+    model = model_profile(name)
+    assert 3 * model.ffn_size == pytest.approx(8 * model.hidden_size, rel=1e-3)
+    assert model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("llama3-70b", 70.6), ("internvl3-8b", 7.62), ("internvl3-2b", 1.78)])
+def test_published_sizes(name: str, billions: float) -> None:
+    assert model_profile(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def written(folder: Path, profile: ModelProfile | HardwareProfile, **changes: object) -> str:
+    path = folder / "mine.yaml"
+    fields = dataclasses.asdict(profile) | changes
+    path.write_text(write_yaml({key: value for key, value in fields.items() if value is not None}))
+    return str(path)
+
+
+def test_a_file_of_a_user_s_own(tmp_path: Path) -> None:
+    assert model_profile(written(tmp_path, MODELS["gpt-7b"])) == MODELS["gpt-7b"]
+    assert hardware_profile(written(tmp_path, HARDWARE["a800"])) == HARDWARE["a800"]
+    assert hardware_profile(written(tmp_path, HARDWARE["a800"], name=None)).name == "mine"
+    assert hardware_profile(written(tmp_path, HARDWARE["a800"], source=None)).source == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"peak_flop": 1e12}, "peak_flop is no field; did you mean peak_flops?"),
+        ({"peak_flops": None}, "peak_flops is missing"),
+        ({"peak_flops": "fast"}, "peak_flops is 'fast', must be a number"),
+        ({"peak_flops": 0}, "peak_flops is 0, must be above 0"),
+        ({"latency_s": -1e-6}, "latency_s is -1e-06, must be at least 0"),
+        ({"devices_per_node": 2.5}, "devices_per_node is 2.5, must be a whole number"),
+        ({"overlap": 1.5}, "overlap is 1.5, must be at most 1"),
+        ({"sources": {"peak_flps": "x"}}, "sources has peak_flps, no field; did you mean peak_flops?"),
+        ({"sources": "data sheet"}, "sources must map names of fields to texts"),
+    ],
+)
+def test_wrong_fields_are_told_in_one_line(tmp_path: Path, changes: dict[str, object], line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        hardware_profile(written(tmp_path, HARDWARE["h100"], **changes))
+    assert line in str(error.value) and "\n" not in str(error.value) and "mine.yaml" in str(error.value)
+
+
+def test_other_wrong_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_heads is 5, must be a multiple of num_kv_heads"):
+        model_profile(written(tmp_path, MODELS["qwen3-8b"], num_heads=5))
+    with pytest.raises(ConfigError, match="tied_embeddings is 'no way', must be true or false"):
+        model_profile(written(tmp_path, MODELS["qwen3-8b"], tied_embeddings="no way"))
+    with pytest.raises(ConfigError, match="does not exist; check the path"):
+        model_profile(str(tmp_path / "absent.yaml"))
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match="must hold fields of a profile"):
+        model_profile(str(tmp_path / "list.yaml"))
+    (tmp_path / "broken.yaml").write_text("name: [\n")
+    with pytest.raises(ConfigError, match="bad YAML at line"):
+        hardware_profile(str(tmp_path / "broken.yaml"))
