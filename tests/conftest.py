@@ -11,7 +11,14 @@ def ray_cluster() -> Iterator[None]:
 
     started = not ray.is_initialized()
     if started:
-        ray.init(address="local", num_cpus=7, include_dashboard=False, logging_level="WARNING", log_to_driver=False)
+        ray.init(
+            address="local",
+            num_cpus=7,
+            resources={"NPU": 1},
+            include_dashboard=False,
+            logging_level="WARNING",
+            log_to_driver=False,
+        )
     yield
     if started:
         ray.shutdown()

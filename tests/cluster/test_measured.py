@@ -6,10 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.measured import BASE_HARDWARE, analytic_cost, measured_cost, read_cost
+from rayfcp.cluster.measured import (
+    BASE_HARDWARE,
+    COMMAND,
+    about_run,
+    analytic_cost,
+    combine,
+    measure_cost,
+    profiled_cost,
+    read_cost,
+    write_measured,
+    write_refitted,
+)
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.fit import Timing, fit_cost, predicted_s
+from rayfcp.plan.fit import Timing, fit_cost, mean_error, predicted_s
+from rayfcp.values import ClusterSpec
 from tests.plan.test_fit import timings_of
 
 MODEL = model_profile("qwen3-1.7b")
@@ -47,30 +59,82 @@ def per_rank(slowdowns: list[list[float]]) -> list[list[Timing]]:
     ]
 
 
+def about(**changes: object) -> dict:
+    cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=64, node_of_rank=(0, 0, 1, 1))
+    return about_run(config_of(), MODEL, device="cpu", cluster=cluster) | changes
+
+
+def test_the_slowest_rank_of_each_round_and_the_median_over_rounds() -> None:
+    count = len(per_rank([[1.0] * 11])[0])
+    rounds = [
+        per_rank([[1.0] * count, [3.0] * count]),
+        per_rank([[2.0] * count, [1.0] * count]),
+        per_rank([[9.0] * count, [0.5] * count]),
+    ]
+    assert combine(rounds) == per_rank([[3.0] * count])[0]
+
+
 def test_written_and_read_back(tmp_path: Path) -> None:
-    """The slowest rank's time of each pass counts, whichever rank that is."""
     path = tmp_path / "profile.json"
-    count = len(timings_of(guess_of(4), degrees=(2, 4)))
-    timings = per_rank([[1.0 if (at + rank) % 2 else 0.8 for at in range(count)] for rank in range(2)])
-    slowest = per_rank([[1.0] * count])[0]
-    cost = measured_cost(guess_of(4), ranks_per_node=3, timings=timings, profile_path=path)
-    want = fit_cost(dataclasses.replace(guess_of(4), ranks_per_node=3), slowest)
-    assert cost == want.cost
-    assert cost.ranks_per_node == 3
-    assert read_cost(path) == cost
+    passes = per_rank([[1.0] * len(timings_of(guess_of(4), degrees=(2, 4)))])[0]
+    guess = dataclasses.replace(guess_of(4), ranks_per_node=3)
+    measured = measure_cost(guess, passes)
+    want = fit_cost(guess, passes)
+    assert measured.fit == want
+    write_measured(path, measured, about=about())
+    assert read_cost(path) == want.cost
 
     written = json.loads(path.read_text())
-    assert written["mean_error"] == want.mean_error
-    assert len(written["passes"]) == count
-    for found, timing in zip(written["passes"], slowest, strict=True):
+    assert written["mean_error"] == want.mean_error and written["held_out_error"] is None
+    assert len(written["passes"]) == len(passes)
+    for found, timing in zip(written["passes"], passes, strict=True):
         assert found["seconds"] == timing.seconds and found["num_cells"] == timing.num_cells
-        assert found["predicted_s"] == predicted_s(cost, timing)
+        assert found["predicted_s"] == predicted_s(want.cost, timing) and found["fitted"]
 
 
-def test_ranks_that_timed_different_passes_are_an_error(tmp_path: Path) -> None:
+def test_held_out_passes_are_predicted_not_fitted() -> None:
+    """Some of each degree, never its smallest or largest; the error is that of the fit to the others."""
+    passes = [
+        dataclasses.replace(each, seconds=each.seconds * (1.2 if at % 2 else 0.9))
+        for at, each in enumerate(timings_of(guess_of(4), degrees=(1, 2, 4)))
+    ]
+    measured = measure_cost(guess_of(4), passes, hold_out_every=2)
+    held = [passes[at] for at in measured.held_out]
+    fitted = [each for at, each in enumerate(passes) if at not in measured.held_out]
+    assert {each.degree for each in held} == {1, 2, 4}
+    for degree in (1, 2, 4):
+        cells = [each.num_cells for each in passes if each.degree == degree]
+        chosen = {each.num_cells for each in held if each.degree == degree}
+        assert max(cells) not in chosen
+    assert measured.fit == fit_cost(guess_of(4), fitted, overlaps=(0.0,))
+    assert measured.held_out_error == mean_error(measured.fit.cost, held) > 0
+
+
+def test_a_profile_holds_for_the_same_model_on_the_same_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    assert profiled_cost(path, about=about()) is None
+    measured = measure_cost(guess_of(4), timings_of(guess_of(4), degrees=(2, 4)))
+    write_measured(path, measured, about=about())
+    assert profiled_cost(path, about=about()) is None  # what a run measured in short is measured again
+    write_measured(path, measured, about=about(), made_by=COMMAND)
+    assert profiled_cost(path, about=about()) == measured.fit.cost
+    for changed in ({"device": "cuda"}, {"dtype": "bfloat16"}, {"node_of_rank": [0, 0, 0]}, {"recompute_layers": 1}):
+        assert profiled_cost(path, about=about(**changed)) is None
+
+
+def test_refitted_coefficients_are_kept_beside_the_measured(tmp_path: Path) -> None:
+    """What is planned next goes by the refitted, a run that starts anew by the profile."""
+    path = tmp_path / "profile.json"
+    measured = measure_cost(guess_of(4), timings_of(guess_of(4), degrees=(2, 4)))
+    write_measured(path, measured, about=about(), made_by=COMMAND)
+    refitted = dataclasses.replace(measured.fit.cost, fixed_s=1.5)
+    write_refitted(path, refitted, num_steps=7)
+    assert read_cost(path) == refitted
+    assert profiled_cost(path, about=about()) == measured.fit.cost
+    assert json.loads(path.read_text())["refitted_steps"] == 7
+
+
+def test_ranks_that_timed_different_passes_are_an_error() -> None:
     timings = per_rank([[1.0] * len(timings_of(guess_of(4), degrees=(2, 4)))] * 2)
     with pytest.raises(ValueError, match="zip"):
-        measured_cost(
-            guess_of(4), ranks_per_node=1, timings=[timings[0], timings[1][:-1]], profile_path=tmp_path / "p.json"
-        )
-    assert not (tmp_path / "p.json").exists()
+        combine([[timings[0], timings[1][:-1]]])

@@ -1,0 +1,88 @@
+"""What the scripts beside this one share: arguments, tables as text, JSON, progress, and errors in one line."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rayfcp.config import ConfigError
+from rayfcp.values import InfeasiblePlanError
+
+Rows = Sequence[dict[str, Any]]
+Columns = Sequence[tuple[str, str, str]]
+"""Head, key of the row, format of the value; what is None shows as -."""
+
+
+def parser_of(doc: str | None, *, model: str | None = None, lengths: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """A parser with the options that most scripts take; `model` and `lengths` (several) are defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if model is not None:
+        parser.add_argument("--model", default=model, help=f"name or YAML path (default: {model})")
+    parser.add_argument("--hardware", default="ascend-910c", help="name or YAML path (default: ascend-910c)")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        default=list(lengths),
+        metavar="FILE",
+        help=f"files of lengths, or dist:NAME (default: {' '.join(lengths)})",
+    )
+    parser.add_argument("--global-batch", type=int, default=512, help="sequences in a batch (default: 512)")
+    parser.add_argument("--batches", type=int, default=3, help="batches that figures are means of (default: 3)")
+    parser.add_argument("--max-seqlen", type=int, default=131_072, help="longer ones are cut (default: 131072)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for inputs and rows")
+    return parser
+
+
+def lengths_name(source: str) -> str:
+    """`github` of `dist:github`, `mine` of `some/mine.txt`."""
+    return source.removeprefix("dist:") if source.startswith("dist:") else Path(source).stem
+
+
+def table(rows: Rows, columns: Columns) -> str:
+    """Aligned lines below a line of heads; text to the left, numbers to the right; a newline at the end."""
+    cells = [[head for head, _, _ in columns]]
+    cells += [[_shown(row[key], spec) for _, key, spec in columns] for row in rows]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
+    sides = ["<" if spec == "s" else ">" for _, _, spec in columns]
+    lines = [
+        "  ".join(f"{text:{side}{width}}" for text, side, width in zip(line, sides, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """A part of the result."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_json(path: Path | None, *, args: argparse.Namespace, rows: Rows) -> None:
+    """Inputs and rows, if a file was asked for."""
+    if path is None:
+        return
+    inputs = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    path.write_text(json.dumps({"inputs": inputs, "rows": list(rows)}, indent=1) + "\n", encoding="utf-8")
+
+
+def exit_code(main: Callable[[], None]) -> int:
+    """Runs it; 2 and one line on stderr where the inputs cannot be used."""
+    try:
+        main()
+    except (ConfigError, InfeasiblePlanError) as error:
+        say(str(error))
+        return 2
+    return 0
