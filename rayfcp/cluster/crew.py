@@ -62,7 +62,7 @@ class Crew:
         ]
         crew = cls(workers, groups, facts=())
         try:
-            facts: list[DeviceFacts] = crew.each(lambda _, worker: worker.facts.remote())
+            facts: list[DeviceFacts] = crew.each(lambda _, worker: worker.open.remote())
         except BaseException:
             crew.end()
             raise

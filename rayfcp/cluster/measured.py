@@ -2,16 +2,34 @@
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
-from rayfcp.plan.fit import OVERLAPS, Fit, Timing, fit_cost, predicted_s
-from rayfcp.values import ModelProfile
+from rayfcp.plan.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
+from rayfcp.values import ClusterSpec, ModelProfile
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
+COMMAND = "rayfcp profile"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A fitted cost model, the timed passes, and which of them (`held_out`, by position) it was not fitted to."""
+
+    fit: Fit
+    passes: tuple[Timing, ...]
+    held_out: tuple[int, ...]
+
+    @property
+    def held_out_error(self) -> float:
+        """Mean of |predicted - measured| / measured of what was held out; 0 where nothing was."""
+        return mean_error(self.fit.cost, [self.passes[at] for at in self.held_out])
 
 
 def analytic_cost(config: Config, model: ModelProfile, *, device: str, num_ranks: int) -> CostModel:
@@ -26,30 +44,95 @@ def analytic_cost(config: Config, model: ModelProfile, *, device: str, num_ranks
     )
 
 
-def measured_cost(
-    guess: CostModel, *, ranks_per_node: int, timings: Sequence[Sequence[Timing]], profile_path: Path
-) -> CostModel:
-    """Fit what all ranks timed at once (`timings[rank]`) and write it to `profile_path`.
+def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
+    """What measured coefficients depend on: with all of it equal, an earlier profile still holds."""
+    about = {
+        "device": device,
+        "dtype": config.model.dtype,
+        "model": dataclasses.asdict(model) | {"name": ""},
+        "node_of_rank": list(cluster.node_of_rank),
+        "recompute_layers": config.train.recompute_layers,
+        "reduce_every": config.train.reduce_every,
+        "threads_per_worker": config.train.threads_per_worker,
+    }
+    return about  # equal to itself after a round trip through JSON
 
-    A pass counts with the slowest rank's time. A ring over all ranks crosses the slowest link, so one
-    link speed stands for all. Where the guess says that nothing overlaps, that stays.
+
+def ranks_per_node(cluster: ClusterSpec) -> int:
+    """Ranks of the largest node."""
+    nodes = cluster.node_of_rank
+    return max(nodes.count(node) for node in set(nodes)) if nodes else cluster.num_ranks
+
+
+def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
+    """One timing a shape from `rounds[round][rank]`: the slowest rank's in each round, the median over rounds.
+
+    Raises:
+        ValueError: ranks or rounds that timed different shapes.
     """
-    slowest = [max(each, key=lambda timing: timing.seconds) for each in zip(*timings, strict=True)]
-    start = dataclasses.replace(guess, ranks_per_node=ranks_per_node)
-    fit = fit_cost(start, slowest, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
-    _write(profile_path, fit, slowest)
-    return fit.cost
+    slowest = [[max(each, key=lambda timing: timing.seconds) for each in zip(*ranks, strict=True)] for ranks in rounds]
+    return [
+        dataclasses.replace(each[0], seconds=statistics.median(timing.seconds for timing in each))
+        for each in zip(*slowest, strict=True)
+    ]
+
+
+def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: int = 0) -> Measured:
+    """Fit what all ranks timed at once. A ring over all ranks crosses the slowest link, so one link speed
+    stands for all. Where the guess says that nothing overlaps, that stays.
+
+    With `hold_out_every` k, every k-th pass of each degree, by its cells, is not fitted but predicted.
+    """
+    held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
+    fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
+    fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
+    return Measured(fit=fit, passes=tuple(passes), held_out=held_out)
+
+
+def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:
+    """Never the least or most of a degree: a fit is asked between what it saw, not beyond."""
+    chosen: list[int] = []
+    for degree in sorted({timing.degree for timing in passes}):
+        at_degree = [at for at, timing in enumerate(passes) if timing.degree == degree]
+        ordered = sorted(at_degree, key=lambda at: (passes[at].num_cells, passes[at].num_tokens))
+        chosen += ordered[every // 2 : -1 : every] if len(ordered) > 2 else []
+    return tuple(sorted(set(chosen)))
+
+
+def write_measured(path: Path, measured: Measured, *, about: dict[str, Any], **more: Any) -> None:
+    """`profile.json`: the cost model, its errors, and every timed pass with what it predicts; `more` as it is."""
+    cost = measured.fit.cost
+    profile = {
+        "about": about,
+        "cost": dataclasses.asdict(cost),
+        "mean_error": measured.fit.mean_error,
+        "held_out_error": measured.held_out_error if measured.held_out else None,
+        "passes": [
+            dataclasses.asdict(each) | {"predicted_s": predicted_s(cost, each), "fitted": at not in measured.held_out}
+            for at, each in enumerate(measured.passes)
+        ],
+        **more,
+    }
+    path.write_text(json.dumps(profile, indent=1) + "\n")
 
 
 def read_cost(profile_path: Path) -> CostModel:
-    """The cost model that a run measured."""
-    return CostModel(**json.loads(profile_path.read_text())["cost"])
+    """The cost model that a run measured; after steps that were refitted, what they made of it."""
+    profile = json.loads(profile_path.read_text())
+    return CostModel(**(profile.get("refitted") or profile["cost"]))
 
 
-def _write(path: Path, fit: Fit, timings: Sequence[Timing]) -> None:
-    profile = {
-        "cost": dataclasses.asdict(fit.cost),
-        "mean_error": fit.mean_error,
-        "passes": [dataclasses.asdict(each) | {"predicted_s": predicted_s(fit.cost, each)} for each in timings],
-    }
-    path.write_text(json.dumps(profile, indent=1) + "\n")
+def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | None:
+    """The cost model of an earlier `rayfcp profile` of the same model on the same ranks; None if there is none."""
+    if not profile_path.exists():
+        return None
+    profile = json.loads(profile_path.read_text())
+    same = profile.get("made_by") == COMMAND and profile.get("about") == about
+    return CostModel(**profile["cost"]) if same else None
+
+
+def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:
+    """Keep beside the measured coefficients those that the last steps were planned with."""
+    profile = json.loads(profile_path.read_text())
+    profile |= {"refitted": dataclasses.asdict(cost), "refitted_steps": num_steps}
+    profile_path.write_text(json.dumps(profile, indent=1) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rayfcp.cluster.observing import PlannedGroups, planned_groups
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.plan import CostModel, attention_flops, imbalance, model_flops, plan_batch
@@ -20,6 +21,7 @@ class PlanRecord:
     """What the controller needs to know of a plan; the programs go from planner to workers directly.
 
     `plan_s`: lengths to BatchPlan. `model_flops`, `attention_flops`: forward and backward of the batch.
+    `groups`: what the cost model can be refitted from once they were timed.
     """
 
     step: int
@@ -35,6 +37,7 @@ class PlanRecord:
     plan_s: float
     model_flops: float
     attention_flops: float
+    groups: PlannedGroups
 
 
 def sequences_of(batch: GlobalBatch) -> tuple[SequenceSpec, ...]:
@@ -84,6 +87,7 @@ class Planner:
             plan_s=plan_s,
             model_flops=model_flops(self._model, sequences),
             attention_flops=attention_flops(self._model, sequences),
+            groups=planned_groups(plan, sequences, cluster=cluster),
         )
         return (record, *programs)
 
@@ -113,6 +117,10 @@ class PlanQueue:
         self._num_ranks = cluster.num_ranks
         self._cluster_ref, self._cost_ref = ray.put(cluster), ray.put(cost)
         self.refill()
+
+    def use(self, cost: CostModel) -> None:
+        """Plan with this cost model from now on; plans in flight stay as they are, and valid."""
+        self._cost_ref = ray.put(cost)
 
     def take(self) -> PlannedStep:
         """The next step's plan, waiting for it if it is late.

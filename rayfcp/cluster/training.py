@@ -1,5 +1,6 @@
 """The life of a run inside the controller: open, start, resume, step by step, save, end."""
 
+import dataclasses
 import logging
 import statistics
 import threading
@@ -13,15 +14,26 @@ from rayfcp.cluster.capacity import cluster_spec, configured_bound
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import Finished
-from rayfcp.cluster.measured import analytic_cost, measured_cost
-from rayfcp.cluster.placement import resolved_device
+from rayfcp.cluster.measured import (
+    COMMAND,
+    about_run,
+    analytic_cost,
+    profiled_cost,
+    ranks_per_node,
+    write_measured,
+    write_refitted,
+)
+from rayfcp.cluster.observing import observations
+from rayfcp.cluster.placement import CapacityError, resolved_device
 from rayfcp.cluster.planner import PlannedStep, PlanQueue
+from rayfcp.cluster.profiling import start_cost
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.startup import device_peak_flops, join_ranks, start_planners, write_skipped
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan.bound import check_longest
+from rayfcp.plan.refit import Refit
 from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
 
 logger = logging.getLogger(__name__)
@@ -41,6 +53,7 @@ class TrainingRun:
     def __init__(self, config: Config, *, data_dir: str, stopping: threading.Event) -> None:
         self._config, self._data_dir, self._stopping = config, data_dir, stopping
         self._run_dir = Path(config.run_dir)
+        self._profile_path = self._run_dir / "profile.json"
         self._began_s = time.monotonic()
         self._messages: list[str] = []
         self._reports: list[StepReport] = []
@@ -88,18 +101,26 @@ class TrainingRun:
         if data.index.named_bad_rows:
             self._say(write_skipped(self._run_dir / "skipped_rows.jsonl", data.index.named_bad_rows))
 
+    def _start_crew(self, device: str) -> Crew:
+        try:
+            return Crew.start(
+                self._config,
+                device=device,
+                data_dir=self._data_dir,
+                vocab_size=self._data.vocab_size,
+                stopped=self._stopping.is_set,
+            )
+        except CapacityError as error:
+            if self._stopping.is_set():
+                raise _StoppedError from error
+            raise
+
     def _start(self, ending: ExitStack) -> None:
         """Workers, planners, journal; `ending` ends them in the reverse order, whatever happens."""
         config, data = self._config, self._data
         self._say(f"starting {config.cluster.max_workers} workers")
         device = resolved_device(config)
-        crew = self._crew = Crew.start(
-            config,
-            device=device,
-            data_dir=self._data_dir,
-            vocab_size=data.vocab_size,
-            stopped=self._stopping.is_set,
-        )
+        crew = self._crew = self._start_crew(device)
         ending.callback(crew.end)
         self._cluster = cluster_spec(config, data.model, facts=crew.facts, generation=GENERATION)
         self._check_longest(self._cluster)
@@ -123,21 +144,30 @@ class TrainingRun:
         self._saver.resume(crew)
 
     def _measure(self, device: str) -> None:
+        """Coefficients of `rayfcp profile` for the same model and ranks, or measured now: after a resume too,
+        since the ranks may be others. Steps refit them from there."""
         self._say("measuring devices")
-        crew, nodes = self._crew, self._cluster.node_of_rank
-        self._cost = measured_cost(
-            analytic_cost(self._config, self._data.model, device=device, num_ranks=len(crew)),
-            ranks_per_node=max(nodes.count(node) for node in set(nodes)),
-            timings=crew.each(lambda _, worker: worker.calibrate.remote(self._cluster.max_tokens_per_rank)),
-            profile_path=self._run_dir / "profile.json",
-        )
-        self._peak_flops = device_peak_flops(self._config, crew) * len(crew)
+        config, crew, model = self._config, self._crew, self._data.model
+        about = about_run(config, model, device=device, cluster=self._cluster)
+        cost = profiled_cost(self._profile_path, about=about)
+        if cost is not None:
+            self._say(f"cost model of {COMMAND} in {self._profile_path}")
+        else:
+            guess = dataclasses.replace(
+                analytic_cost(config, model, device=device, num_ranks=len(crew)),
+                ranks_per_node=ranks_per_node(self._cluster),
+            )
+            measured = start_cost(crew, guess, cluster=self._cluster, max_seqlen=config.data.max_seqlen)
+            write_measured(self._profile_path, measured, about=about)
+            cost = measured.fit.cost
+        self._refit = Refit.start(cost)
+        self._peak_flops = device_peak_flops(config, crew) * len(crew)
 
     def _train(self) -> Finished:
         crew, first, last = self._crew, self._saver.first_step, self._config.train.steps
         self._say("training")
         plans = PlanQueue(self._planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps)
-        plans.start(first, last, cluster=self._cluster, cost=self._cost)
+        plans.start(first, last, cluster=self._cluster, cost=self._refit.cost)
         done: Done | None = None
         step = first - 1
         for step in range(first, last + 1):
@@ -150,6 +180,8 @@ class TrainingRun:
             if self._stopping.is_set():
                 break
         self._commit(done)
+        if self._refit.num_steps:
+            write_refitted(self._profile_path, self._refit.cost, num_steps=self._refit.num_steps)
         self._say("saving")
         checkpoint = self._saver.last(step, crew, metrics=self._journal.metrics)
         return self._finished(step, str(checkpoint) if checkpoint else None)
@@ -163,6 +195,9 @@ class TrainingRun:
         ]
         plans.refill()
         self._commit(before)
+        if before is not None and self._config.plan.refit:
+            self._refit = self._refit.after(observations(before[0].record.groups, before[1]))
+            plans.use(self._refit.cost)
         ranks = self._crew.gather(refs)
         return planned, ranks, time.perf_counter() - start_s
 

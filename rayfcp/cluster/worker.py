@@ -5,6 +5,7 @@ Driver and controller name the class, so torch and the model library are importe
 
 import os
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -14,36 +15,38 @@ from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous
 from rayfcp.config import Config
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.plan.fit import Timing
+from rayfcp.plan.parts import PartTimings
+from rayfcp.plan.shapes import PassShape
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch
+from rayfcp.values import GlobalBatch, ModelProfile
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-CALIBRATION_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
-"""Tokens of the largest timed pass of one rank."""
 
 
 class RankWorker:
     """One device of a run."""
 
     def __init__(self, config: Config, data_dir: str, *, vocab_size: int) -> None:
+        self._config, self._data_dir, self._vocab_size = config, data_dir, vocab_size
+
+    def open(self) -> DeviceFacts:
+        """Take the device; to be called first. Not in the constructor, where Ray hides what an error was.
+
+        Raises:
+            ConfigError: the device, or what it needs installed, is not here.
+        """
         import torch
 
-        from rayfcp.execute.device import resolve_device
+        from rayfcp.execute.device import peak_flops, resolve_device, total_memory_bytes
         from rayfcp.execute.engine import RankEngine
         from rayfcp.execute.kernels import pick_kernel
 
         # First: it says what to install, and loads what makes torch know the device.
-        pick_kernel(config.cluster.device)
-        torch.set_num_threads(config.train.threads_per_worker)
-        self._config, self._vocab_size = config, vocab_size
-        self._device = resolve_device(config.cluster.device)
-        self._engine = RankEngine(config, device=self._device, data_dir=data_dir)
-
-    def facts(self) -> DeviceFacts:
-        from rayfcp.execute.device import peak_flops, total_memory_bytes
-
+        pick_kernel(self._config.cluster.device)
+        torch.set_num_threads(self._config.train.threads_per_worker)
+        self._device = resolve_device(self._config.cluster.device)
+        self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
         return DeviceFacts(
             node_id=ray.get_runtime_context().get_node_id(),
             device=self._device.type,
@@ -75,12 +78,15 @@ class RankWorker:
             ),
         )
 
-    def calibrate(self, max_tokens_per_rank: int) -> list[Timing]:
-        """Timed passes, taken by all ranks at once; parameters stay as they are."""
+    def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
+        """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
         from rayfcp.execute.calibrate import time_passes
 
-        largest = CALIBRATION_TOKENS[self._device.type]
-        return time_passes(self._engine, max_tokens=min(largest, self._config.data.max_seqlen, max_tokens_per_rank))
+        return time_passes(self._engine, shapes)
+
+    def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        """Attention, linear layers, messages and gathers alone, by all ranks at once."""
+        return self._engine.time_parts(model, max_tokens=max_tokens)
 
     def step(self, program: RankProgram, batch: GlobalBatch, *, plan_hash: str) -> RankReport:
         return self._engine.run_step(program, batch, plan_hash=plan_hash)

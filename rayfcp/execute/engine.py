@@ -19,11 +19,13 @@ from rayfcp.execute.interfaces import Tokens, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients, sum_over_ranks
+from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.execute.sharding import HostWait, ShardedModel
 from rayfcp.execute.transport import DistributedTransport
+from rayfcp.plan.parts import PartTimings
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, Span, SpanKind
+from rayfcp.values import GlobalBatch, ModelProfile, Span, SpanKind
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class RankEngine:
             kernel=pick_kernel(self.device.type),
             model=self._model,
             device=self.device,
+            waited=self._gathered_s,
         )
         return Joined(
             rank=rank,
@@ -92,6 +95,14 @@ class RankEngine:
         """Run a program and forget its gradients; nothing is updated. Every rank must call it."""
         self._interpreter.run(program, tokens)
         self._optimizer.zero_grad(set_to_none=True)
+
+    def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        """Parts of a pass alone, in the model's dtype; every rank must call it."""
+        assert self._world is not None
+        channels = self._world.channels
+        dtype = getattr(torch, self._config.model.dtype)
+        timer = PartTimer(model, device=self.device, dtype=dtype, attend=channels.attend, shard=channels.shard)
+        return timer.run(max_tokens=max_tokens)
 
     def run_step(self, program: RankProgram, batch: GlobalBatch, *, plan_hash: str) -> RankReport:
         """Forward, backward, reduction and update of one global batch.
@@ -125,6 +136,7 @@ class RankEngine:
             bytes_sent=done.bytes_sent,
             num_cells=done.num_cells,
             memory_bytes=memory_bytes(self.device),
+            gather_s=done.gather_s,
             spans=(*done.spans, update),
             saved_s=self._writer.finished_s(),
         )
@@ -147,6 +159,10 @@ class RankEngine:
                 group["lr"] = rate
             self._optimizer.step()
         return loss, norm, rate
+
+    def _gathered_s(self) -> float:
+        """Seconds of gathers and reductions so far; NaN where the host does not wait for them."""
+        return self._wait.seconds if self.device.type == "cpu" else math.nan
 
     def begin_save(self, folder: str) -> None:
         """Copy the state and write it to `folder` in the background."""

@@ -38,10 +38,12 @@ class TrainableModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What one rank did in one global batch. `loss_sum`: of its own tokens. `wait_s`: for messages."""
+    """What one rank did in one global batch. `loss_sum`: of its own tokens. `wait_s`: for messages.
+    `gather_s[m]`: what the interpreter's `waited` grew by in microbatch m."""
 
     loss_sum: float
     spans: tuple[Span, ...]
     bytes_sent: int
     num_cells: int
     wait_s: float
+    gather_s: tuple[float, ...] = ()

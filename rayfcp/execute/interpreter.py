@@ -1,6 +1,7 @@
 """Runs a rank's program on real tensors."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,7 +24,8 @@ class Interpreter:
     """Runs programs with a transport, a kernel and a model; the same on any device and in any process.
 
     Losses are multiplied by `loss_scale` (one over the global batch's number of targets) before they
-    are differentiated, so that gradients, summed over ranks, are those of the mean loss.
+    are differentiated, so that gradients, summed over ranks, are those of the mean loss. `waited` tells the
+    seconds that the model has waited for other ranks so far.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Interpreter:
         model: TrainableModel,
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.time,
+        waited: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._transport, self._kernel, self._model = transport, kernel, model
-        self._device, self._clock = torch.device(device), clock
+        self._device, self._clock, self._waited = torch.device(device), clock, waited
 
     def run(self, program: RankProgram, tokens: TokenSource, *, loss_scale: float = 1.0) -> Execution:
         """Run all instructions in order; parameters' gradients are added to what they hold.
@@ -46,7 +49,7 @@ class Interpreter:
         """
         if program.rank != self._transport.rank:
             raise ValueError(f"program is for rank {program.rank}, this is rank {self._transport.rank}; send it there")
-        run = _Run(program, self._clock)
+        run = _Run(program, self._clock, waited=self._waited)
         inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         losses: dict[int, Tensor] = {}
         traffic = Traffic()
@@ -72,6 +75,7 @@ class Interpreter:
             bytes_sent=traffic.bytes_sent,
             num_cells=traffic.cells,
             wait_s=traffic.wait_s,
+            gather_s=tuple(run.waited_s[each] for each in sorted(run.waited_s)),
         )
 
     def _context(self, item: Forward, traffic: Traffic) -> AttentionContext:
@@ -98,16 +102,18 @@ class Interpreter:
 
 
 class _Run:
-    """Spans of one program."""
+    """Spans of one program, and what was waited in each microbatch."""
 
-    def __init__(self, program: RankProgram, clock: Callable[[], float]) -> None:
+    def __init__(self, program: RankProgram, clock: Callable[[], float], *, waited: Callable[[], float]) -> None:
         self.spans: list[Span] = []
-        self._program, self._clock = program, clock
+        self.waited_s: dict[int, float] = defaultdict(float)
+        self._program, self._clock, self._waited = program, clock, waited
 
     @contextmanager
     def span(self, kind: SpanKind, microbatch: int) -> Iterator[None]:
-        start_s = self._clock()
+        start_s, waited_s = self._clock(), self._waited()
         yield
+        self.waited_s[microbatch] += self._waited() - waited_s
         self.spans.append(
             Span(
                 rank=self._program.rank,

@@ -21,6 +21,7 @@ class RankReport:
 
     `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other ranks:
     for messages of attention, gathers and reductions; NaN on accelerators, whose host does not wait.
+    `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
     `saved_s`: seconds of a checkpoint write that ended since the last report, None if none did.
     """
 
@@ -34,5 +35,6 @@ class RankReport:
     bytes_sent: int
     num_cells: int
     memory_bytes: dict[str, int]
+    gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
     saved_s: float | None

@@ -44,7 +44,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("imbalance_ratio", "0..1", "(max - mean) / max over ranks, summed over microbatches", "resource"),
     _gauge("bubble_ratio", "0..1", "Share of rank time spent waiting for other ranks"),
     _gauge("gap_ratio", "1 or more", "Predicted step over its lower bound"),
-    _gauge("prediction_error_ratio", "0 or more", "|predicted - measured| / measured step"),
+    _gauge("prediction_error_ratio", "0 or more", "|predicted - measured| / measured step; plan.refit makes it fall"),
     _gauge("loss", "nats per target", "Loss of the last step"),
     _gauge("grad_norm", "1", "Gradient norm of the last step, before clipping"),
     _gauge("learning_rate", "1", "Learning rate of the last step"),

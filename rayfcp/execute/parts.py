@@ -1,0 +1,112 @@
+"""Single parts of a pass, timed alone on every rank: attention kernel, linear layers, messages, gathers."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.plan.parts import PartTimings
+from rayfcp.values import ModelProfile
+
+REPEATS = 5
+MESSAGE_BYTES = tuple(1 << power for power in range(12, 25, 2))
+"""4 KiB to 16 MiB."""
+
+
+class PartTimer:
+    """Times parts of one layer of `model`; every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        model: ModelProfile,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        attend: dist.ProcessGroup,
+        shard: dist.ProcessGroup,
+    ) -> None:
+        self._model, self._device, self._dtype = model, device, dtype
+        self._transport, self._shard = DistributedTransport(attend), shard
+
+    def run(self, *, max_tokens: int) -> PartTimings:
+        """Lengths and numbers of tokens by powers of 4 up to `max_tokens`."""
+        sizes = [max_tokens >> shift for shift in range(0, 12, 2) if max_tokens >> shift >= 16] or [max_tokens]
+        several = dist.get_world_size(self._shard) > 1
+        return PartTimings(
+            attention_s=tuple((size, self._median(self._attention(size))) for size in sizes),
+            linear_s=tuple((size, self._median(self._linear(size))) for size in sizes),
+            message_s=tuple((size, self._median(self._message(size))) for size in MESSAGE_BYTES) if several else (),
+            gather_s=tuple((size, self._median(self._gather(size))) for size in MESSAGE_BYTES) if several else (),
+        )
+
+    def _median(self, work: Callable[[], object]) -> float:
+        """Seconds of one call, the first not counted; all ranks start together."""
+        times = []
+        for _ in range(REPEATS + 1):
+            dist.barrier(group=self._shard)
+            start_s = time.perf_counter()
+            work()
+            self._synchronize()
+            times.append(time.perf_counter() - start_s)
+        return statistics.median(times[1:])
+
+    def _synchronize(self) -> None:
+        if self._device.type != "cpu":
+            getattr(torch, self._device.type).synchronize()
+
+    def _attention(self, num_tokens: int) -> Callable[[], object]:
+        """Forward and backward of one layer over one causal sequence."""
+        shape, kernel, heads = self._model, pick_kernel(self._device.type), self._model.num_heads
+        query, grad = (self._random(num_tokens, heads, shape.head_dim) for _ in range(2))
+        key, value = (self._random(num_tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
+        lengths: dict[str, Any] = {"query_lengths": (num_tokens,), "key_lengths": (num_tokens,)}
+        keywords: dict[str, Any] = lengths | {"causal": True, "scale": shape.head_dim**-0.5}
+
+        def work() -> object:
+            out, lse = kernel.forward(query, key, value, **keywords)
+            return kernel.backward(grad, query, key, value, out, lse, **keywords)
+
+        return work
+
+    def _linear(self, num_tokens: int) -> Callable[[], object]:
+        """Forward and backward of the matrix products of one layer."""
+        shape = self._model
+        heads_size, kv_size = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
+        sizes = [(shape.hidden_size, heads_size + kv_size), (heads_size, shape.hidden_size)]
+        sizes += [(shape.hidden_size, 2 * shape.ffn_size), (shape.ffn_size, shape.hidden_size)]
+        weights = [self._random(out, into).requires_grad_() for into, out in sizes]
+        inputs = [self._random(num_tokens, into).requires_grad_() for into, _ in sizes]
+
+        def work() -> object:
+            outs = [torch.nn.functional.linear(each, weight) for each, weight in zip(inputs, weights, strict=True)]
+            return torch.autograd.grad([each.sum() for each in outs], [*inputs, *weights])
+
+        return work
+
+    def _message(self, num_bytes: int) -> Callable[[], object]:
+        """One round of a ring over all ranks."""
+        outgoing, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
+        rank, size = self._transport.rank, dist.get_world_size(self._shard)
+
+        def work() -> object:
+            return self._transport.post([((rank + 1) % size, outgoing)], [((rank - 1) % size, arriving)]).wait()
+
+        return work
+
+    def _gather(self, num_bytes: int) -> Callable[[], object]:
+        """`num_bytes` in all, in equal shards from all ranks."""
+        size = dist.get_world_size(self._shard)
+        own = torch.zeros(max(num_bytes // size, 1), dtype=torch.uint8, device=self._device)
+        whole = torch.empty(len(own) * size, dtype=torch.uint8, device=self._device)
+        # torch 2.13 gave it a new name
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return lambda: gather(whole, own, group=self._shard)
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self._device, dtype=self._dtype)
