@@ -64,7 +64,7 @@ def _tables(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMo
     return np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit  # type: ignore[untyped-decorator]
 def _spans(table: Table) -> Table:
     """Least makespan of every set on all ranks: `best[set, d]` on d ranks is the best over the group of its first
     sequence."""
@@ -88,7 +88,7 @@ def _spans(table: Table) -> Table:
     return best[:, num_ranks]
 
 
-@numba.njit(cache=True)  # type: ignore[untyped-decorator]
+@numba.njit  # type: ignore[untyped-decorator]
 def _cut(seconds: Table) -> Table:
     """Least seconds of every set: `best[set, 1]` has chosen the microbatch that comes last."""
     sets = len(seconds)

@@ -12,8 +12,9 @@ def dynamic_program(table: Table) -> list[int]:
     """Degrees that minimise the makespan, by the 2D dynamic programme (Eq. 11, Algorithm 1).
 
     `table[g, d - 1]` is T(group g, degree d) in seconds, infinite where memory forbids d; columns are
-    degrees 1..N. `best[j]` is the least makespan of the groups so far on exactly j ranks. Backtracking starts at the best j <= N: a group that does not gain
-    from more ranks leaves them unused. Among equals the smaller degree wins.
+    degrees 1..N. `best[j]` is the least makespan of the groups so far on exactly j ranks. Backtracking
+    starts at the best j <= N: a group that does not gain from more ranks leaves them unused. Among equals the
+    smaller degree wins.
 
     Raises:
         InfeasiblePlanError: the groups' least degrees need more than N ranks.

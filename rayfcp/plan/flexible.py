@@ -59,22 +59,21 @@ class Planner:
             best = self._where_it_lies(self._with_dynamic_program(best[1]))
         # the paper's own two stages: rarely better, and then ours
         stages = Search(self._world, cuts=self._cuts)
-        found = stages.run()
-        if found is None or self._alone_s(found[1]) >= best[0]:
-            return best, reason
-        for state in (found[1], self._with_dynamic_program(found[1])):
-            other = self._where_it_lies(state)
-            if other[0] < best[0]:
-                best, reason = other, f"best of {stages.num_cuts} ways to cut the batch, in two stages"
+        for _, found in stages.run(beat_s=best[0]):
+            if self._alone_s(found) < best[0]:
+                for state in (found, self._with_dynamic_program(found)):
+                    other = self._where_it_lies(state)
+                    if other[0] < best[0]:
+                        best, reason = other, f"best of {stages.num_cuts} ways to cut the batch, in two stages"
         return best, reason
 
     def _two_stages(self) -> tuple[Placed, str]:
         search = Search(self._world, cuts=self._cuts)
         found = search.run()
         reason = f"best of {search.num_cuts} ways to cut the batch, in two stages"
-        if found is None:  # bins of a capacity may need degrees that the primitives do not have
-            found, reason = (fill_in_turn(self._world), copied(self._world.state)), "microbatches filled in turn"
-        state = self._with_dynamic_program(found[1]) if self._options.degrees == "dp" else found[1]
+        if not found:  # bins of a capacity may need degrees that the primitives do not have
+            found, reason = [(fill_in_turn(self._world), copied(self._world.state))], "microbatches filled in turn"
+        state = self._with_dynamic_program(found[0][1]) if self._options.degrees == "dp" else found[0][1]
         return self._where_it_lies(state), reason
 
     def _where_it_lies(self, state: State) -> Placed:

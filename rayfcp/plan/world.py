@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayfcp.plan.cost import CostModel
-from rayfcp.plan.kernels.price import Floats, Prices, _alone
+from rayfcp.plan.kernels.price import COLUMNS, Floats, Prices, _alone
 from rayfcp.plan.kernels.state import Batch, State, World, empty_state
 from rayfcp.plan.microbatches import Columns
 from rayfcp.plan.placement import node_sizes
@@ -25,7 +25,7 @@ def prices_of(cluster: ClusterSpec, cost: CostModel, *, primitives: Sequence[Pri
     passes = [cost.terms(1.0, primitive=primitive) for primitive in primitives]
     hidden = np.array([forward.hidden for forward, _ in passes])
     return Prices(
-        terms=np.ascontiguousarray(rows),
+        terms=np.ravel(rows),
         hidden=hidden,
         fixed_s=float(cost.fixed_s),
         passes_fixed_s=np.array([float(terms.fixed_s) for terms in passes[0]]),
@@ -33,6 +33,7 @@ def prices_of(cluster: ClusterSpec, cost: CostModel, *, primitives: Sequence[Pri
         per_token=float(cost.compute_s(0, 1)),
         room=float(cluster.max_tokens_per_rank),
         num_ranks=cluster.num_ranks,
+        num_primitives=len(primitives),
     )
 
 
@@ -96,10 +97,11 @@ def primitive_of(prices: Prices, state: State, *, group: int, degree: int, used:
 def _passes(prices: Prices, cells: Floats, tokens: Floats, *, far: int) -> Floats:
     """Seconds by pass, primitive, group and degree, as `rayfcp.plan.kernels.price` has them."""
     hidden = prices.hidden[:, None, None]
+    terms = prices.terms.reshape(2, len(prices.hidden), prices.num_ranks + 1, 2, COLUMNS)
     passes = []
     for each, fixed_s in enumerate(prices.passes_fixed_s):
         per_cell, per_token, linear, moved_per_token, moved_s, tail_per_token, tail_s, cover = (
-            prices.terms[far, :, None, :, each, column] for column in range(8)
+            terms[far, :, None, :, each, column] for column in range(COLUMNS)
         )
         attention, moved = per_cell * cells + per_token * tokens, moved_per_token * tokens + moved_s
         with np.errstate(invalid="ignore"):

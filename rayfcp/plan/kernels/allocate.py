@@ -64,7 +64,7 @@ def _keep_pace(world: World, microbatch: int, first: int) -> float:
         if state.home[group] == microbatch:
             load = Load(state.cells[group], state.tokens[group], state.degree[group], state.far[group])
             best = 0
-            for primitive in range(1, prices.terms.shape[1]):
+            for primitive in range(1, prices.num_primitives):
                 if _timed(prices, load, primitive, state.pace[microbatch]) < _timed(
                     prices, load, best, state.pace[microbatch]
                 ):

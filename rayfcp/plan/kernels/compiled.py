@@ -37,8 +37,13 @@ def inner(function: F) -> F:
     return _compiled(function, nrt=False)
 
 
-def _compiled(function: F, *, nrt: bool) -> F:
-    options: dict[str, Any] = {"error_model": "numpy", "_nrt": nrt}
+def inlined(function: F) -> F:
+    """As `inner`, for what is small and called often: handing over all arrays takes longer than its work."""
+    return _compiled(function, nrt=False, forceinline=True)
+
+
+def _compiled(function: F, *, nrt: bool, forceinline: bool = False) -> F:
+    options: dict[str, Any] = {"error_model": "numpy", "_nrt": nrt, "forceinline": forceinline}
     kernel: Any = numba.njit(**options)(function)
     with contextlib.suppress(RuntimeError):  # no folder can be written to
         kernel._cache = _FolderCache(function)

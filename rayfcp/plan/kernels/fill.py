@@ -3,10 +3,12 @@
 import math
 from typing import NamedTuple
 
-from rayfcp.plan.kernels.compiled import inner
+from rayfcp.plan.kernels.compiled import inlined, inner
 from rayfcp.plan.kernels.merge import _force
 from rayfcp.plan.kernels.price import SLACK, Ints, _best_degree, _least_degree, _price
 from rayfcp.plan.kernels.state import GROUPS, MOVES, World, _empty, _join, _open
+
+FULL = 0.97  # of the target: no fuller group is looked for
 
 
 class Fill(NamedTuple):
@@ -58,7 +60,7 @@ def _fill(world: World, members: Ints, microbatch: int, how: Fill) -> bool:
     return placed
 
 
-@inner
+@inlined
 def _needed(world: World, at: int, microbatch: int, target_s: float, must: bool) -> int:
     """The fewest ranks that meet the target; if none do, those that take the least time where it must be placed."""
     cells, tokens = world.batch.cells[at], world.batch.tokens[at]
@@ -67,7 +69,7 @@ def _needed(world: World, at: int, microbatch: int, target_s: float, must: bool)
     return least if least > 0 or not must else _best_degree(world.prices, cells, tokens, pace)
 
 
-@inner
+@inlined
 def _settled(world: World, at: int, microbatch: int, first: int, least: int, target_s: float, level: bool) -> bool:
     """Placed within the target, levelling the groups or as the fewest ranks ask for."""
     if level and _level(world, at, microbatch, first, target_s):
@@ -75,7 +77,7 @@ def _settled(world: World, at: int, microbatch: int, first: int, least: int, tar
     return _place(world, at, microbatch, first, least, target_s)
 
 
-@inner
+@inlined
 def _too_big(world: World, at: int, most: Room) -> bool:
     work_s = world.prices.per_cell * world.batch.cells[at] + world.prices.per_token * world.batch.tokens[at]
     return bool(world.batch.tokens[at] > most.tokens or work_s > most.work_s)
@@ -116,7 +118,7 @@ def _level(world: World, at: int, microbatch: int, first: int, target_s: float) 
     return True
 
 
-@inner
+@inlined
 def _place(world: World, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
     """Join the fullest group that needs no rank more, else grow or open one: the fewest ranks more."""
     state, batch, prices = world.state, world.batch, world.prices
@@ -132,6 +134,8 @@ def _place(world: World, at: int, microbatch: int, first: int, least: int, targe
         seconds = _price(prices, cells, tokens, degree, 0, state.pace[microbatch])
         if seconds <= target_s and seconds > longest_s:
             fullest, longest_s = group, seconds
+            if longest_s > FULL * target_s:
+                break
     state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 4
     if fullest >= 0:
         _join(world, at, fullest, state.degree[fullest])
@@ -141,7 +145,7 @@ def _place(world: World, at: int, microbatch: int, first: int, least: int, targe
     return _grow(world, at, microbatch, first, least, target_s)
 
 
-@inner
+@inlined
 def _grow(world: World, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
     """The group that needs the fewest ranks more, or a new one."""
     state, batch, prices = world.state, world.batch, world.prices

@@ -6,18 +6,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.kernels.compiled import compiled, inner
+from rayfcp.plan.kernels.compiled import compiled, inlined, inner
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+COLUMNS = 8
 SLACK = 1e-9  # a target that a group meets up to rounding is met
 
 
 class Prices(NamedTuple):
-    """The cost model of one cluster. `terms[far, primitive, degree, pass]` holds attention per cell and per token,
-    linear per token, moved per token, moved, tail per token, tail, cover (`rayfcp.plan.terms.Terms`); row 1 of `far` is
-    a group that spans nodes though it would fit in one. `hidden[primitive]`; `fixed_s` of both passes,
+    """The cost model of one cluster. `terms` is [far, primitive, degree, pass, column] in one row: attention per cell
+    and per token, linear per token, moved per token, moved, tail per token, tail, cover (`rayfcp.plan.terms.Terms`);
+    1 of `far` is a group that spans nodes though it would fit in one. `hidden[primitive]`; `fixed_s` of both passes,
     `passes_fixed_s` of each; `per_cell`, `per_token`: compute on one rank, the least of all primitives; `room`: tokens
     per rank."""
 
@@ -29,6 +30,7 @@ class Prices(NamedTuple):
     per_token: float
     room: float
     num_ranks: int
+    num_primitives: int
 
 
 class Load(NamedTuple):
@@ -40,23 +42,23 @@ class Load(NamedTuple):
     far: int
 
 
-@inner
+@inlined
 def _pass_s(prices: Prices, load: Load, primitive: int, each: int) -> float:
     """Seconds of the forward (0) or the backward (1) of a group."""
-    terms, hidden = prices.terms, prices.hidden[primitive]
-    far, degree, tokens = load.far, load.degree, load.tokens
-    attention = terms[far, primitive, degree, each, 0] * load.cells + terms[far, primitive, degree, each, 1] * tokens
-    if degree == 1:  # nothing moves
-        return float(attention + terms[far, primitive, degree, each, 2] * tokens + prices.passes_fixed_s[each])
-    moved = terms[far, primitive, degree, each, 3] * tokens + terms[far, primitive, degree, each, 4]
-    seconds = attention + terms[far, primitive, degree, each, 2] * tokens + prices.passes_fixed_s[each] + moved
-    if hidden > 0.0:
-        tail = terms[far, primitive, degree, each, 5] * tokens + terms[far, primitive, degree, each, 6]
-        seconds -= hidden * min(moved - tail, terms[far, primitive, degree, each, 7] * attention)
+    terms, tokens = prices.terms, load.tokens
+    at = (((load.far * prices.num_primitives + primitive) * (prices.num_ranks + 1) + load.degree) * 2 + each) * COLUMNS
+    attention = terms[at] * load.cells + terms[at + 1] * tokens
+    seconds = attention + terms[at + 2] * tokens + prices.passes_fixed_s[each]
+    if load.degree > 1:
+        moved = terms[at + 3] * tokens + terms[at + 4]
+        seconds += moved
+        if prices.hidden[primitive] > 0.0:
+            tail = terms[at + 5] * tokens + terms[at + 6]
+            seconds -= prices.hidden[primitive] * min(moved - tail, terms[at + 7] * attention)
     return float(seconds)
 
 
-@inner
+@inlined
 def _price(prices: Prices, cells: float, tokens: float, degree: int, far: int, pace: float) -> float:
     """Seconds of a group by its best primitive; memory is the caller's.
 
@@ -66,7 +68,7 @@ def _price(prices: Prices, cells: float, tokens: float, degree: int, far: int, p
     """
     load = Load(cells, tokens, degree, far)
     best = math.inf
-    for primitive in range(prices.terms.shape[1]):
+    for primitive in range(prices.num_primitives):
         forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
         if pace > 0.0:
             slower_s = forward_s / pace if forward_s * (1.0 - pace) > backward_s * pace else backward_s / (1.0 - pace)
@@ -90,7 +92,7 @@ def _within(forward_s: float, whole_s: float) -> float:
     return min(max(forward_s / whole_s, 1e-9), 1.0 - 1e-9) if 0.0 < whole_s < math.inf else 0.5
 
 
-@inner
+@inlined
 def _least_degree(prices: Prices, cells: float, tokens: float, target_s: float, pace: float) -> int:
     """The fewest ranks that hold the tokens and take at most `target_s`; 0 if there are none."""
     span_s = target_s - prices.fixed_s

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.plan.kernels.compiled import compiled, inner
+from rayfcp.plan.kernels.compiled import compiled, inlined, inner
 from rayfcp.plan.kernels.price import Floats, Ints, Prices, _price
 
 GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `State.counts` counts: groups ever opened, microbatches, work done
@@ -104,7 +104,7 @@ def _open(world: World, microbatch: int, degree: int) -> int:
     return int(group)
 
 
-@inner
+@inlined
 def _join(world: World, at: int, group: int, degree: int) -> None:
     """Put a sequence into a group that then has `degree` ranks."""
     state, batch = world.state, world.batch
@@ -116,7 +116,7 @@ def _join(world: World, at: int, group: int, degree: int) -> None:
     _reprice(world, group)
 
 
-@inner
+@inlined
 def _reprice(world: World, group: int) -> None:
     state = world.state
     state.seconds[group] = _price(

@@ -11,6 +11,9 @@ from rayfcp.plan.kernels.price import Floats, Ints, _best_degree, _pace_of, _pri
 from rayfcp.plan.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _forget, total_s
 
 TARGETS = 8
+POOLS = (2, 6)  # groups of so many ranks pool their memory: fewer sequences fit in nowhere
+WORTH = 0.5  # of its ranks' time: the longest sequence is not spread over so many that it uses less
+MANY = 2048  # sequences: while more are left every other target is tried
 SAME = 1e-3  # of a target: closer ones are tried once
 
 
@@ -32,7 +35,7 @@ def fill_in_turn(world: World) -> float:
         pace = _pace_of(world.prices, world.batch.cells[left[0]], world.batch.tokens[left[0]])
         targets = _targets(world, left, pace)
         best, most = 0, -1.0
-        for number in range(len(targets)):
+        for number in range(0, len(targets), 2 if len(left) > MANY else 1):
             if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
                 continue
             state.pace[microbatch] = pace
@@ -40,8 +43,16 @@ def fill_in_turn(world: World) -> float:
             if rate > most:
                 best, most = number, rate
             _forget(world, first, microbatch)
+        pool = 0
+        for ranks in POOLS:
+            if ranks <= world.prices.num_ranks:
+                state.pace[microbatch] = pace
+                rate = _try(world, left, microbatch, Fill(targets[best], math.inf, ranks, False))
+                if rate > most:
+                    pool, most = ranks, rate
+                _forget(world, first, microbatch)
         state.pace[microbatch] = pace
-        _try(world, left, microbatch, Fill(targets[best], math.inf, 0, False))
+        _try(world, left, microbatch, Fill(targets[best], math.inf, pool, False))
         _allocate(world, microbatch, first)
 
 
@@ -71,11 +82,15 @@ def _targets(world: World, left: Ints, pace: float) -> Floats:
     targets = np.zeros(TARGETS)
     least = max(math.ceil(batch.tokens[longest] / prices.room), 1)
     best = max(_best_degree(prices, batch.cells[longest], batch.tokens[longest], pace), least)
-    for number in range(TARGETS - 2):
-        degree = round(least * (best / least) ** (number / (TARGETS - 3)))
-        targets[number] = _price(prices, batch.cells[longest], batch.tokens[longest], degree, 0, pace)
+    number = 0
+    for step in range(TARGETS - 2):
+        degree = round(least * (best / least) ** (step / (TARGETS - 3)))
+        target_s = _price(prices, batch.cells[longest], batch.tokens[longest], degree, 0, pace)
+        if step == 0 or batch.work_s[longest] >= WORTH * degree * target_s:
+            targets[number] = target_s
+            number += 1
     fewest = math.ceil(tokens / (prices.room * prices.num_ranks))
     for more in range(2):
         share_s = work_s / (fewest + more) + prices.fixed_s
-        targets[TARGETS - 2 + more] = max(share_s * 1.01, targets[TARGETS - 3])
-    return targets
+        targets[number + more] = max(share_s * 1.01, targets[number - 1])
+    return targets[: number + 2]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.cost import CostModel
+from rayfcp.plan.layout_cost import layout_s
 from rayfcp.plan.primitives import require
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
@@ -37,14 +38,15 @@ def propose_blocks(
     from rayfcp.plan.blocks.columns import batch_of, microbatches_of  # compiled: loaded where a plan is made
     from rayfcp.plan.blocks.planner import plan_blocks
 
-    batch = batch_of(sequences)
+    batch, by_id = batch_of(sequences), {sequence.id: sequence for sequence in sequences}
     timed: list[Timed] = []
     sizes = set()
     for members in microbatches_of(batch, room=cluster.num_ranks * cluster.max_tokens_per_rank):
         found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options)
         ids = batch.ids[members]
-        seconds = found.seconds + cost.fixed_s
-        timed.append((seconds, tuple(sorted(ids.tolist())), found.layout(ids)))
+        layout = found.layout(ids)
+        seconds = layout_s(layout, by_id=by_id, cluster=cluster, cost=cost)
+        timed.append((seconds, tuple(sorted(ids.tolist())), layout))
         sizes.add(found.block_tokens)
     timed.sort(key=lambda each: each[:2])
     ranks = tuple(range(cluster.num_ranks))

@@ -31,7 +31,7 @@ from rayfcp.plan.static import best_static
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
-NUM_NODES = 1000
+NUM_NODES = 400
 """Of all programmes of one batch; about 10 s for 512 sequences on 64 ranks."""
 
 
