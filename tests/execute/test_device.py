@@ -58,7 +58,7 @@ def test_a_device_unknown_to_torch_is_named() -> None:
 def test_a_worker_says_what_to_install() -> None:
     config = Config.model_validate({"data": {"paths": ["."]}, "cluster": {"device": "npu"}})
     with pytest.raises(KernelUnavailableError, match="torch_npu is not installed; install CANN"):
-        RankWorker(config, "", vocab_size=1)
+        RankWorker(config, "", vocab_size=1).open()
 
 
 def part(**attributes: Any) -> Any:
