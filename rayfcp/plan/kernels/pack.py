@@ -53,13 +53,15 @@ def _pack_one(world: World, members: Ints, microbatch: int) -> float:
     best, least_s = -1, _price(prices, cells, tokens, prices.num_ranks, 0, 0.0)
     last = -1
     for walk in range(3):
-        if least_s <= FIRST_ENOUGH * floor_s or pools[walk] > prices.num_ranks:
+        if least_s <= FIRST_ENOUGH * floor_s:
             break
         _forget(world, first, microbatch)
         world.state.pace[microbatch] = pace
         limit_s = LIMIT * least_s
         last = walk
-        if _fill(world, members, microbatch, Fill(factors[walk] * floor_s, limit_s, pools[walk], True)):
+        if _fill(
+            world, members, microbatch, Fill(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks), True)
+        ):
             span_s = _allocate(world, microbatch, first)
             if span_s < least_s:
                 best, least_s = walk, span_s
@@ -71,7 +73,7 @@ def _pack_one(world: World, members: Ints, microbatch: int) -> float:
     if best < 0:
         return _one_ring(world, members, microbatch)
     world.state.pace[microbatch] = pace
-    _fill(world, members, microbatch, Fill(factors[best] * floor_s, math.inf, pools[best], True))
+    _fill(world, members, microbatch, Fill(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks), True))
     return _allocate(world, microbatch, first)
 
 

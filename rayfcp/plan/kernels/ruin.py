@@ -56,10 +56,9 @@ def ruin(world: World, trials: Trials) -> float:
     total_s = _sum_s(world, spans)
     dice = np.array([12345])
     while state.counts[MOVES] < max_moves:
-        last = state.counts[MICROBATCHES]
-        state.spare[last] = world.prices.num_ranks
-        aim = _aim(spans[: last + 1], dice)
-        state.pace[last] = state.pace[aim.one]
+        empty = _first_empty(spans)
+        aim = _aim(spans[: state.counts[MICROBATCHES]], empty, dice)
+        state.spare[empty], state.pace[empty] = world.prices.num_ranks, state.pace[aim.one]
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
         _copy(state, saved)
         if _rebuild(world, aim, dice):
@@ -71,8 +70,7 @@ def ruin(world: World, trials: Trials) -> float:
             if after_s < total_s * (1.0 - SLACK):
                 total_s = after_s
                 _compact(world)
-                if spans[last] > 0.0:
-                    state.counts[MICROBATCHES] += 1
+                state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], aim.other + 1)
                 continue
             spans[aim.one], spans[aim.other] = before
         moves = state.counts[MOVES]
@@ -88,18 +86,29 @@ def _roll(dice: Ints, sides: int) -> int:
     return int((dice[0] >> 12) % sides)
 
 
+@inner
+def _first_empty(spans: Floats) -> int:
+    """There is one: more microbatches than sequences never have any."""
+    for microbatch in range(len(spans) - 1):
+        if spans[microbatch] == 0.0:
+            return microbatch
+    return len(spans) - 1
+
+
 @compiled
-def _aim(spans: Floats, dice: Ints) -> Aim:
-    """A little shorter for one microbatch, or any other split of the time of two; the last one is empty as yet."""
-    one, other = _roll(dice, len(spans) - 1), _roll(dice, len(spans))
+def _aim(spans: Floats, empty: int, dice: Ints) -> Aim:
+    """A little shorter for one microbatch, or any other split of the time of two, of which the second may be empty."""
+    one, other = _roll(dice, len(spans)), _roll(dice, len(spans) + 1)
+    other_s = 0.0 if other == len(spans) else spans[other]
+    other = empty if other == len(spans) else other
     shorter = SHORTER[_roll(dice, len(SHORTER))]
     if one == other:
         both_s = spans[one] * (1.0 - shorter)
         return Aim(one, one, both_s, both_s, MAX_SLOW)
-    if spans[other] > 0.0 and _roll(dice, 3) > 0:
+    if other_s > 0.0 and _roll(dice, 3) > 0:
         shared_s = spans[one] * shorter * SHARED[_roll(dice, len(SHARED))]
-        return Aim(one, other, spans[one] * (1.0 - shorter), spans[other] + shared_s, MAX_SLOW)
-    both_s = (spans[one] + spans[other]) * (1.0 - shorter)
+        return Aim(one, other, spans[one] * (1.0 - shorter), other_s + shared_s, MAX_SLOW)
+    both_s = (spans[one] + other_s) * (1.0 - shorter)
     one_s = both_s * _roll(dice, SPLITS + 1) / SPLITS
     return Aim(one, other, one_s, both_s - one_s, ANY)
 

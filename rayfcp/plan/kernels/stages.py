@@ -68,5 +68,7 @@ def _bins(world: World, members: Ints, microbatch: int, capacity: float) -> floa
             _open(world, microbatch, 0)
         group = first + owners[number]
         tokens = state.tokens[group] + world.batch.tokens[members[number]]
+        if tokens > prices.room * prices.num_ranks:
+            return math.inf
         _join(world, members[number], group, math.ceil(tokens / prices.room))
     return _allocate(world, microbatch, first) if state.spare[microbatch] >= 0 else math.inf

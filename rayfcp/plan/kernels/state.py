@@ -177,7 +177,8 @@ def _compact(world: World) -> None:
             state.seconds[count] = state.seconds[group]
             count += 1
     for at in range(len(state.owner)):
-        state.owner[at] = names[state.owner[at]]
+        if state.owner[at] >= 0:
+            state.owner[at] = names[state.owner[at]]
     state.counts[GROUPS] = count
 
 

@@ -8,7 +8,7 @@ from rayfcp.plan.kernels.allocate import _allocate, _keep_pace
 from rayfcp.plan.kernels.compiled import compiled, inner
 from rayfcp.plan.kernels.fill import Fill, _fill
 from rayfcp.plan.kernels.price import Floats, Ints, _best_degree, _pace_of, _price
-from rayfcp.plan.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _forget, total_s
+from rayfcp.plan.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _compact, _forget, total_s
 
 TARGETS = 8
 POOLS = (2, 6)  # groups of so many ranks pool their memory: fewer sequences fit in nowhere
@@ -54,6 +54,7 @@ def fill_in_turn(world: World) -> float:
         state.pace[microbatch] = pace
         _try(world, left, microbatch, Fill(targets[best], math.inf, pool, False))
         _allocate(world, microbatch, first)
+        _compact(world)
 
 
 @inner
