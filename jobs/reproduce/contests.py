@@ -5,7 +5,6 @@ baseline that the paper does not have: the same static schemes with packs balanc
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayfcp.compare.contest import Comparison, compare
@@ -46,15 +45,15 @@ class Contest:
         return {name: getattr(self, name).tokens_per_s_per_rank for name in self.seconds}
 
 
-def contest(inputs: Inputs, *, say: Callable[[str], None]) -> Contest:
+def contest(inputs: Inputs) -> Contest:
     """Two comparisons: as in the paper, and with all of ours.
 
     Raises:
         ConfigError: inputs that cannot be used.
         InfeasiblePlanError: a contender has no plan.
     """
-    paper = compare(dataclasses.replace(inputs, strategies=STRATEGIES, packing="bfd", degrees="dp"), say=say)
-    ours = compare(dataclasses.replace(inputs, strategies=STRATEGIES), say=say)
+    paper = compare(dataclasses.replace(inputs, strategies=STRATEGIES, packing="bfd", degrees="dp"))
+    ours = compare(dataclasses.replace(inputs, strategies=STRATEGIES))
     megatron, deepspeed, stages = paper.entries
     plans, our_plans = _plans(paper), _plans(ours)
     return Contest(

@@ -21,9 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contests import Contest, contest
-from tables import exit_code, lengths_name, parser_of, say, show, table, write_json
-
-from rayfcp.compare.inputs import Inputs
+from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
 
 MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
 LENGTHS = ("dist:github", "dist:commoncrawl", "dist:wikipedia")
@@ -61,17 +59,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for number, (model, source) in enumerate(cells, start=1):
         say(f"[{number}/{len(cells)}] {model} on {source}")
-        inputs = Inputs(
-            lengths=source,
-            model=model,
-            hardware=args.hardware,
-            devices=args.devices,
-            global_batch=args.global_batch,
-            batches=args.batches,
-            max_seqlen=args.max_seqlen,
-            seed=args.seed,
-        )
-        rows.append(_row(contest(inputs, say=lambda _: None), model=model, source=source))
+        inputs = inputs_of(args, source=source, devices=args.devices, model=model)
+        rows.append(_row(contest(inputs), model=model, source=source))
     show(table(rows, COLUMNS))
     show(_summary(rows))
     write_json(args.json, args=args, rows=rows)

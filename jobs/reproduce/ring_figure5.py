@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from contests import contest
-from tables import exit_code, parser_of, say, show, table, write_json
-
-from rayfcp.compare.inputs import Inputs
+from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
 PAPER_FLEX = {8: 1.02, 64: 1.16}
 PAPER_MEGATRON_K = {8: 1.8, 64: 1.52}
@@ -52,17 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _row(args: Any, *, devices: int, source: str) -> dict[str, Any]:
     say(f"{devices} devices, {source}")
-    inputs = Inputs(
-        lengths=source,
-        model=args.model,
-        hardware=args.hardware,
-        devices=devices,
-        global_batch=args.global_batch,
-        batches=args.batches,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-    )
-    speeds = contest(inputs, say=lambda _: None).tokens_per_s
+    inputs = inputs_of(args, source=source, devices=devices)
+    speeds = contest(inputs).tokens_per_s
     return {
         "lengths": source,
         "devices": devices,

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from contests import Contest, contest
-from tables import exit_code, lengths_name, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
 
-from rayfcp.compare.inputs import Inputs
 from rayfcp.values import BatchPlan, MicrobatchPlan
 
 PAPER = (
@@ -43,17 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for source in args.lengths:
         say(f"{args.model} on {source}")
-        inputs = Inputs(
-            lengths=source,
-            model=args.model,
-            hardware=args.hardware,
-            devices=args.devices,
-            global_batch=args.global_batch,
-            batches=args.batches,
-            max_seqlen=args.max_seqlen,
-            seed=args.seed,
-        )
-        rows += _rows(contest(inputs, say=lambda _: None), source=source)
+        inputs = inputs_of(args, source=source, devices=args.devices)
+        rows += _rows(contest(inputs), source=source)
     show(table(rows, COLUMNS))
     show(PAPER)
     write_json(args.json, args=args, rows=rows)

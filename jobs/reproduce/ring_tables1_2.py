@@ -20,9 +20,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tables import exit_code, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import draw_batches, sequences_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.setting import settings_of
@@ -95,16 +94,7 @@ def _row(args: argparse.Namespace, *, source: str, size: int, devices: int) -> d
 
 def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devices: int) -> dict[str, float]:
     """Medians of one planner, under the setting that suits it best on the first batch."""
-    inputs = Inputs(
-        lengths=source,
-        model=args.model,
-        hardware=args.hardware,
-        devices=devices,
-        global_batch=size,
-        batches=args.batches,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-    )
+    inputs = inputs_of(args, source=source, devices=devices, global_batch=size)
     batches = draw_batches(
         source, num_batches=args.batches, global_batch=size, max_seqlen=args.max_seqlen, seed=args.seed
     )

@@ -24,9 +24,8 @@ from typing import Any
 
 import numpy as np
 from literal import literal_plan
-from tables import exit_code, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import draw_batches, sequences_of
 from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.setting import Setting, settings_of
@@ -88,16 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Batches) -> Setting:
     """One for all planners: the one that suits joint best on the first batch."""
-    inputs = Inputs(
-        lengths=source,
-        model=args.model,
-        hardware=args.hardware,
-        devices=devices,
-        global_batch=args.global_batch,
-        batches=args.batches,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-    )
+    inputs = inputs_of(args, source=source, devices=devices)
     settings = settings_of(
         inputs,
         model=model_profile(args.model),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rayfcp.compare.inputs import Inputs
 from rayfcp.config import ConfigError
 from rayfcp.values import InfeasiblePlanError
 
@@ -34,6 +35,19 @@ def parser_of(doc: str | None, *, model: str | None = None, lengths: Sequence[st
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="file for inputs and rows")
     return parser
+
+
+def inputs_of(args: argparse.Namespace, *, source: str, devices: int, **chosen: Any) -> Inputs:
+    """What the options of `parser_of` ask of a comparison; `chosen` fields go before them."""
+    asked = {
+        "model": getattr(args, "model", None),
+        "hardware": args.hardware,
+        "global_batch": args.global_batch,
+        "batches": args.batches,
+        "max_seqlen": args.max_seqlen,
+        "seed": args.seed,
+    }
+    return Inputs(lengths=source, devices=devices, **(asked | chosen))
 
 
 def lengths_name(source: str) -> str:

@@ -11,7 +11,6 @@ from rayfcp.plan.kernels.price import Ints, _pace_of, _price
 from rayfcp.plan.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _sum_s
 
 FIRST_ENOUGH = 1.02  # of its floor: the microbatch gets no more walks
-FIRST_LIMIT = 1.3  # of its floor: beyond, walks are given up
 LIMIT = 1.1  # of the makespan to beat: a group that takes so long ends the walk; less may be mended by exact degrees
 
 
