@@ -21,9 +21,9 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
-from rayfcp.plan.noise import degree_match, noisy
 from rayfcp.plan.placement import node_of_ranks
-from rayfcp.plan.refit import Observation, Part, Refit
+from rayfcp.plan.profiles.noise import degree_match, noisy
+from rayfcp.plan.profiles.refit import Observation, Part, Refit
 from rayfcp.plan.reprice import reprice
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 

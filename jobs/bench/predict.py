@@ -138,14 +138,14 @@ class _Bench:
         return about | {"drift": self._drift(before, between), "steps": steps}
 
     def _timed_parts(self) -> Any:
-        from rayfcp.plan.parts import slowest
+        from rayfcp.plan.profiles.parts import slowest
 
         return slowest(self._all(self._engine.time_parts(self._data.model, max_tokens=self._args.max_tokens_per_rank)))
 
     def _passes(self) -> list[Any]:
         """One round of the profile's passes, of all ranks."""
         from rayfcp.execute.calibrate import time_passes
-        from rayfcp.plan.shapes import many_shapes
+        from rayfcp.plan.profiles.shapes import many_shapes
 
         shapes = many_shapes(self._args.ranks, max_tokens=self._args.max_tokens_per_rank)
         return self._all(time_passes(self._engine, shapes, clock=self._clock))
@@ -155,8 +155,8 @@ class _Bench:
         from rayfcp.cluster.measured import analytic_cost, combine, measure_cost
         from rayfcp.cluster.simulated import without_shards
         from rayfcp.plan import hardware_profile
-        from rayfcp.plan.device_profile import measured_hardware
-        from rayfcp.plan.parts import attention_half_tokens, half_tokens
+        from rayfcp.plan.profiles.device import measured_hardware
+        from rayfcp.plan.profiles.parts import attention_half_tokens, half_tokens
 
         args, model, alone = self._args, self._data.model, self._args.clock == "wall"
         guess = dataclasses.replace(

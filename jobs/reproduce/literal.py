@@ -12,7 +12,7 @@ import numpy as np
 
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.degrees import dynamic_program
+from rayfcp.plan.joint.degrees import dynamic_program
 from rayfcp.plan.microbatches import Columns, columns_of
 from rayfcp.plan.packing import best_fit_decreasing, bins_of
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec

@@ -31,7 +31,7 @@ from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.setting import Setting, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.noise import degree_match, noisy
+from rayfcp.plan.profiles.noise import degree_match, noisy
 from rayfcp.plan.reprice import reprice
 from rayfcp.values import BatchPlan
 

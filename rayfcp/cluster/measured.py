@@ -10,7 +10,7 @@ from typing import Any
 
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
-from rayfcp.plan.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
+from rayfcp.plan.profiles.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
 from rayfcp.values import ClusterSpec, ModelProfile
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

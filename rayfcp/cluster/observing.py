@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayfcp.execute.reports import RankReport
-from rayfcp.plan.refit import Observation, Part
+from rayfcp.plan.profiles.refit import Observation, Part
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec, SpanKind
 
 

@@ -32,10 +32,10 @@ from rayfcp.cluster.startup import device_peak_flops, join_ranks
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
-from rayfcp.plan.device_profile import measured_hardware
-from rayfcp.plan.fit import Timing
-from rayfcp.plan.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.shapes import PassShape, few_shapes, many_shapes
+from rayfcp.plan.profiles.device import measured_hardware
+from rayfcp.plan.profiles.fit import Timing
+from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
+from rayfcp.plan.profiles.shapes import PassShape, few_shapes, many_shapes
 from rayfcp.values import ClusterSpec, HardwareProfile
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}

@@ -33,7 +33,7 @@ from rayfcp.cluster.startup import device_peak_flops, join_ranks, start_planners
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan.bound import check_longest
-from rayfcp.plan.refit import Refit
+from rayfcp.plan.profiles.refit import Refit
 from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
 
 logger = logging.getLogger(__name__)

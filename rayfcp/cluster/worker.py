@@ -14,9 +14,9 @@ import ray
 from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous
 from rayfcp.config import Config
 from rayfcp.execute.reports import Joined, RankReport
-from rayfcp.plan.fit import Timing
-from rayfcp.plan.parts import PartTimings
-from rayfcp.plan.shapes import PassShape
+from rayfcp.plan.profiles.fit import Timing
+from rayfcp.plan.profiles.parts import PartTimings
+from rayfcp.plan.profiles.shapes import PassShape
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rayfcp.config import ConfigError
 from rayfcp.plan import strategy_names
-from rayfcp.plan.words import pick
+from rayfcp.plan.profiles.words import pick
 
 OURS = ("flex-ring", "flex-block", "elastic-pipeline", "auto")
 """What rayfcp itself runs by; all others are baselines."""

@@ -7,8 +7,8 @@ import numpy as np
 
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.interfaces import IGNORED, Tokens
-from rayfcp.plan.fit import Timing
-from rayfcp.plan.shapes import PassShape, pass_plan
+from rayfcp.plan.profiles.fit import Timing
+from rayfcp.plan.profiles.shapes import PassShape, pass_plan
 from rayfcp.program import RankProgram, lower
 
 

@@ -23,7 +23,7 @@ from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.execute.sharding import HostWait, ShardedModel
 from rayfcp.execute.transport import DistributedTransport
-from rayfcp.plan.parts import PartTimings
+from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile, Span, SpanKind
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.transport import DistributedTransport
-from rayfcp.plan.parts import PartTimings
+from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.values import ModelProfile
 
 REPEATS = 5

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
 from rayfcp.models.attention_hook import KEYWORD, recompute_by_context
-from rayfcp.plan.memory import LOSS_CHUNK_TOKENS
+from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
 
 
 class CausalLM(nn.Module):

@@ -2,14 +2,14 @@
 
 from rayfcp.plan.batch import plan_batch
 from rayfcp.plan.bound import lower_bound
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.flops import attention_flops, model_flops
+from rayfcp.plan.costs.flops import attention_flops, model_flops
+from rayfcp.plan.costs.memory import max_tokens_per_rank
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.grid import render_grid
 from rayfcp.plan.imbalance import imbalance
 from rayfcp.plan.layout import lay_out
-from rayfcp.plan.memory import max_tokens_per_rank
-from rayfcp.plan.models import MODELS, model_profile
-from rayfcp.plan.profiles import HARDWARE, hardware_profile
+from rayfcp.plan.profiles.hardware import HARDWARE, hardware_profile
+from rayfcp.plan.profiles.models import MODELS, model_profile
 from rayfcp.plan.strategies import names as strategy_names
 
 __all__ = [

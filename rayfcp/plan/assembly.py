@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns
 from rayfcp.plan.placement import node_of_ranks, node_sizes, place_groups
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive

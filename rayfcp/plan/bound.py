@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.terms import Seconds
 from rayfcp.plan.placement import node_of_ranks
-from rayfcp.plan.terms import Seconds
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
 
 

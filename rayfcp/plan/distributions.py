@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.words import pick
+from rayfcp.plan.profiles.words import pick
 
 Lengths = npt.NDArray[np.int64]
 Draw = Callable[[np.random.Generator, int], npt.NDArray[np.float64]]

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
 from rayfcp.plan.layout import lay_out
-from rayfcp.plan.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
 from rayfcp.values import BatchPlan, Block, Group, Imbalance, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]

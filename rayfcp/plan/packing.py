@@ -17,7 +17,7 @@ def best_fit_decreasing(
     >>> best_fit_decreasing([9, 4, 3, 2, 1], capacity_tokens=5)
     [0, 1, 2, 2, 0]
     """
-    from rayfcp.plan.kernels.cut import Bins, best_fit  # compiled: loaded on use
+    from rayfcp.plan.joint.kernels.cut import Bins, best_fit  # compiled: loaded on use
 
     bins = Bins(float(capacity_tokens), len(lengths) if max_bins is None else max_bins)
     owners: list[int] = best_fit(np.array(lengths, np.float64), bins).tolist()

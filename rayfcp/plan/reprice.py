@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from rayfcp.plan.bound import lower_bound
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.layout_cost import layout_passes
+from rayfcp.plan.costs.layout_cost import layout_passes
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 

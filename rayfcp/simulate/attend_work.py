@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.kernels.compiled import compiled
+from rayfcp.plan.compiled import compiled
 
 
 @compiled

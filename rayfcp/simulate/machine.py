@@ -6,7 +6,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.analytic import REDUCED_BYTES
+from rayfcp.plan.costs.analytic import REDUCED_BYTES
 from rayfcp.values import HardwareProfile, ModelProfile
 
 Floats = npt.NDArray[np.float64]

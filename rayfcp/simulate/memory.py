@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayfcp.plan.memory import state_bytes, token_bytes
+from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import Backward, Forward, Instruction, RankProgram
 from rayfcp.simulate.machine import Floats, Machine
 from rayfcp.simulate.script import Instants

@@ -15,7 +15,7 @@ from typing import TypeVar, cast
 import numba
 import numpy as np
 
-from rayfcp.plan.kernels.compiled import compiled
+from rayfcp.plan.compiled import compiled
 from rayfcp.simulate.arrays import (
     ATTEND,
     COMPUTE,

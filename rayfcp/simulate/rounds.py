@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayfcp.plan.analytic import ATTENTION_BACKWARD
+from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
 from rayfcp.program import AttentionProgram, AttentionRound, Forward, HeadProgram, Message, Payload, RankProgram
 from rayfcp.program.table import Attends
 from rayfcp.simulate.arrays import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds

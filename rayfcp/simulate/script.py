@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayfcp.plan.analytic import LINEAR_BACKWARD
+from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
 from rayfcp.program import Backward, Forward, Instruction, Load
 from rayfcp.simulate.arrays import ATTEND, COMPUTE, MARK, POST, WAIT, Script
 from rayfcp.simulate.machine import Machine

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfcp.plan.analytic import LINEAR_BACKWARD
-from rayfcp.plan.flops import FORWARD_AND_BACKWARD
+from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
+from rayfcp.plan.costs.flops import FORWARD_AND_BACKWARD
 from rayfcp.program import Forward, Load, RankProgram
 from rayfcp.simulate.arrays import ALL_TO_ALL, IDLE, RING, SHARDING, WORK, Floats
 from rayfcp.simulate.machine import Machine, machine_of

@@ -16,7 +16,7 @@ from rayfcp.cluster.capacity import (
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.config import Config
 from rayfcp.plan import model_profile
-from rayfcp.plan.memory import state_bytes, token_bytes
+from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.values import InfeasiblePlanError
 
 MODEL = model_profile("qwen3-1.7b")

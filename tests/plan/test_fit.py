@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.fit import Timing, fit_cost, predicted_s
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.profiles.fit import Timing, fit_cost, predicted_s
 from tests.plan.helpers import UNIT
 
 NEAR = {"rel": 1e-6}

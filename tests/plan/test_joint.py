@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.degrees import dynamic_program, least_degrees
+from rayfcp.plan.joint.degrees import dynamic_program, least_degrees
 from rayfcp.values import ClusterSpec, SequenceSpec
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.degrees import least_makespan
-from rayfcp.plan.kernels.allocate import _allocate
-from rayfcp.plan.kernels.cut import Cut, cut_by_time, floor_s
-from rayfcp.plan.kernels.improve import improve
-from rayfcp.plan.kernels.kick import kick
-from rayfcp.plan.kernels.pack import pack
-from rayfcp.plan.kernels.price import _price
-from rayfcp.plan.kernels.ruin import ruin
-from rayfcp.plan.kernels.state import MOVES, Trials, World, _join, _open, copied, total_s
-from rayfcp.plan.kernels.turns import fill_in_turn
+from rayfcp.plan.joint.degrees import least_makespan
+from rayfcp.plan.joint.kernels.allocate import _allocate
+from rayfcp.plan.joint.kernels.cut import Cut, cut_by_time, floor_s
+from rayfcp.plan.joint.kernels.improve import improve
+from rayfcp.plan.joint.kernels.kick import kick
+from rayfcp.plan.joint.kernels.pack import pack
+from rayfcp.plan.joint.kernels.price import _price
+from rayfcp.plan.joint.kernels.ruin import ruin
+from rayfcp.plan.joint.kernels.state import MOVES, Trials, World, _join, _open, copied, total_s
+from rayfcp.plan.joint.kernels.turns import fill_in_turn
+from rayfcp.plan.joint.world import prices_of, table_of, world_of
 from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.world import prices_of, table_of, world_of
 from rayfcp.values import ClusterSpec, Primitive
 from tests.plan.helpers import UNIT, batch_of, profiled
 

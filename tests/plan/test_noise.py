@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rayfcp.plan import plan_batch
-from rayfcp.plan.noise import LEAST, NOISY, degree_match, noisy
+from rayfcp.plan.profiles.noise import LEAST, NOISY, degree_match, noisy
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.refit import COEFFICIENTS, Observation, Part, Refit
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.profiles.refit import COEFFICIENTS, Observation, Part, Refit
 from rayfcp.values import Primitive
 from tests.plan.helpers import UNIT, profiled
 

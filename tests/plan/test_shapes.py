@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.device_profile import measured_hardware
-from rayfcp.plan.fit import fit_cost
-from rayfcp.plan.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.shapes import few_shapes, many_shapes, pass_plan
+from rayfcp.plan.profiles.device import measured_hardware
+from rayfcp.plan.profiles.fit import fit_cost
+from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
+from rayfcp.plan.profiles.shapes import few_shapes, many_shapes, pass_plan
 from rayfcp.program import check_programs, lower
 from tests.plan.test_fit import timing_of
 

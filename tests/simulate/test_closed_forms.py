@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.analytic import ATTENTION_BACKWARD
+from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
 from rayfcp.program import (
     Attend,
     AttentionProgram,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.memory import state_bytes, token_bytes
+from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
 from rayfcp.simulate import script, simulate
 from rayfcp.values import (

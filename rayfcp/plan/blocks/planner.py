@@ -13,7 +13,7 @@ from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
 from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, traffic_of
 from rayfcp.plan.blocks.size import block_tokens, sizes
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import Block, ClusterSpec, Layout, Round, Transfer
 

@@ -11,7 +11,7 @@ from rayfcp.plan.blocks.kernels.flow import Flow, finish_s
 from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import Needs, Packing, Parcels, loads_of, needs_of, own_sides, parcels_of
 from rayfcp.plan.blocks.options import BlockOptions
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import Pipeline
 
 GOOD_ENOUGH = 1e-3  # of the attention of the rank that has most

@@ -1,6 +1,6 @@
 """How long a block is: the three rules of FCP with blocks (Zhao et al., section 7)."""
 
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 
 KERNEL_SHARE = 0.9  # of the best efficiency that a block's attention reaches: 2K on GPU-X, as the paper has it
 BLOCKS_PER_RANK = 8  # at least, so that compute and communication can be levelled; 4K at 32K tokens a rank

@@ -1,5 +1,6 @@
 """The registry of strategies: one small file each, one line here."""
 
+from rayfcp.plan.profiles.words import pick
 from rayfcp.plan.strategies import (
     bytescale,
     dynamic_cp,
@@ -13,7 +14,6 @@ from rayfcp.plan.strategies import (
     wlb,
 )
 from rayfcp.plan.strategies.interface import Proposal, Strategy
-from rayfcp.plan.words import pick
 
 _STRATEGIES: dict[str, Strategy] = {
     "flex-ring": flex_ring.propose,

@@ -20,7 +20,7 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns, columns_of
 from rayfcp.plan.primitives import require
 from rayfcp.plan.strategies.interface import Proposal

@@ -4,7 +4,7 @@ Source: Megatron-LM, `BalancedCPScheduler` (core/pipeline_parallel/hybrid_cp_sch
 `next_hdp_group_packing_aware` (core/datasets/data_schedule_utils.py), its successor, as the public code has them.
 Sequences are walked longest first; each needs the next power of two of ceil(length / `max_seqlen_per_dp_cp_rank`)
 ranks; work is length^2 / degree; one microbatch after the other is filled until its ranks are balanced or
-full (`rayfcp.plan.balanced`, `rayfcp.plan.packed`), and groups grow until no rank idles. Groups are rings.
+full (`rivals.balanced`, `rivals.packed`), and groups grow until no rank idles. Groups are rings.
 
 Tuned as its users would: both schedules, and several `max_seqlen_per_dp_cp_rank` up to what memory holds;
 the fastest counts. Silent, and chosen: groups of the first schedule run their samples one by one there; here they
@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.balanced import balanced
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns, columns_of
-from rayfcp.plan.opened import Opened, powers_of_two
-from rayfcp.plan.packed import packed
 from rayfcp.plan.primitives import require
+from rayfcp.plan.rivals.balanced import balanced
+from rayfcp.plan.rivals.opened import Opened, powers_of_two
+from rayfcp.plan.rivals.packed import packed
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 

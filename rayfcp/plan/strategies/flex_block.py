@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.blocks.options import BlockOptions
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.layout_cost import layout_s
+from rayfcp.plan.costs.layout_cost import layout_s
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.primitives import require
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.assembly import assemble
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, SequenceSpec
@@ -21,7 +21,7 @@ def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
     """The cheapest that was found, each microbatch with exact degrees."""
-    from rayfcp.plan.flexible import Planner  # compiled: loaded where a plan is made, not where names are listed
+    from rayfcp.plan.joint.planner import Planner  # compiled: loaded where a plan is made, not where names are listed
 
     batch = columns_of(sequences, cost=cost)
     drafts, reason = Planner(batch, cluster=cluster, cost=cost, options=options).run()

@@ -23,11 +23,11 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.blaster import Blaster
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns, columns_of
-from rayfcp.plan.opened import powers_of_two
-from rayfcp.plan.static import best_static
+from rayfcp.plan.rivals.blaster import Blaster
+from rayfcp.plan.rivals.opened import powers_of_two
+from rayfcp.plan.rivals.static import best_static
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import ClusterSpec, MicrobatchPlan, SequenceSpec
 
 

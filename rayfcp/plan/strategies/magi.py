@@ -15,15 +15,15 @@ strategies: while a round travels, what the last one brought is computed.
 from collections.abc import Mapping, Sequence
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan.cast import cast
-from rayfcp.plan.chunks import blocks_of, cut_chunks
-from rayfcp.plan.cost import CostModel
-from rayfcp.plan.dispatch import dispatch
+from rayfcp.plan.costs.layout_cost import layout_s
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.imbalance import block_cells
-from rayfcp.plan.layout_cost import layout_s
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.packing import best_fit_decreasing, bins_of
 from rayfcp.plan.primitives import require
+from rayfcp.plan.rivals.cast import cast
+from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
+from rayfcp.plan.rivals.dispatch import dispatch
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 

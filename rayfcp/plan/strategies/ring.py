@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.packing import best_fit_decreasing, bins_of
 from rayfcp.plan.primitives import require

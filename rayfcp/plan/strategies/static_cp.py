@@ -16,10 +16,10 @@ The degree is chosen per batch, not once for a run: the strongest that a static 
 from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.primitives import require
-from rayfcp.plan.static import best_static, divisors
+from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 

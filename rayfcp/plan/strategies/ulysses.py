@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.primitives import require
-from rayfcp.plan.static import best_static, divisors
+from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 

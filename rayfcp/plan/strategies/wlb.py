@@ -11,7 +11,7 @@ so nothing is delayed, and the choice is per batch.
 from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan.cost import CostModel
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.strategies import bytescale, ring
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, SequenceSpec

@@ -12,8 +12,8 @@ from rayfcp.plan.blocks.kernels.traffic import own_sides
 from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.plan.blocks.size import block_tokens, sizes
-from rayfcp.plan.layout_cost import layout_s
-from rayfcp.plan.volumes import round_tokens
+from rayfcp.plan.costs.layout_cost import layout_s
+from rayfcp.plan.costs.volumes import round_tokens
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import ClusterSpec, Mask
 from tests.plan.blocks.helpers import any_options, pool_of, small

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.plan.balanced import balanced
-from rayfcp.plan.opened import Opened
-from rayfcp.plan.packed import packed
+from rayfcp.plan.rivals.balanced import balanced
+from rayfcp.plan.rivals.opened import Opened
+from rayfcp.plan.rivals.packed import packed
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError
 from tests.plan.helpers import UNIT, batch_of, batches, profiled

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
-from rayfcp.plan.blaster import consecutive
-from rayfcp.plan.buckets import buckets_of
-from rayfcp.plan.milp import GAP, Assignment
-from rayfcp.plan.slots import makespan_of, slots_of
+from rayfcp.plan.rivals.blaster import consecutive
+from rayfcp.plan.rivals.buckets import buckets_of
+from rayfcp.plan.rivals.milp import GAP, Assignment
+from rayfcp.plan.rivals.slots import makespan_of, slots_of
 from rayfcp.plan.strategies import flexsp
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.cast import cast, needs
-from rayfcp.plan.chunks import blocks_of, cut_chunks
-from rayfcp.plan.dispatch import dispatch
-from rayfcp.plan.layout_cost import layout_passes, layout_s
-from rayfcp.plan.layout_work import work_of
+from rayfcp.plan.costs.layout_cost import layout_passes, layout_s
+from rayfcp.plan.costs.layout_work import work_of
 from rayfcp.plan.reprice import reprice
+from rayfcp.plan.rivals.cast import cast, needs
+from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
+from rayfcp.plan.rivals.dispatch import dispatch
 from rayfcp.program import lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound

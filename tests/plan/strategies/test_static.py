@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.static import best_static, divisors
+from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 from tests.plan.helpers import UNIT, batch_of, batches, partitions
 

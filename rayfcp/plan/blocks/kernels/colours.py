@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.blocks.kernels.table import Ints
-from rayfcp.plan.kernels.compiled import compiled
+from rayfcp.plan.compiled import compiled
 
 Words = npt.NDArray[np.uint64]
 _BITS = 64

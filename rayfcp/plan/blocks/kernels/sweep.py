@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pool
-from rayfcp.plan.kernels.compiled import compiled
+from rayfcp.plan.compiled import compiled
 
 
 class Sweep(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
-from rayfcp.plan.kernels.compiled import compiled
+from rayfcp.plan.compiled import compiled
 
 
 class Needs(NamedTuple):

@@ -1,0 +1,59 @@
+"""How kernels are compiled: once for all processes, and anew when any kernel's source changes."""
+
+import contextlib
+import functools
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+from numba.core.caching import FunctionCache
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+@functools.cache
+def _sources(folder: Path) -> str:
+    """Of all kernels of a folder: numba looks at a function's own file only, and kernels use those of other files."""
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+class _FolderCache(FunctionCache):  # type: ignore[misc]
+    def __init__(self, function: Callable[..., object]) -> None:
+        super().__init__(function)  # type: ignore[no-untyped-call]
+        self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """None where nothing is kept, or nothing that this version can read: its modules may have other names."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except (ImportError, AttributeError, EOFError, pickle.UnpicklingError):
+            self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+
+def compiled(function: F) -> F:
+    """Machine code of `function`, kept beside it, in the user's cache where that folder cannot be written to,
+    or in this process only. Arithmetic is exact IEEE: a plan has the same bytes in any process."""
+    return _compiled(function, nrt=True)
+
+
+def inner(function: F) -> F:
+    """As `compiled`, for what makes no arrays: it does not count references, which takes longer than its work."""
+    return _compiled(function, nrt=False)
+
+
+def inlined(function: F) -> F:
+    """As `inner`, for what is small and called often: handing over all arrays takes longer than its work."""
+    return _compiled(function, nrt=False, forceinline=True)
+
+
+def _compiled(function: F, *, nrt: bool, forceinline: bool = False) -> F:
+    options: dict[str, Any] = {"error_model": "numpy", "_nrt": nrt, "forceinline": forceinline}
+    kernel: Any = numba.njit(**options)(function)
+    with contextlib.suppress(RuntimeError):  # no folder can be written to
+        kernel._cache = _FolderCache(function)
+    return cast(F, kernel)

@@ -1,0 +1,1 @@
+"""What plans cost: groups, layouts, memory."""

@@ -1,0 +1,182 @@
+"""Seconds of a layout whose blocks lie anywhere, round by round."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
+from rayfcp.plan.costs.layout_work import Index, LayoutWork, Loads, work_of
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.placement import node_of_ranks
+from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+
+HOLD = 2
+"""Rounds from a transfer to the one in which its gradients go home, without a pipeline."""
+
+Transfers = tuple[Index, Index, Loads, Index]
+"""Sources, targets, seconds, and whether each goes between nodes (1) or stays inside one (0)."""
+
+LAYERS = 3
+"""Layers that are walked through: the last ones repeat."""
+
+
+def layout_s(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> float:
+    """Seconds of the slowest forward and the slowest backward together (`layout_passes`)."""
+    return sum(layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost))
+
+
+def layout_passes(
+    layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> tuple[float, float]:
+    """Seconds of the slowest rank's forward, and of the slowest rank's backward, with the fixed cost.
+
+    By the coefficients of rings (Eq. 8-10 of Flexible Context Parallelism). In a round a rank attends to what the
+    round before brought, while its transfers fly; it goes on when both are over. A transfer starts when both
+    ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes
+    its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
+    gradients go home `HOLD` rounds later in the transposed rounds (with a pipeline, as many as it has buffers).
+    Recomputed layers run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their
+    gradients went the way back.
+    """
+    num_ranks = cluster.num_ranks
+    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
+    rounds = _rounds(layout, work, cluster=cluster, cost=cost)
+    hold = layout.pipeline.num_buffers if layout.pipeline else HOLD
+    linear_s = cost.linear_s_per_token * work.tokens + cost.fixed_s
+    latency_s, first = cost.ring_s_per_round, cost.attention_forward
+    forward = _Pass(
+        attention=first, keys=cost.ring_forward, gradients=0.0, latency_s=cost.passes_forward * latency_s, hold=0
+    )
+    again = _Pass(
+        attention=max(1 - (1 + ATTENTION_BACKWARD) * first, 0.0),
+        keys=max(1 - 2 * cost.ring_forward - cost.ring_returned, 0.0),
+        gradients=0.0,
+        latency_s=max(1 - 2 * cost.passes_forward, 0.0) * latency_s,
+        hold=0,
+    )
+    backward = _Pass(
+        attention=1 - first - again.attention,
+        keys=1 - cost.ring_forward - cost.ring_returned - again.keys,
+        gradients=cost.ring_returned,
+        latency_s=cost.passes_forward * latency_s,
+        hold=hold,
+    )
+    both = (backward, again) if cost.recomputed_layers else (backward,)
+    return (
+        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
+        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
+    )
+
+
+def _layer_s(rounds: "_Rounds", passes: Sequence["_Pass"], *, linear_s: Loads) -> float:
+    """Seconds by which a layer that follows equal ones puts off the slowest rank: ranks that are done early begin the
+    next one early, but none before all have begun this one, since they gather its parameters then."""
+    here, ends = np.zeros_like(linear_s), [0.0]
+    for _ in range(LAYERS):
+        done = here
+        for each in passes:
+            done = rounds.finish_s(each, start=done)
+        here = np.maximum(done + linear_s, here.max())
+        ends.append(float(here.max()))
+    return (ends[-1] - ends[1]) / (LAYERS - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Shares of attention, and of what a ring moves, in one pass; latency of a transfer; `hold` as in `HOLD`."""
+
+    attention: float
+    keys: float
+    gradients: float
+    latency_s: float
+    hold: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rounds:
+    """`work_s[rank, phase]`: attention of all passes. Round r of the layout, which flies in phase `stage[r]`, has the
+    transfers `bounds[r]` to `bounds[r + 1]`; `moved_s`: of all passes."""
+
+    work_s: Loads
+    stage: Index
+    bounds: Index
+    source: Index
+    target: Index
+    across: Index
+    moved_s: Loads
+    overlap: float
+
+    def finish_s(self, each: _Pass, *, start: Loads) -> Loads:
+        """When each rank has computed, sent and received all of a pass that it starts at `start`."""
+        num_phases = self.work_s.shape[1]
+        here = start
+        for phase in range(num_phases - 1 + max(each.hold, 1)):
+            ports = _Ports(here)
+            for number in np.flatnonzero(self.stage == phase).tolist():
+                ports.transfer(self._transfers(number, share=each.keys), latency_s=each.latency_s)
+            if each.gradients:
+                for number in np.flatnonzero(self.stage == phase - each.hold).tolist():
+                    source, target, moved_s, link = self._transfers(number, share=each.gradients)
+                    ports.transfer((target, source, moved_s, link), latency_s=each.latency_s)
+            computed = here + (each.attention * self.work_s[:, phase] if phase < num_phases else 0.0)
+            beside = np.minimum(computed, ports.last) - ports.first
+            here = np.maximum(computed, ports.last) + (1 - self.overlap) * np.maximum(beside, 0.0)
+        return here
+
+    def _transfers(self, number: int, *, share: float) -> Transfers:
+        held = slice(self.bounds[number], self.bounds[number + 1])
+        return self.source[held], self.target[held], share * self.moved_s[held], self.across[held]
+
+
+class _Ports:
+    """Of each rank in one phase: when its ports, [inside or between nodes, rank], are free, when the first transfer
+    starts and the last one ends."""
+
+    def __init__(self, here: Loads) -> None:
+        self._sends, self._receives = np.stack((here, here)), np.stack((here, here))
+        self.first, self.last = np.full(len(here), np.inf), here.copy()
+
+    def transfer(self, transfers: Transfers, *, latency_s: float) -> None:
+        """A matching: each rank sends at most once and receives at most once."""
+        source, target, moved_s, link = transfers
+        start = np.maximum(self._sends[link, source], self._receives[link, target])
+        end = start + moved_s
+        self._sends[link, source], self._receives[link, target] = end, end
+        for rank in (source, target):
+            self.first[rank] = np.minimum(self.first[rank], start)
+            self.last[rank] = np.maximum(self.last[rank], end + latency_s)
+
+
+def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> _Rounds:
+    nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
+    across = nodes[work.source] != nodes[work.target]
+    coalesce = layout.pipeline.coalesce if layout.pipeline else 1
+    half = cost.attention_half_tokens
+    moved_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token) * work.moved_tokens
+    brought_s = cost.attention_s_per_cell * (work.cells + half * work.sides)
+    own_s = cost.attention_s_per_cell * (work.own_cells + half * work.own_sides)
+    stage = np.arange(len(layout.rounds)) // coalesce
+    return _Rounds(
+        work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
+        stage=stage,
+        bounds=np.searchsorted(work.round, np.arange(len(layout.rounds) + 1)),
+        source=work.source,
+        target=work.target,
+        across=across.astype(np.int64),
+        moved_s=moved_s,
+        overlap=cost.overlap,
+    )
+
+
+def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:
+    """Attention of each rank in each phase: all at once in the phase after it came, or as a pipeline shares it out."""
+    if layout.pipeline and len(stage):
+        from rayfcp.plan.blocks.kernels.flow import Flow, phases_of  # compiled: loaded where it is needed
+
+        buffers = layout.pipeline.num_buffers
+        return phases_of(Flow(stage, work.source, work.target, np.zeros(len(stage)), brought_s, own_s, buffers))
+    work_s = np.zeros((len(own_s), int(stage.max(initial=-1)) + 2))
+    work_s[:, 0] = own_s
+    np.add.at(work_s, (work.target, stage + 1), brought_s)
+    return work_s

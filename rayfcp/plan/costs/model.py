@@ -1,0 +1,236 @@
+"""The cost model: predicted seconds of groups and microbatches (Flexible Context Parallelism, section 4.3)."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
+from rayfcp.plan.costs.terms import Seconds, Terms
+from rayfcp.values import HardwareProfile, ModelProfile, Primitive
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Coefficients for forward and backward together, analytic or measured; all finite and at least 0.
+
+    `attention_s_per_cell` is alpha1 of Eq. 8. The printed mask factor, alpha1 (1 + eta) L^2, is counted
+    exactly instead: cells = L (L + 1) / 2 causal, L^2 full, so alpha1 stands for one computed cell and
+    any mask has its own eta. `linear_s_per_token` is alpha2, `fixed_s` beta1 (a microbatch). One token's
+    keys, values and their gradients pass one hop of a ring in `ring_intra_s_per_token` while the
+    degree is at most `ranks_per_node`, else in `ring_inter_s_per_token` (alpha3 / v of Eq. 9);
+    `ring_s_per_round` is the latency of a hop (beta2). `overlap` in [0, 1] is the share of the shorter of
+    attention and ring that hides behind the other: 1 in Eq. 10, 0 where the cores that compute also move the bytes.
+    `attention_half_tokens`: attention over pieces of n tokens takes 1 + that / n as long per cell. A causal
+    sequence of L tokens is one piece on one rank or under Ulysses: L x that / 2 cells more, shared by the ranks.
+    A ring of degree d cuts it: L x that x (1 - 1 / 2d) cells more on every rank.
+    Ulysses: one token's queries, keys, values, outputs and their gradients pass a port in
+    `ulysses_intra_s_per_token` or, between nodes, `ulysses_inter_s_per_token`; keys and values are
+    `ulysses_kv_share` of it and grow with the degree beyond `num_kv_heads`; `ulysses_s`: latency of all exchanges.
+
+    Ranks meet in every layer of either pass to gather and reduce shards, so a microbatch takes its slowest
+    forward and its slowest backward, whichever groups these are. Forward has the share `attention_forward` of
+    attention, `linear_forward` of linear layers and fixed cost, `ring_forward` of what a ring moves,
+    `passes_forward` of latencies and exchanges; `ring_returned` of what a ring moves are gradients on their way home.
+
+    `shard_s`: traffic of sharded parameters and gradients in a microbatch; `reduce_s`: traffic more in
+    the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
+    reductions).
+    """
+
+    attention_s_per_cell: float
+    linear_s_per_token: float
+    fixed_s: float
+    ring_intra_s_per_token: float
+    ring_inter_s_per_token: float
+    ring_s_per_round: float
+    ranks_per_node: int
+    shard_s: float = 0.0
+    reduce_s: float = 0.0
+    exposed_s: float = 0.0
+    reduce_exposed_s: float = 0.0
+    recomputed_layers: int = 0
+    overlap: float = 1.0
+    attention_half_tokens: float = 0.0
+    ulysses_intra_s_per_token: float = 0.0
+    ulysses_inter_s_per_token: float = 0.0
+    ulysses_kv_share: float = 0.0
+    ulysses_s: float = 0.0
+    num_heads: int = 1
+    num_kv_heads: int = 1
+    attention_forward: float = 2 / 7
+    linear_forward: float = 1 / 3
+    ring_forward: float = 1 / 4
+    ring_returned: float = 1 / 2
+    passes_forward: float = 1 / 2
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
+        if self.overlap > 1.0:
+            raise ValueError(f"overlap is {self.overlap}, must be at most 1; nothing hides more than all of it")
+
+    @classmethod
+    def from_profiles(
+        cls,
+        model: ModelProfile,
+        hardware: HardwareProfile,
+        *,
+        num_ranks: int,
+        recomputed_layers: int = 0,
+        bytes_per_element: int,
+        reduce_every: Literal["microbatch", "step"],
+    ) -> "CostModel":
+        """Analytic coefficients (`rayfcp.plan.costs.analytic`)."""
+        found = coefficients(
+            model,
+            hardware,
+            num_ranks=num_ranks,
+            recomputed_layers=recomputed_layers,
+            bytes_per_element=bytes_per_element,
+            reduce_every=reduce_every,
+        )
+        return cls(**found)  # type: ignore[arg-type]
+
+    def with_coefficients(self, **measured: float) -> "CostModel":
+        """The same model with measured coefficients in place of those named."""
+        return dataclasses.replace(self, **measured)  # type: ignore[arg-type]
+
+    def compute_s(self, cells: float, num_tokens: float) -> float:
+        """Seconds of attention and linear layers on one rank, without the fixed cost (Eq. 8); on d ranks the
+        sum over them is at least that."""
+        return self.attention_s_per_cell * (cells + self.attention_half_tokens * num_tokens / 2) + (
+            self.linear_s_per_token * num_tokens
+        )
+
+    def group_s(
+        self,
+        cells: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        *,
+        degree: npt.ArrayLike,
+        primitive: Primitive = Primitive.RING,
+        crosses: npt.ArrayLike | None = None,
+    ) -> Seconds:
+        """Seconds of a group that is alone in a microbatch, forward and backward (Eq. 8-10); arguments broadcast.
+
+        A rank computes 1/d of the cells and tokens. T = T_cp + T_cm - overlap x min(T_cpa, T_cma): all
+        traffic is attention's, T_cma = T_cm, so the result grows with cells and tokens and is at least
+        compute / d + fixed. `crosses`: the group spans nodes (where absent, a degree above `ranks_per_node` does).
+        """
+        forward_s, backward_s = self.passes_s(cells, num_tokens, degree=degree, primitive=primitive, crosses=crosses)
+        return np.asarray(forward_s + backward_s)
+
+    def passes_s(
+        self,
+        cells: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        *,
+        degree: npt.ArrayLike,
+        primitive: Primitive = Primitive.RING,
+        crosses: npt.ArrayLike | None = None,
+    ) -> tuple[Seconds, Seconds]:
+        """Seconds of a group's forward and of its backward; their sum is `group_s`."""
+        forward, backward = self.terms(degree, primitive=primitive, crosses=crosses)
+        return forward.seconds(cells, num_tokens), backward.seconds(cells, num_tokens)
+
+    def terms(
+        self, degree: npt.ArrayLike, *, primitive: Primitive = Primitive.RING, crosses: npt.ArrayLike | None = None
+    ) -> tuple[Terms, Terms]:
+        """Forward and backward of groups by degree, for loops that price many.
+
+        Ring: in each of d - 1 rounds one hop's keys and values pass a rank while it attends to the ones before; in
+        backward their gradients follow, and the last hop brings them home when all attention is done.
+        Ulysses: each rank exchanges (d - 1) / d of its tokens, of which what leaves the node has links of
+        its own; nothing hides it.
+        """
+        ranks = np.asarray(degree, np.float64)
+        across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
+        if primitive is Primitive.ULYSSES:
+            return self._exchanged(ranks, across=across)
+        return self._passed_on(ranks, across=across)
+
+    def _passed_on(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
+        """A ring's forward and backward, in which recomputed layers run d - 1 rounds more, as in forward."""
+        hop_s = np.where(across, self.ring_inter_s_per_token, self.ring_intra_s_per_token) / ranks
+        latency_s = np.where(ranks == 1, 0.0, self.ring_s_per_round)
+        half = 1 - 1 / (2 * ranks)
+        cover = (ranks - 1) / ranks
+        once_s = self.passes_forward * latency_s
+        again_s = max(1 - 2 * self.passes_forward, 0.0) * latency_s
+        again = max(1 - (1 + ATTENTION_BACKWARD) * self.attention_forward, 0.0) / (1 - self.attention_forward)
+        return (
+            dataclasses.replace(
+                self._computed(ranks, self.attention_forward, self.linear_forward, half=half),
+                moved_s_per_token=np.asarray((ranks - 1) * self.ring_forward * hop_s),
+                moved_s=np.asarray((ranks - 1) * once_s),
+                cover=np.asarray(cover),
+                hidden=self.overlap,
+            ),
+            dataclasses.replace(
+                self._computed(ranks, 1 - self.attention_forward, 1 - self.linear_forward, half=half),
+                moved_s_per_token=np.asarray((ranks - 1) * (1 - self.ring_forward) * hop_s),
+                moved_s=np.asarray((ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s),
+                tail_s_per_token=np.asarray(np.where(ranks == 1, 0.0, self.ring_returned * hop_s)),
+                tail_s=np.asarray(once_s),
+                cover=np.asarray(np.where(ranks > 2, 1 - again / ranks, cover)),
+                hidden=self.overlap,
+            ),
+        )
+
+    def _exchanged(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
+        """Ulysses' forward and backward."""
+        grown = 1 + self.ulysses_kv_share * (np.maximum(ranks / self.num_kv_heads, 1.0) - 1)
+        inside = np.where(across, np.minimum(ranks, self.ranks_per_node), ranks)
+        intra_s = (inside - 1) / ranks * self.ulysses_intra_s_per_token
+        inter_s = (ranks - inside) / ranks * self.ulysses_inter_s_per_token
+        per_token = grown * np.maximum(intra_s, inter_s) / ranks
+        splits = (self.num_heads % ranks == 0) & ((self.num_kv_heads % ranks == 0) | (ranks % self.num_kv_heads == 0))
+        moved_s = np.where(splits, np.where(ranks > 1, self.ulysses_s, 0.0), np.inf)
+        first, second = (
+            dataclasses.replace(
+                self._computed(ranks, attention, linear, half=1 / (2 * ranks)),
+                moved_s_per_token=np.asarray(share * per_token),
+                moved_s=np.asarray(share * moved_s),
+            )
+            for attention, linear, share in (
+                (self.attention_forward, self.linear_forward, self.passes_forward),
+                (1 - self.attention_forward, 1 - self.linear_forward, 1 - self.passes_forward),
+            )
+        )
+        return first, second
+
+    def _computed(self, ranks: Seconds, attention: float, linear: float, *, half: Seconds) -> Terms:
+        """A pass with these shares of attention and linear layers in which nothing moves; `half` of the half tokens a
+        rank."""
+        per_cell, none = attention * self.attention_s_per_cell, np.zeros_like(ranks)
+        return Terms(
+            attention_s_per_cell=np.asarray(per_cell / ranks),
+            attention_s_per_token=np.asarray(per_cell * self.attention_half_tokens * half),
+            linear_s_per_token=np.asarray(linear * self.linear_s_per_token / ranks),
+            fixed_s=linear * self.fixed_s,
+            moved_s_per_token=none,
+            moved_s=none,
+            tail_s_per_token=none,
+            tail_s=none,
+            cover=none,
+            hidden=0.0,
+        )
+
+    def microbatch_s(self, makespan_s: float, *, last: bool) -> float:
+        """Seconds of a microbatch whose slowest forward and slowest backward take `makespan_s` together: sharded
+        traffic hides behind that, layer by layer, save the first gathers and the last reductions."""
+        exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
+        traffic_s = max(self.shard_s + (self.reduce_s if last else 0.0) - exposed_s, 0.0)
+        return makespan_s + traffic_s - self.overlap * min(traffic_s, makespan_s) + exposed_s
+
+    def batch_s(self, makespans_s: list[float]) -> float:
+        """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
+        ordered = sorted(makespans_s)
+        return sum(self.microbatch_s(each, last=False) for each in ordered[:-1]) + self.microbatch_s(
+            ordered[-1], last=True
+        )

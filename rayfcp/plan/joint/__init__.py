@@ -1,0 +1,1 @@
+"""The joint search and the paper's two stages."""

@@ -1,0 +1,85 @@
+"""Exact degrees of the groups of one microbatch."""
+
+import math
+
+from rayfcp.plan.compiled import inner
+from rayfcp.plan.joint.kernels.price import Load, Prices, _pass_s, _price, _within
+from rayfcp.plan.joint.kernels.state import GROUPS, World, _reprice, _span_s
+
+
+@inner
+def _allocate(world: World, microbatch: int, first: int) -> float:
+    """Give ranks to the slowest group until none is left or helps; returns the makespan at the pace that then fits.
+
+    Exact, whatever T does with the degree: to get below the makespan the slowest group must have the next
+    degree at which it is faster, and no group ever has more ranks than the least makespan asks of it.
+    """
+    state, prices = world.state, world.prices
+    _shrink(world, microbatch, first)
+    while True:
+        slowest = -1
+        for group in range(first, state.counts[GROUPS]):
+            if state.home[group] == microbatch and (slowest < 0 or state.seconds[group] > state.seconds[slowest]):
+                slowest = group
+        if slowest < 0:
+            return 0.0
+        degree, far = state.degree[slowest], state.far[slowest]
+        faster = 0
+        for more in range(degree + 1, degree + state.spare[microbatch] + 1):
+            seconds = _price(prices, state.cells[slowest], state.tokens[slowest], more, far, state.pace[microbatch])
+            if seconds < state.seconds[slowest]:
+                faster = more
+                state.seconds[slowest] = seconds
+                break
+        if faster == 0:
+            return _keep_pace(world, microbatch, first)
+        state.spare[microbatch] -= faster - degree
+        state.degree[slowest] = faster
+
+
+@inner
+def _shrink(world: World, microbatch: int, first: int) -> None:
+    """The least degree of each group that memory and the present makespan permit."""
+    state, prices = world.state, world.prices
+    span_s = _span_s(world, microbatch, first)
+    for group in range(first, state.counts[GROUPS]):
+        if state.home[group] != microbatch:
+            continue
+        cells, tokens = state.cells[group], state.tokens[group]
+        for degree in range(max(math.ceil(tokens / prices.room), 1), state.degree[group]):
+            seconds = _price(prices, cells, tokens, degree, state.far[group], state.pace[microbatch])
+            if seconds <= span_s:
+                state.spare[microbatch] += state.degree[group] - degree
+                state.degree[group] = degree
+                state.seconds[group] = seconds
+                break
+
+
+@inner
+def _keep_pace(world: World, microbatch: int, first: int) -> float:
+    """Price the groups at the pace of the slowest forward and the slowest backward; returns their sum, the makespan."""
+    state, prices = world.state, world.prices
+    forward_s = backward_s = 0.0
+    for group in range(first, state.counts[GROUPS]):
+        if state.home[group] == microbatch:
+            load = Load(state.cells[group], state.tokens[group], state.degree[group], state.far[group])
+            best = 0
+            for primitive in range(1, prices.num_primitives):
+                if _timed(prices, load, primitive, state.pace[microbatch]) < _timed(
+                    prices, load, best, state.pace[microbatch]
+                ):
+                    best = primitive
+            forward_s = max(forward_s, _pass_s(prices, load, best, 0))
+            backward_s = max(backward_s, _pass_s(prices, load, best, 1))
+    state.pace[microbatch] = _within(forward_s, forward_s + backward_s)
+    for group in range(first, state.counts[GROUPS]):
+        if state.home[group] == microbatch:
+            _reprice(world, group)
+    return _span_s(world, microbatch, first)
+
+
+@inner
+def _timed(prices: Prices, load: Load, primitive: int, pace: float) -> float:
+    """`_price` with one primitive."""
+    forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
+    return max(forward_s / pace, backward_s / (1.0 - pace)) if pace > 0.0 else forward_s + backward_s

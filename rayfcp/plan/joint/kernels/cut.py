@@ -1,0 +1,121 @@
+"""A global batch into microbatches: `part[sequence]` is the microbatch of each; an empty array is no cut."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rayfcp.plan.compiled import compiled
+from rayfcp.plan.joint.kernels.price import Floats, Ints
+from rayfcp.plan.joint.kernels.state import World, _sum_s
+
+
+class Cut(NamedTuple):
+    """At most `most` microbatches of at most `room` tokens; `spare_from_s`: see `cut_by_time`."""
+
+    most: int
+    room: float
+    spare_from_s: float
+
+
+class Bins(NamedTuple):
+    """Of `capacity` tokens each, or the least multiple that a sequence needs."""
+
+    capacity: float
+    max_bins: int
+
+
+@compiled
+def cut_by_time(world: World, order: Ints, how: Cut) -> Ints:
+    """Each sequence, in `order`, to the microbatch with the least time that has room.
+
+    A microbatch whose longest sequence takes more than `spare_from_s` even alone has ranks to spare: the
+    excess is taken off its time, so that it fills up first; others may stay empty and are left out.
+    """
+    batch = world.batch
+    part = np.full(len(order), -1)
+    tokens, times, excess = np.zeros(how.most), np.zeros(how.most), np.zeros(how.most)
+    for at in order:
+        best = -1
+        for each in range(how.most):
+            if tokens[each] + batch.tokens[at] <= how.room and (best < 0 or times[each] < times[best]):
+                best = each
+        if best < 0:
+            return np.zeros(0, np.int64)
+        part[at] = best
+        tokens[best] += batch.tokens[at]
+        more_s = max(excess[best], batch.alone_s[at] - world.prices.fixed_s - how.spare_from_s)
+        times[best] += batch.work_s[at] / world.prices.num_ranks + excess[best] - more_s
+        excess[best] = more_s
+    return _renumbered(part)
+
+
+@compiled
+def cut_by_length(world: World, how: Cut) -> Ints:
+    """Runs of sequences of like length with about equal tokens; where memory binds, these waste none of it."""
+    tokens = world.batch.tokens
+    part = np.zeros(len(tokens), np.int64)
+    share = tokens.sum() / how.most
+    held, number = 0.0, 0
+    for at in range(len(tokens)):
+        if held > 0.0 and (held + tokens[at] > how.room or held + tokens[at] / 2 > share):
+            held, number = 0.0, number + 1
+        part[at] = number
+        held += tokens[at]
+    return part if number <= how.most else np.zeros(0, np.int64)
+
+
+@compiled
+def bins_by_tokens(world: World, room: float) -> Ints:
+    """Best-fit decreasing by tokens, into as many microbatches as that takes: it always fits."""
+    return best_fit(world.batch.tokens, Bins(room, len(world.batch.tokens)))
+
+
+@compiled
+def best_fit(lengths: Floats, bins: Bins) -> Ints:
+    """`rayfcp.plan.packing.best_fit_decreasing`; nothing if too many bins would open."""
+    owners = np.zeros(len(lengths), np.int64)
+    rooms, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
+    count = 0
+    for at in range(len(lengths)):
+        best = np.searchsorted(rooms[:count], lengths[at])
+        if best < count:
+            name, room = names[best], rooms[best] - lengths[at]
+        else:
+            if count == bins.max_bins:
+                return np.zeros(0, np.int64)
+            name, room = count, math.ceil(lengths[at] / bins.capacity) * bins.capacity - lengths[at]
+            count += 1
+        owners[at] = name
+        while best > 0 and (rooms[best - 1] > room or (rooms[best - 1] == room and names[best - 1] > name)):
+            rooms[best], names[best] = rooms[best - 1], names[best - 1]
+            best -= 1
+        rooms[best], names[best] = room, name
+    return owners
+
+
+@compiled
+def floor_s(world: World, part: Ints) -> float:
+    """No plan of this cut takes less."""
+    batch, prices = world.batch, world.prices
+    spans = np.zeros(part.max() + 1)
+    alone = np.zeros(len(spans))
+    for at in range(len(part)):
+        spans[part[at]] += batch.work_s[at] / prices.num_ranks
+        alone[part[at]] = max(alone[part[at]], batch.alone_s[at])
+    for each in range(len(spans)):
+        spans[each] = max(spans[each] + prices.fixed_s, alone[each])
+    return _sum_s(world, spans)
+
+
+@compiled
+def _renumbered(part: Ints) -> Ints:
+    """Without microbatches that nothing is in."""
+    names = np.full(part.max() + 1, -1)
+    count = 0
+    for at in range(len(part)):
+        if names[part[at]] < 0:
+            names[part[at]] = count
+            count += 1
+        part[at] = names[part[at]]
+    return part

@@ -1,0 +1,174 @@
+"""One microbatch for a target makespan: sequences from long to short, each where it costs the fewest ranks."""
+
+import math
+from typing import NamedTuple
+
+from rayfcp.plan.compiled import inlined, inner
+from rayfcp.plan.joint.kernels.merge import _force
+from rayfcp.plan.joint.kernels.price import SLACK, Ints, _best_degree, _least_degree, _price
+from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _join, _open
+
+FULL = 0.97  # of the target: no fuller group is looked for
+
+
+class Fill(NamedTuple):
+    """How to fill. Once only sequences of at most `pool` ranks are left, all spare ranks become groups of
+    `pool` ranks, levelled by them; with 0 groups open as they are needed. `must`: place every sequence,
+    past the target if need be, but not past `limit_s`; else pass over what does not fit."""
+
+    target_s: float
+    limit_s: float
+    pool: int
+    must: bool
+
+
+class Room(NamedTuple):
+    """The most that a sequence may have to fit in any group."""
+
+    tokens: float
+    work_s: float
+
+
+@inner
+def _fill(world: World, members: Ints, microbatch: int, how: Fill) -> bool:
+    """Place those of `members` that have no group yet in new groups; False if one that must does not fit."""
+    state, prices = world.state, world.prices
+    first = state.counts[GROUPS]
+    state.spare[microbatch] = prices.num_ranks
+    target_s = how.target_s * (1.0 + SLACK)
+    pooled, placed = how.pool == 0, True
+    most = Room(math.inf, math.inf)
+    for number in range(len(members)):
+        at = members[number]
+        if state.owner[at] >= 0 or (not how.must and _too_big(world, at, most)):
+            continue
+        least = _needed(world, at, microbatch, target_s, how.must)
+        if not pooled and 0 < least <= how.pool:
+            pooled = True
+            for _ in range(min(state.spare[microbatch] // how.pool, len(members) - number)):
+                _open(world, microbatch, how.pool)
+        if least == 0 or _settled(world, at, microbatch, first, least, target_s, how.pool > 0 and pooled):
+            continue
+        if not how.must:
+            most = _room(world, microbatch, first, target_s)
+        elif not _force(world, at, microbatch, first, how.limit_s):
+            placed = False
+            break
+    for group in range(first, state.counts[GROUPS]):
+        if state.degree[group] and state.tokens[group] == 0.0:
+            _empty(world, group)
+    return placed
+
+
+@inlined
+def _needed(world: World, at: int, microbatch: int, target_s: float, must: bool) -> int:
+    """The fewest ranks that meet the target; if none do, those that take the least time where it must be placed."""
+    cells, tokens = world.batch.cells[at], world.batch.tokens[at]
+    pace = world.state.pace[microbatch]
+    least = _least_degree(world.prices, cells, tokens, target_s, pace)
+    return least if least > 0 or not must else _best_degree(world.prices, cells, tokens, pace)
+
+
+@inlined
+def _settled(world: World, at: int, microbatch: int, first: int, least: int, target_s: float, level: bool) -> bool:
+    """Placed within the target, levelling the groups or as the fewest ranks ask for."""
+    if level and _level(world, at, microbatch, first, target_s):
+        return True
+    return _place(world, at, microbatch, first, least, target_s)
+
+
+@inlined
+def _too_big(world: World, at: int, most: Room) -> bool:
+    work_s = world.prices.per_cell * world.batch.cells[at] + world.prices.per_token * world.batch.tokens[at]
+    return bool(world.batch.tokens[at] > most.tokens or work_s > most.work_s)
+
+
+@inner
+def _room(world: World, microbatch: int, first: int, target_s: float) -> Room:
+    """No sequence with more tokens or more work fits in any group now, or later: groups only get fuller."""
+    state, prices = world.state, world.prices
+    tokens = work_s = 0.0
+    spare = state.spare[microbatch]
+    for group in range(first, state.counts[GROUPS]):
+        ranks = state.degree[group] + spare
+        done_s = prices.per_cell * state.cells[group] + prices.per_token * state.tokens[group]
+        tokens = max(tokens, ranks * prices.room - state.tokens[group])
+        work_s = max(work_s, ranks * (target_s - prices.fixed_s) - done_s)
+    return Room(tokens, work_s * (1.0 + SLACK))
+
+
+@inner
+def _level(world: World, at: int, microbatch: int, first: int, target_s: float) -> bool:
+    """Into the emptiest group, if it fits there."""
+    state, batch, prices = world.state, world.batch, world.prices
+    emptiest, least = -1, math.inf
+    for group in range(first, state.counts[GROUPS]):
+        if state.home[group] == microbatch:
+            used = max(state.seconds[group] / target_s, state.tokens[group] / (state.degree[group] * prices.room))
+            if used < least:
+                emptiest, least = group, used
+    state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 8
+    if emptiest < 0:
+        return False
+    degree = state.degree[emptiest]
+    tokens, cells = state.tokens[emptiest] + batch.tokens[at], state.cells[emptiest] + batch.cells[at]
+    if tokens > degree * prices.room or _price(prices, cells, tokens, degree, 0, state.pace[microbatch]) > target_s:
+        return False
+    _join(world, at, emptiest, degree)
+    return True
+
+
+@inlined
+def _place(world: World, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
+    """Join the fullest group that needs no rank more, else grow or open one: the fewest ranks more."""
+    state, batch, prices = world.state, world.batch, world.prices
+    fullest, longest_s = -1, -1.0
+    span_s = target_s - prices.fixed_s
+    for group in range(first, state.counts[GROUPS]):
+        degree, tokens = state.degree[group], state.tokens[group] + batch.tokens[at]
+        if state.home[group] != microbatch or tokens > degree * prices.room:
+            continue
+        cells = state.cells[group] + batch.cells[at]
+        if prices.per_cell * cells + prices.per_token * tokens > span_s * degree:
+            continue
+        seconds = _price(prices, cells, tokens, degree, 0, state.pace[microbatch])
+        if seconds <= target_s and seconds > longest_s:
+            fullest, longest_s = group, seconds
+            if longest_s > FULL * target_s:
+                break
+    state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 4
+    if fullest >= 0:
+        _join(world, at, fullest, state.degree[fullest])
+        return True
+    if state.spare[microbatch] == 0:
+        return False
+    return _grow(world, at, microbatch, first, least, target_s)
+
+
+@inlined
+def _grow(world: World, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
+    """The group that needs the fewest ranks more, or a new one."""
+    state, batch, prices = world.state, world.batch, world.prices
+    fewest, best, longest_s = min(least - 1, state.spare[microbatch]), -1, -1.0
+    span_s = target_s - prices.fixed_s
+    for group in range(first, state.counts[GROUPS]):
+        degree = state.degree[group]
+        if state.home[group] != microbatch:
+            continue
+        cells, tokens = state.cells[group] + batch.cells[at], state.tokens[group] + batch.tokens[at]
+        most, work_s = degree + fewest, prices.per_cell * cells + prices.per_token * tokens
+        if tokens > most * prices.room or work_s > most * span_s:
+            continue
+        for needed in range(max(degree + 1, math.ceil(max(tokens / prices.room, work_s / span_s))), most + 1):
+            seconds = _price(prices, cells, tokens, needed, 0, state.pace[microbatch])
+            if seconds <= target_s:
+                if needed - degree < fewest or seconds > longest_s:
+                    fewest, best, longest_s = needed - degree, group, seconds
+                break
+    if best >= 0:
+        _join(world, at, best, state.degree[best] + fewest)
+        return True
+    if least > state.spare[microbatch]:
+        return False
+    _join(world, at, _open(world, microbatch, least), least)
+    return True

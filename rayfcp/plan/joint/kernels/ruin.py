@@ -1,0 +1,185 @@
+"""Ruin and recreate: take a few groups apart and place their sequences anew for a shorter makespan."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from rayfcp.plan.compiled import compiled, inner
+from rayfcp.plan.joint.kernels.allocate import _allocate
+from rayfcp.plan.joint.kernels.fill import _level, _place
+from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints, _least_degree
+from rayfcp.plan.joint.kernels.state import (
+    GROUPS,
+    MICROBATCHES,
+    MOVES,
+    Trials,
+    World,
+    _compact,
+    _copy,
+    _empty,
+    _join,
+    _open,
+    _sum_s,
+)
+
+SHORTER = np.array((1e-6, 1e-3, 4e-3, 1e-2, 3e-2, 6e-2))  # by how much of its makespan a microbatch is to get shorter
+SHARED = np.array((0.0, 0.0, 0.5, 0.8))  # of that, what the other microbatch may take longer
+SPLITS = 8
+MAX_SLOW, ANY = 16, 1 << 30
+MAX_RUINED = 4  # groups of a microbatch, beside those that are slower than its new makespan
+
+
+class Aim(NamedTuple):
+    """Microbatches to be rebuilt (the same twice: only one) and what each may take; `max_slow`: how many groups may
+    be too slow for that, more are left as they are."""
+
+    one: int
+    other: int
+    one_s: float
+    other_s: float
+    max_slow: int
+
+
+@compiled
+def ruin(world: World, trials: Trials) -> float:
+    """Try again and again, groups priced as if all that fit in a node lay in one; a try that does not make the batch
+    faster is undone.
+
+    Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
+    seconds of the batch.
+    """
+    state, saved, max_moves = world.state, trials.saved, trials.max_moves
+    spans = np.zeros(len(state.spare))
+    for microbatch in range(state.counts[MICROBATCHES]):
+        spans[microbatch] = _allocate(world, microbatch, 0)
+    _compact(world)
+    total_s = _sum_s(world, spans)
+    dice = np.array([12345])
+    while state.counts[MOVES] < max_moves:
+        empty = _first_empty(spans)
+        aim = _aim(spans[: state.counts[MICROBATCHES]], empty, dice)
+        state.spare[empty], state.pace[empty] = world.prices.num_ranks, state.pace[aim.one]
+        state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
+        _copy(state, saved)
+        if _rebuild(world, aim, dice):
+            before = spans[aim.one], spans[aim.other]
+            spans[aim.one] = _allocate(world, aim.one, 0)
+            if aim.other != aim.one:
+                spans[aim.other] = _allocate(world, aim.other, 0)
+            after_s = _sum_s(world, spans)
+            if after_s < total_s * (1.0 - SLACK):
+                total_s = after_s
+                _compact(world)
+                state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], aim.other + 1)
+                continue
+            spans[aim.one], spans[aim.other] = before
+        moves = state.counts[MOVES]
+        _copy(saved, state)
+        state.counts[MOVES] = moves
+    return total_s
+
+
+@inner
+def _roll(dice: Ints, sides: int) -> int:
+    """The next pseudo-random number below `sides`."""
+    dice[0] = (1103515245 * dice[0] + 12345) & 0x7FFFFFFF
+    return int((dice[0] >> 12) % sides)
+
+
+@inner
+def _first_empty(spans: Floats) -> int:
+    """There is one: more microbatches than sequences never have any."""
+    for microbatch in range(len(spans) - 1):
+        if spans[microbatch] == 0.0:
+            return microbatch
+    return len(spans) - 1
+
+
+@compiled
+def _aim(spans: Floats, empty: int, dice: Ints) -> Aim:
+    """A little shorter for one microbatch, or any other split of the time of two, of which the second may be empty."""
+    one, other = _roll(dice, len(spans)), _roll(dice, len(spans) + 1)
+    other_s = 0.0 if other == len(spans) else spans[other]
+    other = empty if other == len(spans) else other
+    shorter = SHORTER[_roll(dice, len(SHORTER))]
+    if one == other:
+        both_s = spans[one] * (1.0 - shorter)
+        return Aim(one, one, both_s, both_s, MAX_SLOW)
+    if other_s > 0.0 and _roll(dice, 3) > 0:
+        shared_s = spans[one] * shorter * SHARED[_roll(dice, len(SHARED))]
+        return Aim(one, other, spans[one] * (1.0 - shorter), other_s + shared_s, MAX_SLOW)
+    both_s = (spans[one] + other_s) * (1.0 - shorter)
+    one_s = both_s * _roll(dice, SPLITS + 1) / SPLITS
+    return Aim(one, other, one_s, both_s - one_s, ANY)
+
+
+@compiled
+def _rebuild(world: World, aim: Aim, dice: Ints) -> bool:
+    """False if some sequence found no place, or if too much would have to be taken apart."""
+    state = world.state
+    ruined = _ruined(world, aim, dice)
+    if len(ruined) == 0:
+        return False
+    for at in range(len(state.owner)):
+        if state.owner[at] >= 0 and ruined[state.owner[at]] > 0.0:
+            state.owner[at] = -1
+    fixed, first, loose = _roll(dice, 2) == 0, _roll(dice, 2), _roll(dice, 3) == 0
+    for at in range(len(state.owner)):
+        if state.owner[at] >= 0:
+            continue
+        turn = first if fixed else _roll(dice, 2)
+        level = loose and _roll(dice, 2) == 0
+        if not _settle(
+            world, at, aim.one if turn == 0 else aim.other, aim.one_s if turn == 0 else aim.other_s, level
+        ) and (
+            aim.one == aim.other
+            or not _settle(
+                world, at, aim.other if turn == 0 else aim.one, aim.other_s if turn == 0 else aim.one_s, level
+            )
+        ):
+            return False
+    return True
+
+
+@inner
+def _settle(world: World, at: int, microbatch: int, target_s: float, level: bool) -> bool:
+    """Into a group of a microbatch within the target: the emptiest or a new one, or as walks do."""
+    batch = world.batch
+    least = _least_degree(world.prices, batch.cells[at], batch.tokens[at], target_s, world.state.pace[microbatch])
+    if least == 0:
+        return False
+    if level:
+        if least <= world.state.spare[microbatch]:
+            _join(world, at, _open(world, microbatch, least), least)
+            return True
+        if _level(world, at, microbatch, 0, target_s):
+            return True
+    return _place(world, at, microbatch, 0, least, target_s)
+
+
+@compiled
+def _ruined(world: World, aim: Aim, dice: Ints) -> Floats:
+    """Marks the groups that are too slow, and a few others, and gives their ranks back; empty if they are too many."""
+    state = world.state
+    marks = np.zeros(state.counts[GROUPS])
+    slow, ones, others = 0, 0, 0
+    for group in range(len(marks)):
+        home = state.home[group]
+        if home in (aim.one, aim.other):
+            ones += home == aim.one
+            others += home == aim.other
+            if state.seconds[group] > (aim.one_s if home == aim.one else aim.other_s):
+                marks[group] = 1.0
+                slow += 1
+    state.counts[MOVES] += len(marks)
+    if slow > aim.max_slow:
+        return np.zeros(0)
+    more = 1 + _roll(dice, MAX_RUINED)
+    for group in range(len(marks)):
+        home = state.home[group]
+        if home in (aim.one, aim.other):
+            if _roll(dice, ones if home == aim.one else others) < more:
+                marks[group] = 1.0
+            if marks[group] > 0.0:
+                _empty(world, group)
+    return marks

@@ -1,0 +1,97 @@
+"""One microbatch after the other: each starts from the longest sequence left and takes what else fits in its time."""
+
+import math
+
+import numpy as np
+
+from rayfcp.plan.compiled import compiled, inner
+from rayfcp.plan.joint.kernels.allocate import _allocate, _keep_pace
+from rayfcp.plan.joint.kernels.fill import Fill, _fill
+from rayfcp.plan.joint.kernels.price import Floats, Ints, _best_degree, _pace_of, _price
+from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _compact, _forget, total_s
+
+TARGETS = 8
+POOLS = (2, 6)  # groups of so many ranks pool their memory: fewer sequences fit in nowhere
+WORTH = 0.5  # of its ranks' time: the longest sequence is not spread over so many that it uses less
+MANY = 2048  # sequences: while more are left every other target is tried
+SAME = 1e-3  # of a target: closer ones are tried once
+
+
+@compiled
+def fill_in_turn(world: World) -> float:
+    """Groups for the whole batch; returns its seconds.
+
+    Each microbatch takes, of several targets, the one that gets most work done a second.
+    """
+    state = world.state
+    state.owner[:] = -1
+    state.counts[GROUPS] = state.counts[MICROBATCHES] = 0
+    while True:
+        left = np.flatnonzero(state.owner < 0)
+        if len(left) == 0:
+            return total_s(world)
+        microbatch, first = state.counts[MICROBATCHES], state.counts[GROUPS]
+        state.counts[MICROBATCHES] = microbatch + 1
+        pace = _pace_of(world.prices, world.batch.cells[left[0]], world.batch.tokens[left[0]])
+        targets = _targets(world, left, pace)
+        best, most = 0, -1.0
+        for number in range(0, len(targets), 2 if len(left) > MANY else 1):
+            if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
+                continue
+            state.pace[microbatch] = pace
+            rate = _try(world, left, microbatch, Fill(targets[number], math.inf, 0, False))
+            if rate > most:
+                best, most = number, rate
+            _forget(world, first, microbatch)
+        pool = 0
+        for ranks in POOLS:
+            if ranks <= world.prices.num_ranks:
+                state.pace[microbatch] = pace
+                rate = _try(world, left, microbatch, Fill(targets[best], math.inf, ranks, False))
+                if rate > most:
+                    pool, most = ranks, rate
+                _forget(world, first, microbatch)
+        state.pace[microbatch] = pace
+        _try(world, left, microbatch, Fill(targets[best], math.inf, pool, False))
+        _allocate(world, microbatch, first)
+        _compact(world)
+
+
+@inner
+def _try(world: World, left: Ints, microbatch: int, how: Fill) -> float:
+    """Work done a second."""
+    state = world.state
+    first = state.counts[GROUPS]
+    _fill(world, left, microbatch, how)
+    work_s = 0.0
+    span_s = 0.0
+    for at in left:
+        if state.owner[at] >= 0:
+            work_s += world.batch.work_s[at]
+    if first < state.counts[GROUPS]:
+        span_s = _keep_pace(world, microbatch, first)
+    return work_s / (_beside_s(world, span_s, world.traffic_s) + world.extra_s) if span_s > 0.0 else 0.0
+
+
+@compiled
+def _targets(world: World, left: Ints, pace: float) -> Floats:
+    """What the longest takes at several degrees, and equal shares of all work."""
+    batch, prices = world.batch, world.prices
+    longest = left[0]
+    work_s = batch.work_s[left].sum() / prices.num_ranks
+    tokens = batch.tokens[left].sum()
+    targets = np.zeros(TARGETS)
+    least = max(math.ceil(batch.tokens[longest] / prices.room), 1)
+    best = max(_best_degree(prices, batch.cells[longest], batch.tokens[longest], pace), least)
+    number = 0
+    for step in range(TARGETS - 2):
+        degree = round(least * (best / least) ** (step / (TARGETS - 3)))
+        target_s = _price(prices, batch.cells[longest], batch.tokens[longest], degree, 0, pace)
+        if step == 0 or batch.work_s[longest] >= WORTH * degree * target_s:
+            targets[number] = target_s
+            number += 1
+    fewest = math.ceil(tokens / (prices.room * prices.num_ranks))
+    for more in range(2):
+        share_s = work_s / (fewest + more) + prices.fixed_s
+        targets[number + more] = max(share_s * 1.01, targets[number - 1])
+    return targets[: number + 2]

@@ -1,0 +1,141 @@
+"""From a batch to drafts of its groups, by the joint search or by the paper's two stages."""
+
+import math
+
+import numpy as np
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan.assembly import Draft
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.joint.cuts import Cuts
+from rayfcp.plan.joint.degrees import dynamic_program
+from rayfcp.plan.joint.kernels.nodes import alone_s, place
+from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, State, copied, load
+from rayfcp.plan.joint.kernels.turns import fill_in_turn
+from rayfcp.plan.joint.search import Found, JointSearch
+from rayfcp.plan.joint.stages import Search
+from rayfcp.plan.joint.world import primitive_of, table_of, world_of
+from rayfcp.plan.microbatches import Columns
+from rayfcp.plan.placement import node_sizes
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+
+REPAIRS = 2  # of a plan whose groups do not fit into the nodes as priced
+SAME = 1 + 1e-12
+
+Placed = tuple[float, State]  # seconds where its groups lie
+
+
+class Planner:
+    """One batch on one cluster.
+
+    Raises:
+        InfeasiblePlanError: a sequence that no group of the allowed primitives can hold.
+    """
+
+    def __init__(self, batch: Columns, *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig) -> None:
+        self._options = options
+        self._used = [Primitive(name) for name in options.primitives]
+        self._world = world_of(batch, cluster=cluster, cost=cost, primitives=self._used)
+        self._nodes = np.array(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
+        if not math.isfinite(self._world.batch.alone_s.max()):
+            raise InfeasiblePlanError(
+                f"a sequence of {batch.num_tokens[0]} tokens needs "
+                f"{-(-batch.num_tokens[0] // cluster.max_tokens_per_rank)} ranks or more, and of up to "
+                f"{cluster.num_ranks} no number divides the heads as {', '.join(self._used)} needs; "
+                "add ring to plan.primitives"
+            )
+        self._cuts = Cuts(self._world, max_more=options.max_microbatches)
+
+    def run(self) -> tuple[list[list[Draft]], str]:
+        """Groups of each microbatch, and why."""
+        (_, state), reason = self._joint() if self._options.packing == "joint" else self._two_stages()
+        return self._drafts(state), reason
+
+    def _joint(self) -> tuple[Placed, str]:
+        search = JointSearch(self._world, cuts=self._cuts, max_moves=self._options.search_moves)
+        best = self._placed(search, search.run())
+        reason = f"best of {search.num_starts} starts, in {search.num_moves} moves"
+        if self._options.degrees == "dp":
+            best = self._where_it_lies(self._with_dynamic_program(best[1]))
+        # the paper's own two stages: rarely better, and then ours
+        stages = Search(self._world, cuts=self._cuts)
+        for _, found in stages.run(beat_s=best[0]):
+            if self._alone_s(found) < best[0]:
+                for state in (found, self._with_dynamic_program(found)):
+                    other = self._where_it_lies(state)
+                    if other[0] < best[0]:
+                        best, reason = other, f"best of {stages.num_cuts} ways to cut the batch, in two stages"
+        return best, reason
+
+    def _two_stages(self) -> tuple[Placed, str]:
+        search = Search(self._world, cuts=self._cuts)
+        found = search.run()
+        reason = f"best of {search.num_cuts} ways to cut the batch, in two stages"
+        if not found:  # bins of a capacity may need degrees that the primitives do not have
+            found, reason = [(fill_in_turn(self._world), copied(self._world.state))], "microbatches filled in turn"
+        state = self._with_dynamic_program(found[0][1]) if self._options.degrees == "dp" else found[0][1]
+        return self._where_it_lies(state), reason
+
+    def _where_it_lies(self, state: State) -> Placed:
+        """Its seconds and itself with the groups that span nodes priced so."""
+        load(self._world, state)
+        return place(self._world, self._nodes), copied(self._world.state)
+
+    def _alone_s(self, state: State) -> float:
+        """No degrees of these groups take less: the slowest group of each microbatch, if it were alone and inside a
+        node as far as may be. The two stages give ranks for exactly that."""
+        load(self._world, state)
+        return alone_s(self._world)
+
+    def _with_dynamic_program(self, state: State) -> State:
+        """The same groups with the degrees of the paper's second stage."""
+        state = copied(state)
+        homes = state.home[: state.counts[GROUPS]]
+        for home in range(state.counts[MICROBATCHES]):
+            groups = np.flatnonzero(homes == home).tolist()
+            if groups:
+                degrees = dynamic_program(table_of(self._world.prices, state, groups=groups))
+                state.spare[home] += state.degree[groups].sum() - sum(degrees)
+                state.degree[groups] = degrees
+        return state
+
+    def _placed(self, search: JointSearch, found: list[Found]) -> Placed:
+        """The best where its groups really lie. While some span nodes that were priced as if they did not, and that
+        costs anything, search goes on with what it costs."""
+        best_s, best = math.inf, found[0][2]
+        for seconds, _, state in found:
+            if best_s <= seconds * SAME:
+                return best_s, best
+            load(self._world, state)
+            placed_s = place(self._world, self._nodes)
+            if placed_s < best_s:
+                best_s, best = placed_s, copied(self._world.state)
+        for _ in range(REPAIRS):
+            load(self._world, best)
+            placed_s = search.go_on_in(self._nodes)
+            if placed_s >= best_s:
+                break
+            best_s, best = placed_s, copied(self._world.state)
+        return best_s, best
+
+    def _drafts(self, state: State) -> list[list[Draft]]:
+        members: dict[int, list[int]] = {}
+        for at, group in enumerate(state.owner.tolist()):
+            members.setdefault(group, []).append(at)
+        homes, degrees = state.home.tolist(), state.degree.tolist()
+        microbatches: dict[int, list[int]] = {}
+        for group in members:
+            microbatches.setdefault(homes[group], []).append(group)
+        return [
+            [
+                Draft(
+                    members=tuple(members[group]),
+                    degree=degrees[group],
+                    primitive=primitive_of(
+                        self._world.prices, state, group=group, degree=degrees[group], used=self._used
+                    ),
+                )
+                for group in groups
+            ]
+            for _, groups in sorted(microbatches.items())
+        ]

@@ -1,0 +1,96 @@
+"""Joint search: microbatch count, cut, groups and degrees together, for the least seconds of the batch."""
+
+import numpy as np
+
+from rayfcp.plan.joint.cuts import Cuts
+from rayfcp.plan.joint.kernels.cut import floor_s
+from rayfcp.plan.joint.kernels.improve import improve
+from rayfcp.plan.joint.kernels.kick import kick
+from rayfcp.plan.joint.kernels.pack import pack
+from rayfcp.plan.joint.kernels.price import Ints
+from rayfcp.plan.joint.kernels.ruin import ruin
+from rayfcp.plan.joint.kernels.state import MOVES, State, Trials, World, copied, load
+from rayfcp.plan.joint.kernels.turns import fill_in_turn
+
+USUAL_SEQUENCES = 512  # a larger batch has more moves,
+GROWTH = 1.25  # by this power of its size
+FIRST_SHARE = 0.5  # of the budget: starts that take more are the last, but for
+SURE_CUTS = 2  # are packed whatever the budget
+KEPT = 8  # states, the best
+IMPROVED = 3  # starts that local search goes on from
+IMPROVE_SHARE = 0.5  # of what is left goes to that
+PLACED_SHARE = 0.5  # as much more where groups that should not span nodes do
+NO_NODES = np.zeros(0, np.int64)
+TURNS = 4  # of changes at random, by turns of two kinds
+PROMISING = 1.1  # of the best start: a worse one is not improved
+
+Found = tuple[float, int, State]
+
+
+class JointSearch:
+    """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
+
+    Starts: microbatches filled in turn (`kernels.turns`), then cuts into microbatches, each packed by
+    walks (`kernels.pack`); a cut whose floor is no better than what was found is passed over. The best
+    starts are improved by moves and swaps (`kernels.improve`). The first start is made whatever
+    the budget.
+    """
+
+    def __init__(self, world: World, *, cuts: Cuts, max_moves: int) -> None:
+        self.num_starts = 0
+        self._world, self._cuts = world, cuts
+        self._max_moves = int(max_moves * max(len(world.batch.tokens) / USUAL_SEQUENCES, 1.0) ** GROWTH)
+        self._found: list[Found] = []
+
+    @property
+    def num_moves(self) -> int:
+        """Spent so far."""
+        return int(self._world.state.counts[MOVES])
+
+    def run(self) -> list[Found]:
+        """Seconds, number and state of the best plans, the best first."""
+        self._world.state.counts[MOVES] = 0
+        self._keep(fill_in_turn(self._world))
+        parts = sorted(
+            ((floor_s(self._world, part), number, part) for number, part in enumerate(self._cuts.all())),
+            key=lambda each: each[:2],
+        )
+        for number, (least_s, _, part) in enumerate(parts):
+            if least_s >= self._found[0][0] or (number >= SURE_CUTS and self.num_moves > FIRST_SHARE * self._max_moves):
+                break
+            self._keep(pack(self._world, part))
+        self._improve()
+        return self._found
+
+    def _improve(self) -> None:
+        """Local search from the best starts, then changes at random to the best of all."""
+        least_s, first = self._found[0][0], self.num_moves
+        last = first + self._max_moves
+        for seconds, _, state in self._found[:IMPROVED]:
+            if seconds > PROMISING * least_s or self.num_moves >= last:
+                break
+            load(self._world, state)
+            self._keep(self._go_on())
+        for turn in range(TURNS):
+            load(self._world, self._found[0][2])
+            left = max(last - self.num_moves, 0)
+            change = kick if turn % 2 == 0 else ruin
+            self._keep(change(self._world, self._trials(left // (TURNS - turn), nodes=NO_NODES)))
+
+    def _trials(self, moves: int, *, nodes: Ints) -> Trials:
+        return Trials(self.num_moves + moves, copied(self._world.state), nodes)
+
+    def _go_on(self) -> float:
+        return improve(self._world, self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED))
+
+    def go_on_in(self, nodes: Ints) -> float:
+        """Local search from the state that is loaded, groups priced where they lie; returns its seconds."""
+        self._go_on()
+        return kick(self._world, self._trials(int(PLACED_SHARE * self._max_moves), nodes=nodes))
+
+    def _keep(self, seconds: float) -> None:
+        """Remember the best states, the first found among equals."""
+        self.num_starts += 1
+        self._found.append((seconds, self.num_starts, copied(self._world.state)))
+        self._found.sort(key=lambda each: each[:2])
+        del self._found[KEPT:]

@@ -1,0 +1,1 @@
+"""Models and machines, as files say and as they were measured."""

@@ -1,0 +1,1 @@
+"""What planners of rivals are made of."""

@@ -1,0 +1,33 @@
+"""Machine code is kept between processes, and made anew when what is kept cannot be read."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = "from rayfcp.plan.compiled import compiled\n\n\n@compiled\ndef doubled(number):\n    return 2 * number\n"
+SCRIPT = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kernel import doubled
+print(doubled(21), sum(doubled.stats.cache_hits.values()))
+"""
+
+
+def run(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder)], check=True, timeout=120, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+def test_kept_and_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(SOURCE)
+    assert run(tmp_path) == "42 0"
+    assert run(tmp_path) == "42 1"
+    (index,) = tmp_path.rglob("*.nbi")
+    with index.open("rb") as file:
+        version = pickle.load(file)
+    index.write_bytes(pickle.dumps(version) + b"ca_module_that_has_moved\nname\n.")
+    assert run(tmp_path) == "42 0"
+    assert run(tmp_path) == "42 1"
