@@ -160,7 +160,7 @@ class PlanConfig(Section):
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
     search_moves: Count = Field(
-        default=100_000,
+        default=300_000,
         description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
     )
 

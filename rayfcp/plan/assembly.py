@@ -11,6 +11,8 @@ from rayfcp.plan.microbatches import Columns
 from rayfcp.plan.placement import node_of_ranks, node_sizes, place_groups
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive
 
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
@@ -29,22 +31,29 @@ def assemble(
     The longest microbatch comes last, where the step's gradient reduction hides behind it. The sum of
     `predicted_s` is the step's predicted time.
     """
-    ordered = _largest_first(microbatches, batch=batch, cluster=cluster, cost=cost)
+    loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
+    ordered = _largest_first(microbatches, loads=loads, cluster=cluster, cost=cost)
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    ranks = [
-        place_groups([draft.degree for draft in drafts], cluster=cluster, ranks_per_node=cost.ranks_per_node)
-        for drafts in ordered
-    ]
-    crosses = [len({nodes[rank] for rank in held}) > 1 for each in ranks for held in each]
-    passes_s = iter(_passes_s([draft for drafts in ordered for draft in drafts], crosses, batch=batch, cost=cost).T)
+    ranks: list[tuple[int, ...]] = [()] * len(loads.drafts)
+    for numbers in ordered:
+        degrees = [loads.drafts[number].degree for number in numbers]
+        placed = place_groups(degrees, cluster=cluster, ranks_per_node=cost.ranks_per_node)
+        for number, held in zip(numbers, placed, strict=True):
+            ranks[number] = held
+    crosses = np.array([len({nodes[rank] for rank in held}) > 1 for held in ranks])
+    passes_s = loads.passes_s(cost, crosses=crosses)
     timed = []
-    for drafts, each in zip(ordered, ranks, strict=True):
+    for numbers in ordered:
         groups = tuple(
-            Group(ranks=held, sequences=tuple(batch.ids[at] for at in draft.members), primitive=draft.primitive)
-            for draft, held in zip(drafts, each, strict=True)
+            Group(
+                ranks=ranks[number],
+                sequences=tuple([batch.ids[at] for at in loads.drafts[number].members]),
+                primitive=loads.drafts[number].primitive,
+            )
+            for number in numbers
         )
-        seconds = np.array([next(passes_s) for _ in groups])
-        timed.append((groups, tuple(seconds.sum(axis=1).tolist()), float(seconds.max(axis=0).sum())))
+        seconds = passes_s[:, numbers]
+        timed.append((groups, tuple(seconds.sum(axis=0).tolist()), float(seconds.max(axis=1).sum())))
     timed.sort(key=lambda each: (each[2], each[0][0].sequences))
     return tuple(
         MicrobatchPlan(
@@ -56,33 +65,48 @@ def assemble(
     )
 
 
-def _largest_first(
-    microbatches: Sequence[Sequence[Draft]], *, batch: Columns, cluster: ClusterSpec, cost: CostModel
-) -> list[list[Draft]]:
-    """By degree, the slowest first among equals."""
-    flat = [draft for drafts in microbatches for draft in drafts]
-    largest = max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
-    crosses = [draft.degree > largest for draft in flat]
-    seconds = iter(_passes_s(flat, crosses, batch=batch, cost=cost).sum(axis=0).tolist())
-    ordered = []
-    for drafts in microbatches:
-        keyed = sorted((-draft.degree, -next(seconds), draft.members, draft) for draft in drafts)
-        ordered.append([draft for *_, draft in keyed])
-    return ordered
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loads:
+    """Drafts of all microbatches in one row, and what each holds."""
 
+    drafts: list[Draft]
+    cells: Floats
+    tokens: Floats
+    degrees: Floats
 
-def _passes_s(
-    drafts: Sequence[Draft], crosses: Sequence[bool], *, batch: Columns, cost: CostModel
-) -> npt.NDArray[np.float64]:
-    """[2, groups]: forward and backward of each group, inside a node or across nodes."""
-    seconds: npt.NDArray[np.float64] = np.zeros((2, len(drafts)))
-    for primitive in sorted({draft.primitive for draft in drafts}):
-        at = [index for index, draft in enumerate(drafts) if draft.primitive is primitive]
-        seconds[:, at] = cost.passes_s(
-            [sum(batch.cells[each] for each in drafts[index].members) for index in at],
-            [sum(batch.num_tokens[each] for each in drafts[index].members) for index in at],
-            degree=[drafts[index].degree for index in at],
-            primitive=primitive,
-            crosses=[crosses[index] for index in at],
+    @classmethod
+    def of(cls, drafts: list[Draft], *, batch: Columns) -> "_Loads":
+        members = np.concatenate([draft.members for draft in drafts])
+        owners = np.repeat(np.arange(len(drafts)), [len(draft.members) for draft in drafts])
+        return cls(
+            drafts=drafts,
+            cells=np.bincount(owners, np.array(batch.cells, np.float64)[members]).astype(np.float64),
+            tokens=np.bincount(owners, np.array(batch.num_tokens, np.float64)[members]).astype(np.float64),
+            degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
-    return seconds
+
+    def passes_s(self, cost: CostModel, *, crosses: npt.NDArray[np.bool_]) -> Floats:
+        """[2, drafts]: forward and backward of each, inside a node or across nodes."""
+        seconds: Floats = np.zeros((2, len(self.drafts)))
+        for primitive in sorted({draft.primitive for draft in self.drafts}):
+            at = np.array([draft.primitive is primitive for draft in self.drafts])
+            seconds[:, at] = cost.passes_s(
+                self.cells[at], self.tokens[at], degree=self.degrees[at], primitive=primitive, crosses=crosses[at]
+            )
+        return seconds
+
+
+def _largest_first(
+    microbatches: Sequence[Sequence[Draft]], *, loads: _Loads, cluster: ClusterSpec, cost: CostModel
+) -> list[list[int]]:
+    """Numbers of the drafts of each microbatch by degree, the slowest first among equals."""
+    largest = max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
+    seconds = loads.passes_s(cost, crosses=loads.degrees > largest).sum(axis=0).tolist()
+    ordered, first = [], 0
+    for drafts in microbatches:
+        keyed = sorted(
+            (-draft.degree, -seconds[number], draft.members, number) for number, draft in enumerate(drafts, first)
+        )
+        ordered.append([number for *_, number in keyed])
+        first += len(drafts)
+    return ordered

@@ -1,15 +1,15 @@
 """Candidate cuts of a global batch into microbatches."""
 
+import itertools
 import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from rayfcp.plan.joint.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time
+from rayfcp.plan.joint.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time, floor_s
 from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.state import World
 
-NO_CUT = np.zeros(0, np.int64)
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
 
 
@@ -49,14 +49,28 @@ class Cuts:
             if len(part):
                 yield part
 
-    def all(self) -> Iterator[Ints]:
-        """By time, and by length. Counts that leave some memory free come first."""
-        tight = {count for count in self.counts if self.num_tokens > ROOMY * count * self.room}
-        for count in [*(each for each in self.counts if each not in tight), *sorted(tight)]:
-            fill = 1.0 if count in tight else ROOMY
-            room = min(self.room, max(fill * self.room, self._world.batch.tokens[0]))
-            yield from self.of_count(count, room=room)
-            by_length = cut_by_length(self._world, Cut(count, self.room, math.inf)) if count > 1 else NO_CUT
-            if len(by_length):
-                yield by_length
+    def hopeful(self) -> Iterator[Ints]:
+        """One by time and one by length in turn, of each kind those that leave some memory free before those that can
+        seldom be packed well, those with the least floor first; then best-fit decreasing, which always fits."""
+        kinds = [list(kind) for kind in (self._roomy_by_time(), self._by_length())]
+        for kind in kinds:
+            kind.sort(key=lambda part: (self._is_tight(part), floor_s(self._world, part)))
+        for pair in itertools.zip_longest(*kinds):
+            yield from (part for part in pair if part is not None)
         yield self.packed
+
+    def _roomy_by_time(self) -> Iterator[Ints]:
+        tight = {count for count in self.counts if self.num_tokens > ROOMY * count * self.room}
+        for count in self.counts:
+            fill = 1.0 if count in tight else ROOMY
+            yield from self.of_count(count, room=min(self.room, max(fill * self.room, self._world.batch.tokens[0])))
+
+    def _by_length(self) -> Iterator[Ints]:
+        for count in self.counts:
+            part = cut_by_length(self._world, Cut(count, self.room, math.inf))
+            if len(part):
+                yield part
+
+    def _is_tight(self, part: Ints) -> bool:
+        """Whether a microbatch of the cut leaves so little memory free that it can seldom be packed well."""
+        return bool(np.bincount(part, self._world.batch.tokens).max() > ROOMY * self.room)

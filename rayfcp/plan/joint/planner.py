@@ -9,18 +9,20 @@ from rayfcp.plan.assembly import Draft
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.degrees import dynamic_program
+from rayfcp.plan.joint.kernels.allocate import primitives_of
 from rayfcp.plan.joint.kernels.nodes import alone_s, place
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, State, copied, load
 from rayfcp.plan.joint.kernels.turns import fill_in_turn
 from rayfcp.plan.joint.search import Found, JointSearch
 from rayfcp.plan.joint.stages import Search
-from rayfcp.plan.joint.world import primitive_of, table_of, world_of
+from rayfcp.plan.joint.world import table_of, world_of
 from rayfcp.plan.microbatches import Columns
 from rayfcp.plan.placement import node_sizes
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
 
 REPAIRS = 2  # of a plan whose groups do not fit into the nodes as priced
 SAME = 1 + 1e-12
+FEW = 128  # sequences: local search may find nothing to move
 
 Placed = tuple[float, State]  # seconds where its groups lie
 
@@ -53,18 +55,22 @@ class Planner:
 
     def _joint(self) -> tuple[Placed, str]:
         search = JointSearch(self._world, cuts=self._cuts, max_moves=self._options.search_moves)
-        best = self._placed(search, search.run())
+        found = search.run()
+        best = self._placed(search, found)
         reason = f"best of {search.num_starts} starts, in {search.num_moves} moves"
         if self._options.degrees == "dp":
             best = self._where_it_lies(self._with_dynamic_program(best[1]))
-        # the paper's own two stages: rarely better, and then ours
+        if len(self._world.batch.tokens) > FEW and best[0] <= found[0][0] * SAME:
+            return best, reason
+        # the paper's own two stages: rarely better, where there is little to move or groups span nodes that were not to
         stages = Search(self._world, cuts=self._cuts)
-        for _, found in stages.run(beat_s=best[0]):
-            if self._alone_s(found) < best[0]:
-                for state in (found, self._with_dynamic_program(found)):
-                    other = self._where_it_lies(state)
-                    if other[0] < best[0]:
-                        best, reason = other, f"best of {stages.num_cuts} ways to cut the batch, in two stages"
+        for _, state in stages.run(beat_s=best[0]):
+            if self._alone_s(state) < best[0]:
+                other = min(
+                    (self._where_it_lies(each) for each in (state, self._with_dynamic_program(state))), key=_seconds
+                )
+                if other[0] < best[0]:
+                    best, reason = other, f"best of {stages.num_cuts} ways to cut the batch, in two stages"
         return best, reason
 
     def _two_stages(self) -> tuple[Placed, str]:
@@ -123,6 +129,8 @@ class Planner:
         for at, group in enumerate(state.owner.tolist()):
             members.setdefault(group, []).append(at)
         homes, degrees = state.home.tolist(), state.degree.tolist()
+        load(self._world, state)
+        primitives = [self._used[each] for each in primitives_of(self._world).tolist()]
         microbatches: dict[int, list[int]] = {}
         for group in members:
             microbatches.setdefault(homes[group], []).append(group)
@@ -131,11 +139,13 @@ class Planner:
                 Draft(
                     members=tuple(members[group]),
                     degree=degrees[group],
-                    primitive=primitive_of(
-                        self._world.prices, state, group=group, degree=degrees[group], used=self._used
-                    ),
+                    primitive=primitives[group] if degrees[group] > 1 else Primitive.RING,
                 )
                 for group in groups
             ]
             for _, groups in sorted(microbatches.items())
         ]
+
+
+def _seconds(placed: Placed) -> float:
+    return placed[0]

@@ -1,21 +1,30 @@
 """Joint search: microbatch count, cut, groups and degrees together, for the least seconds of the batch."""
 
+import math
+
 import numpy as np
 
 from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.kernels.cut import floor_s
+from rayfcp.plan.joint.kernels.even import even
 from rayfcp.plan.joint.kernels.improve import improve
 from rayfcp.plan.joint.kernels.kick import kick
 from rayfcp.plan.joint.kernels.pack import pack
 from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.ruin import ruin
+from rayfcp.plan.joint.kernels.stages import stage
 from rayfcp.plan.joint.kernels.state import MOVES, State, Trials, World, copied, load
 from rayfcp.plan.joint.kernels.turns import fill_in_turn
+from rayfcp.plan.joint.stages import FIRST_FACTORS
 
 USUAL_SEQUENCES = 512  # a larger batch has more moves,
 GROWTH = 1.25  # by this power of its size
-FIRST_SHARE = 0.5  # of the budget: starts that take more are the last, but for
-SURE_CUTS = 2  # are packed whatever the budget
+FIRST_SHARE = 0.15  # of the budget: starts that take more are the last, but for
+SURE_CUTS = 4  # that are packed whatever the budget, half as many beside microbatches filled in turn;
+STAGED_CUTS = 2  # of them as the paper does too
+MORE = 2  # microbatches than the fewest, for plans of one degree
+FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
+SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it
 KEPT = 8  # states, the best
 IMPROVED = 3  # starts that local search goes on from
 IMPROVE_SHARE = 0.5  # of what is left goes to that
@@ -30,10 +39,11 @@ Found = tuple[float, int, State]
 class JointSearch:
     """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
 
-    Starts: microbatches filled in turn (`kernels.turns`), then cuts into microbatches, each packed by
-    walks (`kernels.pack`); a cut whose floor is no better than what was found is passed over. The best
-    starts are improved by moves and swaps (`kernels.improve`). The first start is made whatever
-    the budget.
+    Starts: where memory is scarce, microbatches filled in turn (`kernels.turns`); groups of one degree for the whole
+    batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), and
+    by the paper's two stages (`kernels.stages`); a cut whose floor is no better than what was found is passed over.
+    The best starts are improved by moves and swaps (`kernels.improve`), the best of all by changes at random.
+    A start is made whatever the budget.
     """
 
     def __init__(self, world: World, *, cuts: Cuts, max_moves: int) -> None:
@@ -49,18 +59,30 @@ class JointSearch:
 
     def run(self) -> list[Found]:
         """Seconds, number and state of the best plans, the best first."""
-        self._world.state.counts[MOVES] = 0
-        self._keep(fill_in_turn(self._world))
-        parts = sorted(
-            ((floor_s(self._world, part), number, part) for number, part in enumerate(self._cuts.all())),
-            key=lambda each: each[:2],
-        )
-        for number, (least_s, _, part) in enumerate(parts):
-            if least_s >= self._found[0][0] or (number >= SURE_CUTS and self.num_moves > FIRST_SHARE * self._max_moves):
-                break
-            self._keep(pack(self._world, part))
+        world, counts = self._world, self._cuts.counts
+        world.state.counts[MOVES] = 0
+        forced = world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SCARCE
+        if forced:
+            self._keep(fill_in_turn(world))
+        self._keep(even(world, counts[0], min(counts[0] + MORE, counts[-1])))
+        self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
+        if not self._found:
+            self._keep(fill_in_turn(world))
         self._improve()
         return self._found
+
+    def _pack_cuts(self, sure: int) -> None:
+        """Starts from cuts that may be better than what was found, by time and by length in turn."""
+        tried = 0
+        for part in self._cuts.hopeful():
+            if tried >= sure and self.num_moves > FIRST_SHARE * self._max_moves:
+                break
+            if self._found and floor_s(self._world, part) >= self._found[0][0]:
+                continue
+            tried += 1
+            self._keep(pack(self._world, part))
+            if tried <= STAGED_CUTS:
+                self._keep(stage(self._world, part, FIRST_FACTORS))
 
     def _improve(self) -> None:
         """Local search from the best starts, then changes at random to the best of all."""
@@ -91,6 +113,8 @@ class JointSearch:
     def _keep(self, seconds: float) -> None:
         """Remember the best states, the first found among equals."""
         self.num_starts += 1
+        if seconds == math.inf:
+            return
         self._found.append((seconds, self.num_starts, copied(self._world.state)))
         self._found.sort(key=lambda each: each[:2])
         del self._found[KEPT:]

@@ -83,17 +83,6 @@ def table_of(prices: Prices, state: State, *, groups: Sequence[int]) -> Floats:
     return seconds
 
 
-def primitive_of(prices: Prices, state: State, *, group: int, degree: int, used: Sequence[Primitive]) -> Primitive:
-    """The fastest of those used at its microbatch's pace, the first among equals; a group of one rank exchanges
-    nothing, and is a ring."""
-    if degree == 1 or len(used) == 1:
-        return Primitive.RING if degree == 1 else used[0]
-    tokens, cells = state.tokens[[group]][:, None], state.cells[[group]][:, None]
-    forward_s, backward_s = _passes(prices, cells, tokens, far=int(state.far[group]))[:, :, 0, degree]
-    pace = state.pace[state.home[group]]
-    return used[int(np.maximum(forward_s / pace, backward_s / (1 - pace)).argmin())]
-
-
 def _passes(prices: Prices, cells: Floats, tokens: Floats, *, far: int) -> Floats:
     """Seconds by pass, primitive, group and degree, as `rayfcp.plan.joint.kernels.price` has them."""
     hidden = prices.hidden[:, None, None]

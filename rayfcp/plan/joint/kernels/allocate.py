@@ -2,8 +2,10 @@
 
 import math
 
-from rayfcp.plan.compiled import inner
-from rayfcp.plan.joint.kernels.price import Load, Prices, _pass_s, _price, _within
+import numpy as np
+
+from rayfcp.plan.compiled import compiled, inner
+from rayfcp.plan.joint.kernels.price import Ints, Load, Prices, _pass_s, _price, _within
 from rayfcp.plan.joint.kernels.state import GROUPS, World, _reprice, _span_s
 
 
@@ -63,12 +65,7 @@ def _keep_pace(world: World, microbatch: int, first: int) -> float:
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch:
             load = Load(state.cells[group], state.tokens[group], state.degree[group], state.far[group])
-            best = 0
-            for primitive in range(1, prices.num_primitives):
-                if _timed(prices, load, primitive, state.pace[microbatch]) < _timed(
-                    prices, load, best, state.pace[microbatch]
-                ):
-                    best = primitive
+            best = _fastest(prices, load, state.pace[microbatch])
             forward_s = max(forward_s, _pass_s(prices, load, best, 0))
             backward_s = max(backward_s, _pass_s(prices, load, best, 1))
     state.pace[microbatch] = _within(forward_s, forward_s + backward_s)
@@ -78,8 +75,24 @@ def _keep_pace(world: World, microbatch: int, first: int) -> float:
     return _span_s(world, microbatch, first)
 
 
+@compiled
+def primitives_of(world: World) -> Ints:
+    """The fastest primitive of each group at its microbatch's pace, the first among equals."""
+    state = world.state
+    found = np.zeros(state.counts[GROUPS], np.int64)
+    for group in range(len(found)):
+        if state.home[group] >= 0 and state.degree[group] > 1:
+            load = Load(state.cells[group], state.tokens[group], state.degree[group], state.far[group])
+            found[group] = _fastest(world.prices, load, state.pace[state.home[group]])
+    return found
+
+
 @inner
-def _timed(prices: Prices, load: Load, primitive: int, pace: float) -> float:
-    """`_price` with one primitive."""
-    forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
-    return max(forward_s / pace, backward_s / (1.0 - pace)) if pace > 0.0 else forward_s + backward_s
+def _fastest(prices: Prices, load: Load, pace: float) -> int:
+    best, least_s = 0, math.inf
+    for primitive in range(prices.num_primitives):
+        forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
+        seconds = max(forward_s / pace, backward_s / (1.0 - pace)) if pace > 0.0 else forward_s + backward_s
+        if seconds < least_s:
+            best, least_s = primitive, seconds
+    return best

@@ -52,17 +52,34 @@ def cut_by_time(world: World, order: Ints, how: Cut) -> Ints:
 
 @compiled
 def cut_by_length(world: World, how: Cut) -> Ints:
-    """Runs of sequences of like length with about equal tokens; where memory binds, these waste none of it."""
+    """Runs of sequences of like length, the longest run as short in tokens as may be; where memory binds, these waste
+    none of it."""
     tokens = world.batch.tokens
+    low, high = max(tokens.max(), tokens.sum() / how.most), how.room
+    if len(_runs(tokens, how.most, high)) == 0:
+        return np.zeros(0, np.int64)
+    while high - low > 1.0:
+        middle = (low + high) / 2
+        if len(_runs(tokens, how.most, middle)) == 0:
+            low = middle
+        else:
+            high = middle
+    return _runs(tokens, how.most, high)
+
+
+@compiled
+def _runs(tokens: Floats, most: int, room: float) -> Ints:
+    """The run of each; nothing if more than `most` would be needed."""
     part = np.zeros(len(tokens), np.int64)
-    share = tokens.sum() / how.most
     held, number = 0.0, 0
     for at in range(len(tokens)):
-        if held > 0.0 and (held + tokens[at] > how.room or held + tokens[at] / 2 > share):
+        if held + tokens[at] > room:
             held, number = 0.0, number + 1
+            if number == most:
+                return np.zeros(0, np.int64)
         part[at] = number
         held += tokens[at]
-    return part if number <= how.most else np.zeros(0, np.int64)
+    return part
 
 
 @compiled

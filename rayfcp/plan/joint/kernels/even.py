@@ -1,4 +1,4 @@
-"""Groups of one degree, for a whole batch or for each microbatch of a cut: what mixed degrees have to beat."""
+"""Groups of one degree, for a whole batch or for a microbatch: what mixed degrees have to beat."""
 
 import math
 from typing import NamedTuple
@@ -29,9 +29,9 @@ def even(world: World, fewest: int, most: int) -> float:
     Returns the seconds of the batch, infinite where no degree has room for all.
     """
     best, best_count, least_s = 0, 0, math.inf
+    everyone = np.arange(len(world.state.owner))
     for degree in _degrees(world):
-        whole_s = _price(world.prices, world.batch.cells.sum(), world.batch.tokens.sum(), degree, 0, 0.0)
-        share_s = (whole_s - world.prices.fixed_s) / (world.prices.num_ranks // degree)
+        share_s = _share_s(world, everyone, degree)
         for count in range(fewest, most + 1):
             if share_s + count * (world.prices.fixed_s + world.extra_s) > HOPEFUL * least_s:
                 break
@@ -42,26 +42,33 @@ def even(world: World, fewest: int, most: int) -> float:
 
 
 @compiled
-def even_parts(world: World, part: Ints) -> float:
-    """Each microbatch of the cut `part[sequence]` with groups of the degree that is best for it; infinite where one
-    has none. Returns the seconds of the batch."""
-    state = world.state
-    state.owner[:] = -1
-    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, part.max() + 1
-    spans = np.zeros(state.counts[MICROBATCHES])
-    degrees = _degrees(world)
-    for microbatch in range(len(spans)):
-        members, first = np.flatnonzero(part == microbatch), state.counts[GROUPS]
-        best, least_s = 0, math.inf
-        for degree in degrees:
+def _best_even(world: World, members: Ints, microbatch: int) -> tuple[int, float]:
+    """The best degree for groups of one degree in a microbatch, and their seconds; (0, infinite) if none has room."""
+    first = world.state.counts[GROUPS]
+    best, least_s = 0, math.inf
+    for degree in _degrees(world):
+        if _share_s(world, members, degree) + world.prices.fixed_s <= HOPEFUL * least_s:
             seconds = _even_part(world, members, microbatch, degree)
             if seconds < least_s:
                 best, least_s = degree, seconds
             _forget(world, first, microbatch)
-        if best == 0:
-            return math.inf
-        spans[microbatch] = _even_part(world, members, microbatch, best)
-    return _sum_s(world, spans)
+    return best, least_s
+
+
+@inner
+def _share_s(world: World, members: Ints, degree: int) -> float:
+    """Seconds that each of as many groups of `degree` ranks as there can be takes for its share of the members, about,
+    without what is fixed; infinite where no group can hold the longest."""
+    batch, prices = world.batch, world.prices
+    tokens = cells = longest = 0.0
+    for at in members:
+        tokens += batch.tokens[at]
+        cells += batch.cells[at]
+        longest = max(longest, batch.tokens[at])
+    if longest > degree * prices.room:
+        return math.inf
+    whole_s = _price(prices, cells, tokens, degree, 0, 0.0) - prices.fixed_s
+    return whole_s / min(prices.num_ranks // degree, len(members))
 
 
 @compiled
@@ -106,7 +113,7 @@ def _even(world: World, degree: int, count: int) -> float:
     return _sum_s(world, spans)
 
 
-@inner
+@compiled
 def _even_part(world: World, members: Ints, microbatch: int, degree: int) -> float:
     state, prices = world.state, world.prices
     first, count = state.counts[GROUPS], min(prices.num_ranks // degree, len(members))
@@ -126,17 +133,42 @@ def _packed(world: World, members: Ints, degree: int, count: int) -> Packs:
     """Into so many packs of `degree` ranks' memory."""
     batch, room = world.batch, world.prices.room * degree
     owners = np.zeros(len(members), np.int64)
-    tokens, cells, loads = np.zeros(count), np.zeros(count), np.zeros(count)
+    tokens, cells = np.zeros(count), np.zeros(count)
+    loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
+    winners[count:] = np.arange(count)
+    for node in range(count - 1, 0, -1):
+        winners[node] = min(winners[2 * node], winners[2 * node + 1])
     for number in np.argsort(-batch.work_s[members], kind="mergesort"):
-        at, best = members[number], -1
-        for each in range(count):
-            if tokens[each] + batch.tokens[at] <= room and (best < 0 or loads[each] < loads[best]):
-                best = each
+        at = members[number]
+        best = winners[1] if count > 1 else 0
+        if tokens[best] + batch.tokens[at] > room:
+            best = _roomy(tokens, loads, room - batch.tokens[at])
         if best < 0:
             return Packs(owners[:0], tokens, cells)
         owners[number] = best
         tokens[best] += batch.tokens[at]
         cells[best] += batch.cells[at]
         loads[best] += batch.work_s[at]
-    world.state.counts[MOVES] += len(members) * count // 8
+        _replay(winners, loads, best)
+    world.state.counts[MOVES] += 2 * len(members)
     return Packs(owners, tokens, cells)
+
+
+@inner
+def _roomy(tokens: Floats, loads: Floats, room: float) -> int:
+    """The pack with the least load of those with at most `room` tokens; -1 if there is none."""
+    best = -1
+    for each in range(len(tokens)):
+        if tokens[each] <= room and (best < 0 or loads[each] < loads[best]):
+            best = each
+    return best
+
+
+@inner
+def _replay(winners: Ints, loads: Floats, pack: int) -> None:
+    """The load of a pack has changed."""
+    node = (len(loads) + pack) // 2
+    while node > 0:
+        left, right = winners[2 * node], winners[2 * node + 1]
+        winners[node] = left if loads[left] <= loads[right] else right
+        node //= 2

@@ -6,6 +6,7 @@ import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
+from rayfcp.plan.joint.kernels.even import _best_even, _even_part
 from rayfcp.plan.joint.kernels.fill import Fill, _fill
 from rayfcp.plan.joint.kernels.price import Ints, _pace_of, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _sum_s
@@ -23,7 +24,12 @@ def pack(world: World, part: Ints) -> float:
     state.counts[MICROBATCHES] = part.max() + 1
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(state.counts[MICROBATCHES]):
-        spans[microbatch] = _pack_one(world, np.flatnonzero(part == microbatch), microbatch)
+        members, first = np.flatnonzero(part == microbatch), state.counts[GROUPS]
+        degree, even_s = _best_even(world, members, microbatch)
+        spans[microbatch] = _pack_one(world, members, microbatch)
+        if even_s < spans[microbatch]:
+            _forget(world, first, microbatch)
+            spans[microbatch] = _even_part(world, members, microbatch, degree)
     return _sum_s(world, spans)
 
 
