@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.plan.profiles.noise import degree_match, noisy

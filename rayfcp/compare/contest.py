@@ -12,7 +12,7 @@ from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_time
 from rayfcp.compare.results import Entry, Measured, averaged, best_baseline
 from rayfcp.compare.setting import Setting, rank_profile, settings_of
 from rayfcp.config import ConfigError
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import sequences_of
 from rayfcp.compare.setting import Setting
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound
 from rayfcp.plan.strategies import get
 from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive

@@ -4,35 +4,18 @@ import sysconfig
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PositiveFloat,
     field_validator,
     model_validator,
 )
 
-from rayfcp.config.words import as_list, workers_or_range
-
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
+from rayfcp.config.plan import PlanConfig
+from rayfcp.config.section import Beta, Count, Fraction, Section, Words
+from rayfcp.config.words import workers_or_range
 
 STDLIB_PLACEHOLDER = "{stdlib}"
-
-
-class Section(BaseModel):
-    """A frozen section; a key that is not declared is an error.
-
-    A message raised by a validator of a section starts with the section's own key; one raised by a
-    validator of a field starts with `must`. `rayfcp.config.problems` puts the rest in front.
-    """
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, coerce_numbers_to_str=True
-    )
 
 
 class RunConfig(Section):
@@ -140,29 +123,6 @@ class ClusterConfig(Section):
                 f"({self.pipeline_stages} x {self.tensor_parallel} = {devices_per_rank}); add workers or lower them"
             )
         return self
-
-
-class PlanConfig(Section):
-    """How a global batch becomes a plan."""
-
-    strategy: str = "flex-ring"
-    lookahead_steps: Count = 4
-    planner_actors: Count = 1
-    packing: Literal["joint", "bfd"] = Field(
-        default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
-    )
-    degrees: Literal["exact", "dp"] = Field(
-        default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
-    )
-    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
-        default=("ring",), min_length=1, description="how groups may exchange what attention needs; training runs rings"
-    )
-    max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
-    refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
-    search_moves: Count = Field(
-        default=300_000,
-        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
-    )
 
 
 class TrainConfig(Section):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.bound import check_longest, lower_bound
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.strategies import get

@@ -1,6 +1,6 @@
 """Which primitives a planner may use."""
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.values import InfeasiblePlanError, Primitive
 
 

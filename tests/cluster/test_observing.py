@@ -6,7 +6,7 @@ import math
 import pytest
 
 from rayfcp.cluster.observing import observations, planned_groups
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import plan_batch
 from rayfcp.values import ClusterSpec, Span, SpanKind

@@ -89,6 +89,13 @@ def refused(text: str) -> str:
     ("text", "line"),
     [
         ("train: {steps: -3}", "train.steps is -3, must be at least 1; raise it"),
+        ("plan: {blocks: {num_buffers: 1}}", "plan.blocks.num_buffers is 1, must be at least 2; raise it"),
+        ("plan: {blocks: {block_tokens: 0}}", "plan.blocks.block_tokens is 0, must be at least 1; raise it"),
+        ("plan: {blocks: {alpha: -1}}", "plan.blocks.alpha is -1, must be at least 0; raise it"),
+        (
+            "plan: {blocks: {buffers: 1}}",
+            "plan.blocks.buffers is not a known key; did you mean plan.blocks.num_buffers?",
+        ),
         ("train: {steps: 0}", "train.steps is 0, must be at least 1; raise it"),
         ("train: {steps: 2.5}", "train.steps is 2.5, must be a whole number; write digits only"),
         ("train: {learning_rate: 0}", "train.learning_rate is 0, must be greater than 0; raise it"),

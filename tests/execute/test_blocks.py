@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan import CostModel
 from rayfcp.plan.blocks.columns import batch_of
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
 from tests.execute.test_attention import LENGTHS, MASKS, assert_equal_to_dense, specs

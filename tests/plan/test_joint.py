@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.joint.degrees import dynamic_program, least_degrees
 from rayfcp.values import ClusterSpec, SequenceSpec

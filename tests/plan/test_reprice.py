@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound, plan_batch
 from rayfcp.plan.reprice import reprice
 from rayfcp.values import ClusterSpec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import Forward, HeadProgram, RankProgram
 from rayfcp.values import (

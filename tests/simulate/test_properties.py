@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.kernels.assign import Items, Rule, longest_first
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
 from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
 from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
 from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import cells_of, loads_of, sides_by_sequence
-from rayfcp.plan.blocks.options import BlockOptions
 
 PARTNERS = 12  # ranks with the least load that the fullest tries
 ENOUGH = 1e-3  # imbalance that need not be improved on

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.distributor import Space, distribute
 from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, traffic_of
 from rayfcp.plan.blocks.size import block_tokens, sizes
 from rayfcp.plan.costs.model import CostModel

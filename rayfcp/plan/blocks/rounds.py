@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree
 from rayfcp.plan.blocks.kernels.flow import Flow, finish_s
 from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import Needs, Packing, Parcels, loads_of, needs_of, own_sides, parcels_of
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import Pipeline
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import Draft
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.joint.cuts import Cuts

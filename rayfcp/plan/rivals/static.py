@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.terms import Terms

@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns, columns_of

@@ -17,7 +17,7 @@ here are the powers of two below N, and N; a group grows only where its next deg
 
 from collections.abc import Callable, Iterator, Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns, columns_of

@@ -8,8 +8,7 @@ The paper leaves microbatches open: as few as memory permits, each on all ranks.
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
-from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.primitives import require
@@ -28,7 +27,7 @@ def propose(
         InfeasiblePlanError: rings, whose point-to-point rounds the blocks travel in, are not allowed.
     """
     require(Primitive.RING, options=options, strategy="flex-block")
-    return propose_blocks(sequences, cluster=cluster, cost=cost, options=BlockOptions())
+    return propose_blocks(sequences, cluster=cluster, cost=cost, options=options.blocks)
 
 
 def propose_blocks(

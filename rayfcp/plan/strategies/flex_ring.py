@@ -9,7 +9,7 @@ over the capacity of the bins. Groups use the fastest of the primitives that are
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import assemble
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import ClusterSpec, MicrobatchPlan, SequenceSpec
 

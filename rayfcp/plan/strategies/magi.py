@@ -14,7 +14,7 @@ strategies: while a round travels, what the last one brought is computed.
 
 from collections.abc import Mapping, Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.imbalance import block_cells

@@ -8,7 +8,7 @@ for traffic of parameters: of one group's attention and traffic together no more
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.assembly import Draft, assemble
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of

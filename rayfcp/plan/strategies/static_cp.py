@@ -15,7 +15,7 @@ The degree is chosen per batch, not once for a run: the strongest that a static 
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.primitives import require

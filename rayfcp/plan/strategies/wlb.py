@@ -10,7 +10,7 @@ so nothing is delayed, and the choice is per batch.
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.strategies import bytescale, ring
 from rayfcp.plan.strategies.interface import Proposal

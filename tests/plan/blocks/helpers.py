@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan import CostModel
 from rayfcp.plan.blocks.columns import batch_of
 from rayfcp.plan.blocks.kernels.table import Pool
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.planner import BlockPlan, plan_blocks
 from rayfcp.plan.distributions import DISTRIBUTIONS
 from rayfcp.values import ClusterSpec, Mask, SequenceSpec

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.plan.blocks.columns import batch_of as columns_of
 from rayfcp.plan.blocks.columns import microbatches_of
 from rayfcp.plan.blocks.kernels.traffic import loads_of
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.bound import lower_bound
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program import check_plan

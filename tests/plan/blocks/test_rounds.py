@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.kernels.flow import Flow, finish_s, phases_of
 from rayfcp.plan.blocks.kernels.traffic import own_sides
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.plan.blocks.size import block_tokens, sizes
 from rayfcp.plan.costs.layout_cost import layout_s
@@ -150,9 +150,3 @@ def test_three_rules_of_size() -> None:
     assert block_tokens(slow, tokens_per_rank=65_536, crosses=False) == 2048
     assert block_tokens(cost, tokens_per_rank=3, crosses=False) == 128
     assert sizes(128, tokens_per_rank=3.0) == (128,)
-
-
-@pytest.mark.parametrize(("field", "value"), [("num_buffers", 1), ("coalesce", 0), ("block_tokens", 0), ("alpha", -1)])
-def test_options_out_of_bounds_are_named(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value}, must be at least"):
-        BlockOptions(**{field: value})  # type: ignore[arg-type]

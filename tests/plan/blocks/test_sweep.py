@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.distributor import Space, distribute
 from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
 from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
 from rayfcp.plan.blocks.kernels.table import Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import loads_of
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.values import SequenceSpec
 from tests.plan.blocks.helpers import drawn, imbalance, pool_of
 from tests.plan.helpers import batch_of, batches

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.plan.rivals.balanced import balanced
 from rayfcp.plan.rivals.opened import Opened

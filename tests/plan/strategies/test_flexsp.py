@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.plan.rivals.blaster import consecutive
 from rayfcp.plan.rivals.buckets import buckets_of

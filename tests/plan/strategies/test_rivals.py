@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.config.models import PlanConfig
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.rivals.static import best_static, divisors

@@ -1,0 +1,57 @@
+"""The section `plan`: how a global batch becomes a plan."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat
+
+from rayfcp.config.section import Count, Section
+from rayfcp.config.words import as_list
+
+
+class BlockOptions(Section):
+    """Of `flex-block` (FCP with blocks, Zhao et al., 2026).
+
+    `alpha`, `beta`: weights of memory and compute in Algorithm 1. A rank may hold 1 + `tolerance` times the mean
+    tokens, if memory permits. `search_moves`: moves and swaps after `lpt`, 0 for none. `paced`: transfers
+    come when their target has computed those before, else in the order of the colouring alone.
+    """
+
+    block_tokens: Count | None = Field(default=None, description="of a block; from the cost model if absent")
+    placement: Literal["shares", "lpt"] = Field(
+        default="shares",
+        description="equal tokens and cells with the fewest cuts, or blocks of one size, longest first",
+    )
+    pairing: Literal["zigzag", "free"] = Field(
+        default="zigzag", description="of lpt: a block goes with its mirror image"
+    )
+    alpha: NonNegativeFloat = 1.0
+    beta: NonNegativeFloat = 1.0
+    tolerance: NonNegativeFloat = 0.02
+    search_moves: int = Field(default=2000, ge=0)
+    coalesce: Count | None = Field(default=None, description="rounds that run as one; the fewest that hide if absent")
+    num_buffers: int = Field(default=3, ge=2, description="stages of received transfers that a rank holds at once")
+    paced: bool = True
+
+
+class PlanConfig(Section):
+    """How a global batch becomes a plan."""
+
+    strategy: str = "flex-ring"
+    lookahead_steps: Count = 4
+    planner_actors: Count = 1
+    packing: Literal["joint", "bfd"] = Field(
+        default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
+    )
+    degrees: Literal["exact", "dp"] = Field(
+        default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
+    )
+    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
+        default=("ring",), min_length=1, description="how groups may exchange what attention needs; training runs rings"
+    )
+    max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
+    refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
+    blocks: BlockOptions = BlockOptions()
+    search_moves: Count = Field(
+        default=300_000,
+        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
+    )
