@@ -59,10 +59,17 @@ def test_one_rank_learns_and_reports(alone: tuple[StepReport, ...], folder: Path
     assert len(CheckpointFolder(run_dir / "checkpoints", keep=1).complete()) == 1
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-def test_same_losses_on_more_ranks(num_workers: int, folder: Path, alone: tuple[StepReport, ...]) -> None:
-    memory = {"device": "cpu", "num_workers": num_workers}
-    config = run_config(folder, name=f"on-{num_workers}", cluster=memory, train={"reduce_every": "microbatch"})
+@pytest.mark.parametrize(("num_workers", "strategy"), [(2, "flex-ring"), (3, "flex-ring"), (3, "flex-block")])
+def test_same_losses_on_more_ranks(
+    num_workers: int, strategy: str, folder: Path, alone: tuple[StepReport, ...]
+) -> None:
+    config = run_config(
+        folder,
+        name=f"{strategy}-on-{num_workers}",
+        cluster={"device": "cpu", "num_workers": num_workers},
+        plan={"strategy": strategy},
+        train={"reduce_every": "microbatch"},
+    )
     FlexTrainer(config).fit()
     assert_same_run(steps_of(config), alone)
     assert {report.world_size for report in steps_of(config)} == {num_workers}
