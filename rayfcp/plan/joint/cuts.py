@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.state import World
 
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
+
+FIRST_COUNTS = 4  # of microbatches: more seldom help
 
 
 class Cuts:
@@ -50,23 +52,24 @@ class Cuts:
                 yield part
 
     def hopeful(self) -> Iterator[Ints]:
-        """One by time and one by length in turn, of each kind those that leave some memory free before those that can
-        seldom be packed well, those with the least floor first; then best-fit decreasing, which always fits."""
-        kinds = [list(kind) for kind in (self._roomy_by_time(), self._by_length())]
-        for kind in kinds:
-            kind.sort(key=lambda part: (self._is_tight(part), floor_s(self._world, part)))
-        for pair in itertools.zip_longest(*kinds):
-            yield from (part for part in pair if part is not None)
+        """One by time and one by length in turn: of the first counts, then of the others, in each those that leave some
+        memory free before those that can seldom be packed well, and those with the least floor first. Best-fit
+        decreasing, which always fits, comes last."""
+        for counts in (self.counts[:FIRST_COUNTS], self.counts[FIRST_COUNTS:]):
+            kinds = [list(kind) for kind in (self._roomy_by_time(counts), self._by_length(counts))]
+            for kind in kinds:
+                kind.sort(key=lambda part: (self._is_tight(part), floor_s(self._world, part)))
+            for pair in itertools.zip_longest(*kinds):
+                yield from (part for part in pair if part is not None)
         yield self.packed
 
-    def _roomy_by_time(self) -> Iterator[Ints]:
-        tight = {count for count in self.counts if self.num_tokens > ROOMY * count * self.room}
-        for count in self.counts:
-            fill = 1.0 if count in tight else ROOMY
+    def _roomy_by_time(self, counts: Iterable[int]) -> Iterator[Ints]:
+        for count in counts:
+            fill = 1.0 if self.num_tokens > ROOMY * count * self.room else ROOMY
             yield from self.of_count(count, room=min(self.room, max(fill * self.room, self._world.batch.tokens[0])))
 
-    def _by_length(self) -> Iterator[Ints]:
-        for count in self.counts:
+    def _by_length(self, counts: Iterable[int]) -> Iterator[Ints]:
+        for count in counts:
             part = cut_by_length(self._world, Cut(count, self.room, math.inf))
             if len(part):
                 yield part
