@@ -1,11 +1,11 @@
 """Seconds of a layout whose blocks lie anywhere, round by round."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
+from rayfcp.plan.costs.layout_rounds import Pass, Rounds
 from rayfcp.plan.costs.layout_work import Index, LayoutWork, Loads, work_of
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
@@ -13,9 +13,6 @@ from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 
 HOLD = 2
 """Rounds from a transfer to the one in which its gradients go home, without a pipeline."""
-
-Transfers = tuple[Index, Index, Loads, Index]
-"""Sources, targets, seconds, and whether each goes between nodes (1) or stays inside one (0)."""
 
 LAYERS = 3
 """Layers that are walked through: the last ones repeat."""
@@ -45,17 +42,17 @@ def layout_passes(
     hold = layout.pipeline.num_buffers if layout.pipeline else HOLD
     linear_s = cost.linear_s_per_token * work.tokens + cost.fixed_s
     latency_s, first = cost.ring_s_per_round, cost.attention_forward
-    forward = _Pass(
+    forward = Pass(
         attention=first, keys=cost.ring_forward, gradients=0.0, latency_s=cost.passes_forward * latency_s, hold=0
     )
-    again = _Pass(
+    again = Pass(
         attention=max(1 - (1 + ATTENTION_BACKWARD) * first, 0.0),
         keys=max(1 - 2 * cost.ring_forward - cost.ring_returned, 0.0),
         gradients=0.0,
         latency_s=max(1 - 2 * cost.passes_forward, 0.0) * latency_s,
         hold=0,
     )
-    backward = _Pass(
+    backward = Pass(
         attention=1 - first - again.attention,
         keys=1 - cost.ring_forward - cost.ring_returned - again.keys,
         gradients=cost.ring_returned,
@@ -69,86 +66,22 @@ def layout_passes(
     )
 
 
-def _layer_s(rounds: "_Rounds", passes: Sequence["_Pass"], *, linear_s: Loads) -> float:
+def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> float:
     """Seconds by which a layer that follows equal ones puts off the slowest rank: ranks that are done early begin the
     next one early, but none before all have begun this one, since they gather its parameters then."""
+    from rayfcp.plan.costs.kernels.passes import finish_s  # compiled: loaded where it is needed
+
     here, ends = np.zeros_like(linear_s), [0.0]
     for _ in range(LAYERS):
         done = here
         for each in passes:
-            done = rounds.finish_s(each, start=done)
+            done = finish_s(rounds, each, done)
         here = np.maximum(done + linear_s, here.max())
         ends.append(float(here.max()))
     return (ends[-1] - ends[1]) / (LAYERS - 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """Shares of attention, and of what a ring moves, in one pass; latency of a transfer; `hold` as in `HOLD`."""
-
-    attention: float
-    keys: float
-    gradients: float
-    latency_s: float
-    hold: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rounds:
-    """`work_s[rank, phase]`: attention of all passes. Round r of the layout, which flies in phase `stage[r]`, has the
-    transfers `bounds[r]` to `bounds[r + 1]`; `moved_s`: of all passes."""
-
-    work_s: Loads
-    stage: Index
-    bounds: Index
-    source: Index
-    target: Index
-    across: Index
-    moved_s: Loads
-    overlap: float
-
-    def finish_s(self, each: _Pass, *, start: Loads) -> Loads:
-        """When each rank has computed, sent and received all of a pass that it starts at `start`."""
-        num_phases = self.work_s.shape[1]
-        here = start
-        for phase in range(num_phases - 1 + max(each.hold, 1)):
-            ports = _Ports(here)
-            for number in np.flatnonzero(self.stage == phase).tolist():
-                ports.transfer(self._transfers(number, share=each.keys), latency_s=each.latency_s)
-            if each.gradients:
-                for number in np.flatnonzero(self.stage == phase - each.hold).tolist():
-                    source, target, moved_s, link = self._transfers(number, share=each.gradients)
-                    ports.transfer((target, source, moved_s, link), latency_s=each.latency_s)
-            computed = here + (each.attention * self.work_s[:, phase] if phase < num_phases else 0.0)
-            beside = np.minimum(computed, ports.last) - ports.first
-            here = np.maximum(computed, ports.last) + (1 - self.overlap) * np.maximum(beside, 0.0)
-        return here
-
-    def _transfers(self, number: int, *, share: float) -> Transfers:
-        held = slice(self.bounds[number], self.bounds[number + 1])
-        return self.source[held], self.target[held], share * self.moved_s[held], self.across[held]
-
-
-class _Ports:
-    """Of each rank in one phase: when its ports, [inside or between nodes, rank], are free, when the first transfer
-    starts and the last one ends."""
-
-    def __init__(self, here: Loads) -> None:
-        self._sends, self._receives = np.stack((here, here)), np.stack((here, here))
-        self.first, self.last = np.full(len(here), np.inf), here.copy()
-
-    def transfer(self, transfers: Transfers, *, latency_s: float) -> None:
-        """A matching: each rank sends at most once and receives at most once."""
-        source, target, moved_s, link = transfers
-        start = np.maximum(self._sends[link, source], self._receives[link, target])
-        end = start + moved_s
-        self._sends[link, source], self._receives[link, target] = end, end
-        for rank in (source, target):
-            self.first[rank] = np.minimum(self.first[rank], start)
-            self.last[rank] = np.maximum(self.last[rank], end + latency_s)
-
-
-def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> _Rounds:
+def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> Rounds:
     nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
     across = nodes[work.source] != nodes[work.target]
     coalesce = layout.pipeline.coalesce if layout.pipeline else 1
@@ -157,7 +90,7 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     brought_s = cost.attention_s_per_cell * (work.cells + half * work.sides)
     own_s = cost.attention_s_per_cell * (work.own_cells + half * work.own_sides)
     stage = np.arange(len(layout.rounds)) // coalesce
-    return _Rounds(
+    return Rounds(
         work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
         stage=stage,
         bounds=np.searchsorted(work.round, np.arange(len(layout.rounds) + 1)),

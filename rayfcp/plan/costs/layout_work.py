@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -38,10 +39,12 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     numbers = {sequence: number for number, sequence in enumerate({block.sequence: None for block in layout.blocks})}
     full = np.array([by_id[sequence].mask is Mask.FULL for sequence in numbers])
     held = _Held(layout, numbers=numbers, num_ranks=num_ranks)
-    transfers = [(index, each) for index, step in enumerate(layout.rounds) for each in step.transfers]
-    carried = np.array([block for _, each in transfers for block in each.blocks], np.int64)
-    owner = np.repeat(np.arange(len(transfers)), [len(each.blocks) for _, each in transfers])
-    target = np.array([each.target for _, each in transfers], np.int64)
+    transfers = list(chain.from_iterable(step.transfers for step in layout.rounds))
+    sizes = np.array([len(step.transfers) for step in layout.rounds], np.int64)
+    counts = np.fromiter((len(each.blocks) for each in transfers), np.int64, len(transfers))
+    carried = np.fromiter(chain.from_iterable(each.blocks for each in transfers), np.int64, int(counts.sum()))
+    owner = np.repeat(np.arange(len(transfers)), counts)
+    target = np.fromiter((each.target for each in transfers), np.int64, len(transfers))
     order = np.lexsort((held.start[carried], held.sequence[carried], owner))
     carried, owner = carried[order], owner[order]
     keys = held.size[carried]
@@ -54,9 +57,9 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
         own_cells=_sums(by_rank, np.where(square, alone**2, alone * (alone + 1) / 2), num_ranks),
         own_sides=_sums(by_rank, np.where(square, alone, alone / 2), num_ranks),
         tokens=_sums(held.rank, held.size, num_ranks),
-        source=np.array([each.source for _, each in transfers], np.int64),
+        source=np.fromiter((each.source for each in transfers), np.int64, len(transfers)),
         target=target,
-        round=np.array([index for index, _ in transfers], np.int64),
+        round=np.repeat(np.arange(len(layout.rounds)), sizes),
         moved_tokens=_sums(owner, keys, count),
         cells=_sums(owner, keys * queries, count),
         sides=_sums(owner, sides, count),
