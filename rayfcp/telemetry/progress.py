@@ -1,66 +1,39 @@
-"""What a person sees while a run trains: a bar on a terminal, plain lines elsewhere."""
+"""What a person sees while a run trains."""
 
-import sys
 import time
-from types import TracebackType
-from typing import Self, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.telemetry.terminal import Terminal
 from rayfcp.values import StepReport
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 LINE_EVERY_S = 5.0
 
 
-class Progress:
-    """Shows steps `(first_step, total_steps]` of a run; a context manager.
+class Progress(Terminal):
+    """Shows steps `(first_step, total_steps]` of a run.
 
     Elsewhere than on a terminal a line is written for the first step, the last, and whenever
     `LINE_EVERY_S` have passed since the last line.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._total_steps = total_steps
+        super().__init__(total_steps, columns=_columns, done=first_step, stays=True, stream=stream)
         self._line_at_s: float | None = None
-        self._bar: Bar | None = None
-        self._task = TaskID(0)
-        if self._stream.isatty():
-            self._bar = _bar(self._stream)
-            self._task = self._bar.add_task("", total=total_steps, completed=first_step)
-
-    def say(self, text: str) -> None:
-        """One line about what happens beside the steps, e.g. that workers start."""
-        if self._bar is not None:
-            self._bar.console.print(text, highlight=False, markup=False)
-        else:
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
 
     def update(self, report: StepReport) -> None:
         """Shows a committed step."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=report.step, description=describe(report))
+        if self.move(report.step, describe(report)):
             return
         now_s = time.monotonic()
         due = self._line_at_s is None or now_s - self._line_at_s >= LINE_EVERY_S
-        if due or report.step >= self._total_steps:
+        if due or report.step >= self._total:
             self._line_at_s = now_s
-            self.say(f"step {report.step}/{self._total_steps}  {describe(report)}")
-
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+            self.say(f"step {report.step}/{self._total}  {describe(report)}")
 
 
 def describe(report: StepReport) -> str:
@@ -79,12 +52,13 @@ def describe_degrees(report: StepReport) -> str:
     return ", ".join(f"{degree} (x{count})" if count > 1 else str(degree) for degree, count in groups) or "none"
 
 
-def _bar(stream: TextIO) -> Bar:
-    return Bar(
+def _columns() -> "Sequence[ProgressColumn]":
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return (
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TextColumn("{task.description}", markup=False),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        console=Console(file=stream),
     )
