@@ -51,6 +51,7 @@ def about_run(config: Config, model: ModelProfile, *, device: str, cluster: Clus
         "dtype": config.model.dtype,
         "model": dataclasses.asdict(model) | {"name": ""},
         "node_of_rank": list(cluster.node_of_rank),
+        "primitives": list(config.plan.primitives),
         "recompute_layers": config.train.recompute_layers,
         "reduce_every": config.train.reduce_every,
         "threads_per_worker": config.train.threads_per_worker,
@@ -90,10 +91,10 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
 
 
 def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:
-    """Never the least or most of a degree: a fit is asked between what it saw, not beyond."""
+    """Never the least or most of a primitive's degree: a fit is asked between what it saw, not beyond."""
     chosen: list[int] = []
-    for degree in sorted({timing.degree for timing in passes}):
-        at_degree = [at for at, timing in enumerate(passes) if timing.degree == degree]
+    for kind in sorted({(timing.primitive, timing.degree) for timing in passes}):
+        at_degree = [at for at, timing in enumerate(passes) if (timing.primitive, timing.degree) == kind]
         ordered = sorted(at_degree, key=lambda at: (passes[at].num_cells, passes[at].num_tokens))
         chosen += ordered[every // 2 : -1 : every] if len(ordered) > 2 else []
     return tuple(sorted(set(chosen)))

@@ -1,7 +1,7 @@
 """Measuring the workers: timed passes for a run that starts, and all of `rayfcp profile`."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +32,11 @@ from rayfcp.cluster.startup import device_peak_flops, join_ranks
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
+from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.device import measured_hardware
 from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.profiles.shapes import PassShape, few_shapes, many_shapes
+from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, few_shapes, many_shapes
 from rayfcp.values import ClusterSpec, HardwareProfile
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
@@ -68,10 +69,14 @@ def timed_rounds(crew: Crew, shapes: Sequence[PassShape], *, rounds: int, say: S
     return found[1:]
 
 
-def start_cost(crew: Crew, guess: CostModel, *, cluster: ClusterSpec, max_seqlen: int) -> Measured:
-    """A cost model from few short passes: what a run that was not profiled starts with."""
+def start_cost(
+    crew: Crew, guess: CostModel, *, cluster: ClusterSpec, max_seqlen: int, primitives: Collection[str]
+) -> Measured:
+    """A cost model from few short passes of the primitives that plans may use: what a run that was not profiled starts
+    with."""
+    exchanges = exchange_degrees(guess, num_ranks=len(crew), primitives=primitives)
     tokens = min(START_TOKENS[crew.facts[0].device], max_seqlen, cluster.max_tokens_per_rank)
-    shapes = few_shapes(len(crew), max_tokens=tokens)
+    shapes = few_shapes(len(crew), max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
 
 
@@ -124,7 +129,8 @@ class _Profiler:
             ranks_per_node=ranks_per_node(self._cluster),
             attention_half_tokens=attention_half_tokens(parts.attention_s),
         )
-        shapes = many_shapes(len(crew), max_tokens=max_tokens)
+        exchanges = exchange_degrees(guess, num_ranks=len(crew), primitives=self._config.plan.primitives)
+        shapes = many_shapes(len(crew), max_tokens=max_tokens) + exchange_shapes(exchanges, max_tokens=max_tokens)
         timings = combine(timed_rounds(crew, shapes, rounds=rounds, say=self._say))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
         self._say("peak of the devices")

@@ -157,7 +157,13 @@ class TrainingRun:
                 analytic_cost(config, model, device=device, num_ranks=len(crew)),
                 ranks_per_node=ranks_per_node(self._cluster),
             )
-            measured = start_cost(crew, guess, cluster=self._cluster, max_seqlen=config.data.max_seqlen)
+            measured = start_cost(
+                crew,
+                guess,
+                cluster=self._cluster,
+                max_seqlen=config.data.max_seqlen,
+                primitives=config.plan.primitives,
+            )
             write_measured(self._profile_path, measured, about=about)
             cost = measured.fit.cost
         self._refit = Refit.start(cost)

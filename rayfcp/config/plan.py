@@ -46,7 +46,7 @@ class PlanConfig(Section):
         default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
     )
     primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
-        default=("ring",), min_length=1, description="how groups may exchange what attention needs; training runs rings"
+        default=("ring",), min_length=1, description="how groups may exchange what attention needs"
     )
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")

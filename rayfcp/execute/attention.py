@@ -1,34 +1,25 @@
-"""The one differentiable interpreter of attention programs: any placement of blocks, any rounds.
+"""The one differentiable interpreter of attention programs: any placement of blocks, any rounds, by heads or not.
 
 Forward: each round posts its messages, computes what earlier rounds brought, and merges (out, lse) in
 fp32. Backward: the same rounds bring keys and values again; each call yields a partial dQ, kept here,
 and a partial dK, dV, summed in fp32 in its slot and sent where the program says.
 """
 
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.merge import Merged, accumulator_dtype
 from rayfcp.execute.ranges import add_rows, take_rows
-from rayfcp.execute.schedule import KernelCall, ReadyProgram, ReadyRound, make_ready
+from rayfcp.execute.schedule import KernelCall, ReadyHeads, ReadyProgram, ReadyRound, make_ready
+from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Envelope, Pending, Transport
 from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload
-
-
-@dataclass(slots=True)
-class Traffic:
-    """What attention did in one global batch: bytes sent to other ranks, (query, key) cells computed (both
-    directions, all layers), seconds spent waiting for messages."""
-
-    bytes_sent: int = 0
-    cells: int = 0
-    wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +29,7 @@ class AttentionContext:
     The first `recomputed_layers` layers keep only their input.
     """
 
-    program: ReadyProgram
+    program: ReadyProgram | ReadyHeads
     transport: Transport
     kernel: AttentionKernel
     recomputed_layers: int = 0
@@ -71,10 +62,10 @@ def attention(
         program lowered for it, the same number of times forward and backward.
 
     Raises:
-        ValueError: the tensors do not have the program's tokens, their shapes disagree, or the program is of a
-            Ulysses group.
+        ValueError: the tensors do not have the program's tokens, their shapes disagree, or the program's degree of
+            sharing out heads does not divide them.
 
-    Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3.
+    Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses.
     """
     if not isinstance(program, AttentionContext):
         if transport is None or kernel is None:
@@ -82,7 +73,26 @@ def attention(
         program = AttentionContext(program=make_ready(program), transport=transport, kernel=kernel)
     _check_shapes(query, key, value=value, num_tokens=program.program.num_tokens)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(program.program, ReadyHeads):
+        return _by_heads(query, key, value, program, program.program, scale=scale)
     return _Attention.apply(query, key, value, program, scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _by_heads(
+    query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, program: ReadyHeads, *, scale: float
+) -> Tensor:
+    exchange = HeadExchange(
+        program.program,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        transport=context.transport,
+        traffic=context.traffic,
+    )
+    gathered: Tensor = ToHeads.apply(query, key, value, exchange)  # type: ignore[no-untyped-call]
+    parts = gathered.split([exchange.head_share, exchange.kv_share, exchange.kv_share], dim=1)
+    inner = replace(context, program=program.attention)
+    out = _Attention.apply(*parts, inner, scale)  # type: ignore[no-untyped-call]
+    return ToTokens.apply(out, exchange)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _check_shapes(query: Tensor, key: Tensor, *, value: Tensor, num_tokens: int) -> None:
@@ -158,9 +168,7 @@ class _Run:
 
     def finish(self, step: ReadyRound, pending: Pending) -> None:
         """Wait for the round's messages, put them in their slots, drop what is not needed any more."""
-        start_s = time.perf_counter()
-        pending.wait()
-        self._context.traffic.wait_s += time.perf_counter() - start_s
+        self._context.traffic.wait(pending)
         for message, buffer in self._arriving:
             if message.payload is Payload.KV:
                 self.fill(message.slot, buffer[0], value=buffer[1])

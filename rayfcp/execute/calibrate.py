@@ -35,6 +35,7 @@ def time_passes(
             degree=shape.degree,
             num_tokens=shape.num_tokens,
             num_cells=shape.num_cells,
+            primitive=shape.primitive,
             seconds=_timed(engine, pass_program(engine, shape), clock=clock),
         )
         for shape in shapes

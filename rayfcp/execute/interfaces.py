@@ -44,6 +44,6 @@ class Execution:
     loss_sum: float
     spans: tuple[Span, ...]
     bytes_sent: int
-    num_cells: int
+    num_cells: float
     wait_s: float
     gather_s: tuple[float, ...] = ()

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.attention import AttentionContext, Traffic
+from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED, Execution, TokenSource, TrainableModel
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Transport
 from rayfcp.program import Forward, Load, RankProgram
 from rayfcp.values import Span, SpanKind

@@ -33,7 +33,7 @@ class RankReport:
     step_s: float
     wait_s: float
     bytes_sent: int
-    num_cells: int
+    num_cells: float
     memory_bytes: dict[str, int]
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]

@@ -9,13 +9,14 @@ from rayfcp.program import Attend, AttentionProgram, AttentionRound, HeadProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Attends of one slot and one mask, for one call of the kernel; each token range at most once as query."""
+    """Attends of one slot and one mask, for one call of the kernel; each token range at most once as query.
+    `num_cells`: in cells of all heads."""
 
     slot: int
     causal: bool
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
-    num_cells: int
+    num_cells: float
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
@@ -45,25 +46,35 @@ class ReadyProgram:
     backward: tuple[ReadyRound, ...]
 
 
-def make_ready(program: AttentionProgram | HeadProgram) -> ReadyProgram:
-    """Group attends into calls and find where slots end.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyHeads:
+    """A program whose ranks share out heads, and the attention between its exchanges."""
 
-    Raises:
-        ValueError: the program is of a Ulysses group; the interpreter runs rings only.
-    """
+    program: HeadProgram
+    attention: ReadyProgram
+
+    @property
+    def num_tokens(self) -> int:
+        return self.program.num_tokens
+
+
+def make_ready(program: AttentionProgram | HeadProgram) -> ReadyProgram | ReadyHeads:
+    """Group attends into calls and find where slots end."""
     if isinstance(program, HeadProgram):
-        raise ValueError(
-            f"the program of ranks {program.ranks} is of primitive ulysses, the interpreter runs ring only; "
-            "plan with plan.primitives=ring"
-        )
+        return ReadyHeads(program=program, attention=_ready(program.attention, share=1.0 / program.degree))
+    return _ready(program, share=1.0)
+
+
+def _ready(program: AttentionProgram, *, share: float) -> ReadyProgram:
+    """`share`: of the heads."""
     return ReadyProgram(
         num_tokens=program.num_tokens,
-        forward=_rounds(program.forward),
-        backward=_rounds(program.backward),
+        forward=_rounds(program.forward, share=share),
+        backward=_rounds(program.backward, share=share),
     )
 
 
-def _rounds(rounds: Sequence[AttentionRound]) -> tuple[ReadyRound, ...]:
+def _rounds(rounds: Sequence[AttentionRound], *, share: float) -> tuple[ReadyRound, ...]:
     last: dict[int, int] = {}
     for index, step in enumerate(rounds):
         reads = [message.slot for message in step.sends if message.payload is Payload.KV]
@@ -73,14 +84,14 @@ def _rounds(rounds: Sequence[AttentionRound]) -> tuple[ReadyRound, ...]:
         ReadyRound(
             sends=step.sends,
             receives=step.receives,
-            calls=tuple(_calls(step.attends)),
+            calls=tuple(_calls(step.attends, share=share)),
             free=tuple(slot for slot, end in sorted(last.items()) if end == index and slot != 0),
         )
         for index, step in enumerate(rounds)
     )
 
 
-def _calls(attends: Sequence[Attend]) -> list[KernelCall]:
+def _calls(attends: Sequence[Attend], *, share: float) -> list[KernelCall]:
     """As few calls as possible. Queries that attend to several ranges of one slot go into several calls,
     so that a call writes each of its rows once."""
     calls: list[list[Attend]] = []
@@ -98,7 +109,7 @@ def _calls(attends: Sequence[Attend]) -> list[KernelCall]:
             causal=call[0].causal,
             queries=tuple(attend.query for attend in call),
             keys=tuple(attend.key for attend in call),
-            num_cells=sum(attend.num_cells for attend in call),
+            num_cells=share * sum(attend.num_cells for attend in call),
         )
         for call in calls
     ]

@@ -12,8 +12,9 @@ IDLE = "·"
 def render_grid(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, width: int = 100) -> str:
     """One row per rank, microbatches from left to right, each as wide as its predicted seconds.
 
-    A group is a box over its ranks: degree, sequences, tokens; dots are predicted idle time. A group
-    whose ranks are not neighbours shows as a box per run of neighbours. No line is wider than `width`.
+    A group is a box over its ranks: degree, sequences, tokens; dots are predicted idle time. A group whose ranks
+    are not neighbours shows as a box per run of neighbours. `×8/2`: 8 ranks, of which every 2 in a row share out
+    heads. No line is wider than `width`.
 
     Raises:
         ValueError: `width` leaves no room for a microbatch.
@@ -57,8 +58,9 @@ def _draw(microbatch: MicrobatchPlan, lengths: Mapping[int, int], *, columns: in
     for group, group_s in zip(microbatch.groups, microbatch.group_s, strict=True):
         share = group_s / microbatch.predicted_s if microbatch.predicted_s > 0 else 1.0
         busy = min(columns, max(2, round(columns * share)))
+        labels = _label(group, lengths, heads=microbatch.layout.heads if microbatch.layout else 1)
         for run in _runs(group.ranks):
-            for rank, text in zip(run, _box(_label(group, lengths), height=len(run), width=busy), strict=True):
+            for rank, text in zip(run, _box(labels, height=len(run), width=busy), strict=True):
                 rows[rank] = text + IDLE * (columns - busy)
     return rows
 
@@ -73,11 +75,11 @@ def _box(labels: Sequence[str], *, height: int, width: int) -> list[str]:
     return [top, *["│" + " " * inner + "│"] * (height - 2), "└" + "─" * inner + "┘"]
 
 
-def _label(group: Group, lengths: Mapping[int, int]) -> list[str]:
+def _label(group: Group, lengths: Mapping[int, int], *, heads: int) -> list[str]:
     """What to write on a group, longest first."""
     num_tokens = _count(sum(lengths[sequence] for sequence in group.sequences))
     num_sequences = len(group.sequences)
-    degree = f"×{group.degree}"
+    degree = f"×{group.degree}" if heads == 1 else f"×{group.degree}/{heads}"
     return [
         f" {degree} · {num_sequences} seq · {num_tokens} tok ",
         f" {degree} {num_sequences}seq {num_tokens} ",

@@ -17,10 +17,10 @@ def imbalance(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostM
     """(sum of maxima - sum of means) / sum of maxima over microbatches, per rank.
 
     `compute`: seconds of attention and linear layers, kernels slowed by short pieces as the cost model has it;
-    `attention`: (query, key) cells, counted block by block, in Ulysses groups 1/d of the group's on each
+    `attention`: (query, key) cells, counted block by block, where d ranks share out heads 1/d of theirs on each
     rank; `memory`: tokens; `communication`: the larger of what is sent and received in forward, one head of
     one token as the unit (backward sends the same again, and gradients of the same tokens). Ranks without
-    tokens count as 0, save those that compute heads of a Ulysses group. A resource that nobody uses is balanced.
+    tokens count as 0, save those that compute their share of heads. A resource that nobody uses is balanced.
     """
     by_id = {sequence.id: sequence for sequence in sequences}
     maxima, means = np.zeros(4), np.zeros(4)
@@ -53,7 +53,11 @@ def _loads(
         for each in (block_tokens, cells_of_block, slower)
     )
     if microbatch.layout is not None:
-        traffic = hop_heads(cost) * round_tokens(layout, num_ranks=num_ranks)
+        traffic = hop_heads(cost, heads=layout.heads) * round_tokens(layout, num_ranks=num_ranks)
+        for run in layout.runs(num_ranks) if layout.heads > 1 else ():
+            held = list(run)
+            cells[held], extra[held] = cells[held].mean(), extra[held].mean()
+            traffic[held] += exchanged_heads(tokens[held], cost)
     else:
         traffic = np.zeros(num_ranks)
     for group in microbatch.groups:

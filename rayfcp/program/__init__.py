@@ -1,7 +1,7 @@
 """Programs of ranks: instructions, lowering of plans, text round trip, static checks."""
 
 from rayfcp.program.deadlock import check_progress
-from rayfcp.program.heads import head_rounds, rounds_of
+from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
 from rayfcp.program.instructions import (
     Attend,
     AttentionProgram,
@@ -42,9 +42,11 @@ __all__ = [
     "check_plan",
     "check_programs",
     "check_progress",
+    "exchange_rounds",
     "from_text",
     "head_rounds",
     "lower",
     "rounds_of",
+    "spans",
     "to_text",
 ]

@@ -21,7 +21,7 @@ relays break it: a rank may then pass a partial on and send another home in one 
 receive from several ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayfcp.program.attends import Queries, attends_to, attends_within
@@ -51,8 +51,11 @@ class _Rank:
     slots_of_owner: dict[int, list[int]] = field(default_factory=dict)
 
 
-def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch.
+def lower_attention(
+    layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int, own: Sequence[Sequence[int]] | None = None
+) -> tuple[AttentionProgram, ...]:
+    """The attention program of each rank for one microbatch. `own`: the blocks of each rank in the order of its slot
+    0, that of the layout if absent.
 
     Invariant: every (query, key) cell of every mask is computed on the query's rank in exactly one
     attend, forward and backward; both ends of a message carry the same number of tokens.
@@ -68,7 +71,8 @@ def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int
     pipeline = layout.pipeline
     coalesce, hold = (pipeline.coalesce, pipeline.num_buffers) if pipeline else (1, 2)
     num_stages = -(-len(layout.rounds) // coalesce)
-    ranks = _own_slots(layout, table, num_ranks=num_ranks, num_stages=num_stages, hold=hold)
+    held = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
+    ranks = _own_slots(held, table, num_stages=num_stages, hold=hold)
     known: dict[tuple[int, ...], Placed] = {}
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
@@ -93,12 +97,17 @@ def lower_attention(layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int
     )
 
 
-def _own_slots(layout: Layout, table: BlockTable, *, num_ranks: int, num_stages: int, hold: int) -> list[_Rank]:
-    """Each rank with the slot of its own blocks, in the order of the layout; `hold`: rounds from a slot's coming to
-    its partial gradient's going home."""
+def blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
+    """Blocks of each rank, in the order of the layout."""
     own: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, block in enumerate(layout.blocks):
         own[block.rank].append(index)
+    return own
+
+
+def _own_slots(own: Sequence[Sequence[int]], table: BlockTable, *, num_stages: int, hold: int) -> list[_Rank]:
+    """Each rank with the slot of its own blocks; `hold`: rounds from a slot's coming to its partial gradient's going
+    home."""
     ranks = []
     for rank, blocks in enumerate(own):
         slot = _Slot(held=Placed(tuple(blocks), table), arrived=-1, owner=rank)

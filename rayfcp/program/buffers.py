@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, Forward, Payload, RankProgram
+from rayfcp.program.instructions import AttentionRound, Forward, HeadProgram, Payload, RankProgram
 from rayfcp.program.table import Attends
 from rayfcp.values import Layout, Pipeline
 
@@ -30,10 +30,11 @@ def check_buffers(programs: Sequence[RankProgram], pipelines: Sequence[Pipeline 
     """
     for program in programs:
         for item in program.instructions:
-            if not isinstance(item, Forward) or not isinstance(item.attention, AttentionProgram):
+            if not isinstance(item, Forward):
                 continue
+            attention = item.attention.attention if isinstance(item.attention, HeadProgram) else item.attention
             pipeline = pipelines[item.microbatch]
-            for rounds in (item.attention.forward, item.attention.backward) if pipeline else ():
+            for rounds in (attention.forward, attention.backward) if pipeline else ():
                 index, held = _most_held(rounds)
                 bound = pipeline.coalesce * pipeline.num_buffers if pipeline else held
                 if held > bound:

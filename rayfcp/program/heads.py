@@ -1,4 +1,4 @@
-"""Ulysses groups: their lowering, and the rounds of messages that their exchanges are.
+"""Attention shared out by heads: its lowering, and the rounds of messages that its exchanges are.
 
 An exchange is an all-to-all over the group, run as d - 1 matchings: in its round i position p sends to
 p + i and receives from p - i (mod d), so no subgroup of processes is needed. Forward exchanges queries, keys
@@ -7,98 +7,120 @@ queries, keys and values. Nothing is computed while an exchange runs: attention 
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
+from rayfcp.program.attention import lower_attention
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
+from rayfcp.values import Block, Layout, Mask
 
-from rayfcp.program.attends import attends_within
-from rayfcp.program.instructions import Attend, AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
-from rayfcp.program.placed import BlockTable, Placed
-from rayfcp.program.table import Attends
-from rayfcp.values import Block, Group, Layout, Mask
+Run = tuple[int, ...]
+"""Ranks that exchange tokens for heads, by position."""
 
-_TO_HEADS = {False: Payload.QKV, True: Payload.OUT_GRAD}
-_TO_TOKENS = {False: Payload.OUT, True: Payload.QKV_GRAD}
+TO_HEADS = frozenset({Payload.QKV, Payload.OUT_GRAD})
+"""What goes from tokens to heads; the other payloads of exchanges go back."""
 
 
-def lower_heads(group: Group, layout: Layout, *, masks: Mapping[int, Mask]) -> tuple[HeadProgram, ...]:
-    """The programs of a Ulysses group's ranks, by position, wherever the layout puts its blocks.
+def padding_number(rank: int) -> int:
+    """The sequence that the padding token of a rank without tokens is: a number that no batch has."""
+    return -1 - rank
 
-    Invariant: every (query, key) cell of every mask is computed once for each head, on the rank of that head.
+
+def lower_heads(layout: Layout, runs: Sequence[Run], *, masks: Mapping[int, Mask]) -> dict[int, HeadProgram]:
+    """The programs of all ranks of `runs`, wherever the layout puts its blocks.
+
+    `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
+    and values of their heads. A Ulysses group is one run without transfers.
+
+    Invariant: every (query, key) cell of every mask is computed once for each head, on a rank of that head.
 
     Raises:
-        ValueError: a transfer of the layout touches a rank of the group, whose tokens travel by heads.
+        ValueError: what `lower_attention` refuses.
     """
-    _check_rounds(group, layout)
-    held: dict[int, list[Block]] = {rank: [] for rank in group.ranks}
+    joined, own, padded = _joined(layout, runs)
+    programs = lower_attention(joined, masks={**masks, **padded}, num_ranks=len(runs), own=own)
+    sizes = {rank: 0 for run in runs for rank in run}
     for block in layout.blocks:
-        if block.rank in held:
-            held[block.rank].append(block)
-    tokens = tuple(max(1, sum(block.num_tokens for block in held[rank])) for rank in group.ranks)
-    attends = _attends([held[rank] for rank in group.ranks], tokens, masks=masks)
-    return tuple(HeadProgram(num_tokens=each, ranks=group.ranks, tokens=tokens, attends=attends) for each in tokens)
+        sizes[block.rank] += block.num_tokens
+    found: dict[int, HeadProgram] = {}
+    for run, program in zip(runs, programs, strict=True):
+        tokens = tuple(max(1, sizes[rank]) for rank in run)
+        for position, rank in enumerate(run):
+            peers = [other[position] for other in runs]
+            attention = _addressed(program, peers) if joined.rounds else program
+            found[rank] = HeadProgram(num_tokens=tokens[position], ranks=run, tokens=tokens, attention=attention)
+    return found
 
 
-def _check_rounds(group: Group, layout: Layout) -> None:
-    for index, step in enumerate(layout.rounds):
-        for transfer in step.transfers:
-            touched = {transfer.source, transfer.target} & set(group.ranks)
-            if touched:
-                raise ValueError(
-                    f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
-                    "which must have none; drop the transfer or make the group a ring"
-                )
+def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]], dict[int, Mask]]:
+    """The layout with a run's blocks on that run, behind them a block for each padding token; of each run the blocks
+    in the order of its ranks; and the masks of the padding tokens."""
+    held: dict[int, list[int]] = {rank: [] for run in runs for rank in run}
+    number_of = {rank: number for number, run in enumerate(runs) for rank in run}
+    blocks = [replace(block, rank=number_of[block.rank]) for block in layout.blocks]
+    padded: dict[int, Mask] = {}
+    for index, block in enumerate(layout.blocks):
+        held[block.rank].append(index)
+    for rank, number in number_of.items():
+        if not held[rank]:
+            held[rank].append(len(blocks))
+            padded[padding_number(rank)] = Mask.CAUSAL
+            blocks.append(Block(sequence=padding_number(rank), start=0, stop=1, rank=number))
+    own = [[index for rank in run for index in held[rank]] for run in runs]
+    return replace(layout, blocks=tuple(blocks)), own, padded
 
 
-def _attends(held: Sequence[Sequence[Block]], tokens: Sequence[int], *, masks: Mapping[int, Mask]) -> Attends:
-    """Attends over the tokens of all positions, laid end to end; padding tokens attend to themselves."""
-    blocks = [block for own in held for block in own]
-    begin = [at for own, (start, _) in zip(held, spans(tokens), strict=True) for at in _begins(own, start)]
-    placed = Placed(tuple(range(len(blocks))), BlockTable(blocks, masks), begin=np.array(begin, np.int64))
-    padded = [span for own, span in zip(held, spans(tokens), strict=True) if not own]
-    padding = Attends.of(Attend(query=span, slot=0, key=span, causal=True) for span in padded)
-    return Attends(np.concatenate((attends_within(placed).columns, padding.columns)))
+def _addressed(program: AttentionProgram, peers: Sequence[int]) -> AttentionProgram:
+    """The program with ranks for peers in place of runs."""
 
+    def named(messages: Sequence[Message]) -> tuple[Message, ...]:
+        return tuple(replace(message, peer=peers[message.peer]) for message in messages)
 
-def _begins(blocks: Sequence[Block], start: int) -> Iterator[int]:
-    for block in blocks:
-        yield start
-        start += block.num_tokens
+    forward, backward = (
+        tuple(replace(step, sends=named(step.sends), receives=named(step.receives)) for step in rounds)
+        for rounds in (program.forward, program.backward)
+    )
+    return AttentionProgram(num_tokens=program.num_tokens, forward=forward, backward=backward)
 
 
 def rounds_of(program: AttentionProgram | HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """The rounds of a pass, whatever the primitive."""
+    """The rounds of a pass, with or without exchanges."""
     if isinstance(program, HeadProgram):
         return head_rounds(program, rank=rank, backward=backward)
     return program.backward if backward else program.forward
 
 
 def head_rounds(program: HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """What a rank sends, receives and computes, in order: one exchange, the attends, the other exchange.
+    """What a rank sends, receives and computes, in order: one exchange, the attention's rounds, the other exchange.
 
-    Ranges of messages and attends count tokens of the whole group laid end to end, slot 0; of each the
-    message carries the heads of the rank at its other end (to heads) or of its source (to tokens).
+    Raises:
+        ValueError: `rank` is none of the group's.
+    """
+    before, after = (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT)
+    return (
+        *exchange_rounds(program, rank=rank, payload=before),
+        *(program.attention.backward if backward else program.attention.forward),
+        *exchange_rounds(program, rank=rank, payload=after),
+    )
+
+
+def exchange_rounds(program: HeadProgram, *, rank: int, payload: Payload) -> tuple[AttentionRound, ...]:
+    """The matchings of one exchange. To heads, a rank sends its own tokens and receives those of others; to tokens,
+    the other way round.
+
+    Ranges of messages count tokens of the whole group laid end to end, slot 0; of each the message carries the heads
+    of the rank at its other end (to heads) or of its source (to tokens).
 
     Raises:
         ValueError: `rank` is none of the group's.
     """
     if rank not in program.ranks:
         raise ValueError(f"rank is {rank}, must be one of the group's, {program.ranks}; lower the plan again")
-    position = program.ranks.index(rank)
-    return (
-        *_exchange(program, position, payload=_TO_HEADS[backward], to_heads=True),
-        AttentionRound(attends=program.attends),
-        *_exchange(program, position, payload=_TO_TOKENS[backward], to_heads=False),
-    )
-
-
-def _exchange(program: HeadProgram, position: int, *, payload: Payload, to_heads: bool) -> tuple[AttentionRound, ...]:
-    """To heads, a rank sends its own tokens and receives those of others; to tokens, the other way round."""
-    span, degree = spans(program.tokens), program.degree
+    position, span, degree = program.ranks.index(rank), spans(program.tokens), program.degree
     rounds = []
     for step in range(1, degree):
         target, source = (position + step) % degree, (position - step) % degree
-        sent, received = (position, source) if to_heads else (target, position)
+        sent, received = (position, source) if payload in TO_HEADS else (target, position)
         rounds.append(
             AttentionRound(
                 sends=(Message(peer=program.ranks[target], payload=payload, slot=0, ranges=(span[sent],)),),

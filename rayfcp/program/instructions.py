@@ -16,9 +16,10 @@ Range = tuple[int, int]
 
 
 class Payload(StrEnum):
-    """What a message carries. Rings: tensors of shape [2, tokens, kv_heads, head_dim]. Ulysses of degree d: the
-    target's or source's share of the heads, [tokens, heads / d, head_dim] for queries and outputs,
-    [2, tokens, max(kv_heads / d, 1), head_dim] for keys and values."""
+    """What a message carries. Keys and values between rounds of attention: [2, tokens, kv_heads, head_dim].
+    Exchanges of degree d: the target's or source's share of the heads, h = heads / d and k = max(kv_heads / d, 1) of
+    them: [tokens, h, head_dim] of outputs, [tokens, h + 2 k, head_dim] of queries, keys and values. Inside such a
+    group kv_heads is k."""
 
     KV = "kv"
     """Keys and values in the model's dtype."""
@@ -103,21 +104,24 @@ class AttentionProgram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadProgram:
-    """One rank's part in the attention of a Ulysses group (Jacobs et al., 2023): tokens against heads.
+    """One rank's part in attention that is shared out by heads (Jacobs et al., 2023): tokens against heads.
 
     `ranks[p]` holds `tokens[p]` tokens of the group's sequences laid end to end, of all heads (a rank
     without tokens: its one padding token). Before attention each sends every other its own tokens of that
     rank's 1/d of the query heads (key and value heads alike, replicated beyond their count); then all
-    `sum(tokens)` tokens of its heads lie on every rank, in order, and `attends` (slot 0, ranges over all of
-    them) run on those heads. The outputs go back the same way; backward exchanges their gradients, attends,
-    and sends the gradients of queries, keys and values back. `rayfcp.program.heads.head_rounds` writes
-    this out, round by round. All ranks of a group have the same `ranks`, `tokens` and `attends`.
+    `sum(tokens)` tokens of its heads lie on every rank, in order, and every rank runs `attention` on those heads,
+    its slot 0. The outputs go back the same way; backward exchanges their gradients, runs the attention's
+    backward, and sends the gradients of queries, keys and values back. `rayfcp.program.heads.head_rounds` writes
+    this out, round by round.
+
+    All ranks of a group have the same `ranks`, `tokens` and, up to the peers, `attention`: that of a lone Ulysses
+    group is one round without messages.
     """
 
     num_tokens: int
     ranks: tuple[int, ...]
     tokens: tuple[int, ...]
-    attends: Sequence[Attend]
+    attention: AttentionProgram
 
     @property
     def degree(self) -> int:
@@ -126,7 +130,7 @@ class HeadProgram:
     @property
     def num_cells(self) -> float:
         """(query, key) cells computed forward, in cells of all heads."""
-        return sum(attend.num_cells for attend in self.attends) / self.degree
+        return self.attention.num_cells / self.degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

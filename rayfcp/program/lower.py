@@ -15,9 +15,9 @@ from rayfcp.program.instructions import (
     Piece,
     RankProgram,
 )
-from rayfcp.values import BatchPlan, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
-RUNTIME_PRIMITIVES = frozenset({Primitive.RING})
+RUNTIME_PRIMITIVES = frozenset({Primitive.RING, Primitive.ULYSSES})
 """What training can run."""
 ALL_PRIMITIVES = frozenset(Primitive)
 """What can be lowered, checked and simulated."""
@@ -85,12 +85,42 @@ def _passes(
     layout: Layout, microbatch: MicrobatchPlan, sequences: Iterable[SequenceSpec], *, num_ranks: int
 ) -> tuple[AttentionProgram | HeadProgram, ...]:
     masks = {sequence.id: sequence.mask for sequence in sequences}
+    _check_heads(layout, microbatch, num_ranks=num_ranks)
+    if layout.heads > 1:
+        by_rank = lower_heads(layout, layout.runs(num_ranks), masks=masks)
+        return tuple(by_rank[rank] for rank in range(num_ranks))
     programs: list[AttentionProgram | HeadProgram] = [*lower_attention(layout, masks=masks, num_ranks=num_ranks)]
     for group in microbatch.groups:
         if group.primitive is Primitive.ULYSSES and group.degree > 1:
-            for rank, program in zip(group.ranks, lower_heads(group, layout, masks=masks), strict=True):
+            _check_rounds(group, layout)
+            held = Layout(blocks=tuple(block for block in layout.blocks if block.rank in group.ranks), rounds=())
+            for rank, program in lower_heads(held, [group.ranks], masks=masks).items():
                 programs[rank] = program
     return tuple(programs)
+
+
+def _check_heads(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> None:
+    if layout.heads < 1 or num_ranks % layout.heads:
+        raise ValueError(
+            f"layout.heads is {layout.heads}, must be at least 1 and divide the {num_ranks} ranks; plan again"
+        )
+    exchanging = [group.ranks for group in microbatch.groups if group.primitive is Primitive.ULYSSES]
+    if layout.heads > 1 and exchanging:
+        raise ValueError(
+            f"layout.heads is {layout.heads} beside Ulysses groups {exchanging}, must be 1 there: heads are shared out "
+            "once; make the groups rings"
+        )
+
+
+def _check_rounds(group: Group, layout: Layout) -> None:
+    for index, step in enumerate(layout.rounds):
+        for transfer in step.transfers:
+            touched = {transfer.source, transfer.target} & set(group.ranks)
+            if touched:
+                raise ValueError(
+                    f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
+                    "which must have none; drop the transfer or make the group a ring"
+                )
 
 
 def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:

@@ -90,6 +90,7 @@ def _check_forwards(program: RankProgram) -> None:
             )
         if isinstance(item.attention, HeadProgram):
             _check_heads(item.attention, program, where=where)
+            _check_payloads(item.attention.attention, where=where)
         else:
             _check_payloads(item.attention, where=where)
 
@@ -107,6 +108,11 @@ def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) ->
         raise ValueError(
             f"{where}: tokens of the Ulysses group are {tokens} for ranks {ranks}, must be at least 1 for each and "
             f"num_tokens, {attention.num_tokens}, for this rank; lower the plan again"
+        )
+    if attention.attention.num_tokens != sum(tokens):
+        raise ValueError(
+            f"{where}: the attention of the Ulysses group has num_tokens {attention.attention.num_tokens}, must be the "
+            f"{sum(tokens)} of all its ranks; lower the plan again"
         )
 
 

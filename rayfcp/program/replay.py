@@ -6,33 +6,28 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Load, Message, Payload, Piece
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload, Piece
 from rayfcp.program.table import Attends, Column
 from rayfcp.program.tokens import Tokens, cells_of
 
-Part = tuple[AttentionProgram | HeadProgram, Load]
+Held = tuple[AttentionProgram, tuple[Piece, ...]]
+"""A rank's attention, and what lies in its slot 0."""
 PartialKey = tuple[int, int, int]
 """(rank, round, slot): names what the attends of a round add to the dK, dV of a slot."""
 
 
-def padding(rank: int) -> Piece:
-    """What a rank without tokens holds: a sequence of its own, with a number that no batch has."""
-    return Piece(sequence=-1 - rank, start=0, stop=1)
-
-
 class Replay:
-    """Runs the forward or the backward rounds of all ranks in step; `parts[r]` is rank r's. Ranks of Ulysses
-    groups take no part.
+    """Runs the forward or the backward rounds of all ranks in step; `held[r]` is rank r's.
 
     Raises:
         ValueError: a message does not meet its partner in its round, a slot is read before it is
             filled, or tokens arrive in the wrong place.
     """
 
-    def __init__(self, parts: Sequence[Part], *, backward: bool) -> None:
-        self._rounds = [_rounds(part, backward=backward) for part, _ in parts]
-        self._slots = [{0: Tokens.of(load.pieces or (padding(rank),))} for rank, (_, load) in enumerate(parts)]
-        self._partials: list[dict[int, Counter[PartialKey]]] = [defaultdict(Counter) for _ in parts]
+    def __init__(self, held: Sequence[Held], *, backward: bool) -> None:
+        self._rounds = [program.backward if backward else program.forward for program, _ in held]
+        self._slots = [{0: Tokens.of(pieces)} for _, pieces in held]
+        self._partials: list[dict[int, Counter[PartialKey]]] = [defaultdict(Counter) for _ in held]
         self.partials: list[PartialKey] = []
         self._cells: list[Column] = []
         for index in range(max(len(rounds) for rounds in self._rounds)):
@@ -118,9 +113,3 @@ class Replay:
         if tokens is None:
             raise ValueError(f"rank {rank} reads slot {slot} before it is filled")
         return tokens
-
-
-def _rounds(program: AttentionProgram | HeadProgram, *, backward: bool) -> tuple[AttentionRound, ...]:
-    if isinstance(program, HeadProgram):
-        return ()
-    return program.backward if backward else program.forward

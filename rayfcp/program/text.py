@@ -11,10 +11,12 @@
     load 1 5[0:40]
     forward 1 tokens=40 recompute=0 heads=0:40,2:39
       * 0:79@0[0:79]c
+    ~
+      * 0:79@0[0:79]c
 
 `>` sends, `<` receives, `*` attends (queries@slot[keys], `c` for causal); after `~` come the rounds of
-the backward pass of that forward. `heads` are the ranks of a Ulysses group and their tokens; one line holds
-its attends.
+the backward pass of that forward. `heads` are the ranks that exchange tokens for heads around these rounds, and
+their tokens.
 """
 
 import re
@@ -90,9 +92,8 @@ def _forward_lines(item: Forward) -> Iterator[str]:
     head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
     if isinstance(attention, HeadProgram):
         shares = zip(attention.ranks, attention.tokens, strict=True)
-        yield f"{head} heads={','.join(f'{rank}:{tokens}' for rank, tokens in shares)}"
-        yield _round_line(AttentionRound(attends=attention.attends))
-        return
+        head += f" heads={','.join(f'{rank}:{tokens}' for rank, tokens in shares)}"
+        attention = attention.attention
     yield head
     yield from (_round_line(step) for step in attention.forward)
     yield "~"
@@ -144,17 +145,11 @@ def _parse_directions(lines: list[str], at: int, *, num_tokens: int) -> tuple[At
 
 
 def _parse_heads(lines: list[str], at: int, *, num_tokens: int, shares: str) -> tuple[HeadProgram, int]:
-    rounds, after = _parse_rounds(lines, at + 1)
-    if len(rounds) != 1 or rounds[0].sends or rounds[0].receives:
-        raise ValueError(f"line {at + 2}: expected one line of attends, those of the Ulysses group before it")
     pairs = [share.split(":") for share in shares.split(",")]
-    program = HeadProgram(
-        num_tokens=num_tokens,
-        ranks=tuple(int(rank) for rank, _ in pairs),
-        tokens=tuple(int(tokens) for _, tokens in pairs),
-        attends=rounds[0].attends,
-    )
-    return program, after
+    tokens = tuple(int(each) for _, each in pairs)
+    attention, after = _parse_directions(lines, at, num_tokens=sum(tokens))
+    ranks = tuple(int(rank) for rank, _ in pairs)
+    return HeadProgram(num_tokens=num_tokens, ranks=ranks, tokens=tokens, attention=attention), after
 
 
 def _parse_load(line: str, at: int) -> Load:

@@ -10,10 +10,11 @@ from rayfcp.program.buffers import check_buffers, check_pipeline
 from rayfcp.program.cells import check_cells
 from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
-from rayfcp.program.gathered import head_cells
+from rayfcp.program.gathered import Part, first_heads
+from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import Forward, Load, Piece, RankProgram
 from rayfcp.program.lower import ALL_PRIMITIVES, lower
-from rayfcp.program.replay import Part, Replay, padding
+from rayfcp.program.replay import Replay
 from rayfcp.program.table import Column
 from rayfcp.values import BatchPlan, ClusterSpec, Layout, SequenceSpec
 
@@ -102,10 +103,10 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
     """Each cell once in each direction; each partial dK, dV home once; forward and backward agree."""
     computed: dict[bool, list[Column]] = {False: [], True: []}
     for parts in _microbatches(programs):
-        by_heads = head_cells(parts)
+        held = first_heads(parts)
         for backward in (False, True):
-            replay = Replay(parts, backward=backward)
-            cells = np.concatenate((replay.cells(), *by_heads))
+            replay = Replay(held, backward=backward)
+            cells = replay.cells()
             _check_padding(cells, parts)
             computed[backward].append(cells[cells[:, 0] >= 0])
         home = replay.partials_at_home()
@@ -122,7 +123,7 @@ def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
     """Each rank without tokens computes its padding token's one cell once."""
     computed = Counter(cells[cells[:, 0] < 0, 0].tolist())
     for rank, (_, load) in enumerate(parts):
-        times = computed[padding(rank).sequence]
+        times = computed[padding_number(rank)]
         if not load.pieces and times != 1:
             raise ValueError(
                 f"rank {rank}, microbatch {load.microbatch}: the cell of the padding token is computed {times} times, "

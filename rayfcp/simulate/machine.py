@@ -65,12 +65,16 @@ class Machine:
         """Bytes of an element whose parts are summed over ranks."""
         return max(self.bytes_per_element, REDUCED_BYTES)
 
+    def kv_share(self, degree: int) -> float:
+        """Of the key and value heads, those of one of `degree` ranks that share out heads: one at least."""
+        return max(1.0 / degree, 1.0 / self.model.num_kv_heads)
+
     def exchanged_bytes_per_token(self, degree: int, *, gathered: bool) -> float:
         """What one rank of a Ulysses group gets of a token of another: 1 / degree of the query heads, and of the
         key and value heads, replicated beyond their count, in the exchange that brings these (`gathered`)."""
         heads = self.model.num_heads / degree
         if gathered:
-            heads += 2 * max(self.model.num_kv_heads / degree, 1.0)
+            heads += 2 * self.model.num_kv_heads * self.kv_share(degree)
         return heads * self.model.head_dim * self.bytes_per_element
 
     @property

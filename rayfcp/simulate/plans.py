@@ -24,7 +24,7 @@ def simulate_plan(
     """The timeline of a plan; also `rayfcp.simulate`. `sequences` are those that were planned.
 
     `model` and `hardware` are profiles or names of profiles; the other arguments are those of `lower` and
-    `rayfcp.simulate.simulate`. Every primitive is simulated, those that training cannot run yet included.
+    `rayfcp.simulate.simulate`. Every primitive is simulated.
 
     Raises:
         ValueError: an unknown name, or what `lower` and `simulate` refuse.

@@ -15,6 +15,8 @@ from rayfcp.simulate.machine import Machine
 
 Pair = tuple[int, int]
 
+_NONE = Attends.of(())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -69,17 +71,18 @@ class _Builder:
         counts: list[int] = []
         for rank, part in enumerate(parts):
             start = len(self.category)
+            inner, degree = (part.attention, part.degree) if isinstance(part, HeadProgram) else (part, 1)
+            steps = inner.backward if backward else inner.forward
+            found, categories = [Attends.of(step.attends) for step in steps], [RING] * len(steps)
             if isinstance(part, HeadProgram):
-                rounds = _exchanged(part, rank=rank, lanes=lanes, first=start, machine=self.machine, backward=backward)
-                self.category += [ALL_TO_ALL] * len(rounds)
-                shares += [1.0 / part.degree] * len(rounds)
-                tables += rounds
-            else:
-                steps = part.backward if backward else part.forward
-                self._ring(steps, rank=rank, lanes=lanes)
-                shares += [1.0] * len(steps)
-                tables += [Attends.of(step.attends) for step in steps]
-            counts.append(len(self.category) - start)
+                ends = (start, start + len(steps) + 1)
+                _exchange(part, rank=rank, lanes=lanes, ends=ends, machine=self.machine, backward=backward)
+                found, categories = [_NONE, *found, _NONE], [ALL_TO_ALL, *categories, ALL_TO_ALL]
+            self._attention(steps, rank=rank, lanes=lanes, first=start + (degree > 1), degree=degree)
+            self.category += categories
+            shares += [1.0 / degree] * len(found)
+            tables += found
+            counts.append(len(found))
         self.ends += [[] for _ in range(len(self.category) - base)]
         self.count.append(counts)
         self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
@@ -104,12 +107,14 @@ class _Builder:
             attend_s=np.array(self.attend_s, np.float64),
         )
 
-    def _ring(self, steps: Sequence[AttentionRound], *, rank: int, lanes: "_Lanes") -> None:
+    def _attention(
+        self, steps: Sequence[AttentionRound], *, rank: int, lanes: "_Lanes", first: int, degree: int
+    ) -> None:
+        """Messages of the rounds from number `first` on, between exchanges of `degree` ranks (1: none)."""
         machine = self.machine
-        each = {Payload.KV: machine.kv_bytes_per_token, Payload.GRAD: machine.gradient_bytes_per_token}
-        for step in steps:
-            at = len(self.category)
-            self.category.append(RING)
+        share = machine.kv_share(degree)
+        each = {Payload.KV: share * machine.kv_bytes_per_token, Payload.GRAD: share * machine.gradient_bytes_per_token}
+        for at, step in enumerate(steps, start=first):
             for sent in step.sends:
                 lanes.sent[rank, sent.peer].append((at, _num_tokens(sent) * each[sent.payload]))
             for received in step.receives:
@@ -155,21 +160,20 @@ class _Lanes:
     received: dict[Pair, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
 
-def _exchanged(
-    part: HeadProgram, *, rank: int, lanes: _Lanes, first: int, machine: Machine, backward: bool
-) -> list[Attends]:
-    """Three rounds: an exchange posted at once, the attends, an exchange. To heads a rank sends its own tokens, to
-    tokens those of the others."""
-    own = part.ranks.index(rank)
+def _exchange(
+    part: HeadProgram, *, rank: int, lanes: _Lanes, ends: tuple[int, int], machine: Machine, backward: bool
+) -> None:
+    """An exchange posted at once in the first of the rounds `ends`, another in the last. To heads a rank sends its own
+    tokens, to tokens those of the others."""
+    own, (first, last) = part.ranks.index(rank), ends
     gathered = machine.exchanged_bytes_per_token(part.degree, gathered=True)
     scattered = machine.exchanged_bytes_per_token(part.degree, gathered=False)
     before, after = (scattered, gathered) if backward else (gathered, scattered)
     for step in range(1, part.degree):
         to, come = (own + step) % part.degree, (own - step) % part.degree
         target, source = part.ranks[to], part.ranks[come]
-        lanes.sent[rank, target] += [(first, part.tokens[own] * before), (first + 2, part.tokens[to] * after)]
-        lanes.received[source, rank] += [(first, part.tokens[come] * before), (first + 2, part.tokens[own] * after)]
-    return [Attends.of(()), Attends.of(part.attends), Attends.of(())]
+        lanes.sent[rank, target] += [(first, part.tokens[own] * before), (last, part.tokens[to] * after)]
+        lanes.received[source, rank] += [(first, part.tokens[come] * before), (last, part.tokens[own] * after)]
 
 
 def _messages(pairs: Sequence[Pair], moved: Floats, *, machine: Machine) -> Messages:

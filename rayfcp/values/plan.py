@@ -35,7 +35,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """Keys and values of `blocks` (indices into `Layout.blocks`, one owner) go from source to target.
+    """Keys and values of `blocks` (indices into `Layout.blocks`, one owner) go from source to target, ranks or
+    (`Layout.heads`) runs of ranks.
 
     The source is any rank that holds the blocks by then: their owner, or one that received them.
     """
@@ -72,11 +73,25 @@ class Pipeline:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where the tokens of a microbatch live and how keys and values travel. Blocks of one rank and
-    one sequence come in ascending order of `start`. Without a `pipeline`, rounds run one by one."""
+    one sequence come in ascending order of `start`. Without a `pipeline`, rounds run one by one.
+
+    With `heads` u above 1, ranks lie in runs of u, run k = ranks [k u, (k + 1) u), that exchange tokens for heads
+    around attention. `source` and `target` of transfers then number runs: rank A u + j of a run A sends its share of
+    the heads of the blocks that all of A holds to rank B u + j of run B. `Block.rank` stays a rank.
+    """
 
     blocks: tuple[Block, ...]
     rounds: tuple[Round, ...]
     pipeline: Pipeline | None = None
+    heads: int = 1
+
+    def runs(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each run; `heads` divides `num_ranks`.
+
+        >>> Layout(blocks=(), rounds=(), heads=2).runs(4)
+        ((0, 1), (2, 3))
+        """
+        return tuple(tuple(range(first, first + self.heads)) for first in range(0, num_ranks, self.heads))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Global batches with everything that goes wrong elsewhere, and what a single process makes of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,9 @@ from rayfcp.execute.interfaces import Tokens
 from rayfcp.models import causal_lm
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import model_config
-from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
+from rayfcp.plan import lay_out
+from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec
+from tests.execute.layouts import over_runs
 
 # Small enough that ranks of the cases below take their loss in several chunks.
 causal_lm.LOSS_CHUNK_TOKENS = 24
@@ -25,17 +27,21 @@ ARCHITECTURE = ArchitectureConfig(
 )
 
 Gradients = dict[str, torch.Tensor]
+Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`microbatches[m]` lists groups: (ranks, sequences). `recomputed`: layers; `reduce_every` as in the config."""
+    """`microbatches[m]` lists groups: (ranks, sequences), of several ranks all of `primitive`. `recomputed`: layers;
+    `reduce_every` as in the config. With `heads` above 1, groups are rings of runs of that many ranks, numbered."""
 
     num_ranks: int
     lengths: tuple[int, ...]
-    microbatches: tuple[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], ...]
+    microbatches: tuple[Groups, ...]
     recomputed: int = 0
     reduce_every: str = "step"
+    primitive: Primitive = Primitive.RING
+    heads: int = 1
 
     @property
     def sequences(self) -> list[SequenceSpec]:
@@ -50,19 +56,22 @@ class Case:
             strategy="by hand",
             num_ranks=self.num_ranks,
             generation=0,
-            microbatches=tuple(
-                MicrobatchPlan(
-                    groups=tuple(Group(ranks=ranks, sequences=sequences) for ranks, sequences in groups),
-                    group_s=(1.0,) * len(groups),
-                    predicted_s=1.0,
-                )
-                for groups in self.microbatches
-            ),
+            microbatches=tuple(self._microbatch(groups) for groups in self.microbatches),
             recomputed_layers=self.recomputed,
             predicted_s=1.0,
             lower_bound_s=1.0,
             reason="a test",
         )
+
+    def _microbatch(self, groups: Groups) -> MicrobatchPlan:
+        found = tuple(Group(ranks=ranks, sequences=ids, primitive=self.primitive) for ranks, ids in groups)
+        microbatch = MicrobatchPlan(groups=found, group_s=(1.0,) * len(groups), predicted_s=1.0)
+        if self.heads == 1:
+            return microbatch
+        layout = over_runs(lay_out(microbatch, self.sequences), num_ranks=self.num_ranks, heads=self.heads)
+        runs = layout.runs(self.num_ranks)
+        found = tuple(replace(each, ranks=tuple(rank for run in each.ranks for rank in runs[run])) for each in found)
+        return replace(microbatch, groups=found, layout=layout)
 
 
 CASES = (
@@ -86,8 +95,32 @@ CASES = (
         recomputed=3,
     ),
     Case(num_ranks=5, lengths=(3, 211), microbatches=((((0, 1, 2, 3, 4), (0, 1)),),)),
+    Case(
+        num_ranks=3,
+        lengths=(101, 1, 37, 2),
+        microbatches=((((2, 0), (0,)),), (((1, 2), (1, 2)), ((0,), (3,)))),
+        recomputed=2,
+        primitive=Primitive.ULYSSES,
+    ),
+    Case(
+        num_ranks=4,
+        lengths=(131, 17, 1, 45, 7),
+        microbatches=((((3, 1, 0, 2), (0, 2)),), (((1, 2), (1, 3)), ((0, 3), (4,))), (((0, 1, 2, 3), ()),)),
+        recomputed=1,
+        reduce_every="microbatch",
+        primitive=Primitive.ULYSSES,
+    ),
+    Case(num_ranks=4, lengths=(3,), microbatches=((((0, 1, 2, 3), (0,)),),), primitive=Primitive.ULYSSES),
+    Case(
+        num_ranks=4,
+        lengths=(131, 17, 1, 45),
+        microbatches=((((1, 0), (0, 2)),), (((1,), (1, 3)),)),
+        recomputed=2,
+        heads=2,
+    ),
 )
-"""Degrees 1, 2, 3 and 5; odd lengths; one token; fewer tokens than ranks; ranks with nothing to do."""
+"""Rings of degrees 1, 2, 3 and 5, Ulysses groups of 2 and 4, rings of runs that share out heads; odd lengths; one
+token; fewer tokens than ranks; ranks with nothing to do."""
 
 
 class CaseTokens:

@@ -1,9 +1,12 @@
 """Layouts that no planner of ours emits: blocks anywhere, keys and values fetched from owners or passed on."""
 
+import bisect
+import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
-from rayfcp.values import Block, Layout, Mask, Round, SequenceSpec, Transfer
+from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Round, SequenceSpec, Transfer
 
 
 def random_layout(sequences: Sequence[SequenceSpec], *, num_ranks: int, seed: int) -> Layout:
@@ -50,3 +53,60 @@ def _place(rounds: list[list[Transfer]], held: dict[int, int], *, target: int, r
     while number < len(rounds) and any(each.source == source or each.target == target for each in rounds[number]):
         number += 1
     return source, number
+
+
+def over_runs(layout: Layout, *, num_ranks: int, heads: int, dealt: bool = False) -> Layout:
+    """The layout of `num_ranks` / `heads` ranks with runs of `heads` ranks in place of each: its tokens laid end to end
+    and cut into level shares, or (`dealt`) its blocks dealt out in turn."""
+    held: list[list[int]] = [[] for _ in range(num_ranks // heads)]
+    for index, block in enumerate(layout.blocks):
+        held[block.rank].append(index)
+    blocks: list[Block] = []
+    parts: dict[int, list[int]] = {}
+    for run, own in enumerate(held):
+        ends = _ends([layout.blocks[index].num_tokens for index in own], heads=heads)
+        at = 0
+        for turn, index in enumerate(own):
+            block = layout.blocks[index]
+            cuts = [
+                block.start,
+                *(block.start + end - at for end in ends if at < end < at + block.num_tokens),
+                block.stop,
+            ]
+            spans = [(block.start, block.stop)] if dealt else list(itertools.pairwise(cuts))
+            parts[index] = list(range(len(blocks), len(blocks) + len(spans)))
+            for start, stop in spans:
+                share = turn % heads if dealt else bisect.bisect_right(ends, at + start - block.start)
+                blocks.append(replace(block, start=start, stop=stop, rank=run * heads + share))
+            at += block.num_tokens
+    rounds = tuple(
+        Round(
+            transfers=tuple(
+                replace(each, blocks=tuple(part for block in each.blocks for part in parts[block]))
+                for each in step.transfers
+            )
+        )
+        for step in layout.rounds
+    )
+    return Layout(blocks=tuple(blocks), rounds=rounds, pipeline=layout.pipeline, heads=heads)
+
+
+def _ends(sizes: Sequence[int], *, heads: int) -> list[int]:
+    """Where the shares of tokens laid end to end end, but for the last."""
+    return [sum(sizes) * share // heads for share in range(1, heads)]
+
+
+def plan_of(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> BatchPlan:
+    """One microbatch of one group of all ranks with this layout."""
+    group = Group(ranks=tuple(range(num_ranks)), sequences=tuple(each.id for each in sequences))
+    microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0, layout=layout)
+    return BatchPlan(
+        strategy="by hand",
+        num_ranks=num_ranks,
+        generation=0,
+        microbatches=(microbatch,),
+        recomputed_layers=0,
+        predicted_s=1.0,
+        lower_bound_s=1.0,
+        reason="a test",
+    )

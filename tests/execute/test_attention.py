@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Group, Layout, Mask, MicrobatchPlan, SequenceSpec
+from rayfcp.program.heads import lower_heads
+from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import random_layout
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 Tensors = dict[int, list[torch.Tensor]]
+Programs = Sequence[AttentionProgram | HeadProgram]
 
 
 def run_ranks(work: Callable[[int], None], *, num_ranks: int, fabric: Fabric) -> None:
@@ -56,9 +59,7 @@ def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
     return results
 
 
-def distributed(
-    programs: Sequence[AttentionProgram], layout: Layout, tensors: Tensors, sequences: Sequence[SequenceSpec]
-) -> Tensors:
+def distributed(programs: Programs, layout: Layout, tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
     """The same by the interpreter, one thread per rank, put together again."""
     results = {s.id: [torch.zeros_like(tensors[s.id][i]) for i in (0, 0, 1, 2)] for s in sequences}
     fabric = Fabric(len(programs))
@@ -89,6 +90,14 @@ def distributed(
 def assert_equal_to_dense(
     layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int, dtype: torch.dtype
 ) -> None:
+    """The layout without groups: rings and rounds."""
+    programs = lower_attention(layout, masks={s.id: s.mask for s in sequences}, num_ranks=num_ranks)
+    assert_programs_equal_to_dense(programs, layout, sequences, dtype=dtype)
+
+
+def assert_programs_equal_to_dense(
+    programs: Programs, layout: Layout, sequences: Sequence[SequenceSpec], *, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = {
         s.id: [
@@ -97,7 +106,6 @@ def assert_equal_to_dense(
         ]
         for s in sequences
     }
-    programs = lower_attention(layout, masks={s.id: s.mask for s in sequences}, num_ranks=num_ranks)
     expected, found = dense(tensors, sequences), distributed(programs, layout, tensors, sequences)
     bound = 1e-10 if dtype is torch.float64 else 1e-5
     for sequence in sequences:
@@ -152,10 +160,47 @@ def test_wrong_tokens_are_named() -> None:
         )
 
 
-def test_programs_of_ulysses_groups_are_refused() -> None:
-    program = HeadProgram(num_tokens=2, ranks=(0, 1), tokens=(2, 2), attends=())
-    tensor = torch.zeros(2, 2, 8)
-    with pytest.raises(ValueError, match="primitive ulysses, the interpreter runs ring only"):
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=LENGTHS,
+    masks=MASKS,
+    degree=st.sampled_from([2, 4]),
+    ranks=st.permutations(range(5)),
+    seed=st.none() | st.integers(0, 10_000),
+)
+def test_ulysses_groups_of_any_ranks(
+    lengths: list[int], masks: list[Mask], degree: int, ranks: list[int], seed: int | None
+) -> None:
+    """Level shares, or blocks strewn over the group; two key/value heads, alone or replicated."""
+    sequences = specs(lengths, masks)
+    group = Group(ranks=tuple(ranks[:degree]), sequences=tuple(range(len(lengths))), primitive=Primitive.ULYSSES)
+    microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
+    layout = lay_out(microbatch, sequences)
+    if seed is not None:
+        strewn = random_layout(sequences, num_ranks=degree, seed=seed).blocks
+        blocks = tuple(replace(block, rank=group.ranks[block.rank]) for block in strewn)
+        layout = Layout(blocks=blocks, rounds=())
+    programs: list[AttentionProgram | HeadProgram] = [AttentionProgram(num_tokens=1, forward=(), backward=())] * 5
+    for rank, program in lower_heads(layout, [group.ranks], masks={s.id: s.mask for s in sequences}).items():
+        programs[rank] = program
+    assert_programs_equal_to_dense(programs, layout, sequences, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (12, 3)])
+def test_heads_that_a_degree_cannot_share_out_are_named(heads: int, kv_heads: int) -> None:
+    layout = Layout(blocks=(Block(sequence=0, start=0, stop=3, rank=0),), rounds=())
+    program = lower_heads(layout, [(0, 1, 2, 3)], masks={0: Mask.CAUSAL})[0]
+    query, key = torch.zeros(3, heads, 8), torch.zeros(3, kv_heads, 8)
+    expected = f"{heads} heads on {kv_heads} key/value heads cannot be shared out over the 4 ranks"
+    with pytest.raises(ValueError, match=expected):
+        attention(query, key, key, program, transport=InProcessTransport(Fabric(4), 0), kernel=pick_kernel("cpu"))
+
+
+def test_a_program_of_other_ranks_is_named() -> None:
+    layout = Layout(blocks=(Block(sequence=0, start=0, stop=3, rank=0),), rounds=())
+    program = lower_heads(layout, [(0, 1)], masks={0: Mask.CAUSAL})[0]
+    tensor = torch.zeros(3, 2, 8)
+    with pytest.raises(ValueError, match=r"the program is of ranks \(0, 1\), this is rank 2"):
         attention(
-            tensor, tensor, tensor, program, transport=InProcessTransport(Fabric(2), 0), kernel=pick_kernel("cpu")
+            tensor, tensor, tensor, program, transport=InProcessTransport(Fabric(3), 2), kernel=pick_kernel("cpu")
         )

@@ -10,8 +10,10 @@ from rayfcp.config.plan import BlockOptions
 from rayfcp.plan import CostModel
 from rayfcp.plan.blocks.columns import batch_of
 from rayfcp.plan.blocks.planner import plan_blocks
+from rayfcp.program import Forward, check_programs, lower
 from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
-from tests.execute.test_attention import LENGTHS, MASKS, assert_equal_to_dense, specs
+from tests.execute.layouts import over_runs, plan_of, random_layout
+from tests.execute.test_attention import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense, specs
 
 COST = CostModel(
     attention_s_per_cell=1e-3,
@@ -72,3 +74,59 @@ def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert layout.pipeline is not None and len(layout.rounds) >= 4
     assert_equal_to_dense(layout, sequences, num_ranks=3, dtype=dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=LENGTHS,
+    masks=MASKS,
+    ranks_and_heads=st.sampled_from([(2, 2), (4, 2), (6, 2), (4, 4), (8, 4)]),
+    block_tokens=st.integers(1, 40),
+    coalesce=st.integers(1, 4),
+    dealt=st.booleans(),
+)
+def test_blocks_of_runs_that_share_out_heads(
+    lengths: list[int],
+    masks: list[Mask],
+    ranks_and_heads: tuple[int, int],
+    block_tokens: int,
+    coalesce: int,
+    dealt: bool,
+) -> None:
+    """Every share of heads travels between ranks of its own; ranks may have none of a run's tokens."""
+    num_ranks, heads = ranks_and_heads
+    options = BlockOptions(block_tokens=block_tokens, coalesce=coalesce)
+    sequences = specs(lengths, masks)
+    layout = laid_out(sequences, num_ranks=num_ranks // heads, options=options)
+    layout = over_runs(layout, num_ranks=num_ranks, heads=heads, dealt=dealt)
+    assert_runs_equal_to_dense(layout, sequences, num_ranks=num_ranks, dtype=torch.float64)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS, masks=MASKS, num_runs=st.integers(1, 3), seed=st.integers(0, 10_000), dealt=st.booleans())
+def test_relays_of_runs_that_share_out_heads(
+    lengths: list[int], masks: list[Mask], num_runs: int, seed: int, dealt: bool
+) -> None:
+    sequences = specs(lengths, masks)
+    layout = over_runs(
+        random_layout(sequences, num_ranks=num_runs, seed=seed), num_ranks=2 * num_runs, heads=2, dealt=dealt
+    )
+    assert_runs_equal_to_dense(layout, sequences, num_ranks=2 * num_runs, dtype=torch.float64)
+
+
+def test_runs_that_share_out_heads_in_fp32() -> None:
+    sequences = specs([401, 170, 90], [Mask.CAUSAL, Mask.FULL])
+    layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=60, coalesce=2))
+    layout = over_runs(layout, num_ranks=6, heads=2)
+    assert_runs_equal_to_dense(layout, sequences, num_ranks=6, dtype=torch.float32)
+
+
+def assert_runs_equal_to_dense(
+    layout: Layout, sequences: list[SequenceSpec], *, num_ranks: int, dtype: torch.dtype
+) -> None:
+    """Lowered as part of a plan, proved, run."""
+    plan = plan_of(layout, sequences, num_ranks=num_ranks)
+    programs = lower(plan, sequences)
+    check_programs(programs, sequences)
+    passes = [item.attention for each in programs for item in each.instructions if isinstance(item, Forward)]
+    assert_programs_equal_to_dense(passes, layout, sequences, dtype=dtype)

@@ -1,13 +1,16 @@
 """Fitting: from exact synthetic timings back to the coefficients that made them."""
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.fit import Timing, fit_cost, predicted_s
+from rayfcp.values import Primitive
 from tests.plan.helpers import UNIT
 
 NEAR = {"rel": 1e-6}
@@ -15,11 +18,11 @@ LOCAL = ([64], [64] * 16, [512] * 2, [1024], [256] * 3)
 RINGS = ([64], [1024] * 2, [300] * 5)
 
 
-def timing_of(cost: CostModel, lengths: list[int], *, degree: int) -> Timing:
+def timing_of(cost: CostModel, lengths: list[int], *, degree: int, primitive: Primitive = Primitive.RING) -> Timing:
     """The pass as a machine that obeys `cost` would take it."""
     num_tokens, num_cells = sum(lengths), sum(length * (length + 1) // 2 for length in lengths)
-    seconds = float(cost.group_s(num_cells, num_tokens, degree=degree))
-    return Timing(degree=degree, num_tokens=num_tokens, num_cells=num_cells, seconds=seconds)
+    seconds = float(cost.group_s(num_cells, num_tokens, degree=degree, primitive=primitive))
+    return Timing(degree=degree, num_tokens=num_tokens, num_cells=num_cells, seconds=seconds, primitive=primitive)
 
 
 def timings_of(cost: CostModel, *, degrees: tuple[int, ...] = ()) -> list[Timing]:
@@ -115,3 +118,55 @@ def test_too_few_or_impossible_timings_are_refused() -> None:
         fit_cost(UNIT, timings[:2] + timings[-2:])
     with pytest.raises(ValueError, match="must be at least 3 and positive; measure more shapes"):
         fit_cost(UNIT, [*timings, dataclasses.replace(timings[0], seconds=0.0)])
+
+
+HEADS = dataclasses.replace(
+    UNIT,
+    attention_s_per_cell=1e-8,
+    linear_s_per_token=1e-5,
+    fixed_s=1e-2,
+    num_heads=8,
+    num_kv_heads=2,
+    ulysses_kv_share=0.2,
+    ulysses_intra_s_per_token=1e-4,
+    ulysses_inter_s_per_token=1e-4,
+    ulysses_s=0.1,
+)
+
+
+def exchanges_of(cost: CostModel) -> list[Timing]:
+    return [
+        timing_of(cost, lengths, degree=degree, primitive=Primitive.ULYSSES) for degree in (2, 8) for lengths in RINGS
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(per_token=seconds(1e-6, 1e-3), latency=seconds(1e-3, 1e-1), with_rings=st.booleans())
+def test_exchanges_give_back_what_was_put_in(per_token: float, latency: float, with_rings: bool) -> None:
+    """Beside rings or without; these stay what they are."""
+    truth = HEADS.with_coefficients(
+        ulysses_intra_s_per_token=per_token, ulysses_inter_s_per_token=per_token, ulysses_s=latency
+    )
+    timings = timings_of(truth, degrees=(2, 8) if with_rings else ()) + exchanges_of(truth)
+    found = fit_cost(HEADS, timings, overlaps=(HEADS.overlap,)).cost
+    for name in ("ulysses_intra_s_per_token", "ulysses_inter_s_per_token", "ulysses_s"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-5), name
+
+
+def test_exchanges_are_never_free() -> None:
+    """Passes of Ulysses groups that noise makes faster than their computation; or none at all."""
+    measured = timings_of(HEADS)
+    assert fit_cost(HEADS, measured).cost.ulysses_intra_s_per_token == HEADS.ulysses_intra_s_per_token
+    lucky = [dataclasses.replace(each, seconds=each.seconds / 100) for each in exchanges_of(HEADS)]
+    found = fit_cost(HEADS, measured + lucky).cost
+    assert found.ulysses_intra_s_per_token == pytest.approx(HEADS.ulysses_intra_s_per_token / 4)
+    assert found.ulysses_inter_s_per_token == pytest.approx(HEADS.ulysses_inter_s_per_token / 4)
+
+
+def test_what_is_not_known_of_exchanges_is_not_free() -> None:
+    unknown = HEADS.with_coefficients(ulysses_intra_s_per_token=0.0, ulysses_inter_s_per_token=0.0)
+    for cost in (unknown, HEADS.with_coefficients(num_heads=1), UNIT):
+        assert exchange_degrees(cost, num_ranks=8, primitives=("ring", "ulysses")) == []
+        assert math.isinf(cost.group_s(1, 1, degree=2, primitive=Primitive.ULYSSES))
+    assert exchange_degrees(HEADS, num_ranks=9, primitives=("ulysses",)) == [2, 4, 8]
+    assert exchange_degrees(HEADS, num_ranks=9, primitives=("ring",)) == []

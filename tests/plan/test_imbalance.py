@@ -101,7 +101,7 @@ def test_busiest_rank_is_what_the_cost_model_says(primitive: Primitive, degree: 
     cost = headed(attention_half_tokens=7.0, fixed_s=0.0)
     cost = cost.with_coefficients(
         ring_intra_s_per_token=0.0, ring_inter_s_per_token=0.0, ring_s_per_round=0.0, ulysses_s=0.0
-    )
+    ).with_coefficients(ulysses_intra_s_per_token=1e-15, ulysses_inter_s_per_token=1e-15)
     group = Group(ranks=tuple(range(degree)), sequences=(0,), primitive=primitive)
     sequences = batch_of([64], full=[True])
     busiest_s = float(cost.group_s(64 * 64, 64, degree=degree, primitive=primitive))

@@ -11,8 +11,9 @@ from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.profiles.device import measured_hardware
 from rayfcp.plan.profiles.fit import fit_cost
 from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.profiles.shapes import few_shapes, many_shapes, pass_plan
+from rayfcp.plan.profiles.shapes import exchange_shapes, few_shapes, many_shapes, pass_plan
 from rayfcp.program import check_programs, lower
+from rayfcp.values import Primitive
 from tests.plan.test_fit import timing_of
 
 MODEL = model_profile("qwen3-1.7b")
@@ -44,9 +45,17 @@ def test_every_term_can_be_told_apart() -> None:
             assert getattr(fit.cost, field.name) == pytest.approx(getattr(truth, field.name), rel=1e-5), field.name
 
 
+@pytest.mark.parametrize(("degrees", "due"), [([], []), ([2], [2, 2]), ([2, 4, 8], [2, 2, 8, 8])])
+def test_exchanges_are_timed_with_few_and_many_tokens(degrees: list[int], due: list[int]) -> None:
+    shapes = exchange_shapes(degrees, max_tokens=160)
+    assert [shape.degree for shape in shapes] == due
+    assert [shape.num_tokens for shape in shapes] == [160 * each if at % 2 else 10 for at, each in enumerate(due)]
+    assert all(shape.primitive is Primitive.ULYSSES for shape in shapes)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3, 5])
 def test_passes_are_plans_that_can_run(num_ranks: int) -> None:
-    for shape in many_shapes(num_ranks, max_tokens=300):
+    for shape in many_shapes(num_ranks, max_tokens=300) + exchange_shapes([num_ranks], max_tokens=300):
         plan, sequences = pass_plan(shape, num_ranks=num_ranks, recomputed_layers=0)
         assert len(plan.microbatches[0].groups) == num_ranks // shape.degree
         check_programs(lower(plan, sequences), sequences)

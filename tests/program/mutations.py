@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayfcp.program import (
+    AttentionProgram,
     AttentionRound,
     Backward,
     Forward,
@@ -246,21 +247,24 @@ def _with_content(program: RankProgram, rng: random.Random) -> RankProgram:
     if isinstance(item, Load):
         items[index] = replace(item, pieces=_changed(item.pieces, rng))
     elif isinstance(item, Forward) and isinstance(item.attention, HeadProgram):
-        field = rng.choice(["ranks", "tokens", "attends"])
-        items[index] = replace(
-            item, attention=replace(item.attention, **{field: _changed(tuple(getattr(item.attention, field)), rng)})
-        )
+        field = rng.choice(["ranks", "tokens", "attention", "attention"])
+        value = getattr(item.attention, field)
+        value = _with_rounds(value, rng) if field == "attention" else _changed(value, rng)
+        items[index] = replace(item, attention=replace(item.attention, **{field: value}))
     elif isinstance(item, Forward):
-        direction = rng.choice(["forward", "backward"])
-        rounds = list(getattr(item.attention, direction))
-        number = rng.randrange(len(rounds))
-        field = rng.choice(["sends", "receives", "attends"])
-        step = rounds[number]
-        rounds[number] = replace(step, **{field: _changed(tuple(getattr(step, field)), rng)})
-        items[index] = replace(item, attention=replace(item.attention, **{direction: tuple(rounds)}))
+        items[index] = replace(item, attention=_with_rounds(item.attention, rng))
     else:
         items[index] = replace(item, reduce=not item.reduce)
     return replace(program, instructions=tuple(items))
+
+
+def _with_rounds(attention: AttentionProgram, rng: random.Random) -> AttentionProgram:
+    direction = rng.choice(["forward", "backward"])
+    rounds = list(getattr(attention, direction))
+    number = rng.randrange(len(rounds))
+    field = rng.choice(["sends", "receives", "attends"])
+    rounds[number] = replace(rounds[number], **{field: _changed(tuple(getattr(rounds[number], field)), rng)})
+    return replace(attention, **{direction: tuple(rounds)})
 
 
 def _changed(values: tuple, rng: random.Random) -> tuple:

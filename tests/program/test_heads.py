@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rayfcp.plan import lay_out
 from rayfcp.program import (
     ALL_PRIMITIVES,
+    Attend,
     AttentionProgram,
     Forward,
     HeadProgram,
@@ -69,21 +70,22 @@ def test_what_a_program_of_heads_prints() -> None:
         "load 0 1[0:4]",
         "forward 0 tokens=4 recompute=1 heads=2:5,0:4",
         "  * 0:5@0[0:5]c * 5:9@0[5:9]c",
+        "~",
+        "  * 0:5@0[0:5]c * 5:9@0[5:9]c",
         "backward 0 reduce",
     ]
 
 
-@pytest.mark.parametrize("line", ["", "  >1 kv 0[0:4]", "  * 0:4@0[0:4]c\n  * 4:5@0[4:5]c"])
-def test_heads_without_one_line_of_attends_are_named(line: str) -> None:
-    text = f"program rank=0/2 stage=0/1 plan=00\nforward 0 tokens=4 recompute=0 heads=0:4,1:1\n{line}\n"
-    with pytest.raises(ValueError, match="line 3: expected one line of attends"):
+def test_heads_without_backward_rounds_are_named() -> None:
+    text = "program rank=0/2 stage=0/1 plan=00\nforward 0 tokens=4 recompute=0 heads=0:4,1:1\n  * 0:5@0[0:5]c\n"
+    with pytest.raises(ValueError, match="line 4: expected '~' and the backward rounds"):
         from_text(text)
 
 
-def test_lowering_refuses_what_the_runtime_lacks() -> None:
+def test_lowering_refuses_primitives_that_are_not_wanted() -> None:
     plan, sequences = one_group([5, 4], (0, 1))
     with pytest.raises(ValueError, match=r"microbatch 0 group 0: primitive is ulysses, must be one of \['ring'\]"):
-        lower(plan, sequences)
+        lower(plan, sequences, primitives={Primitive.RING})
 
 
 def test_a_group_of_one_rank_is_a_ring_of_one_rank() -> None:
@@ -122,6 +124,17 @@ def test_a_rank_of_another_group_is_named() -> None:
 
 
 HeadMutation = Callable[[HeadProgram], HeadProgram]
+AttendsMutation = Callable[[Sequence[Attend]], Sequence[Attend]]
+
+
+def with_attends(head: HeadProgram, change: AttendsMutation) -> HeadProgram:
+    """The same change of what is attended to first, in either direction."""
+    forward, backward = (
+        (replace(rounds[0], attends=change(tuple(rounds[0].attends))), *rounds[1:])
+        for rounds in (head.attention.forward, head.attention.backward)
+    )
+    return replace(head, attention=replace(head.attention, forward=forward, backward=backward))
+
 
 HEAD_MUTATIONS: dict[str, HeadMutation] = {
     "ranks in another order": lambda head: replace(head, ranks=head.ranks[1:] + head.ranks[:1]),
@@ -136,18 +149,26 @@ HEAD_MUTATIONS: dict[str, HeadMutation] = {
     ),
     "a token more of each": lambda head: replace(head, tokens=tuple(each + 1 for each in head.tokens)),
     "no tokens at the end": lambda head: replace(head, tokens=(*head.tokens[:-1], 0)),
-    "an attend lost": lambda head: replace(head, attends=head.attends[1:]),
-    "no attends": lambda head: replace(head, attends=()),
-    "an attend twice": lambda head: replace(head, attends=(*head.attends, head.attends[0])),
-    "the other mask": lambda head: replace(
-        head, attends=(replace(head.attends[0], causal=not head.attends[0].causal), *head.attends[1:])
+    "a token more to attend to": lambda head: replace(
+        head, attention=replace(head.attention, num_tokens=head.attention.num_tokens + 1)
     ),
-    "another slot": lambda head: replace(head, attends=(replace(head.attends[0], slot=1), *head.attends[1:])),
-    "beyond the tokens": lambda head: replace(
-        head, attends=(*head.attends, replace(head.attends[0], query=(0, 10**6), key=(0, 10**6)))
+    "an attend lost": lambda head: with_attends(head, lambda attends: attends[1:]),
+    "no attends": lambda head: with_attends(head, lambda _: ()),
+    "an attend twice": lambda head: with_attends(head, lambda attends: (*attends, attends[0])),
+    "the other mask": lambda head: with_attends(
+        head, lambda attends: (replace(attends[0], causal=not attends[0].causal), *attends[1:])
     ),
-    "across sequences": lambda head: replace(
-        head, attends=(*head.attends, replace(head.attends[0], query=head.attends[-1].query, causal=False))
+    "another slot": lambda head: with_attends(head, lambda attends: (replace(attends[0], slot=1), *attends[1:])),
+    "beyond the tokens": lambda head: with_attends(
+        head, lambda attends: (*attends, replace(attends[0], query=(0, 10**6), key=(0, 10**6)))
+    ),
+    "across sequences": lambda head: with_attends(
+        head, lambda attends: (*attends, replace(attends[0], query=attends[-1].query, causal=False))
+    ),
+    "no backward": lambda head: replace(head, attention=replace(head.attention, backward=())),
+    "a backward of other attends": lambda head: replace(
+        head,
+        attention=replace(head.attention, forward=with_attends(head, lambda attends: attends[1:]).attention.forward),
     ),
 }
 
@@ -183,9 +204,13 @@ def test_peers_that_disagree_on_tokens_would_not_match() -> None:
     plan, sequences = one_group([17, 5, 9], (3, 0, 1))
     programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
     check_progress(programs)
-    fewer = _changed(programs, lambda head: replace(head, tokens=(head.tokens[0], *head.tokens[1:2], 1)), ranks=(0,))
+
+    def fewer(head: HeadProgram) -> HeadProgram:
+        tokens = (*head.tokens[:2], 1)
+        return replace(head, tokens=tokens, attention=replace(head.attention, num_tokens=sum(tokens)))
+
     with pytest.raises(ValueError, match="sends qkv of 10 tokens where rank 0 expects qkv of 1"):
-        check_progress(fewer)
+        check_progress(_changed(programs, fewer, ranks=(0,)))
 
 
 def test_a_peer_that_recomputes_nothing_is_found() -> None:

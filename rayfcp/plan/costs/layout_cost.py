@@ -1,5 +1,6 @@
 """Seconds of a layout whose blocks lie anywhere, round by round."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from rayfcp.plan.costs.layout_rounds import Pass, Rounds
 from rayfcp.plan.costs.layout_work import Index, LayoutWork, Loads, work_of
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
-from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from rayfcp.values import ClusterSpec, Layout, Primitive, SequenceSpec
 
 HOLD = 2
 """Rounds from a transfer to the one in which its gradients go home, without a pipeline."""
@@ -33,37 +34,46 @@ def layout_passes(
     ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes
     its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
     gradients go home `HOLD` rounds later in the transposed rounds (with a pipeline, as many as it has buffers).
+    Where runs of ranks share out heads, this is the walk of runs, each rank with its share of heads and on its own
+    ports, between exchanges that cost what Ulysses' do for the most tokens of the run's ranks; infinitely much if the
+    heads cannot be shared out so.
     Recomputed layers run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their
     gradients went the way back.
     """
     num_ranks = cluster.num_ranks
     work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
     rounds = _rounds(layout, work, cluster=cluster, cost=cost)
+    if not np.isfinite(rounds.exchange_s).all():
+        return math.inf, math.inf
     hold = layout.pipeline.num_buffers if layout.pipeline else HOLD
     linear_s = cost.linear_s_per_token * work.tokens + cost.fixed_s
-    latency_s, first = cost.ring_s_per_round, cost.attention_forward
-    forward = Pass(
-        attention=first, keys=cost.ring_forward, gradients=0.0, latency_s=cost.passes_forward * latency_s, hold=0
+    forward, again, backward = _passes(cost, hold=hold)
+    both = (backward, again) if cost.recomputed_layers else (backward,)
+    return (
+        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
+        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
     )
+
+
+def _passes(cost: CostModel, *, hold: int) -> tuple[Pass, Pass, Pass]:
+    """Forward, forward once more for recomputed layers, and the rest of backward."""
+    once, first = cost.passes_forward, cost.attention_forward
+    forward = Pass(attention=first, keys=cost.ring_forward, gradients=0.0, latencies=once, hold=0)
     again = Pass(
         attention=max(1 - (1 + ATTENTION_BACKWARD) * first, 0.0),
         keys=max(1 - 2 * cost.ring_forward - cost.ring_returned, 0.0),
         gradients=0.0,
-        latency_s=max(1 - 2 * cost.passes_forward, 0.0) * latency_s,
+        latencies=max(1 - 2 * once, 0.0),
         hold=0,
     )
     backward = Pass(
         attention=1 - first - again.attention,
         keys=1 - cost.ring_forward - cost.ring_returned - again.keys,
         gradients=cost.ring_returned,
-        latency_s=cost.passes_forward * latency_s,
+        latencies=once,
         hold=hold,
     )
-    both = (backward, again) if cost.recomputed_layers else (backward,)
-    return (
-        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
-        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
-    )
+    return forward, again, backward
 
 
 def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> float:
@@ -82,14 +92,16 @@ def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> floa
 
 
 def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> Rounds:
-    nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
-    across = nodes[work.source] != nodes[work.target]
+    nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, layout.heads)
+    across = (nodes[work.source] != nodes[work.target]).any(axis=1)
     coalesce = layout.pipeline.coalesce if layout.pipeline else 1
     half = cost.attention_half_tokens
-    moved_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token) * work.moved_tokens
-    brought_s = cost.attention_s_per_cell * (work.cells + half * work.sides)
-    own_s = cost.attention_s_per_cell * (work.own_cells + half * work.own_sides)
+    kv_share = max(1 / layout.heads, 1 / cost.num_kv_heads) if layout.heads > 1 else 1.0
+    hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
+    per_cell_s = cost.attention_s_per_cell / layout.heads
     stage = np.arange(len(layout.rounds)) // coalesce
+    own_s = per_cell_s * (work.own_cells + half * work.own_sides)
+    brought_s = per_cell_s * (work.cells + half * work.sides)
     return Rounds(
         work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
         stage=stage,
@@ -97,9 +109,19 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
         source=work.source,
         target=work.target,
         across=across.astype(np.int64),
-        moved_s=moved_s,
-        overlap=cost.overlap,
+        moved_s=kv_share * hop_s * work.moved_tokens,
+        latency_s=float(cost.ring_s_per_round),
+        exchange_s=_exchange_s(layout, work, nodes=nodes, cost=cost),
+        heads=layout.heads,
+        overlap=float(cost.overlap),
     )
+
+
+def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Index, cost: CostModel) -> Loads:
+    """Seconds of each run's exchanges, those of a Ulysses group whose ranks all hold as many tokens as its fullest."""
+    passes = cost.terms(layout.heads, primitive=Primitive.ULYSSES, crosses=(nodes != nodes[:, :1]).any(axis=1))
+    tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)
+    return np.asarray(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes), np.float64)
 
 
 def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:

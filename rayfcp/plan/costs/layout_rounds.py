@@ -6,9 +6,10 @@ from rayfcp.plan.costs.layout_work import Index, Loads
 
 
 class Rounds(NamedTuple):
-    """`work_s[rank, phase]`: attention of all passes. Round r of the layout, which flies in phase `stage[r]`, has the
-    transfers `bounds[r]` to `bounds[r + 1]`; `moved_s`: of all passes; `across`: whether each goes between nodes (1)
-    or stays inside one (0)."""
+    """`work_s[run, phase]`: attention of all passes. Round r of the layout, which flies in phase `stage[r]`, has the
+    transfers `bounds[r]` to `bounds[r + 1]`; `moved_s` and, of a transfer, `latency_s`: of all passes; `across`:
+    whether each goes between nodes (1) or stays inside one (0). `exchange_s[run]`: exchanges of all passes among the
+    ranks of a run, of which there are `heads`."""
 
     work_s: Loads
     stage: Index
@@ -17,15 +18,18 @@ class Rounds(NamedTuple):
     target: Index
     across: Index
     moved_s: Loads
+    latency_s: float
+    exchange_s: Loads
+    heads: int
     overlap: float
 
 
 class Pass(NamedTuple):
-    """Shares of attention, and of what a ring moves, in one pass; latency of a transfer; `hold`: rounds from a transfer
-    to the one in which its gradients go home."""
+    """Shares of attention, of what a ring moves, and of latencies and exchanges of heads, in one pass; `hold`: rounds
+    from a transfer to the one in which its gradients go home."""
 
     attention: float
     keys: float
     gradients: float
-    latency_s: float
+    latencies: float
     hold: int

@@ -16,8 +16,8 @@ Index = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutWork:
     """Cells, and `sides`: tokens of the longer side summed over attends, which half tokens are counted with (a causal
-    square counts half). By rank, for its own keys, and by transfer: `source`, `target`, its `round` in the layout, and
-    the tokens of its blocks."""
+    square counts half). By run (a rank, where `heads` is 1), for its own keys, and by transfer: `source`, `target`, its
+    `round` in the layout, and the tokens of its blocks; all in cells and tokens of all heads. `tokens`: by rank."""
 
     own_cells: Loads
     own_sides: Loads
@@ -31,14 +31,15 @@ class LayoutWork:
 
 
 def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int) -> LayoutWork:
-    """The work of every rank and transfer.
+    """The work of every run of ranks and transfer.
 
-    A rank's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one
+    A run's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one
     transfer lie together; neighbouring query blocks that attend to the same ones of them are one attend.
     """
     numbers = {sequence: number for number, sequence in enumerate({block.sequence: None for block in layout.blocks})}
     full = np.array([by_id[sequence].mask is Mask.FULL for sequence in numbers])
-    held = _Held(layout, numbers=numbers, num_ranks=num_ranks)
+    num_runs = num_ranks // layout.heads
+    held = _Held(layout, numbers=numbers, num_runs=num_runs)
     transfers = list(chain.from_iterable(step.transfers for step in layout.rounds))
     sizes = np.array([len(step.transfers) for step in layout.rounds], np.int64)
     counts = np.fromiter((len(each.blocks) for each in transfers), np.int64, len(transfers))
@@ -51,12 +52,12 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     queries = held.queries(target[owner], carried, full=full)
     sides = _sides(queries, keys, group=owner * max(len(numbers), 1) + held.sequence[carried])
     count = len(transfers)
-    by_rank, by_sequence, alone = held.totals()
+    by_run, by_sequence, alone = held.totals()
     square = full[by_sequence]
     return LayoutWork(
-        own_cells=_sums(by_rank, np.where(square, alone**2, alone * (alone + 1) / 2), num_ranks),
-        own_sides=_sums(by_rank, np.where(square, alone, alone / 2), num_ranks),
-        tokens=_sums(held.rank, held.size, num_ranks),
+        own_cells=_sums(by_run, np.where(square, alone**2, alone * (alone + 1) / 2), num_runs),
+        own_sides=_sums(by_run, np.where(square, alone, alone / 2), num_runs),
+        tokens=_sums(np.array([block.rank for block in layout.blocks], np.int64), held.size, num_ranks),
         source=np.fromiter((each.source for each in transfers), np.int64, len(transfers)),
         target=target,
         round=np.repeat(np.arange(len(layout.rounds)), sizes),
@@ -67,36 +68,36 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
 
 
 class _Held:
-    """Blocks as columns, and how many tokens of a sequence a rank holds from some place on."""
+    """Blocks as columns, and how many tokens of a sequence a run holds from some place on."""
 
-    def __init__(self, layout: Layout, *, numbers: Mapping[int, int], num_ranks: int) -> None:
+    def __init__(self, layout: Layout, *, numbers: Mapping[int, int], num_runs: int) -> None:
         blocks = layout.blocks
         self.sequence = np.array([numbers[block.sequence] for block in blocks], np.int64)
-        self.rank = np.array([block.rank for block in blocks], np.int64)
+        self.run = np.array([block.rank for block in blocks], np.int64) // layout.heads
         self.start = np.array([block.start for block in blocks], np.int64)
         self.size = np.array([block.num_tokens for block in blocks], np.float64)
         self._reach = int(self.start.max(initial=0)) + 1
-        self._num_ranks = num_ranks
-        keys = self._keys(self.sequence, self.rank, self.start)
+        self._num_runs = num_runs
+        keys = self._keys(self.sequence, self.run, self.start)
         order = np.argsort(keys, kind="stable")
         self._sorted = keys[order]
         self._before = np.concatenate([[0.0], np.cumsum(self.size[order])])
 
-    def queries(self, rank: Index, block: Index, *, full: npt.NDArray[np.bool_]) -> Loads:
-        """Tokens of `rank` that attend to `block`: the later ones of its sequence, under a full mask all."""
+    def queries(self, run: Index, block: Index, *, full: npt.NDArray[np.bool_]) -> Loads:
+        """Tokens of `run` that attend to `block`: the later ones of its sequence, under a full mask all."""
         sequence = self.sequence[block]
         since = np.where(full[sequence], 0, self.start[block])
-        first = np.searchsorted(self._sorted, self._keys(sequence, rank, since))
-        stop = np.searchsorted(self._sorted, self._keys(sequence, rank, np.full(len(block), self._reach)))
+        first = np.searchsorted(self._sorted, self._keys(sequence, run, since))
+        stop = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
         return np.asarray(self._before[stop] - self._before[first])
 
     def totals(self) -> tuple[Index, Index, Loads]:
-        """Rank, sequence and tokens, of each sequence on each of its ranks."""
-        pairs, at = np.unique(self.sequence * self._num_ranks + self.rank, return_inverse=True)
-        return pairs % self._num_ranks, pairs // self._num_ranks, _sums(at, self.size, len(pairs))
+        """Run, sequence and tokens, of each sequence on each of its runs."""
+        pairs, at = np.unique(self.sequence * self._num_runs + self.run, return_inverse=True)
+        return pairs % self._num_runs, pairs // self._num_runs, _sums(at, self.size, len(pairs))
 
-    def _keys(self, sequence: Index, rank: Index, start: Index) -> Index:
-        return np.asarray((sequence * self._num_ranks + rank) * (self._reach + 1) + start)
+    def _keys(self, sequence: Index, run: Index, start: Index) -> Index:
+        return np.asarray((sequence * self._num_runs + run) * (self._reach + 1) + start)
 
 
 def _sides(queries: Loads, keys: Loads, *, group: Index) -> Loads:

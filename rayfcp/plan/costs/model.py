@@ -29,6 +29,8 @@ class CostModel:
     Ulysses: one token's queries, keys, values, outputs and their gradients pass a port in
     `ulysses_intra_s_per_token` or, between nodes, `ulysses_inter_s_per_token`; keys and values are
     `ulysses_kv_share` of it and grow with the degree beyond `num_kv_heads`; `ulysses_s`: latency of all exchanges.
+    A degree that does not share out the heads takes for ever, and so does every degree above 1 where seconds per token
+    are 0: what is not known is not free.
 
     Ranks meet in every layer of either pass to gather and reduce shards, so a microbatch takes its slowest
     forward and its slowest backward, whichever groups these are. Forward has the share `attention_forward` of
@@ -190,7 +192,8 @@ class CostModel:
         inter_s = (ranks - inside) / ranks * self.ulysses_inter_s_per_token
         per_token = grown * np.maximum(intra_s, inter_s) / ranks
         splits = (self.num_heads % ranks == 0) & ((self.num_kv_heads % ranks == 0) | (ranks % self.num_kv_heads == 0))
-        moved_s = np.where(splits, np.where(ranks > 1, self.ulysses_s, 0.0), np.inf)
+        known = (self.ulysses_intra_s_per_token > 0 and self.ulysses_inter_s_per_token > 0) | (ranks == 1)
+        moved_s = np.where(splits & known, np.where(ranks > 1, self.ulysses_s, 0.0), np.inf)
         first, second = (
             dataclasses.replace(
                 self._computed(ranks, attention, linear, half=1 / (2 * ranks)),

@@ -9,9 +9,9 @@ from rayfcp.values import Layout
 Volumes = npt.NDArray[np.float64]
 
 
-def hop_heads(cost: CostModel) -> int:
-    """Heads of one token that pass one hop of a ring forward: its keys and values."""
-    return 2 * cost.num_kv_heads
+def hop_heads(cost: CostModel, *, heads: int = 1) -> float:
+    """Heads of one token that pass one hop of a ring forward: its keys and values, of one of `heads` shares."""
+    return 2 * max(cost.num_kv_heads / heads, 1.0)
 
 
 def ring_tokens(tokens: Volumes) -> Volumes:
@@ -28,15 +28,16 @@ def ring_tokens(tokens: Volumes) -> Volumes:
 
 
 def round_tokens(layout: Layout, *, num_ranks: int) -> Volumes:
-    """Tokens whose keys and values each rank sends or receives in the rounds of a layout."""
+    """Tokens whose keys and values each rank sends or receives in the rounds of a layout, of its share of heads."""
     sizes = [block.num_tokens for block in layout.blocks]
-    sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
+    num_runs = num_ranks // layout.heads
+    sent, received = np.zeros(num_runs), np.zeros(num_runs)
     for step in layout.rounds:
         for transfer in step.transfers:
             num_tokens = sum(sizes[block] for block in transfer.blocks)
             sent[transfer.source] += num_tokens
             received[transfer.target] += num_tokens
-    return np.maximum(sent, received)
+    return np.repeat(np.maximum(sent, received), layout.heads)
 
 
 def exchanged_heads(tokens: Volumes, cost: CostModel) -> Volumes:

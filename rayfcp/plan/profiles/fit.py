@@ -12,6 +12,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.values import Primitive
 
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of communication hidden behind attention that a fit tries."""
@@ -30,13 +31,14 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds of one forward, backward and reduction in which every group of `degree` ranks runs one ring
-    over sequences of `num_tokens` tokens and `num_cells` mask cells together."""
+    """Seconds of one forward, backward and reduction in which every group of `degree` ranks runs sequences of
+    `num_tokens` tokens and `num_cells` mask cells together."""
 
     degree: int
     num_tokens: int
     num_cells: int
     seconds: float
+    primitive: Primitive = Primitive.RING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,9 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     With a given overlap every timing is linear in fixed cost, tokens, cells, ring volume and rounds
     (Eq. 8-10), as long as it is known in which passes the ring is longer than the attention beside it; so each overlap
     is fitted again and again with what the last fit says of that, from both extremes, and the best is taken. Timed
-    passes contain the traffic of shards, which is therefore not counted apart. Without timings of
-    degree 2 and more, ring coefficients and overlap stay; `attention_half_tokens` and the shares of forward always do.
+    passes contain the traffic of shards, which is therefore not counted apart. Without timings of rings, ring
+    coefficients and overlap stay, without timings of Ulysses groups theirs; `attention_half_tokens` and the shares of
+    forward always do.
 
     Noise can make a term vanish, and a plan that ignores attention is worthless: then it is held at
     `LEAST_SHARE` of what `cost` says of it beside the other, unless the timings contradict that.
@@ -72,10 +75,37 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     start = start.with_coefficients(fixed_s=fixed_s, linear_s_per_token=linear_s, attention_s_per_cell=attention_s)
     if linear_s == 0.0 or attention_s == 0.0:
         start = _without_vanished(start, cost, local=local)
-    rings = [timing for timing in timings if timing.degree > 1]
+    exchanges = [timing for timing in timings if timing.degree > 1 and timing.primitive is Primitive.ULYSSES]
+    rings = [timing for timing in timings if timing.degree > 1 and timing.primitive is Primitive.RING]
     fits = [each for overlap in overlaps for each in _fit_rings(start, rings, overlap=overlap)] if rings else [start]
-    best = min(fits, key=lambda fitted: mean_error(fitted, timings))
+    best = min(fits, key=lambda fitted: mean_error(fitted, [*local, *rings]))
+    best = _with_exchanges(best, exchanges) if exchanges else best
     return Fit(cost=best, mean_error=mean_error(best, timings))
+
+
+def _with_exchanges(cost: CostModel, exchanges: Sequence[Timing]) -> CostModel:
+    """Coefficients of Ulysses from what computation does not explain of its passes. A transfer that vanished in noise
+    is held at `LEAST_SHARE` of what `cost` said of it: nothing that moves bytes is free."""
+
+    def moved_s(per_token_s: float, latency_s: float) -> npt.NDArray[np.float64]:
+        unit = cost.with_coefficients(
+            ulysses_intra_s_per_token=per_token_s, ulysses_inter_s_per_token=per_token_s, ulysses_s=latency_s
+        )
+        return np.array([predicted_s(unit, timing) for timing in exchanges])
+
+    measured_s = np.array([timing.seconds for timing in exchanges])
+    both_s = moved_s(1.0, 1.0)
+    features = np.stack((moved_s(2.0, 1.0) - both_s, moved_s(1.0, 2.0) - both_s), axis=1)
+    computed_s = both_s - features.sum(axis=1)
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
+    left_s = np.maximum(measured_s - computed_s, 0.0)
+    solution, _ = nnls(features / scale / measured_s[:, None], left_s / measured_s)
+    per_token_s, latency_s = (float(value) for value in solution / scale)
+    if per_token_s == 0.0:
+        per_token_s = LEAST_SHARE * cost.ulysses_intra_s_per_token
+    return cost.with_coefficients(
+        ulysses_intra_s_per_token=per_token_s, ulysses_inter_s_per_token=per_token_s, ulysses_s=latency_s
+    )
 
 
 def _without_vanished(fitted: CostModel, guess: CostModel, *, local: Sequence[Timing]) -> CostModel:
@@ -94,7 +124,8 @@ def _without_vanished(fitted: CostModel, guess: CostModel, *, local: Sequence[Ti
 
 def predicted_s(cost: CostModel, timing: Timing) -> float:
     """What the model says of a timed pass."""
-    return float(cost.group_s(timing.num_cells, timing.num_tokens, degree=timing.degree))
+    cells, tokens = timing.num_cells, timing.num_tokens
+    return float(cost.group_s(cells, tokens, degree=timing.degree, primitive=timing.primitive))
 
 
 def mean_error(cost: CostModel, timings: Sequence[Timing]) -> float:

@@ -1,9 +1,9 @@
 """Which passes are timed: shapes from which all terms of Eq. 8-10 can be told apart."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
+from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec
 
 MANY = 16
 """Sequences that a rank holds where many short ones are timed."""
@@ -13,10 +13,11 @@ LEAST_ALONE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """Every group of `degree` ranks runs one ring over sequences of `lengths` tokens together."""
+    """Every group of `degree` ranks runs sequences of `lengths` tokens together."""
 
     degree: int
     lengths: tuple[int, ...]
+    primitive: Primitive = Primitive.RING
 
     @property
     def num_tokens(self) -> int:
@@ -55,10 +56,20 @@ def many_shapes(num_ranks: int, *, max_tokens: int) -> list[PassShape]:
     return few_shapes(num_ranks, max_tokens=max_tokens)
 
 
+def exchange_shapes(degrees: Sequence[int], *, max_tokens: int) -> list[PassShape]:
+    """Few and many tokens on Ulysses groups of the least and the largest of `degrees`; none where there are none."""
+    short = max(max_tokens // MANY, 1)
+    return [
+        PassShape(degree=degree, lengths=lengths, primitive=Primitive.ULYSSES)
+        for degree in sorted({min(degrees, default=1), max(degrees, default=1)} - {1})
+        for lengths in ((short,), (max_tokens,) * degree)
+    ]
+
+
 def pass_plan(
     shape: PassShape, *, num_ranks: int, recomputed_layers: int
 ) -> tuple[BatchPlan, tuple[SequenceSpec, ...]]:
-    """One microbatch in which as many groups as fit each run the shape's ring, and its sequences."""
+    """One microbatch in which as many groups as fit each run the shape, and its sequences."""
     size, groups = len(shape.lengths), num_ranks // shape.degree
     sequences = tuple(
         SequenceSpec(id=index, num_tokens=length, num_targets=length - 1)
@@ -69,6 +80,7 @@ def pass_plan(
             Group(
                 ranks=tuple(range(group * shape.degree, (group + 1) * shape.degree)),
                 sequences=tuple(range(group * size, (group + 1) * size)),
+                primitive=shape.primitive,
             )
             for group in range(groups)
         ),

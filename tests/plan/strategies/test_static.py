@@ -132,5 +132,5 @@ def test_what_forbids_ulysses_is_named() -> None:
     message = r"sequence 0 has 1500 tokens, .* holds 400 \(4 ranks of 100 tokens.* 12 heads"
     with pytest.raises(InfeasiblePlanError, match=message):
         plan_batch(batch_of([1500]), cluster=cluster, cost=HEADS, strategy="ulysses", options=BOTH)
-    with pytest.raises(InfeasiblePlanError, match=r"plan.primitives is ring; training runs rings only"):
+    with pytest.raises(InfeasiblePlanError, match=r"plan.primitives is ring; add ulysses to plan.primitives"):
         plan_batch(batch_of([15]), cluster=cluster, cost=HEADS, strategy="ulysses", options=PlanConfig())

@@ -10,7 +10,7 @@ from rayfcp.plan.costs.layout_work import Loads
 
 
 class Ports(NamedTuple):
-    """Of each rank in one phase: when its ports, [inside or between nodes, rank], are free, when the first transfer
+    """Of each run in one phase: when its ports, [inside or between nodes, run], are free, when the first transfer
     starts and the last one ends."""
 
     sends: Loads
@@ -21,23 +21,33 @@ class Ports(NamedTuple):
 
 @compiled
 def finish_s(rounds: Rounds, each: Pass, start: Loads) -> Loads:
-    """When each rank, which starts at `start`, has finished."""
-    num_ranks, num_phases = rounds.work_s.shape
-    here = start.copy()
+    """When each rank, which starts at `start`, has finished: its run exchanges, attends, and exchanges again."""
+    heads = rounds.heads
+    here = each.latencies * rounds.exchange_s / 2
+    for run in range(len(here)):
+        here[run] += start[run * heads : (run + 1) * heads].max()
+    _attend(rounds, each, here)
+    return np.repeat(here + each.latencies * rounds.exchange_s / 2, heads)
+
+
+@compiled
+def _attend(rounds: Rounds, each: Pass, here: Loads) -> None:
+    """`here`: when each run begins the rounds; then, when it is through them."""
+    num_runs, num_phases = rounds.work_s.shape
+    latency_s = each.latencies * rounds.latency_s
     for phase in range(num_phases - 1 + max(each.hold, 1)):
-        ports = Ports(np.empty((2, num_ranks)), np.empty((2, num_ranks)), np.full(num_ranks, np.inf), here.copy())
+        ports = Ports(np.empty((2, num_runs)), np.empty((2, num_runs)), np.full(num_runs, np.inf), here.copy())
         ports.sends[:] = here
         ports.receives[:] = here
-        _fly(rounds, ports, phase, each.keys, each.latency_s, False)
+        _fly(rounds, ports, phase, each.keys, latency_s, False)
         if each.gradients > 0.0:
-            _fly(rounds, ports, phase - each.hold, each.gradients, each.latency_s, True)
-        for rank in range(num_ranks):
-            computed = here[rank]
+            _fly(rounds, ports, phase - each.hold, each.gradients, latency_s, True)
+        for run in range(num_runs):
+            computed = here[run]
             if phase < num_phases:
-                computed += each.attention * rounds.work_s[rank, phase]
-            beside = max(min(computed, ports.last[rank]) - ports.first[rank], 0.0)
-            here[rank] = max(computed, ports.last[rank]) + (1.0 - rounds.overlap) * beside
-    return here
+                computed += each.attention * rounds.work_s[run, phase]
+            beside = max(min(computed, ports.last[run]) - ports.first[run], 0.0)
+            here[run] = max(computed, ports.last[run]) + (1.0 - rounds.overlap) * beside
 
 
 @inner
@@ -53,6 +63,6 @@ def _fly(rounds: Rounds, ports: Ports, phase: int, share: float, latency_s: floa
         end = begin + share * rounds.moved_s[at]
         ports.sends[link, source] = end
         ports.receives[link, target] = end
-        for rank in (source, target):
-            ports.first[rank] = min(ports.first[rank], begin)
-            ports.last[rank] = max(ports.last[rank], end + latency_s)
+        for run in (source, target):
+            ports.first[run] = min(ports.first[run], begin)
+            ports.last[run] = max(ports.last[run], end + latency_s)
