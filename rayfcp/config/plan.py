@@ -28,6 +28,9 @@ class BlockOptions(Section):
     beta: NonNegativeFloat = 1.0
     tolerance: NonNegativeFloat = 0.02
     search_moves: int = Field(default=2000, ge=0)
+    heads: Count | None = Field(
+        default=None, description="ranks of a node that share heads; the best that plan.primitives allow if absent"
+    )
     coalesce: Count | None = Field(default=None, description="rounds that run as one; the fewest that hide if absent")
     num_buffers: int = Field(default=3, ge=2, description="stages of received transfers that a rank holds at once")
     paced: bool = True

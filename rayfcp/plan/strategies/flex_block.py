@@ -6,7 +6,7 @@ between two ranks join small blocks; rounds come in the best of several orders b
 The paper leaves microbatches open: as few as memory permits, each on all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
@@ -27,11 +27,17 @@ def propose(
         InfeasiblePlanError: rings, whose point-to-point rounds the blocks travel in, are not allowed.
     """
     require(Primitive.RING, options=options, strategy="flex-block")
-    return propose_blocks(sequences, cluster=cluster, cost=cost, options=options.blocks)
+    allowed = tuple(Primitive(name) for name in options.primitives)
+    return propose_blocks(sequences, cluster=cluster, cost=cost, options=options.blocks, allowed=allowed)
 
 
 def propose_blocks(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: BlockOptions
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: BlockOptions,
+    allowed: Iterable[Primitive] = (Primitive.RING,),
 ) -> Proposal:
     """`propose` with the block planner's own options."""
     from rayfcp.plan.blocks.columns import batch_of, microbatches_of  # compiled: loaded where a plan is made
@@ -41,7 +47,7 @@ def propose_blocks(
     timed: list[Timed] = []
     sizes = set()
     for members in microbatches_of(batch, room=cluster.num_ranks * cluster.max_tokens_per_rank):
-        found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options)
+        found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options, allowed=allowed)
         ids = batch.ids[members]
         layout = found.layout(ids)
         seconds = layout_s(layout, by_id=by_id, cluster=cluster, cost=cost)

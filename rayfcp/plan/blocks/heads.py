@@ -1,0 +1,108 @@
+"""Ulysses inside a node, blocks between: runs of ranks that share the heads of their tokens.
+
+`heads` consecutive ranks of a node exchange tokens for heads before attention and back after it, so that each has
+all tokens of the run and 1 / `heads` of the heads. Between runs blocks travel as between ranks, each rank's share of
+the heads to the rank of the same place in the other run. So the block planner sees every run as one rank with the
+memory, compute and links of all.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.placement import node_of_ranks
+from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
+
+
+def permitted(cluster: ClusterSpec, cost: CostModel, *, allowed: Iterable[Primitive], wanted: int | None) -> list[int]:
+    """Lengths of runs to plan with: `wanted`, or all powers of two, 1 first, that heads, nodes and `allowed` permit.
+
+    Raises:
+        InfeasiblePlanError: `wanted` is not permitted.
+    """
+    if wanted == 1 or (wanted is None and Primitive.ULYSSES not in allowed):
+        return [1]
+    if wanted is not None:
+        why = _forbidden(wanted, cluster, cost=cost)
+        if Primitive.ULYSSES not in allowed:
+            why = "plan.primitives must have ulysses; add it"
+        if why:
+            raise InfeasiblePlanError(f"plan.blocks.heads is {wanted}: {why}, or set it to 1")
+        return [wanted]
+    doubled = [2**each for each in range(cluster.num_ranks.bit_length())]
+    return [heads for heads in doubled if not _forbidden(heads, cluster, cost=cost)]
+
+
+def _forbidden(heads: int, cluster: ClusterSpec, *, cost: CostModel) -> str:
+    """Why runs of so many ranks cannot be; empty if they can."""
+    if cluster.num_ranks % heads:
+        return f"must divide the {cluster.num_ranks} ranks; lower it"
+    nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, heads)
+    if (nodes != nodes[:, :1]).any():
+        return "each run of so many ranks must lie in one node; lower it"
+    if heads > 1 and not np.isfinite(cost.group_s(1, 1, degree=heads, primitive=Primitive.ULYSSES)):
+        return f"must divide {cost.num_heads} heads and agree with {cost.num_kv_heads} key/value heads; lower it"
+    return ""
+
+
+def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[ClusterSpec, CostModel]:
+    """Runs of `heads` ranks as ranks. Keys and values of a token are shared by as many of them as there are key and
+    value heads."""
+    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
+    runs = ClusterSpec(
+        num_ranks=cluster.num_ranks // heads,
+        max_tokens_per_rank=cluster.max_tokens_per_rank * heads,
+        node_of_rank=nodes[::heads],
+    )
+    moved = 1 / min(heads, max(cost.num_kv_heads, 1))
+    return runs, dataclasses.replace(
+        cost,
+        attention_s_per_cell=cost.attention_s_per_cell / heads,
+        linear_s_per_token=cost.linear_s_per_token / heads,
+        ring_intra_s_per_token=cost.ring_intra_s_per_token * moved,
+        ring_inter_s_per_token=cost.ring_inter_s_per_token * moved,
+    )
+
+
+def exchange_s(tokens: float, *, heads: int, cost: CostModel) -> float:
+    """Seconds in which a run of so many tokens exchanges them for heads and back, forward and backward."""
+    if heads == 1:
+        return 0.0
+    passes = cost.terms(heads, primitive=Primitive.ULYSSES)
+    return float(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes))
+
+
+def split(blocks: list[Block], *, num_runs: int, heads: int) -> tuple[list[Block], list[range]]:
+    """The blocks of runs cut over the ranks of each run, equal tokens to each in the order of the blocks; and what
+    became of every block, as positions."""
+    totals = [0] * num_runs
+    for block in blocks:
+        totals[block.rank] += block.num_tokens
+    seen = [0] * num_runs
+    cut: list[Block] = []
+    became: list[range] = []
+    for block in blocks:
+        run, first = block.rank, len(cut)
+        start = block.start
+        while start < block.stop:
+            place, end = _place(seen[run], totals[run], heads)
+            stop = min(block.stop, start + end - seen[run])
+            cut.append(dataclasses.replace(block, start=start, stop=stop, rank=run * heads + place))
+            seen[run] += stop - start
+            start = stop
+        became.append(range(first, len(cut)))
+    return cut, became
+
+
+def _place(seen: int, total: int, heads: int) -> tuple[int, int]:
+    """Which rank of a run of `total` tokens has token `seen`, and where its tokens end: the first ranks have one more
+    where the total does not divide."""
+    share, more = divmod(total, heads)
+    large = more * (share + 1)
+    if seen < large:
+        place = seen // (share + 1)
+        return place, (place + 1) * (share + 1)
+    place = more + (seen - large) // share
+    return place, large + (place - more + 1) * share
