@@ -15,6 +15,7 @@ _HOMES = {
     "plan_batch": "rayfcp.plan",
     "check_plan": "rayfcp.program",
     "lower": "rayfcp.program",
+    "lower_reshuffle": "rayfcp.program",
     "simulate": "rayfcp.simulate",
     "attention": "rayfcp.execute.attention",
     "FlexTrainer": "rayfcp.cluster",

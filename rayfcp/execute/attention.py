@@ -3,8 +3,13 @@
 Forward: each round posts its messages, computes what earlier rounds brought, and merges (out, lse) in
 fp32. Backward: the same rounds bring keys and values again; each call yields a partial dQ, kept here,
 and a partial dK, dV, summed in fp32 in its slot and sent where the program says.
+
+With a reshuffle tensors come and go in the loop's order. Exchanges before and after the rounds carry queries,
+keys, values and outputs forward, their gradients backward; local attends run meanwhile (`rayfcp.program.hiding`).
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,14 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rayfcp.execute.checks import check_shapes, check_tokens
 from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.merge import Merged, accumulator_dtype
 from rayfcp.execute.ranges import add_rows, take_rows
-from rayfcp.execute.schedule import KernelCall, ReadyHeads, ReadyProgram, ReadyRound, make_ready
+from rayfcp.execute.reshuffle import exchange, keep_in, keep_out
+from rayfcp.execute.schedule import KernelCall, ReadyExchange, ReadyHeads, ReadyProgram, ReadyRound, make_ready
 from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Envelope, Pending, Transport
-from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload
+from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload, ReshuffleProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,35 +50,45 @@ def attention(
     program: AttentionProgram | HeadProgram | AttentionContext,
     *,
     scale: float | None = None,
+    reshuffle: ReshuffleProgram | None = None,
     transport: Transport | None = None,
     kernel: AttentionKernel | None = None,
 ) -> Tensor:
     """Distributed attention of this rank's tokens, differentiable, exact.
 
     Args:
-        query: `[tokens, heads, head_dim]`, tokens in the order of the program's load.
+        query: `[tokens, heads, head_dim]`, tokens in the order of the program's load; with a reshuffle in the order
+            in which the loop brings them (no token or one of padding if it brings none).
         key: `[tokens, kv_heads, head_dim]`; `kv_heads` divides `heads`.
         value: as `key`.
         program: this rank's attention program, or a context that holds one.
         scale: of the scores; `head_dim ** -0.5` if absent.
+        reshuffle: this rank's, if the loop brings its own layout; all ranks pass theirs or none does. A context has
+            its own (`make_ready`).
         transport: where the messages go (needed with a bare program).
         kernel: needed with a bare program.
 
     Returns:
-        `[tokens, heads, head_dim]` in the dtype of `query`. Every rank of the plan must call, with the
-        program lowered for it, the same number of times forward and backward.
+        `[tokens, heads, head_dim]` in the dtype and order of `query`; padding's output is of no meaning. Every rank
+        of the plan must call, with the program lowered for it, the same number of times forward and backward.
 
     Raises:
-        ValueError: the tensors do not have the program's tokens, their shapes disagree, or the program's degree of
-            sharing out heads does not divide them.
+        ValueError: the tensors do not have the program's tokens, their shapes or dtypes disagree, the program's degree
+            of sharing out heads does not divide them, or the reshuffle is of another rank or layout or around a
+            program that shares out heads.
 
-    Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses.
+    Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses; reshuffling
+    as in FCP (block), Section 4.3.
     """
     if not isinstance(program, AttentionContext):
         if transport is None or kernel is None:
             raise ValueError("attention: a bare program needs transport= and kernel=; give both")
-        program = AttentionContext(program=make_ready(program), transport=transport, kernel=kernel)
-    _check_shapes(query, key, value=value, num_tokens=program.program.num_tokens)
+        ready = make_ready(program, reshuffle=reshuffle)
+        program = AttentionContext(program=ready, transport=transport, kernel=kernel)
+    elif reshuffle is not None:
+        raise ValueError("attention: reshuffle= beside a context; make_ready(program, reshuffle=...) for the context")
+    check_tokens(query, key, program=program.program, rank=program.transport.rank)
+    check_shapes(query, key, value=value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if isinstance(program.program, ReadyHeads):
         return _by_heads(query, key, value, program, program.program, scale=scale)
@@ -95,50 +112,49 @@ def _by_heads(
     return ToTokens.apply(out, exchange)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _check_shapes(query: Tensor, key: Tensor, *, value: Tensor, num_tokens: int) -> None:
-    if query.shape[0] != num_tokens or key.shape[0] != num_tokens:
-        raise ValueError(
-            f"attention: query has {query.shape[0]} tokens and key {key.shape[0]}, the program has {num_tokens}; "
-            "pass the tokens that the program loads, in its order"
-        )
-    if key.shape != value.shape or query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
-        raise ValueError(
-            f"attention: query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}; want "
-            "equal key and value, one head_dim, and heads a multiple of kv_heads"
-        )
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, scale: float) -> Tensor:
-        run = _Run(context, query, scale=scale)
-        run.fill(0, key, value=value)
-        merged = Merged.empty(query)
-        for step in context.program.forward:
-            pending = run.post(step)
-            for call in step.calls:
-                run.attend(call, merged)
-            run.finish(step, pending)
+        around, theirs = context.program.reshuffle, (query, key, value)
+        q, k, v = keep_in(around.program, theirs) if around else theirs
+        run = _Run(context, q, scale=scale)
+        run.fill(0, k, value=v)
+        merged = Merged.empty(q)
+        attend = functools.partial(run.attend, merged=merged)
+        if around:
+            run.exchange(around.forward.entering, lambda: theirs, targets=(q, k, v), compute=attend)
+        run.rounds(context.program.forward, attend)
+        if around:
+            home = query.new_zeros(query.shape)
+            run.exchange(around.forward.leaving, lambda: (merged.out,), targets=(home,), compute=attend)
         out, lse = merged.result(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.context, ctx.scale = context, scale
-        return out
+        if not around:
+            return out
+        keep_out(around.program, (out,), theirs=(home,))
+        return home
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        run = _Run(ctx.context, query, scale=ctx.scale)
-        run.fill(0, key, value=value)
-        dq = torch.zeros(query.shape, dtype=accumulator_dtype(query.dtype), device=query.device)
-        run.grad_slot(0)
-        for step in ctx.context.program.backward:
-            pending = run.post(step)
-            for call in step.calls:
-                run.differentiate(call, dq, saved=(grads[0], out, lse))
-            run.finish(step, pending)
-        dk, dv = run.gradients[0]
-        return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None
+        q, k, v, out, lse = ctx.saved_tensors
+        around = ctx.context.program.reshuffle
+        grad_out = keep_in(around.program, grads)[0] if around else grads[0]
+        run = _Run(ctx.context, q, scale=ctx.scale)
+        run.fill(0, k, value=v)
+        dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
+        ours = (dq, *run.grad_slot(0))
+        differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
+        if around:
+            run.exchange(around.backward.entering, lambda: grads, targets=(grad_out,), compute=differentiate)
+        run.rounds(ctx.context.program.backward, differentiate)
+        if not around:
+            return *(each.to(q.dtype) for each in ours), None, None
+        theirs = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in ours]
+        run.exchange(around.backward.leaving, lambda: ours, targets=theirs, compute=differentiate)
+        keep_out(around.program, ours, theirs=theirs)
+        return *theirs, None, None
 
 
 class _Run:
@@ -157,7 +173,27 @@ class _Run:
         self.slots[slot] = (key, value)
         self._slot_shapes[slot] = key.shape
 
-    def post(self, step: ReadyRound) -> Pending:
+    def rounds(self, steps: Sequence[ReadyRound], compute: Callable[[KernelCall], None]) -> None:
+        """Run rounds in order: each posts its messages, computes, and waits."""
+        for step in steps:
+            pending = self._post(step)
+            for call in step.calls:
+                compute(call)
+            self._finish(step, pending)
+
+    def exchange(
+        self,
+        steps: Sequence[ReadyExchange],
+        sources: Callable[[], Sequence[Tensor]],
+        *,
+        targets: Sequence[Tensor],
+        compute: Callable[[KernelCall], None],
+    ) -> None:
+        """Run rounds of a reshuffle (`rayfcp.execute.reshuffle.exchange`)."""
+        context = self._context
+        exchange(steps, sources, targets=targets, compute=compute, transport=context.transport, traffic=context.traffic)
+
+    def _post(self, step: ReadyRound) -> Pending:
         """Start the round's messages."""
         self._leaving = [(message.peer, self._payload(message)) for message in step.sends]
         self._arriving = [(message, self._buffer(message)) for message in step.receives]
@@ -166,7 +202,7 @@ class _Run:
             self._leaving, [(message.peer, buffer) for message, buffer in self._arriving]
         )
 
-    def finish(self, step: ReadyRound, pending: Pending) -> None:
+    def _finish(self, step: ReadyRound, pending: Pending) -> None:
         """Wait for the round's messages, put them in their slots, drop what is not needed any more."""
         self._context.traffic.wait(pending)
         for message, buffer in self._arriving:
@@ -180,7 +216,7 @@ class _Run:
         for slot in step.free:
             self.slots.pop(slot, None)
 
-    def attend(self, call: KernelCall, merged: Merged) -> None:
+    def attend(self, call: KernelCall, *, merged: Merged) -> None:
         """Forward of one kernel call, merged into what is known."""
         self._context.traffic.cells += call.num_cells
         key, value = self.slots[call.slot]
@@ -195,7 +231,7 @@ class _Run:
         )
         merged.add(call.queries, out, lse=lse)
 
-    def differentiate(self, call: KernelCall, dq: Tensor, *, saved: tuple[Tensor, Tensor, Tensor]) -> None:
+    def differentiate(self, call: KernelCall, *, dq: Tensor, saved: tuple[Tensor, Tensor, Tensor]) -> None:
         """Backward of one kernel call, added to dQ and to the slot's dK, dV."""
         self._context.traffic.cells += call.num_cells
         key, value = self.slots[call.slot]

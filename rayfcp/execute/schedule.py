@@ -4,7 +4,19 @@ round in which each slot is needed. Computed once per microbatch, used by every 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayfcp.program import Attend, AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
+from rayfcp.program import (
+    Attend,
+    AttentionProgram,
+    AttentionRound,
+    HeadProgram,
+    Message,
+    Parcel,
+    Payload,
+    Range,
+    ReshuffleProgram,
+    ReshuffleRound,
+)
+from rayfcp.program.hiding import HiddenRounds, hide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +50,39 @@ class ReadyRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyExchange:
+    """One round of a reshuffle in one direction: parcels, and the calls that run while they travel."""
+
+    send: Parcel | None
+    receive: Parcel | None
+    calls: tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyExchanges:
+    """What runs before and after the rounds of one direction."""
+
+    entering: tuple[ReadyExchange, ...]
+    leaving: tuple[ReadyExchange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadyReshuffle:
+    """A reshuffle around both directions of a program."""
+
+    program: ReshuffleProgram
+    forward: ReadyExchanges
+    backward: ReadyExchanges
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyProgram:
-    """Both directions of an attention program."""
+    """Both directions of an attention program. Without `reshuffle` tokens come in the program's order."""
 
     num_tokens: int
     forward: tuple[ReadyRound, ...]
     backward: tuple[ReadyRound, ...]
+    reshuffle: ReadyReshuffle | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +96,69 @@ class ReadyHeads:
     def num_tokens(self) -> int:
         return self.program.num_tokens
 
-
-def make_ready(program: AttentionProgram | HeadProgram) -> ReadyProgram | ReadyHeads:
-    """Group attends into calls and find where slots end."""
-    if isinstance(program, HeadProgram):
-        return ReadyHeads(program=program, attention=_ready(program.attention, share=1.0 / program.degree))
-    return _ready(program, share=1.0)
+    @property
+    def reshuffle(self) -> None:
+        """Tokens come in the program's order."""
 
 
-def _ready(program: AttentionProgram, *, share: float) -> ReadyProgram:
+def make_ready(
+    program: AttentionProgram | HeadProgram, *, reshuffle: ReshuffleProgram | None = None
+) -> ReadyProgram | ReadyHeads:
+    """Group attends into calls, find where slots end, and put local attends around a reshuffle.
+
+    Raises:
+        ValueError: a reshuffle is of another layout, or around a program that shares out heads.
+    """
+    around = None if reshuffle is None or reshuffle.is_identity else reshuffle
+    if not isinstance(program, HeadProgram):
+        return _ready(program, around=around, share=1.0)
+    if around:
+        raise ValueError(
+            f"reshuffle: the program of rank {around.rank} shares out heads with ranks {program.ranks}, around which "
+            "nothing is reshuffled; plan with plan.primitives=ring, or bring the plan's own order"
+        )
+    return ReadyHeads(program=program, attention=_ready(program.attention, around=None, share=1.0 / program.degree))
+
+
+def _ready(program: AttentionProgram, *, around: ReshuffleProgram | None, share: float) -> ReadyProgram:
     """`share`: of the heads."""
+    forward, backward, ready = program.forward, program.backward, None
+    if around:
+        hidden = _hidden(program, around)
+        forward, backward = (each.rounds for each in hidden)
+        ready = ReadyReshuffle(
+            program=around,
+            forward=_exchanges(hidden[0], around.rounds),
+            backward=_exchanges(hidden[1], around.rounds),
+        )
     return ReadyProgram(
         num_tokens=program.num_tokens,
-        forward=_rounds(program.forward, share=share),
-        backward=_rounds(program.backward, share=share),
+        forward=_rounds(forward, share=share),
+        backward=_rounds(backward, share=share),
+        reshuffle=ready,
     )
+
+
+def _hidden(program: AttentionProgram, reshuffle: ReshuffleProgram) -> tuple[HiddenRounds, HiddenRounds]:
+    if program.num_tokens != max(reshuffle.num_placed, 1):
+        raise ValueError(
+            f"reshuffle: rank {reshuffle.rank} has {reshuffle.num_placed} tokens in its layout, the program "
+            f"{program.num_tokens}; lower both from the same microbatch"
+        )
+    return hide(program, reshuffle)
+
+
+def _exchanges(hidden: HiddenRounds, rounds: Sequence[ReshuffleRound]) -> ReadyExchanges:
+    """In, then out: the same rounds transposed."""
+    entering = (
+        ReadyExchange(send=step.send, receive=step.receive, calls=tuple(_calls(attends, share=1.0)))
+        for step, attends in zip(rounds, hidden.entering, strict=True)
+    )
+    leaving = (
+        ReadyExchange(send=step.receive, receive=step.send, calls=tuple(_calls(attends, share=1.0)))
+        for step, attends in zip(rounds, hidden.leaving, strict=True)
+    )
+    return ReadyExchanges(entering=tuple(entering), leaving=tuple(leaving))
 
 
 def _rounds(rounds: Sequence[AttentionRound], *, share: float) -> tuple[ReadyRound, ...]:

@@ -18,6 +18,7 @@ from rayfcp.program.instructions import (
     RankProgram,
 )
 from rayfcp.program.lower import ALL_PRIMITIVES, RUNTIME_PRIMITIVES, lower
+from rayfcp.program.reshuffle import Parcel, ReshuffleProgram, ReshuffleRound, lower_reshuffle
 from rayfcp.program.table import Attends
 from rayfcp.program.text import from_text, to_text
 from rayfcp.program.validate import check_plan, check_programs
@@ -35,10 +36,13 @@ __all__ = [
     "Instruction",
     "Load",
     "Message",
+    "Parcel",
     "Payload",
     "Piece",
     "Range",
     "RankProgram",
+    "ReshuffleProgram",
+    "ReshuffleRound",
     "check_plan",
     "check_programs",
     "check_progress",
@@ -46,6 +50,7 @@ __all__ = [
     "from_text",
     "head_rounds",
     "lower",
+    "lower_reshuffle",
     "rounds_of",
     "spans",
     "to_text",

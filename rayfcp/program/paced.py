@@ -4,6 +4,7 @@ Ranks whose loads are balanced then go through the rounds at one pace, and none 
 more to do in one phase (`rayfcp.plan.blocks.kernels.flow` predicts the same).
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,31 +38,36 @@ def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[
     """
     share = (own.num_cells + sum(each.attends.num_cells for each in brought)) / num_phases
     queue = _Queue(brought)
-    rest: list[Row] = [*map(_row, own.columns[::-1].tolist())]
+    rest = rows_of(own)[::-1]
     phases, done = [], 0
     for phase in range(num_phases):
         last = phase + 1 == num_phases
         taken, left = queue.take(phase, cells=share * (phase + 1) - done, last=last)
-        while rest and (last or left > 0):
-            row = rest.pop()
-            here, later = (row, ()) if last else _cut(row, int(left))
-            rest += later
-            if here is None:
-                break
-            taken.append(here)
-            left -= _cells(here)
-        done += sum(map(_cells, taken))
+        taken += first_cells(rest, cells=math.inf if last else left)
+        done += sum(map(cells_of_row, taken))
         phases.append(Attends(np.array(taken, np.int64).reshape(-1, 6)))
     return phases
+
+
+def first_cells(rows: list[Row], *, cells: float) -> list[Row]:
+    """About the first `cells` of `rows`, which lie in reverse order and lose what is taken."""
+    taken: list[Row] = []
+    while rows and cells > 0:
+        row = rows.pop()
+        here, later = (row, ()) if cells == math.inf else _cut(row, int(cells))
+        rows += later
+        if here is None:
+            break
+        taken.append(here)
+        cells -= cells_of_row(here)
+    return taken
 
 
 class _Queue:
     """What arrived and is not yet attended to, first come, first served."""
 
     def __init__(self, brought: Sequence[Brought]) -> None:
-        self._rows = [
-            (row, each.first, each.due) for each in brought for row in map(_row, each.attends.columns.tolist())
-        ]
+        self._rows = [(row, each.first, each.due) for each in brought for row in rows_of(each.attends)]
         self._rows.reverse()
 
     def take(self, phase: int, *, cells: float, last: bool) -> tuple[list[Row], float]:
@@ -75,16 +81,17 @@ class _Queue:
             if here is None:
                 break
             taken.append(here)
-            left -= _cells(here)
+            left -= cells_of_row(here)
         return taken, left
 
 
-def _row(values: list[int]) -> Row:
-    start, stop, slot, key_start, key_stop, causal = values
-    return start, stop, slot, key_start, key_stop, causal
+def rows_of(attends: Attends) -> list[Row]:
+    """The rows of the table."""
+    return [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in attends.columns.tolist()]
 
 
-def _cells(row: Row) -> int:
+def cells_of_row(row: Row) -> int:
+    """(query, key) cells of an attend."""
     queries, keys = row[1] - row[0], row[4] - row[3]
     return queries * (queries + 1) // 2 if row[5] else queries * keys
 
@@ -95,7 +102,7 @@ def _cut(row: Row, cells: int) -> tuple[Row | None, tuple[Row, ...]]:
     queries = int((2 * max(cells, 0)) ** 0.5) if causal else max(cells, 0) // (key_stop - key_start)
     queries = (queries + TILE // 2) // TILE * TILE
     if queries + TILE > stop - start:
-        if 2 * max(cells, 0) >= _cells(row):
+        if 2 * max(cells, 0) >= cells_of_row(row):
             return row, ()
         queries = 0
     if queries == 0:

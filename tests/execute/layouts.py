@@ -1,4 +1,5 @@
-"""Layouts that no planner of ours emits: blocks anywhere, keys and values fetched from owners or passed on."""
+"""Layouts: one ring, and such as no planner of ours emits: blocks anywhere, keys and values fetched from owners or
+passed on."""
 
 import bisect
 import itertools
@@ -6,14 +7,21 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+from rayfcp.plan import lay_out
 from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Round, SequenceSpec, Transfer
+
+
+def ring(sequences: Sequence[SequenceSpec], *, num_ranks: int) -> Layout:
+    """One zig-zag ring of all ranks over all sequences."""
+    group = Group(ranks=tuple(range(num_ranks)), sequences=tuple(each.id for each in sequences))
+    return lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), sequences)
 
 
 def random_layout(sequences: Sequence[SequenceSpec], *, num_ranks: int, seed: int) -> Layout:
     """Every sequence cut at random and strewn over random ranks. A rank that needs keys gets them, block
     by block, from the owner or from a rank that received them in an earlier round."""
     rng = random.Random(seed)
-    blocks = _blocks(sequences, num_ranks=num_ranks, rng=rng)
+    blocks = random_blocks(sequences, num_ranks=num_ranks, rng=rng)
     wanted = [
         (index, rank)
         for index, key in enumerate(blocks)
@@ -32,7 +40,8 @@ def random_layout(sequences: Sequence[SequenceSpec], *, num_ranks: int, seed: in
     return Layout(blocks=tuple(blocks), rounds=tuple(Round(transfers=tuple(each)) for each in rounds))
 
 
-def _blocks(sequences: Sequence[SequenceSpec], *, num_ranks: int, rng: random.Random) -> list[Block]:
+def random_blocks(sequences: Sequence[SequenceSpec], *, num_ranks: int, rng: random.Random) -> list[Block]:
+    """Every sequence cut into up to four blocks, each on a random rank."""
     blocks = []
     for sequence in sequences:
         cuts = sorted(rng.sample(range(1, sequence.num_tokens), min(rng.randrange(4), sequence.num_tokens - 1)))

@@ -19,7 +19,7 @@ from rayfcp.execute.kernels.varlen import Offsets
 from tests.execute import fake_cutlass, fake_npu
 
 SCALE = 0.3
-BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-2}
 TF32_FACTOR = 10
 """CUDA's fp32 products are sums of three in tf32."""
 

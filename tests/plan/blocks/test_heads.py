@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
+from rayfcp.program import check_plan
 from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
-from tests.plan.blocks.helpers import drawn, planned
+from tests.plan.blocks.helpers import any_options, drawn, planned, small
 from tests.plan.helpers import batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)
@@ -99,3 +100,17 @@ def test_no_runs_without_exchanges() -> None:
     cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=1000)
     plan = plan_batch(batch_of([900] * 8), cluster=cluster, cost=cost, strategy="flex-block")
     assert all(each.layout is not None and each.layout.heads == 1 for each in plan.microbatches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), num_ranks=st.sampled_from([2, 4, 6, 8, 16]), wanted=st.sampled_from([None, 1, 2]))
+def test_plans_of_runs_are_proved(seed: int, num_ranks: int, wanted: int | None) -> None:
+    """Tokens, cells, matchings, gradients, memory, buffers, progress: all of `check_plan`."""
+    sequences, cluster = small(seed, num_ranks=num_ranks)
+    blocks = any_options(seed).model_copy(update={"heads": wanted})
+    options = PlanConfig(primitives=("ring", "ulysses"), blocks=blocks)
+    cost = profiled(num_ranks, hardware="gpu-x")
+    plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-block", options=options)
+    check_plan(plan, sequences, cluster=cluster)
+    if wanted is not None:
+        assert {each.layout.heads for each in plan.microbatches if each.layout} == {wanted}

@@ -1,0 +1,243 @@
+"""Attention for loops that bring their own layout, against dense attention: outputs and gradients in their order."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.config.plan import BlockOptions
+from rayfcp.execute.attention import AttentionContext, attention
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.plan import lay_out
+from rayfcp.program import Payload, Piece, lower_reshuffle
+from rayfcp.program.attention import lower_attention
+from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, SequenceSpec
+from tests.execute.layouts import random_layout, ring
+from tests.execute.loops import packed_slices, random_pieces, whole_sequences
+from tests.execute.test_attention import (
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    LENGTHS,
+    MASKS,
+    Tensors,
+    dense,
+    run_ranks,
+    specs,
+)
+from tests.execute.test_blocks import laid_out
+
+WIDTHS = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+Pieces = Sequence[Sequence[Piece]]
+
+
+def contexts(
+    theirs: Pieces, layout: Layout, sequences: Sequence[SequenceSpec], *, fabric: Fabric
+) -> list[AttentionContext]:
+    masks = {each.id: each.mask for each in sequences}
+    programs = lower_attention(layout, masks=masks, num_ranks=len(theirs))
+    return [
+        AttentionContext(
+            program=make_ready(program, reshuffle=reshuffle),
+            transport=InProcessTransport(fabric, rank),
+            kernel=pick_kernel("cpu"),
+        )
+        for rank, (program, reshuffle) in enumerate(zip(programs, lower_reshuffle(theirs, layout), strict=True))
+    ]
+
+
+def random_tensors(sequences: Sequence[SequenceSpec], dtype: torch.dtype) -> Tensors:
+    """q, k, v and the gradient of the output, by sequence."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        each.id: [torch.randn(each.num_tokens, n, HEAD_DIM, dtype=dtype, generator=generator) for n in WIDTHS]
+        for each in sequences
+    }
+
+
+def held(pieces: Sequence[Piece], tensors: Tensors, *, padding: int) -> list[torch.Tensor]:
+    """A rank's rows of each tensor, in its order; `padding` rows if it has none."""
+    if not pieces:
+        return [tensors[0][0].new_ones((padding, heads, HEAD_DIM)) for heads in WIDTHS]
+    return [torch.cat([tensors[p.sequence][i][p.start : p.stop] for p in pieces]) for i in range(4)]
+
+
+def in_their_order(theirs: Pieces, ranks: Sequence[AttentionContext], tensors: Tensors, *, fabric: Fabric) -> Tensors:
+    """out, dq, dk, dv by sequence, from one thread per rank. Every other rank without tokens passes padding."""
+    results = {number: [torch.zeros_like(parts[i]) for i in (0, 0, 1, 2)] for number, parts in tensors.items()}
+
+    def work(rank: int) -> None:
+        *inputs, grad = held(theirs[rank], tensors, padding=rank % 2)
+        q, k, v = (part.requires_grad_() for part in inputs)
+        out = attention(q, k, v, ranks[rank])
+        out.backward(grad)
+        at = 0
+        for piece in theirs[rank]:
+            for whole, part in zip(results[piece.sequence], (out.detach(), q.grad, k.grad, v.grad), strict=True):
+                whole[piece.start : piece.stop] = part[at : at + piece.num_tokens]
+            at += piece.num_tokens
+
+    run_ranks(work, num_ranks=len(theirs), fabric=fabric)
+    return results
+
+
+def assert_dense(theirs: Pieces, layout: Layout, sequences: Sequence[SequenceSpec], dtype: torch.dtype) -> None:
+    """Outputs and gradients of dense attention, and no bytes but those of tokens that change rank."""
+    tensors, fabric = random_tensors(sequences, dtype), Fabric(len(theirs))
+    ranks = contexts(theirs, layout, sequences, fabric=fabric)
+    expected, found = dense(tensors, sequences), in_their_order(theirs, ranks, tensors, fabric=fabric)
+    bound = 1e-10 if dtype is torch.float64 else 1e-5
+    for sequence in sequences:
+        for name, want, have in zip(("out", "dq", "dk", "dv"), expected[sequence.id], found[sequence.id], strict=True):
+            error = float((want - have).norm() / want.norm().clamp_min(1.0))
+            assert error <= bound, f"sequence {sequence.id} {name}: relative error {error:.2e}"
+    assert sum(each.traffic.bytes_sent for each in ranks) == due_bytes(theirs, layout, ranks, dtype=dtype)
+
+
+def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext], *, dtype: torch.dtype) -> int:
+    """q, k, v, out and the gradients of these for each token that changes rank, and the messages of the rounds."""
+    home = {(b.sequence, token): b.rank for b in layout.blocks for token in range(b.start, b.stop)}
+    away = sum(
+        home[piece.sequence, token] != rank
+        for rank, pieces in enumerate(theirs)
+        for piece in pieces
+        for token in range(piece.start, piece.stop)
+    )
+    head = HEAD_DIM * dtype.itemsize
+    rounds = sum(
+        message.num_tokens * 2 * KV_HEADS * head  # dK, dV in fp32 or fp64, as the inputs are
+        for context in ranks
+        for step in (*context.program.forward, *context.program.backward)
+        for message in step.sends
+        if message.payload in (Payload.KV, Payload.GRAD)
+    )
+    return away * 4 * (HEADS + KV_HEADS) * head + rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, masks=MASKS, num_ranks=st.integers(1, 5), seed=st.integers(0, 10_000))
+def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_ranks: int, seed: int) -> None:
+    sequences = specs(lengths, masks)
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1)
+    assert_dense(theirs, layout, sequences, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bring", [packed_slices, whole_sequences])
+@pytest.mark.parametrize("kind", ["ring", "blocks"])
+def test_long_sequences_whose_local_attends_are_cut(kind: str, bring: Any, dtype: torch.dtype) -> None:
+    sequences = specs([1501, 700, 90], [Mask.CAUSAL, Mask.FULL])
+    if kind == "ring":
+        layout = ring(sequences, num_ranks=3)
+    else:
+        layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
+    assert_dense(bring(sequences, num_ranks=3), layout, sequences, dtype)
+
+
+def test_a_whole_result_that_appears_between_two_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 attends to its one sequence while a first round goes out, in one call, and sends it home in the second."""
+    monkeypatch.setattr("rayfcp.program.hiding._OUT", 1000)
+    sequences = specs([50, 200, 90, 70], [Mask.CAUSAL])
+    whole = [Piece(sequence=each.id, start=0, stop=each.num_tokens) for each in sequences]
+    theirs = [[whole[1], whole[3]], [whole[2], whole[0]], [], []]
+    blocks = [Block(sequence=i, start=0, stop=whole[i].stop, rank=rank) for i, rank in enumerate((0, 3, 2, 2))]
+    layout = Layout(blocks=tuple(blocks), rounds=())
+    around = contexts(theirs, layout, sequences, fabric=Fabric(4))[0].program.reshuffle
+    assert around and [[call.num_cells for call in step.calls] for step in around.forward.leaving] == [[1275], []]
+    assert_dense(theirs, layout, sequences, torch.float64)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_the_plans_own_order_sends_nothing_and_copies_nothing(num_ranks: int) -> None:
+    sequences = specs([40, 23], [Mask.CAUSAL])
+    group = [Group(ranks=(sequence.id % num_ranks,), sequences=(sequence.id,)) for sequence in sequences]
+    if num_ranks == 1:
+        group = [Group(ranks=(0,), sequences=(0, 1))]
+    microbatch = MicrobatchPlan(groups=tuple(group), group_s=(1.0,) * len(group), predicted_s=1.0)
+    layout = lay_out(microbatch, sequences)
+    theirs: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for block in layout.blocks:
+        theirs[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
+    assert_dense(theirs, layout, sequences, torch.float64)
+    for context, pieces in zip(contexts(theirs, layout, sequences, fabric=Fabric(num_ranks)), theirs, strict=True):
+        assert (context.program.reshuffle is None) == bool(pieces)
+
+
+class Watched:
+    """A rank's transport and kernel that write down what happens when, and otherwise do what they do."""
+
+    name = "watched"
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.rank, self.events = context.transport.rank, list[str]()
+        self._transport, self._kernel = context.transport, context.kernel
+
+    def post(self, sends: Any, receives: Any) -> "Watched":
+        self.events.append("post")
+        self._pending = self._transport.post(sends, receives)
+        return self
+
+    def wait(self) -> None:
+        self.events.append("wait")
+        self._pending.wait()
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        self.events.append("call")
+        return self._kernel.forward(*args, **keywords)
+
+    def backward(self, *args: Any, **keywords: Any) -> Any:
+        self.events.append("call")
+        return self._kernel.backward(*args, **keywords)
+
+
+def test_local_attends_run_while_the_exchanges_do() -> None:
+    """Between posting and waiting, in the first and in the last rounds of either direction."""
+    sequences = specs([2000, 1000, 77], [Mask.CAUSAL])
+    theirs, fabric = packed_slices(sequences, num_ranks=2), Fabric(2)
+    plain = contexts(theirs, ring(sequences, num_ranks=2), sequences, fabric=fabric)
+    watched = [Watched(each) for each in plain]
+    ranks = [
+        AttentionContext(program=context.program, transport=each, kernel=each)
+        for context, each in zip(plain, watched, strict=True)
+    ]
+    in_their_order(theirs, ranks, random_tensors(sequences, torch.float32), fabric=fabric)
+    for context, each in zip(plain, watched, strict=True):
+        around = context.program.reshuffle
+        assert around
+        rounds = " ".join(each.events).split(" wait")[:-1]
+        calls = [step.count("call") for step in rounds]
+        forward, backward = context.program.forward, context.program.backward
+        directions = ((around.forward, forward), (around.backward, backward))
+        steps = [step for exchanges, own in directions for step in (*exchanges.entering, *own, *exchanges.leaving)]
+        assert calls == [len(step.calls) for step in steps] and all(step.strip().startswith("post") for step in rounds)
+        for exchanges in (around.forward, around.backward):
+            assert all(step.calls for step in (*exchanges.entering, *exchanges.leaving))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    sequences = specs([8], [Mask.CAUSAL])
+    theirs = [[Piece(sequence=0, start=0, stop=8)], []]
+    layout = ring(sequences, num_ranks=2)
+    masks = {0: Mask.CAUSAL}
+    programs, shuffles = lower_attention(layout, masks=masks, num_ranks=2), lower_reshuffle(theirs, layout)
+    transport, kernel = InProcessTransport(Fabric(2), 0), pick_kernel("cpu")
+    eight = torch.zeros(8, 1, 16)
+    with pytest.raises(ValueError, match="the reshuffle is of rank 1, this is rank 0"):
+        attention(eight, eight, eight, programs[0], reshuffle=shuffles[1], transport=transport, kernel=kernel)
+    four = eight[:4]
+    with pytest.raises(ValueError, match="query has 4 tokens and key 4, the reshuffle has 8"):
+        attention(four, four, four, programs[0], reshuffle=shuffles[0], transport=transport, kernel=kernel)
+    context = AttentionContext(program=make_ready(programs[0]), transport=transport, kernel=kernel)
+    with pytest.raises(ValueError, match="reshuffle= beside a context"):
+        attention(four, four, four, context, reshuffle=shuffles[0])
+    with pytest.raises(ValueError, match=r"query is torch\.float32, key torch\.float64"):
+        attention(four, four.double(), four.double(), context)
+    other = lower_attention(ring(specs([6], [Mask.CAUSAL]), num_ranks=2), masks=masks, num_ranks=2)
+    with pytest.raises(ValueError, match="rank 0 has 4 tokens in its layout, the program 3"):
+        make_ready(other[0], reshuffle=shuffles[0])

@@ -1,0 +1,198 @@
+"""Reshuffles against token by token counting, and local attends moved around them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.program import Attend, AttentionRound, Piece, ReshuffleProgram, lower_reshuffle
+from rayfcp.program.attention import lower_attention
+from rayfcp.program.hiding import HiddenRounds, hide
+from rayfcp.values import Block, Layout, Mask, SequenceSpec
+from tests.execute.layouts import random_layout, ring
+from tests.execute.loops import packed_slices, random_pieces
+
+Token = tuple[int, int]
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
+
+
+def specs(lengths: Sequence[int], masks: Sequence[Mask] = (Mask.CAUSAL,)) -> list[SequenceSpec]:
+    return [
+        SequenceSpec(id=i, num_tokens=n, num_targets=n - 1, mask=masks[i % len(masks)]) for i, n in enumerate(lengths)
+    ]
+
+
+def tokens_of(pieces: Sequence[Piece | Block]) -> list[Token]:
+    return [(piece.sequence, at) for piece in pieces for at in range(piece.start, piece.stop)]
+
+
+def placed(layout: Layout, *, num_ranks: int) -> list[list[Token]]:
+    return [tokens_of([block for block in layout.blocks if block.rank == rank]) for rank in range(num_ranks)]
+
+
+def moved(programs: Sequence[ReshuffleProgram], rows: Sequence[list[Token]], *, out: bool) -> list[list[Token | None]]:
+    """Where the reshuffle puts rows; each round must be a matching."""
+    sizes = [each.num_tokens if out else each.num_placed for each in programs]
+    result: list[list[Token | None]] = [[None] * size for size in sizes]
+    for rank, program in enumerate(programs):
+        for there, here in program.kept:
+            source, target = (here, there) if out else (there, here)
+            result[rank][slice(*target)] = rows[rank][slice(*source)]
+    for steps in zip(*(program.rounds for program in programs), strict=True):
+        ends = [(step.receive, step.send) if out else (step.send, step.receive) for step in steps]
+        met = 0
+        for rank, (send, _) in enumerate(ends):
+            if send:
+                arriving = ends[send.peer][1]
+                assert arriving and arriving.peer == rank and send.peer != rank
+                carried = [token for span in send.ranges for token in rows[rank][slice(*span)]]
+                at = [index for span in arriving.ranges for index in range(*span)]
+                for index, token in zip(at, carried, strict=True):
+                    result[send.peer][index] = token
+                met += 1
+        assert met == sum(receive is not None for _, receive in ends)
+    return result
+
+
+@settings(max_examples=150, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 6), seed=st.integers(0, 10_000))
+def test_tokens_arrive_in_order_in_the_fewest_matchings(lengths: list[int], num_ranks: int, seed: int) -> None:
+    sequences = specs(lengths)
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1)
+    programs = lower_reshuffle(theirs, layout)
+    brought, wanted = [tokens_of(pieces) for pieces in theirs], placed(layout, num_ranks=num_ranks)
+    assert moved(programs, brought, out=False) == wanted
+    assert moved(programs, wanted, out=True) == brought
+
+    owner = {token: rank for rank, tokens in enumerate(wanted) for token in tokens}
+    away = [(rank, owner[token]) for rank, tokens in enumerate(brought) for token in tokens if owner[token] != rank]
+    pairs = set(away)
+    degree = max([sum(pair[end] == rank for pair in pairs) for rank in range(num_ranks) for end in (0, 1)])
+    assert {len(program.rounds) for program in programs} == {degree}
+    sent = [step.send.num_tokens for program in programs for step in program.rounds if step.send]
+    assert sum(sent) == len(away) and len(sent) == len(pairs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 6), seed=st.integers(0, 10_000))
+def test_the_plans_own_order_moves_nothing(lengths: list[int], num_ranks: int, seed: int) -> None:
+    sequences = specs(lengths)
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    theirs: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for block in layout.blocks:
+        theirs[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
+    for program in lower_reshuffle(theirs, layout):
+        assert program.rounds == () and program.is_identity == (program.num_tokens > 0)
+
+
+def counted(rounds: Sequence[Sequence[Attend]], *, num_rows: int) -> dict[int, np.ndarray]:
+    """How often each cell (query row, key row) is computed, by slot."""
+    cells: dict[int, np.ndarray] = {}
+    for attends in rounds:
+        for each in attends:
+            count = cells.setdefault(each.slot, np.zeros((num_rows, 2000), np.int64))
+            (start, stop), (key_start, key_stop) = each.query, each.key
+            block = np.ones((stop - start, key_stop - key_start), np.int64)
+            count[start:stop, key_start:key_stop] += np.tril(block) if each.causal else block
+    return cells
+
+
+def check_direction(rounds: Sequence[AttentionRound], hidden: HiddenRounds, *, num_rows: int) -> None:
+    """The same cells in all, the same messages in each round."""
+    assert [(step.sends, step.receives) for step in rounds] == [(step.sends, step.receives) for step in hidden.rounds]
+    before = counted([step.attends for step in rounds], num_rows=num_rows)
+    mine = [*hidden.entering, *(step.attends for step in hidden.rounds), *hidden.leaving]
+    after = counted(mine, num_rows=num_rows)
+    assert before.keys() == after.keys()
+    for slot, cells in before.items():
+        assert np.array_equal(cells, after[slot])
+
+
+def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: bool) -> None:
+    """What is read is here before its round, what is added to is there until after it."""
+    comes, goes = {}, {}
+    for _, here in reshuffle.kept:
+        comes |= dict.fromkeys(range(*here), -1)
+        goes |= dict.fromkeys(range(*here), len(reshuffle.rounds))
+    for index, step in enumerate(reshuffle.rounds):
+        rows = [row for span in (step.receive.ranges if step.receive else ()) for row in range(*span)]
+        comes |= dict.fromkeys(rows, index)
+        goes |= dict.fromkeys(rows, index)
+    for index, (entering, leaving) in enumerate(zip(hidden.entering, hidden.leaving, strict=True)):
+        for each in entering:
+            assert each.slot == 0
+            assert all(comes[row] < index for row in (*range(*each.query), *(() if backward else range(*each.key))))
+        for each in leaving:
+            assert each.slot == 0
+            assert all(goes[row] > index for row in (*range(*each.query), *(range(*each.key) if backward else ())))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 450), min_size=1, max_size=4),
+    masks=st.lists(st.sampled_from(list(Mask)), min_size=1, max_size=3),
+    num_ranks=st.integers(1, 4),
+    kind=st.sampled_from(["random", "ring"]),
+    seed=st.integers(0, 10_000),
+)
+def test_local_attends_move_and_nothing_else(
+    lengths: list[int], masks: list[Mask], num_ranks: int, kind: str, seed: int
+) -> None:
+    sequences = specs(lengths, masks)
+    layout = (
+        ring(sequences, num_ranks=num_ranks)
+        if kind == "ring"
+        else random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    )
+    programs = lower_attention(layout, masks={each.id: each.mask for each in sequences}, num_ranks=num_ranks)
+    theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed)
+    for program, reshuffle in zip(programs, lower_reshuffle(theirs, layout), strict=True):
+        forward, backward = hide(program, reshuffle)
+        check_direction(program.forward, forward, num_rows=program.num_tokens)
+        check_direction(program.backward, backward, num_rows=program.num_tokens)
+        check_order(forward, reshuffle, backward=False)
+        check_order(backward, reshuffle, backward=True)
+        if not any(step.num_tokens for step in reshuffle.rounds):
+            assert forward.rounds == program.forward and backward.rounds == program.backward
+
+
+def test_both_ways_and_the_first_round_have_local_work_beside_them() -> None:
+    """A packed batch in slices, long sequences in a ring."""
+    sequences = specs([4000, 3000, 900, 100])
+    layout = ring(sequences, num_ranks=3)
+    programs = lower_attention(layout, masks={each.id: each.mask for each in sequences}, num_ranks=3)
+    for program, reshuffle in zip(
+        programs, lower_reshuffle(packed_slices(sequences, num_ranks=3), layout), strict=True
+    ):
+        for hidden in hide(program, reshuffle):
+            for step in (hidden.entering, hidden.leaving, [hidden.rounds[0].attends]):
+                cells = sum(each.num_cells for attends in step for each in attends)
+                assert cells > 0.05 * program.forward[0].attends.num_cells
+
+
+def piece(start: int, stop: int, *, sequence: int = 0) -> Piece:
+    return Piece(sequence=sequence, start=start, stop=stop)
+
+
+LAYOUT = Layout(
+    blocks=(Block(sequence=0, start=0, stop=4, rank=0), Block(sequence=0, start=4, stop=8, rank=1)), rounds=()
+)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        ([[piece(0, 4)], []], r"tokens \[4, 8\) of sequence 0 are on no rank"),
+        ([[piece(0, 5)], [piece(4, 8)]], "token 4 of sequence 0 is on rank 0 and again on rank 1"),
+        ([[piece(0, 8)], [piece(0, 2, sequence=3)]], r"tokens \[0, 2\) of sequence 3 are on rank 1, but the layout"),
+        ([[piece(0, 9)], []], r"tokens \[8, 9\) of sequence 0 are on rank 0, but the layout does not"),
+        ([[piece(0, 8), piece(3, 3)], []], r"rank 0 has tokens \[3, 3\) of sequence 0"),
+        ([[piece(0, 8)]], "theirs has pieces for 1 ranks, the layout places tokens on rank 1"),
+    ],
+)
+def test_what_does_not_fit_is_named(theirs: list[list[Piece]], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        lower_reshuffle(theirs, LAYOUT)
