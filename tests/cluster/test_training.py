@@ -75,6 +75,17 @@ def test_same_losses_on_more_ranks(
     assert {report.world_size for report in steps_of(config)} == {num_workers}
 
 
+def test_same_losses_where_heads_are_shared_out(folder: Path, alone: tuple[StepReport, ...]) -> None:
+    """Passes of Ulysses groups are timed at start, so that plans have them for what they cost."""
+    config = run_config(folder, name="heads", plan={"primitives": ["ulysses"]}, train={"recompute_layers": 1})
+    FlexTrainer(config).fit()
+    assert_same_run(steps_of(config), alone)
+    profile = json.loads((folder / "heads" / "profile.json").read_text())
+    timed = {(each["primitive"], each["degree"]) for each in profile["passes"]}
+    assert timed == {("ring", 1), ("ring", 2), ("ulysses", 2)}
+    assert profile["cost"]["ulysses_intra_s_per_token"] > 0
+
+
 class Scraper:
     """Reads the run's own metrics endpoint while it trains."""
 
