@@ -7,18 +7,21 @@ import pytest
 import torch
 
 from rayfcp.config.plan import PlanConfig
+from rayfcp.execute.interfaces import Execution
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import WholeModel
-from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.program import Forward, HeadProgram, RankProgram, check_plan, check_programs, lower
-from rayfcp.values import ClusterSpec
+from rayfcp.simulate.simulate import simulate
+from rayfcp.values import ClusterSpec, ModelProfile
 from tests.execute.cases import (
     ARCHITECTURE,
     CASES,
     SEED,
+    VOCAB,
     Case,
     CaseTokens,
     Gradients,
@@ -29,26 +32,39 @@ from tests.execute.cases import (
 from tests.execute.gloo import run_on_gloo
 from tests.execute.test_attention import run_ranks
 
+PROFILE = ModelProfile(
+    name="cases",
+    num_layers=ARCHITECTURE.num_layers,
+    hidden_size=ARCHITECTURE.hidden_size,
+    num_heads=ARCHITECTURE.num_heads,
+    num_kv_heads=ARCHITECTURE.num_kv_heads,
+    head_dim=ARCHITECTURE.head_dim,
+    ffn_size=ARCHITECTURE.ffn_size,
+    vocab_size=VOCAB,
+)
+BYTES = {"float32": 4, "float64": 8}
 
-def run_in_process(programs: Sequence[RankProgram], case: Case, dtype: str) -> tuple[float, Gradients]:
-    """Mean loss and summed gradients of all ranks, each a thread."""
+
+def run_in_process(programs: Sequence[RankProgram], case: Case, dtype: str) -> tuple[float, Gradients, list[Execution]]:
+    """Mean loss and summed gradients of all ranks, each a thread; and what each did."""
     first = random_model(library_config(dtype), dtype=dtype, seed=SEED)
     models = [copy.deepcopy(first) for _ in programs]
-    fabric, tokens, losses = Fabric(case.num_ranks), CaseTokens(case), [0.0] * case.num_ranks
+    fabric, tokens = Fabric(case.num_ranks), CaseTokens(case)
+    done: dict[int, Execution] = {}
 
     def work(rank: int) -> None:
         interpreter = Interpreter(
             transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=WholeModel(models[rank])
         )
-        done = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets)
-        losses[rank] = done.loss_sum / case.num_targets
+        done[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets)
 
     run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
     gradients: Gradients = {}
     for model in models:
         for name, parameter in model.named_parameters():
             gradients[name] = gradients.get(name, torch.zeros_like(parameter)) + parameter.grad
-    return sum(losses), gradients
+    executions = [done[rank] for rank in range(case.num_ranks)]
+    return sum(each.loss_sum for each in executions) / case.num_targets, gradients, executions
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -56,9 +72,17 @@ def run_in_process(programs: Sequence[RankProgram], case: Case, dtype: str) -> t
     "case", CASES, ids=lambda case: f"{case.num_ranks}-ranks-{len(case.lengths)}-{case.primitive}-{case.heads}"
 )
 def test_in_process(case: Case, dtype: str) -> None:
+    """And every rank sends the bytes that the simulator says."""
     programs = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)
     check_programs(programs, case.sequences)
-    loss, gradients = run_in_process(programs, case, dtype)
+    loss, gradients, executions = run_in_process(programs, case, dtype)
+    timeline = simulate(programs, model=PROFILE, hardware=hardware_profile("cpu"), bytes_per_element=BYTES[dtype])
+    assert [each.bytes_sent for each in executions] == pytest.approx(timeline.sent_bytes)
+    forwards = [item for program in programs for item in program.instructions if isinstance(item, Forward)]
+    times = 2 * ARCHITECTURE.num_layers + case.recomputed
+    assert sum(each.num_cells for each in executions) == pytest.approx(
+        times * sum(item.attention.num_cells for item in forwards)
+    )
     assert_same(loss, gradients, want=expected(case, dtype), dtype=dtype)
 
 
@@ -98,5 +122,5 @@ def test_strategies_that_plan_ulysses_groups(strategy: str) -> None:
     programs = lower(plan, case.sequences)
     forwards = [item for program in programs for item in program.instructions if isinstance(item, Forward)]
     assert any(isinstance(item.attention, HeadProgram) for item in forwards)
-    loss, gradients = run_in_process(programs, case, "float64")
+    loss, gradients, _ = run_in_process(programs, case, "float64")
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")

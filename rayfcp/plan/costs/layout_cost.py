@@ -96,7 +96,7 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     across = (nodes[work.source] != nodes[work.target]).any(axis=1)
     coalesce = layout.pipeline.coalesce if layout.pipeline else 1
     half = cost.attention_half_tokens
-    kv_share = max(1 / layout.heads, 1 / cost.num_kv_heads) if layout.heads > 1 else 1.0
+    kv_share = max(1 / layout.heads, 1 / cost.num_kv_heads)
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     per_cell_s = cost.attention_s_per_cell / layout.heads
     stage = np.arange(len(layout.rounds)) // coalesce
