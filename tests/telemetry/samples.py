@@ -51,7 +51,7 @@ def reports(draw: st.DrawFn, *, max_size: int = 6) -> list[StepReport]:
             plan_wait_s=draw(SECONDS),
             num_tokens=draw(st.integers(0, 10**9)),
             mfu=draw(RATIO),
-            strategy=draw(st.text(max_size=5)),
+            strategy=draw(st.sampled_from(["flex-ring", "flex-block", "ring"])),
             degrees=draw(st.dictionaries(st.integers(1, 64), st.integers(1, 9), max_size=4)),
             imbalance=Imbalance(
                 compute=draw(RATIO), attention=draw(RATIO), memory=draw(RATIO), communication=draw(RATIO)

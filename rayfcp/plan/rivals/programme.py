@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+ZERO = 1e-9  # what the solver takes for 0, with a warning
 # what finds little on programmes of many like groups and takes long: sub-problems at the root, and jumps
 _OPTIONS: dict[str, bool | int | str] = {
     "output_flag": False,
@@ -67,8 +68,9 @@ class Programme:
 
     def _row(self, lower: float, upper: float, entries: Entries) -> None:
         for index, value in entries:
-            self._index.append(index)
-            self._value.append(value)
+            if abs(value) > ZERO:
+                self._index.append(index)
+                self._value.append(value)
         self._starts.append(len(self._index))
         self._bounds.append((lower, upper))
 

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -48,6 +48,13 @@ def _few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     room=st.integers(1, 220),
     cost=COSTS,
     options=st.sampled_from([RINGS, BOTH]),
+)
+@example(
+    sequences=batch_of([10], full=[True]),
+    num_ranks=2,
+    room=10,
+    cost=dataclasses.replace(HEADS, overlap=0.5, attention_half_tokens=20.0),
+    options=RINGS,
 )
 def test_any_ranks_any_batch(sequences, num_ranks, room, cost, options) -> None:  # type: ignore[no-untyped-def]
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
