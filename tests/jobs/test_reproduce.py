@@ -24,6 +24,15 @@ ARGUMENTS = {
     "ring_tables4_5": ("--model", "llama3.2-1b", "--devices", "4", "--draws", "1", *SMALL),
     "ring_table6": ("--model", "llama3.2-1b", "--lengths", "dist:github", "--devices", "4", *SMALL),
 }
+FULL = ("--tokens-per-rank", "4096")
+"""Options of the scripts of FCP with blocks, which fill the ranks."""
+ARGUMENTS |= {
+    "block_ablation": ("--ranks", "10", "--lengths", "dist:lognormal", *FULL),
+    "block_equal_lengths": ("--ranks", "4", "--tokens", "1000", "7000", *FULL),
+    "block_imbalance": ("--ranks", "4", "--lengths", "dist:bimodal", *FULL),
+    "block_scaling": ("--ranks", "3", "--lengths", "dist:long-tail", "--rank-tokens", "2000", "4096", *FULL),
+    "block_sizes": ("--ranks", "4", "--lengths", "dist:long-tail", "--blocks", "512", "1024", *FULL),
+}
 EXTREME = ("--ranks", "4", "--short", "7", "--seeds", "1", "--long", "16384", "--model", "llama3.2-1b")
 
 
