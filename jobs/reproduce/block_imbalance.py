@@ -5,10 +5,10 @@
 
 Imbalance is (max - mean) / max over ranks, in per cent, simulated, means over batches. `attention`: (query, key) cells,
 which is the paper's computation; `seconds`: the same in seconds of kernels, slowed by short pieces; `memory`: tokens;
-`communication`: bytes sent or received, whichever is more. `port`: seconds that the busiest port is in use, and
-`exposed`: what communication adds to the slowest rank, both as shares of the mean rank's attention. `letter` is
-flex-block as the paper has it: blocks of 4K by Algorithm 1, rounds by 16, no moves;
-`magi-staged` is magi with its cast in a few stages (staged.py).
+`communication`: bytes sent or received, whichever is more. `port`: seconds that the busiest port is in use if all goes
+between nodes, and `exposed`: what communication adds to the slowest rank, both as shares of the mean rank's attention.
+`letter` is flex-block as the paper has it: blocks of 4K by Algorithm 1, rounds by 16, no moves; `magi-staged` is magi
+with its cast in a few stages (staged.py).
 """
 
 import sys

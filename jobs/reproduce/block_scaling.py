@@ -68,7 +68,7 @@ def _row(args: Any, source: str, num_ranks: int, rank_tokens: int) -> dict[str, 
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["paper: at most 2.21 times and at least 1.13 times the rivals' MFU"]
+    lines = ["paper: 1.13 to 2.21 times the rivals' MFU"]
     for num_ranks in sorted({row["ranks"] for row in rows}):
         same = [row for row in rows if row["ranks"] == num_ranks]
         best, worst, staged = (min(row[key] for row in same) for key in ("over_best", "over_worst", "over_staged"))
