@@ -25,8 +25,8 @@ from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of
 from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.setting import Setting
 from rayfcp.config import ConfigError
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.blocks.options import BlockOptions
 from rayfcp.plan.distributions import distribution
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program import ALL_PRIMITIVES, lower

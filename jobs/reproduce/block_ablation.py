@@ -27,7 +27,7 @@ import numpy as np
 from attention import PAPERS_OWN, Bench, Lengths, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
 from tables import exit_code, lengths_name, say, show, table, write_json
 
-from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import BatchPlan, Layout, Pipeline, Round, Transfer
 
@@ -69,7 +69,7 @@ def _rows(args: Any, source: str) -> list[dict[str, Any]]:
 
 def _steps(lengths: Lengths, *, bench: Bench, seed: int) -> dict[str, Trial]:
     """What each step takes, exchanges included."""
-    one_by_one = blocks_plan(lengths, bench=bench, options=replace(PAPERS_OWN, coalesce=1))
+    one_by_one = blocks_plan(lengths, bench=bench, options=PAPERS_OWN.model_copy(update={"coalesce": 1}))
     coalesced = blocks_plan(lengths, bench=bench, options=PAPERS_OWN)
     (layout,) = (each.layout for each in one_by_one.microbatches)
     assert layout is not None  # of `flex-block`

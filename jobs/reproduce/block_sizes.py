@@ -10,13 +10,12 @@ Simulated MFU, forward and backward, relative to one kernel's on the same sequen
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from attention import PAPERS_OWN, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
 from tables import exit_code, lengths_name, say, show, table, write_json
 
-from rayfcp.plan.blocks.options import BlockOptions
+from rayfcp.config.plan import BlockOptions
 
 K = 1024
 COLUMNS = (
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _row(args: Any, source: str, block_tokens: int | None) -> dict[str, Any]:
     say(f"{lengths_name(source)}, blocks of {block_tokens or 'any size'}")
-    letter = replace(PAPERS_OWN, block_tokens=block_tokens) if block_tokens else None
+    letter = PAPERS_OWN.model_copy(update={"block_tokens": block_tokens}) if block_tokens else None
     found = {"letter": letter, "flex": BlockOptions(block_tokens=block_tokens)}
     row: dict[str, Any] = {"lengths": lengths_name(source), "block_tokens": block_tokens}
     for name, options in found.items():
