@@ -35,7 +35,8 @@ from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile,
 
 RIVALS = ("ring", "bytescale", "wlb", "magi")
 CONTENDERS = ("flex-block", *RIVALS)
-SHOWN = (*CONTENDERS, STAGED)
+BLOCKS = "blocks"
+SHOWN = ("flex-block", BLOCKS, *RIVALS, STAGED)
 LENGTHS = ("dist:long-tail", "dist:lognormal", "dist:bimodal")
 ROOM = 2
 MOST_PAIRS = 50e6
@@ -141,8 +142,9 @@ def batches_of(source: str, *, num_tokens: int, batches: int, seed: int) -> list
 
 
 def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str, Trial]:
-    """Every strategy on the same batch, and beside `magi` what `staged` makes of it. Plans that are the same, as WLB's
-    and its better half's, are simulated once."""
+    """Every strategy on the same batch. Beside `flex-block` itself with blocks between all ranks, as in the paper, and
+    no heads shared inside nodes; beside `magi` what `staged` makes of it. Plans that are the same, as WLB's and its
+    better half's, are simulated once."""
     known: dict[Any, Trial] = {}
     found = {}
     options = OPTIONS.model_copy(update={"max_microbatches": bench.max_microbatches})
@@ -152,6 +154,10 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
         if plan.microbatches not in known:
             known[plan.microbatches] = _tried(plan, lengths, bench=bench)
         found[name] = known[plan.microbatches]
+        if name == "flex-block":
+            found[BLOCKS] = trial(
+                blocks_plan(lengths, bench=bench, options=BlockOptions(heads=1)), lengths, bench=bench
+            )
         if name == "magi":
             tried = (trial(each, lengths, bench=bench) for each in staged(plan))
             found[STAGED] = min(tried, key=lambda each: each.iteration_s)

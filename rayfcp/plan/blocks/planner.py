@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +14,7 @@ from rayfcp.plan.blocks.heads import as_runs, exchange_s, permitted, split
 from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, traffic_of
 from rayfcp.plan.blocks.size import block_tokens, sizes
+from rayfcp.plan.blocks.stages import restaged
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import Block, ClusterSpec, Layout, Primitive, Round, Transfer
@@ -109,7 +110,11 @@ def plan_blocks(
     for heads in permitted(cluster, cost, allowed=allowed, wanted=options.heads):
         best = _plan_runs(pool, heads=heads, cluster=cluster, cost=cost, options=options, than=best)
     assert best is not None  # runs of one rank, or those that were wanted
-    return best
+    if options.coalesce is not None:
+        return best
+    runs, shared = as_runs(cluster, cost, heads=best.heads)
+    node = np.array(node_of_ranks(runs, ranks_per_node=cost.ranks_per_node), np.int64)
+    return replace(best, rounds=restaged(best.traffic, best.rounds, node=node, cost=shared))
 
 
 def _plan_runs(

@@ -115,7 +115,7 @@ def schedule(traffic: Traffic, *, options: BlockOptions, most_coalesced: int) ->
         order = np.argsort(_small(colour), kind="stable")
         for coalesce in [options.coalesce] if options.coalesce else _powers(min(most_coalesced, num_rounds)):
             how = Pipeline(coalesce=coalesce, num_buffers=options.num_buffers)
-            found = _timed(traffic, order, colour[order], how=how)
+            found = timed(traffic, order, rounds=colour[order], how=how)
             if best is not None and found.seconds.max() > best.seconds.max() + enough_s:
                 break
             if best is None or found.seconds.max() <= max(best.seconds.max(), floor_s + enough_s):
@@ -156,7 +156,7 @@ def _wishes(traffic: Traffic, *, num_rounds: int) -> Iterator[Wishes]:
         yield Wishes(np.argsort(-weight, kind="stable"), np.clip(wanted, 0, max(num_rounds - 1, 0)))
 
 
-def _timed(traffic: Traffic, order: Ints, rounds: Ints, *, how: Pipeline) -> Schedule:
+def timed(traffic: Traffic, order: Ints, *, rounds: Ints, how: Pipeline) -> Schedule:
     """What the order takes. The share `1 - overlap` of the communication hides behind nothing."""
     parcels = traffic.parcels
     flow = Flow(

@@ -46,7 +46,11 @@ def layout_passes(
     if not np.isfinite(rounds.exchange_s).all():
         return math.inf, math.inf
     hold = layout.pipeline.num_buffers if layout.pipeline else HOLD
-    linear_s = cost.linear_s_per_token * work.tokens + cost.fixed_s
+    return passes_s(rounds, cost.linear_s_per_token * work.tokens + cost.fixed_s, hold=hold, cost=cost)
+
+
+def passes_s(rounds: Rounds, linear_s: Loads, *, hold: int, cost: CostModel) -> tuple[float, float]:
+    """`layout_passes` of rounds as columns; `linear_s`: linear layers and fixed cost of each rank."""
     forward, again, backward = _passes(cost, hold=hold)
     both = (backward, again) if cost.recomputed_layers else (backward,)
     return (

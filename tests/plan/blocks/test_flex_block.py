@@ -110,7 +110,7 @@ def test_pacing_hides_what_first_fit_exposes() -> None:
     cost = profiled(64, hardware="gpu-x")
     sequences = drawn("bimodal", num_ranks=64, seed=2)
     paced, other = (
-        planned(sequences, cost=cost, num_ranks=64, options=BlockOptions(block_tokens=2048, paced=each))
+        planned(sequences, cost=cost, num_ranks=64, options=BlockOptions(block_tokens=2048, paced=each, coalesce=8))
         for each in (True, False)
     )
     assert paced.rounds.num_rounds == other.rounds.num_rounds

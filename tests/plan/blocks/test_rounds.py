@@ -14,9 +14,10 @@ from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.plan.blocks.size import block_tokens, sizes
 from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.costs.volumes import round_tokens
+from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import ClusterSpec, Mask
-from tests.plan.blocks.helpers import any_options, pool_of, small
+from tests.plan.blocks.helpers import any_options, drawn, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, profiled
 
 
@@ -150,3 +151,19 @@ def test_three_rules_of_size() -> None:
     assert block_tokens(slow, tokens_per_rank=65_536, crosses=False) == 2048
     assert block_tokens(cost, tokens_per_rank=3, crosses=False) == 128
     assert sizes(128, tokens_per_rank=3.0) == (128,)
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("bimodal", 64), ("long-tail", 32)])
+def test_rounds_run_as_one_are_chosen_for_both_passes(name: str, num_ranks: int) -> None:
+    """Half or twice as many take no less, by the walk over both passes that prices plans."""
+    sequences, cost = drawn(name, num_ranks=num_ranks, seed=0), profiled(num_ranks, hardware="gpu-x")
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=40_000)
+    chosen, seconds = 0, {}
+    for coalesce in (None, 1, 2, 4, 8, 16):
+        options = BlockOptions(block_tokens=2048, heads=1, coalesce=coalesce)
+        (found,) = propose_blocks(sequences, cluster=cluster, cost=cost, options=options).microbatches
+        assert found.layout is not None and found.layout.pipeline is not None
+        seconds[coalesce or 0] = found.group_s[0]
+        chosen = chosen or found.layout.pipeline.coalesce
+    near = [seconds[count] for count in (chosen // 2, chosen * 2) if count]
+    assert seconds[0] <= min(near)
