@@ -17,8 +17,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from staged import NAME as STAGED
-from staged import staged
 from tables import lengths_name, say
 
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of
@@ -36,7 +34,7 @@ from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile,
 RIVALS = ("ring", "bytescale", "wlb", "magi")
 CONTENDERS = ("flex-block", *RIVALS)
 BLOCKS = "blocks"
-SHOWN = ("flex-block", BLOCKS, *RIVALS, STAGED)
+SHOWN = ("flex-block", BLOCKS, *RIVALS)
 LENGTHS = ("dist:long-tail", "dist:lognormal", "dist:bimodal")
 ROOM = 2
 MOST_PAIRS = 50e6
@@ -143,8 +141,7 @@ def batches_of(source: str, *, num_tokens: int, batches: int, seed: int) -> list
 
 def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str, Trial]:
     """Every strategy on the same batch. Beside `flex-block` itself with blocks between all ranks, as in the paper, and
-    no heads shared inside nodes; beside `magi` what `staged` makes of it. Plans that are the same, as WLB's and its
-    better half's, are simulated once."""
+    no heads shared inside nodes. Plans that are the same, as WLB's and its better half's, are simulated once."""
     known: dict[Any, Trial] = {}
     found = {}
     options = OPTIONS.model_copy(update={"max_microbatches": bench.max_microbatches})
@@ -158,9 +155,6 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
             found[BLOCKS] = trial(
                 blocks_plan(lengths, bench=bench, options=BlockOptions(heads=1)), lengths, bench=bench
             )
-        if name == "magi":
-            tried = (trial(each, lengths, bench=bench) for each in staged(plan))
-            found[STAGED] = min(tried, key=lambda each: each.iteration_s)
     return found
 
 
@@ -210,7 +204,7 @@ def mean(trials: Sequence[Trial]) -> Trial:
 
 
 def lead(by_name: Mapping[str, float]) -> dict[str, Any]:
-    """`flex-block` over the best and the worst of `RIVALS`, which these are, and over the staged cast."""
+    """`flex-block` over the best and the worst of `RIVALS`, which these are."""
     rivals = {name: by_name[name] for name in RIVALS}
     best, worst = max(rivals, key=rivals.__getitem__), min(rivals, key=rivals.__getitem__)
     own = by_name["flex-block"]
@@ -219,7 +213,6 @@ def lead(by_name: Mapping[str, float]) -> dict[str, Any]:
         "over_best": own / rivals[best],
         "worst": worst,
         "over_worst": own / rivals[worst],
-        "over_staged": own / by_name[STAGED],
     }
 
 

@@ -8,7 +8,7 @@ which is the paper's computation; `seconds`: the same in seconds of kernels, slo
 `communication`: bytes sent or received, whichever is more. `port`: seconds that the busiest port is in use if all goes
 between nodes, and `exposed`: what communication adds to the slowest rank, both as shares of the mean rank's attention.
 `blocks` is flex-block without heads shared inside nodes; `letter` is flex-block as the paper has it: blocks of 4K by
-Algorithm 1, rounds by 16, no moves; `magi-staged` is magi with its cast in a few stages (staged.py).
+Algorithm 1, rounds by 16, no moves.
 """
 
 import itertools

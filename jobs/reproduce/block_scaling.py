@@ -7,7 +7,7 @@
 Simulated MFU of attention, forward and backward together (`--forward`: of forward alone), relative to one kernel's on
 the same sequences, means over batches. `wlb` is the better of ring and bytescale by prediction. `over best`, `over
 worst`: how many times higher flex-block's MFU is than that of the best and the worst of the four rivals, which are
-named. `magi-staged` is a fifth, stronger one, magi with its cast in a few stages (staged.py); `over staged` likewise.
+named.
 `priced`: rivals whose figure is the cost model's, since they are too large to simulate.
 """
 
@@ -27,7 +27,6 @@ COLUMNS = (
     ("over best", "over_best", ".2f"),
     ("worst", "worst", "s"),
     ("over worst", "over_worst", ".2f"),
-    ("over staged", "over_staged", ".2f"),
     ("priced", "priced", "s"),
 )
 
@@ -71,11 +70,8 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = ["paper: 1.13 to 2.21 times the rivals' MFU"]
     for num_ranks in sorted({row["ranks"] for row in rows}):
         same = [row for row in rows if row["ranks"] == num_ranks]
-        best, worst, staged = (min(row[key] for row in same) for key in ("over_best", "over_worst", "over_staged"))
-        lines.append(
-            f"{num_ranks} ranks: at least {best:.2f} times the best rival, {worst:.2f} times the worst, {staged:.2f} "
-            "times magi-staged"
-        )
+        best, worst = (min(row[key] for row in same) for key in ("over_best", "over_worst"))
+        lines.append(f"{num_ranks} ranks: at least {best:.2f} times the best rival, {worst:.2f} times the worst")
     return "\n".join(lines) + "\n"
 
 

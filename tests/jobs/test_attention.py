@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.compare.lengths import sequences_of
-from rayfcp.compare.planning import plan_timed
 from rayfcp.config import ConfigError
-from rayfcp.program import check_plan, check_programs, lower
+from rayfcp.program import check_programs, lower
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "reproduce"
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=8).map(tuple)
@@ -25,7 +24,7 @@ def scripts() -> Any:
     """Modules beside the scripts, imported as these do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(FOLDER))
-        names = ("attention", "block_ablation", "staged")
+        names = ("attention", "block_ablation")
         return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -139,14 +138,3 @@ def test_reshuffled_tokens_by_brute_force(scripts: Any, lengths: tuple[int, ...]
         busiest.append(max((each for end in ends for each in end.values()), default=0))
     moved = scripts.block_ablation._moved(layout, lengths, bench=bench)
     assert [moved.between, moved.inside] == busiest
-
-
-@settings(max_examples=10, deadline=None)
-@given(lengths=LENGTHS, num_ranks=st.integers(2, 6))
-def test_staged_casts_hold(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
-    bench = bench_of(scripts, num_ranks=num_ranks)
-    plan, _ = plan_timed(lengths, strategy="magi", setting=bench.setting)
-    plans = list(scripts.staged.staged(plan))
-    assert len(plans) == len(scripts.staged.STAGES)
-    for each in plans:
-        check_plan(each, sequences_of(lengths), cluster=bench.setting.cluster)

@@ -8,11 +8,12 @@ tokens. Keys and values are cast to exactly the ranks that need them (group cast
 The chunk size is ceil(tokens / (N x chunks per rank)) there, 8 chunks a rank by default; as a user would, we
 try several numbers of chunks per rank. It is silent on how a batch becomes microbatches: the fewest that
 best-fit decreasing finds in memory, as for `ring`. The cast is scheduled without congestion control: in round i
-each rank sends to the i-th next one, so that busy ports take longer. Its multi-stage overlap is that of all
-strategies: while a round travels, what the last one brought is computed.
+each rank sends to the i-th next one, so that busy ports take longer. Its multi-stage overlap posts all messages of a
+stage at once, while what the last one brought is computed; the number of stages is tuned too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
@@ -25,10 +26,15 @@ from rayfcp.plan.rivals.cast import cast
 from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
 from rayfcp.plan.rivals.dispatch import dispatch
 from rayfcp.plan.strategies.interface import Proposal
-from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Pipeline, Primitive, SequenceSpec
 
 CHUNKS_PER_RANK = (8, 16, 4, 2, 1)
 """What is tried, the project's default first; 1 always fits, as ranks then hold ceil(tokens / N)."""
+
+STAGES = (None, 2, 4, 8)
+"""Numbers of stages that are tried; None: a stage for each other rank."""
+BUFFERS = 2
+"""Stages that a rank holds: the one that travels, and the one that is computed."""
 
 Timed = tuple[float, tuple[int, ...], Layout]
 
@@ -66,15 +72,25 @@ def propose(
 def _fastest(
     ids: tuple[int, ...], *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
 ) -> Timed:
-    """The best chunk size for the sequences of one microbatch; among equals the one that is tried first."""
+    """The best chunk size and number of stages for the sequences of one microbatch; among equals those tried first."""
     num_tokens = sum(by_id[each].num_tokens for each in ids)
     found: list[Timed] = []
     for per_rank in CHUNKS_PER_RANK:
         chunk_tokens = -(-num_tokens // (cluster.num_ranks * per_rank))
         if per_rank * chunk_tokens <= cluster.max_tokens_per_rank:
             layout = _laid_out([by_id[each] for each in ids], chunk_tokens=chunk_tokens, num_ranks=cluster.num_ranks)
-            found.append((layout_s(layout, by_id=by_id, cluster=cluster, cost=cost), ids, layout))
+            for each in _staged(layout):
+                found.append((layout_s(each, by_id=by_id, cluster=cluster, cost=cost), ids, each))
     return min(found, key=lambda each: each[0])
+
+
+def _staged(layout: Layout) -> Iterator[Layout]:
+    for stages in STAGES if layout.rounds else (None,):
+        if stages is None:
+            yield layout
+        elif stages < len(layout.rounds):
+            how = Pipeline(coalesce=-(-len(layout.rounds) // stages), num_buffers=BUFFERS)
+            yield replace(layout, pipeline=how)
 
 
 def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks: int) -> Layout:
