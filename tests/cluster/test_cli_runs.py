@@ -16,7 +16,7 @@ from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
 from tests.cluster.runs import run_config, write_texts
 
-STEPS = 60
+STEPS = 200
 MARK = "RAYFCP_TEST_MARK"
 
 

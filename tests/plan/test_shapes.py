@@ -128,3 +128,11 @@ def test_links_that_were_not_measured_stay() -> None:
     assert found.inter_node_bandwidth == pytest.approx(base.intra_node_bandwidth / 2)
     with pytest.raises(ValueError, match="linear_s_per_token is 0"):
         measured_hardware(base, cost.with_coefficients(linear_s_per_token=0.0), **keep)
+
+
+def test_attention_that_vanished_in_noise_keeps_its_efficiency() -> None:
+    base = hardware_profile("cpu")
+    guess = CostModel.from_profiles(MODEL, base, num_ranks=1, bytes_per_element=4, reduce_every="step")
+    known = {"model": MODEL, "name": "mine", "peak_flops": 1e9, "memory_bytes": 1 << 30, "bytes_per_element": 4}
+    found = measured_hardware(base, guess.with_coefficients(attention_s_per_cell=0.0), **known)
+    assert found.attention_efficiency == base.attention_efficiency

@@ -24,14 +24,14 @@ def measured_hardware(
     Efficiencies are the shares of `peak_flops` that whole passes reached; where they reached more, that is the
     peak. Bandwidth and latency are a ring's, gathers included in `microbatch_overhead_s`. Links that were not measured
     (inside nodes where nodes hold one rank, between nodes where there is one) stay, and so do both where
-    `cost` has no ring. `linear_half_tokens` takes its part of the fixed cost, at most all of it.
+    `cost` has no ring, and attention's efficiency where its time vanished in noise. `linear_half_tokens` takes its part
+    of the fixed cost, at most all of it.
 
     Raises:
-        ValueError: a coefficient of computation is 0, so that no efficiency explains it.
+        ValueError: linear layers take no time, which no efficiency explains.
     """
-    for field in ("attention_s_per_cell", "linear_s_per_token"):
-        if getattr(cost, field) <= 0:
-            raise ValueError(f"{field} is {getattr(cost, field)}, must be above 0; time more shapes")
+    if cost.linear_s_per_token <= 0:
+        raise ValueError(f"linear_s_per_token is {cost.linear_s_per_token}, must be above 0; time more shapes")
     attention_rate, linear_rate = _rates(cost, model)
     peak_flops = max(peak_flops, attention_rate, linear_rate)
     half_tokens = min(linear_half_tokens, cost.fixed_s / cost.linear_s_per_token)
@@ -41,7 +41,7 @@ def measured_hardware(
         peak_flops=peak_flops,
         memory_bytes=memory_bytes,
         linear_efficiency=linear_rate / peak_flops,
-        attention_efficiency=attention_rate / peak_flops,
+        attention_efficiency=attention_rate / peak_flops or base.attention_efficiency,
         microbatch_overhead_s=max(0.0, cost.fixed_s - half_tokens * cost.linear_s_per_token),
         dtype_bytes=bytes_per_element,
         overlap=cost.overlap,
@@ -53,11 +53,12 @@ def measured_hardware(
 
 
 def _rates(cost: CostModel, model: ModelProfile) -> tuple[float, float]:
-    """FLOP/s of attention and of linear layers."""
+    """FLOP/s of attention, 0 where its time vanished in noise, and of linear layers."""
     again = cost.recomputed_layers
     attention_flops = model.attention_flops_per_cell * (1 + ATTENTION_BACKWARD + again / model.num_layers)
     linear_flops = model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
-    return attention_flops / cost.attention_s_per_cell, linear_flops / cost.linear_s_per_token
+    attention_s = cost.attention_s_per_cell
+    return attention_flops / attention_s if attention_s > 0 else 0.0, linear_flops / cost.linear_s_per_token
 
 
 def _links(cost: CostModel, model: ModelProfile, *, bytes_per_element: int, num_nodes: int) -> dict[str, float]:
