@@ -68,6 +68,7 @@ def test_scripts_run_and_write_what_they_print(
 
 def test_extreme_batch_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
+    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setattr(sys, "argv", ["extreme.py", *EXTREME, "--json", str(out)])
     runpy.run_path(str(FOLDER / "extreme.py"), run_name="__main__")
     (row,) = json.loads(out.read_text())["rows"]
