@@ -41,6 +41,12 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
     return True
 
 
+# as in a terminal, although the tests may have been started where Ctrl-C is ignored
+HEED_CTRL_C = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
 class Command:
     """`rayfcp train` in a process group of its own, as a terminal starts it; all its children carry a mark."""
 
@@ -49,7 +55,7 @@ class Command:
         self.log = folder / f"{self.mark}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [Path(sys.executable).with_name("rayfcp"), "train", config],
+                [sys.executable, "-c", HEED_CTRL_C, Path(sys.executable).with_name("rayfcp"), "train", config],
                 cwd=folder,
                 env=os.environ | {MARK: self.mark},
                 stdin=subprocess.DEVNULL,
