@@ -18,7 +18,6 @@ from itertools import pairwise
 
 import numpy as np
 
-from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree
 from rayfcp.program.instructions import Piece, Range
 from rayfcp.program.placed import merged
 from rayfcp.values import Layout
@@ -213,6 +212,8 @@ def _rounds(
     moves: Mapping[tuple[int, int], Sequence[Pair]], *, num_ranks: int
 ) -> tuple[tuple[ReshuffleRound, ...], ...]:
     """The rounds of each rank. Large parcels come first, so that a round's parcels are much alike."""
+    from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree  # compiled: loaded on use
+
     parcels = sorted((pair for pair in moves if pair[0] != pair[1]), key=lambda pair: (-_size(moves[pair]), pair))
     if not parcels:
         return ((),) * num_ranks
