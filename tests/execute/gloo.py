@@ -22,18 +22,24 @@ from tests.execute.cases import ARCHITECTURE, SEED, Case, CaseTokens, Gradients,
 Found = dict[tuple[int, str], tuple[float, Gradients]]
 
 
-def run_on_gloo(cases: Sequence[Case], *, dtypes: Sequence[str]) -> Found:
-    """(case index, dtype) -> loss and whole gradients, from as many processes as the largest case needs."""
-    with socket.socket() as listener, TemporaryDirectory() as folder:
+def listening_store() -> dist.TCPStore:
+    """The store at which processes meet, on a free port of this machine; it lives as long as its object."""
+    with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        store = dist.TCPStore(
+        return dist.TCPStore(
             "127.0.0.1",
             listener.getsockname()[1],
             is_master=True,
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+
+
+def run_on_gloo(cases: Sequence[Case], *, dtypes: Sequence[str]) -> Found:
+    """(case index, dtype) -> loss and whole gradients, from as many processes as the largest case needs."""
+    with TemporaryDirectory() as folder:
+        store = listening_store()
         size = max(case.num_ranks for case in cases)
         mp.spawn(_process, args=(store.port, tuple(cases), tuple(dtypes), folder), nprocs=size)
         return torch.load(Path(folder) / "found.pt", weights_only=True)

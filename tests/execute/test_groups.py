@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.execute.groups import World, join_world, leave_world
+from tests.execute.gloo import listening_store
 
 CPU = torch.device("cpu")
 SIZES = (3, 2, 3)
@@ -22,17 +22,8 @@ SIZES = (3, 2, 3)
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each rank saw, by rank."""
     folder = tmp_path_factory.mktemp("groups")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        store = dist.TCPStore(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        mp.spawn(_process, args=(store.port, str(folder)), nprocs=max(SIZES))
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=max(SIZES))
     return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(max(SIZES))}
 
 

@@ -1,6 +1,5 @@
 """Several layers in a row on real gloo processes, tokens in the loop's own layout, against one process."""
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +17,7 @@ from rayfcp.execute.transport import DistributedTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Layout, Mask, SequenceSpec
+from tests.execute.gloo import listening_store
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_attention import specs
@@ -117,16 +117,8 @@ def process(rank: int, port: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found() -> list[dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]]]:
     """What each process found in all cases."""
-    with socket.socket() as listener, TemporaryDirectory() as folder:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        store = dist.TCPStore(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+    with TemporaryDirectory() as folder:
+        store = listening_store()
         mp.spawn(process, args=(store.port, folder), nprocs=NUM_RANKS)
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(NUM_RANKS)]
 

@@ -1,6 +1,5 @@
 """First weights: a function of the seed alone, on any number of ranks; or those of a folder, exported before."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from rayfcp.execute.groups import join_world, leave_world
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint
+from tests.execute.gloo import listening_store
 from tests.models.helpers import FAMILIES, VOCAB, architecture, library_config
 
 SEED = 11
@@ -114,17 +114,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Weights
             name: weight if "inv_freq" in name else weight.to(getattr(torch, dtype)).float()
             for name, weight in held.items()
         }
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        store = dist.TCPStore(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        mp.spawn(_process, args=(store.port, runs, str(folder)), nprocs=2)
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, runs, str(folder)), nprocs=2)
     return torch.load(folder / "found.pt", weights_only=True), want
 
 

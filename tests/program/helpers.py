@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import pytest
+
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.program import Forward, HeadProgram, RankProgram
+from rayfcp.program import Forward, HeadProgram, RankProgram, check_programs
 from rayfcp.values import (
     BatchPlan,
     Block,
@@ -22,6 +24,7 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
+from tests.program.mutations import mutate
 
 SHORT_SEARCH = PlanConfig(search_moves=1000)
 """What is tested here is what becomes of plans, good or not."""
@@ -114,3 +117,17 @@ def one_group(lengths: list[int], ranks: tuple[int, ...], *, masks: list[Mask] |
     microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
     plan, _, _ = random_plan(0, num_ranks=max(ranks) + 1)
     return replace(plan, microbatches=(microbatch,), recomputed_layers=1, predicted_s=1.0, lower_bound_s=0.0), sequences
+
+
+def assert_one_change_is_found(
+    programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec], *, seed: int
+) -> None:
+    """The validator takes the programs, and refuses them when one thing of one rank is changed."""
+    check_programs(tuple(programs), sequences)
+    rng = random.Random(seed)
+    rank = rng.randrange(len(programs))
+    mutated = mutate(programs[rank], rng)
+    if mutated == programs[rank]:
+        return
+    with pytest.raises(ValueError):
+        check_programs((*programs[:rank], mutated, *programs[rank + 1 :]), sequences)

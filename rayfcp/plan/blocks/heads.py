@@ -56,7 +56,7 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
         max_tokens_per_rank=cluster.max_tokens_per_rank * heads,
         node_of_rank=nodes[::heads],
     )
-    moved = 1 / min(heads, max(cost.num_kv_heads, 1))
+    moved = cost.kv_share(heads)
     return runs, dataclasses.replace(
         cost,
         attention_s_per_cell=cost.attention_s_per_cell / heads,
@@ -64,14 +64,6 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
         ring_intra_s_per_token=cost.ring_intra_s_per_token * moved,
         ring_inter_s_per_token=cost.ring_inter_s_per_token * moved,
     )
-
-
-def exchange_s(tokens: float, *, heads: int, cost: CostModel) -> float:
-    """Seconds in which a run of so many tokens exchanges them for heads and back, forward and backward."""
-    if heads == 1:
-        return 0.0
-    passes = cost.terms(heads, primitive=Primitive.ULYSSES)
-    return float(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes))
 
 
 def split(blocks: list[Block], *, num_runs: int, heads: int) -> tuple[list[Block], list[range]]:

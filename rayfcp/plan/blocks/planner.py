@@ -10,7 +10,7 @@ import numpy as np
 
 from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.blocks.distributor import Space, distribute
-from rayfcp.plan.blocks.heads import as_runs, exchange_s, permitted, split
+from rayfcp.plan.blocks.heads import as_runs, permitted, split
 from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, traffic_of
 from rayfcp.plan.blocks.size import block_tokens, sizes
@@ -163,7 +163,7 @@ class _Drafter:
             pieces = distribute(self.pool, space=space, half_tokens=half_tokens, options=self.options)
             traffic = traffic_of(self.pool, pieces, node=self.node, cost=self.cost, parcel_tokens=size)
             tokens = np.bincount(pieces.rank, pieces.stop - pieces.start)
-            shared_s = exchange_s(float(tokens.max()), heads=self.heads, cost=self.whole)
+            shared_s = float(self.whole.exchanges_s(tokens.max(), degree=self.heads))
             drafts.append((traffic.floor_s + shared_s, pieces, traffic, shared_s))
             if self.options.placement == "lpt":
                 break

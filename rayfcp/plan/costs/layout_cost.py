@@ -10,7 +10,7 @@ from rayfcp.plan.costs.layout_rounds import Pass, Rounds
 from rayfcp.plan.costs.layout_work import Index, LayoutWork, Loads, work_of
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.placement import node_of_ranks
-from rayfcp.values import ClusterSpec, Layout, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 
 HOLD = 2
 """Rounds from a transfer to the one in which its gradients go home, without a pipeline."""
@@ -100,7 +100,6 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     across = (nodes[work.source] != nodes[work.target]).any(axis=1)
     coalesce = layout.pipeline.coalesce if layout.pipeline else 1
     half = cost.attention_half_tokens
-    kv_share = max(1 / layout.heads, 1 / cost.num_kv_heads)
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     per_cell_s = cost.attention_s_per_cell / layout.heads
     stage = np.arange(len(layout.rounds)) // coalesce
@@ -113,7 +112,7 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
         source=work.source,
         target=work.target,
         across=across.astype(np.int64),
-        moved_s=kv_share * hop_s * work.moved_tokens,
+        moved_s=cost.kv_share(layout.heads) * hop_s * work.moved_tokens,
         latency_s=float(cost.ring_s_per_round),
         exchange_s=_exchange_s(layout, work, nodes=nodes, cost=cost),
         heads=layout.heads,
@@ -123,9 +122,8 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
 
 def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Index, cost: CostModel) -> Loads:
     """Seconds of each run's exchanges, those of a Ulysses group whose ranks all hold as many tokens as its fullest."""
-    passes = cost.terms(layout.heads, primitive=Primitive.ULYSSES, crosses=(nodes != nodes[:, :1]).any(axis=1))
     tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)
-    return np.asarray(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes), np.float64)
+    return cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1))
 
 
 def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:

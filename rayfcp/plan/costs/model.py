@@ -140,6 +140,18 @@ class CostModel:
         forward, backward = self.terms(degree, primitive=primitive, crosses=crosses)
         return forward.seconds(cells, num_tokens), backward.seconds(cells, num_tokens)
 
+    def kv_share(self, heads: int) -> float:
+        """Of a token's keys and values, what each of `heads` ranks that share out heads holds: replicated beyond the
+        number of key and value heads."""
+        return max(1 / heads, 1 / self.num_kv_heads)
+
+    def exchanges_s(self, num_tokens: npt.ArrayLike, *, degree: int, crosses: npt.ArrayLike | None = None) -> Seconds:
+        """Seconds in which ranks exchange their tokens for heads and back, forward and backward, `num_tokens` together;
+        infinite where they cannot share out the heads."""
+        tokens = np.asarray(num_tokens, np.float64)
+        passes = self.terms(degree, primitive=Primitive.ULYSSES, crosses=crosses)
+        return np.asarray(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes), np.float64)
+
     def terms(
         self, degree: npt.ArrayLike, *, primitive: Primitive = Primitive.RING, crosses: npt.ArrayLike | None = None
     ) -> tuple[Terms, Terms]:
