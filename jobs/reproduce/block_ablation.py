@@ -29,7 +29,7 @@ from tables import exit_code, lengths_name, say, show, table, write_json
 
 from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.placement import node_of_ranks
-from rayfcp.values import BatchPlan, Layout, Pipeline, Round, Transfer
+from rayfcp.values import BatchPlan, Layout, Pacing, Round, Transfer
 
 STEPS = ("base", "#1", "#2", "#3", "#4", "ours")
 PAPER = {
@@ -105,7 +105,7 @@ def _fetched(layout: Layout, *, num_ranks: int, seed: int) -> Layout:
         Round(transfers=tuple(each[order[at]] for each, order in zip(brought, orders, strict=True) if at < len(order)))
         for at in range(max(map(len, brought)))
     ]
-    return Layout(blocks=layout.blocks, rounds=tuple(rounds), pipeline=Pipeline(coalesce=1, num_buffers=3))
+    return Layout(blocks=layout.blocks, rounds=tuple(rounds), pacing=Pacing(coalesce=1, num_buffers=3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

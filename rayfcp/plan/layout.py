@@ -3,68 +3,117 @@
 from collections.abc import Mapping, Sequence
 
 from rayfcp.plan.zigzag import zigzag
-from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive, Round, SequenceSpec, Transfer
+from rayfcp.values import (
+    BatchPlan,
+    Block,
+    Context,
+    Group,
+    Layout,
+    MicrobatchPlan,
+    Primitive,
+    Round,
+    SequenceSpec,
+    Slice,
+    Transfer,
+)
+
+Spans = Mapping[int, tuple[int, int]]
+"""Of each sequence, the tokens `[start, stop)` that a microbatch holds."""
 
 
-def lay_out(microbatch: MicrobatchPlan, sequences: Sequence[SequenceSpec]) -> Layout:
+def layouts_of(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> tuple[Layout, ...]:
+    """The layouts of all microbatches; those of slices with the context that earlier microbatches left them.
+
+    Context comes by earlier microbatch, then sequence, its blocks in the order of that microbatch's.
+
+    Raises:
+        ValueError: a group or a slice names an unknown sequence.
+    """
+    layouts: list[Layout] = []
+    for microbatch in plan.microbatches:
+        context = [
+            Context(microbatch=earlier, blocks=blocks)
+            for earlier, layout in enumerate(layouts)
+            for piece in sorted(microbatch.slices, key=lambda each: each.sequence)
+            if (blocks := _blocks_before(piece, layout))
+        ]
+        layouts.append(lay_out(microbatch, sequences, context=context))
+    return tuple(layouts)
+
+
+def _blocks_before(piece: Slice, layout: Layout) -> tuple[Block, ...]:
+    return tuple(block for block in layout.blocks if block.sequence == piece.sequence and block.stop <= piece.start)
+
+
+def lay_out(
+    microbatch: MicrobatchPlan, sequences: Sequence[SequenceSpec], *, context: Sequence[Context] = ()
+) -> Layout:
     """The microbatch's own layout, or its groups expanded: zig-zag rings, level shares for Ulysses.
 
     Blocks come by group, position in the group, sequence in the group's order, start. Rings of all
-    groups share the rounds: in round r position p passes on what position (p - r) mod d owns, so each
-    block visits each other rank of its group once. The sequences of a Ulysses group, laid end to end, are cut
-    into one contiguous share a rank, sizes within one token of each other; its exchanges need no rounds.
-    Invariant: rounds are matchings.
+    groups share the rounds: in round r position p passes on what position (p - r) mod d owns, context included, so
+    each block visits each other rank of its group once. The sequences of a Ulysses group, laid end to end, are cut
+    into one contiguous share a rank, sizes within one token of each other; its exchanges need no rounds, and its
+    context stays where it is. Invariant: rounds are matchings.
 
     Raises:
         ValueError: a group names an unknown sequence.
     """
     if microbatch.layout is not None:
         return microbatch.layout
-    lengths = {sequence.id: sequence.num_tokens for sequence in sequences}
+    spans = {sequence.id: (0, sequence.num_tokens) for sequence in sequences}
+    spans |= {each.sequence: (each.start, each.stop) for each in microbatch.slices}
     blocks: list[Block] = []
     rings = [group for group in microbatch.groups if group.primitive is Primitive.RING]
     num_rounds = max((group.degree - 1 for group in rings), default=0)
-    rounds: list[list[Transfer]] = [[] for _ in range(num_rounds)]
+    owned: dict[int, tuple[int, ...]] = {}
     for group in microbatch.groups:
-        _check_group(group, lengths)
+        _check_group(group, spans)
         if group.primitive is Primitive.ULYSSES:
-            blocks += _shares(group, lengths)
-            continue
-        owned = _place(group, lengths, blocks=blocks)
-        for index in range(group.degree - 1):
-            rounds[index] += _ring_round(group, owned, index=index)
-    return Layout(blocks=tuple(blocks), rounds=tuple(Round(transfers=tuple(each)) for each in rounds))
+            blocks += _shares(group, spans)
+        else:
+            owned |= _place(group, spans, blocks=blocks)
+    for number, block in enumerate((block for each in context for block in each.blocks), start=len(blocks)):
+        if block.rank in owned:
+            owned[block.rank] += (number,)
+    rounds = [
+        Round(transfers=tuple(each for group in rings for each in _ring_round(group, owned, index=index)))
+        for index in range(num_rounds)
+    ]
+    return Layout(blocks=tuple(blocks), rounds=tuple(rounds), context=tuple(context))
 
 
-def _check_group(group: Group, lengths: Mapping[int, int]) -> None:
-    unknown = [sequence for sequence in group.sequences if sequence not in lengths]
+def _check_group(group: Group, spans: Spans) -> None:
+    unknown = [sequence for sequence in group.sequences if sequence not in spans]
     if unknown:
         raise ValueError(f"group of ranks {group.ranks} names sequences {unknown} that the batch does not have")
 
 
-def _place(group: Group, lengths: Mapping[int, int], *, blocks: list[Block]) -> list[tuple[int, ...]]:
-    """Append the group's blocks; returns the indices of each position's own."""
+def _place(group: Group, spans: Spans, *, blocks: list[Block]) -> dict[int, tuple[int, ...]]:
+    """Append the group's blocks; returns the indices of each rank's own."""
     pieces: list[list[tuple[int, int, int]]] = [[] for _ in group.ranks]
     first = 0
     for sequence in group.sequences:
-        ranges, first = zigzag(lengths[sequence], degree=group.degree, first=first)
+        begin, end = spans[sequence]
+        ranges, first = zigzag(end - begin, degree=group.degree, first=first)
         for piece, held in zip(pieces, ranges, strict=True):
-            piece += [(sequence, start, stop) for start, stop in held]
-    owned = []
+            piece += [(sequence, begin + start, begin + stop) for start, stop in held]
+    owned = {}
     for rank, piece in zip(group.ranks, pieces, strict=True):
         before = len(blocks)
         blocks += [Block(sequence=sequence, start=start, stop=stop, rank=rank) for sequence, start, stop in piece]
-        owned.append(tuple(range(before, len(blocks))))
+        owned[rank] = tuple(range(before, len(blocks)))
     return owned
 
 
-def _shares(group: Group, lengths: Mapping[int, int]) -> list[Block]:
+def _shares(group: Group, spans: Spans) -> list[Block]:
     """Each rank's contiguous share of the group's tokens, laid end to end (DeepSpeed-Ulysses, section 3.1)."""
-    size, left = divmod(sum(lengths[sequence] for sequence in group.sequences), group.degree)
+    held = [spans[sequence] for sequence in group.sequences]
+    size, left = divmod(sum(stop - start for start, stop in held), group.degree)
     blocks: list[Block] = []
     position, room = 0, size + (left > 0)
-    for sequence in group.sequences:
-        start, stop = 0, lengths[sequence]
+    for sequence, (begin, stop) in zip(group.sequences, held, strict=True):
+        start = begin
         while start < stop:
             if room == 0:
                 position, room = position + 1, size + (position + 1 < left)
@@ -75,10 +124,10 @@ def _shares(group: Group, lengths: Mapping[int, int]) -> list[Block]:
     return blocks
 
 
-def _ring_round(group: Group, owned: list[tuple[int, ...]], *, index: int) -> list[Transfer]:
+def _ring_round(group: Group, owned: Mapping[int, tuple[int, ...]], *, index: int) -> list[Transfer]:
     degree = group.degree
     return [
         Transfer(blocks=carried, source=rank, target=group.ranks[(position + 1) % degree])
         for position, rank in enumerate(group.ranks)
-        if (carried := owned[(position - index) % degree])
+        if index + 1 < degree and (carried := owned[group.ranks[(position - index) % degree]])
     ]

@@ -1,13 +1,14 @@
 """Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
 
-A transfer fills a new slot at its target, which attends to it in the next round. In backward the same
-transfers bring the slots again, and the partial dK, dV of a slot goes
+Blocks of a context lie in slots of their own from the start, their home like slot 0 is that of own blocks. A
+transfer fills a new slot at its target (one for each home of its blocks), which attends to it in the next round. In
+backward the same transfers bring the slots again, and the partial dK, dV of a slot goes
 
 - to the rank that the slot was passed on to, one round after the slot went there (rings); the
   receiver adds its own part; or
 - home to the owner of the blocks, one round after it was computed, when the slot was not passed on.
 
-With a `Pipeline`, `coalesce` rounds of the layout are one round of the program, attends are spread over the
+With a `Pacing`, `coalesce` rounds of the layout are one round of the program, attends are spread over the
 phases (`rayfcp.program.paced`), and a slot's partial goes home `num_buffers` rounds after it came, when it is whole:
 the transposed rounds again. Slots then come from their owners.
 
@@ -21,26 +22,35 @@ relays break it: a rank may then pass a partial on and send another home in one 
 receive from several ranks.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from rayfcp.program.attends import Queries, attends_to, attends_within
+from rayfcp.program.context import Order, context_slots, kept_ranges
 from rayfcp.program.drafts import RoundDrafts
 from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
 from rayfcp.program.paced import Brought, paced
 from rayfcp.program.placed import BlockTable, Placed
-from rayfcp.program.table import Attends
-from rayfcp.values import Layout, Mask, Pipeline, Transfer
+from rayfcp.program.table import Attends, Column
+from rayfcp.values import Layout, Mask, Pacing, Transfer
 
 
 @dataclass(slots=True, kw_only=True)
 class _Slot:
-    """Blocks of one owner that lie together on a rank. `passed`: (rank, its slot, round), where it went on to."""
+    """Blocks of one owner that lie together on a rank; there they are in slot `home`, 0 or one of context.
+    `passed`: (rank, its slot, round), where it went on to."""
 
     held: Placed
     arrived: int
     owner: int
+    home: int = 0
     passed: tuple[int, int, int] | None = None
+
+    @property
+    def at_home(self) -> bool:
+        return self.arrived < 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,10 +62,17 @@ class _Rank:
 
 
 def lower_attention(
-    layout: Layout, *, masks: Mapping[int, Mask], num_ranks: int, own: Sequence[Sequence[int]] | None = None
+    layout: Layout,
+    *,
+    masks: Mapping[int, Mask],
+    num_ranks: int,
+    own: Sequence[Sequence[int]] | None = None,
+    earlier: Mapping[int, Sequence[Order]] | None = None,
+    needed: Collection[tuple[int, int]] = (),
 ) -> tuple[AttentionProgram, ...]:
     """The attention program of each rank for one microbatch. `own`: the blocks of each rank in the order of its slot
-    0, that of the layout if absent.
+    0, that of the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in microbatch m of the layout's
+    context. `needed`: (sequence, start) of blocks whose keys and values later microbatches need.
 
     Invariant: every (query, key) cell of every mask is computed on the query's rank in exactly one
     attend, forward and backward; both ends of a message carry the same number of tokens.
@@ -64,36 +81,41 @@ def lower_attention(
         ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
             its source does not hold together by then; or a block names a sequence without a mask.
     """
-    unknown = sorted({block.sequence for block in layout.blocks} - masks.keys())
+    blocks, pacing = layout.all_blocks, layout.pacing
+    unknown = sorted({block.sequence for block in blocks} - masks.keys())
     if unknown:
         raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
-    table = BlockTable(layout.blocks, masks)
-    pipeline = layout.pipeline
-    coalesce, hold = (pipeline.coalesce, pipeline.num_buffers) if pipeline else (1, 2)
+    table = BlockTable(blocks, masks)
+    coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
     num_stages = -(-len(layout.rounds) // coalesce)
     held = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
     ranks = _own_slots(held, table, num_stages=num_stages, hold=hold)
+    origin = _add_context(ranks, layout, table=table)
     known: dict[tuple[int, ...], Placed] = {}
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
-            _check_transfer(transfer, index=index, num_ranks=num_ranks, num_blocks=len(layout.blocks))
-            if pipeline and transfer.source != (owner := layout.blocks[transfer.blocks[0]].rank):
+            _check_transfer(transfer, index=index, num_ranks=num_ranks, num_blocks=len(blocks))
+            if pacing and transfer.source != (owner := blocks[transfer.blocks[0]].rank):
                 raise ValueError(
-                    f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which a pipeline does "
+                    f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which paced rounds do "
                     "not do; send them from their owner"
                 )
-            _add_transfer(ranks, transfer, table=table, index=index // coalesce, known=known)
+            for part in _parts(transfer, origin):
+                _add_transfer(ranks, part, table=table, index=index // coalesce, known=known)
     for rank in ranks:
-        _add_attends(rank, pipeline, num_phases=num_stages + 1)
+        _add_attends(rank, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)
+    slots = context_slots(layout, num_ranks=num_ranks, earlier=earlier or {})
     return tuple(
         AttentionProgram(
             num_tokens=max(rank.slots[0].held.num_tokens, 1),
             forward=rank.forward.finished(),
             backward=rank.backward.finished(),
+            context=slots[number],
+            kept=kept_ranges(rank.slots[0].held, blocks, needed=needed),
         )
-        for rank in ranks
+        for number, rank in enumerate(ranks)
     )
 
 
@@ -103,6 +125,31 @@ def blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
     for index, block in enumerate(layout.blocks):
         own[block.rank].append(index)
     return own
+
+
+def _add_context(ranks: list[_Rank], layout: Layout, *, table: BlockTable) -> Column:
+    """Slots 1.. of each rank: its blocks of each context. Returns the home slot of every block."""
+    origin, first = np.zeros(len(layout.all_blocks), np.int64), len(layout.blocks)
+    for number, context in enumerate(layout.context, start=1):
+        numbered = list(enumerate(context.blocks, start=first))
+        first += len(context.blocks)
+        origin[[index for index, _ in numbered]] = number
+        for at, rank in enumerate(ranks):
+            mine = tuple(index for index, block in numbered if block.rank == at)
+            rank.slots.append(_Slot(held=Placed(mine, table), arrived=-1, owner=at, home=number))
+            rank.slots_of_owner[at].append(number)
+    return origin
+
+
+def _parts(transfer: Transfer, origin: Column) -> list[Transfer]:
+    """A transfer as one message for each slot that its owner has the blocks in."""
+    homes = origin[list(transfer.blocks)] if origin.any() and transfer.blocks else None
+    if homes is None or (homes == homes[0]).all():
+        return [transfer]
+    return [
+        replace(transfer, blocks=tuple(block for block in transfer.blocks if origin[block] == home))
+        for home in np.unique(homes).tolist()
+    ]
 
 
 def _own_slots(own: Sequence[Sequence[int]], table: BlockTable, *, num_stages: int, hold: int) -> list[_Rank]:
@@ -144,9 +191,9 @@ def _add_transfer(
     if held is None:
         held = known[transfer.blocks] = Placed(transfer.blocks, table)
     new = len(target.slots)
-    target.slots.append(_Slot(held=held, arrived=index, owner=owner))
+    target.slots.append(_Slot(held=held, arrived=index, owner=owner, home=slot.home))
     target.slots_of_owner.setdefault(owner, []).append(new)
-    whole = number > 0 and len(held.blocks) == len(slot.held.blocks)
+    whole = not slot.at_home and len(held.blocks) == len(slot.held.blocks)
     if whole and slot.passed is None:
         slot.passed = (transfer.target, new, index)
     sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(transfer.blocks))
@@ -172,16 +219,20 @@ def _held_in(source: _Rank, transfer: Transfer, *, owner: int, index: int) -> in
 _PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
 
 
-def _add_attends(rank: _Rank, pipeline: Pipeline | None, *, num_phases: int) -> None:
+def _add_attends(rank: _Rank, pacing: Pacing | None, *, num_phases: int) -> None:
     own = rank.slots[0].held
     queries = Queries(own)
     within = attends_within(own) if own.blocks else _PADDING
     found = [attends_to(queries, slot.held, slot=number) for number, slot in enumerate(rank.slots[1:], start=1)]
-    if pipeline is None:
+    if pacing is None:
         placed = [(0, within), *((slot.arrived + 1, each) for slot, each in zip(rank.slots[1:], found, strict=True))]
     else:
         brought = [
-            Brought(attends=each, first=slot.arrived + 1, due=slot.arrived + pipeline.num_buffers - 1)
+            Brought(
+                attends=each,
+                first=slot.arrived + 1,
+                due=num_phases - 1 if slot.at_home else slot.arrived + pacing.num_buffers - 1,
+            )
             for slot, each in zip(rank.slots[1:], found, strict=True)
         ]
         placed = list(enumerate(paced(brought, within, num_phases=num_phases)))
@@ -193,11 +244,13 @@ def _add_attends(rank: _Rank, pipeline: Pipeline | None, *, num_phases: int) -> 
 
 def _add_gradients(ranks: list[_Rank], number: int, *, hold: int) -> None:
     rank = ranks[number]
-    for index, slot in enumerate(rank.slots[1:], start=1):
+    for index, slot in enumerate(rank.slots):
+        if slot.at_home:
+            continue
         if slot.passed is not None:
             target, there, when = slot.passed[0], slot.passed[1], slot.passed[2] + 1
         else:
-            target, there, when = slot.owner, 0, slot.arrived + hold
+            target, there, when = slot.owner, slot.home, slot.arrived + hold
         size, arriving = slot.held.num_tokens, ranks[target].slots[there].held.at(slot.held.blocks)
         sent = Message(peer=target, payload=Payload.GRAD, slot=index, ranges=((0, size),))
         rank.backward.sends[when].append(sent)

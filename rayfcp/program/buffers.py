@@ -4,26 +4,26 @@ from collections.abc import Sequence
 
 from rayfcp.program.instructions import AttentionRound, Forward, HeadProgram, Payload, RankProgram
 from rayfcp.program.table import Attends
-from rayfcp.values import Layout, Pipeline
+from rayfcp.values import Layout, Pacing
 
 
-def check_pipeline(layout: Layout, *, number: int) -> None:
+def check_pacing(layout: Layout, *, number: int) -> None:
     """`coalesce` is at least 1, `num_buffers` at least 2: one stage comes in while another is computed.
 
     Raises:
         ValueError: names the field, its value and its bound.
     """
-    pipeline = layout.pipeline
-    for name, bound in (("coalesce", 1), ("num_buffers", 2)) if pipeline else ():
-        value = getattr(pipeline, name)
+    pacing = layout.pacing
+    for name, bound in (("coalesce", 1), ("num_buffers", 2)) if pacing else ():
+        value = getattr(pacing, name)
         if value < bound:
-            raise ValueError(f"microbatch {number}: pipeline.{name} is {value}, must be at least {bound}; plan again")
+            raise ValueError(f"microbatch {number}: pacing.{name} is {value}, must be at least {bound}; plan again")
 
 
-def check_buffers(programs: Sequence[RankProgram], pipelines: Sequence[Pipeline | None]) -> None:
+def check_buffers(programs: Sequence[RankProgram], pacings: Sequence[Pacing | None]) -> None:
     """In every round of every rank, slots that are filled or still read number at most `coalesce` x `num_buffers`.
 
-    `pipelines[m]` is microbatch m's; where it is None, rounds run one by one and nothing is claimed. Both directions.
+    `pacings[m]` is microbatch m's; where it is None, rounds run one by one and nothing is claimed. Both directions.
 
     Raises:
         ValueError: names the microbatch, the rank, the round, how many slots and the bound.
@@ -33,10 +33,10 @@ def check_buffers(programs: Sequence[RankProgram], pipelines: Sequence[Pipeline 
             if not isinstance(item, Forward):
                 continue
             attention = item.attention.attention if isinstance(item.attention, HeadProgram) else item.attention
-            pipeline = pipelines[item.microbatch]
-            for rounds in (attention.forward, attention.backward) if pipeline else ():
+            pacing = pacings[item.microbatch]
+            for rounds in (attention.forward, attention.backward) if pacing else ():
                 index, held = _most_held(rounds)
-                bound = pipeline.coalesce * pipeline.num_buffers if pipeline else held
+                bound = pacing.coalesce * pacing.num_buffers if pacing else held
                 if held > bound:
                     raise ValueError(
                         f"microbatch {item.microbatch}: rank {program.rank} holds {held} received slots in round "

@@ -7,12 +7,13 @@ queries, keys and values. Nothing is computed while an exchange runs: attention 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from rayfcp.program.attention import lower_attention
+from rayfcp.program.context import Order, order_of
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
-from rayfcp.values import Block, Layout, Mask
+from rayfcp.values import Block, Layout, Mask, Round, Transfer
 
 Run = tuple[int, ...]
 """Ranks that exchange tokens for heads, by position."""
@@ -26,8 +27,16 @@ def padding_number(rank: int) -> int:
     return -1 - rank
 
 
-def lower_heads(layout: Layout, runs: Sequence[Run], *, masks: Mapping[int, Mask]) -> dict[int, HeadProgram]:
-    """The programs of all ranks of `runs`, wherever the layout puts its blocks.
+def lower_heads(
+    layout: Layout,
+    runs: Sequence[Run],
+    *,
+    masks: Mapping[int, Mask],
+    earlier: Mapping[int, Mapping[int, Order]] | None = None,
+    needed: Collection[tuple[int, int]] = (),
+) -> dict[int, HeadProgram]:
+    """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier[m][r]`: the order of the slot
+    0 that rank r's run had in microbatch m. `needed`: as in `lower_attention`.
 
     `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
     and values of their heads. A Ulysses group is one run without transfers.
@@ -38,7 +47,14 @@ def lower_heads(layout: Layout, runs: Sequence[Run], *, masks: Mapping[int, Mask
         ValueError: what `lower_attention` refuses.
     """
     joined, own, padded = _joined(layout, runs)
-    programs = lower_attention(joined, masks={**masks, **padded}, num_ranks=len(runs), own=own)
+    programs = lower_attention(
+        joined,
+        masks={**masks, **padded},
+        num_ranks=len(runs),
+        own=own,
+        earlier={at: [orders[run[0]] for run in runs] for at, orders in (earlier or {}).items()},
+        needed=needed,
+    )
     sizes = {rank: 0 for run in runs for rank in run}
     for block in layout.blocks:
         sizes[block.rank] += block.num_tokens
@@ -57,7 +73,7 @@ def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]
     in the order of its ranks; and the masks of the padding tokens."""
     held: dict[int, list[int]] = {rank: [] for run in runs for rank in run}
     number_of = {rank: number for number, run in enumerate(runs) for rank in run}
-    blocks = [replace(block, rank=number_of[block.rank]) for block in layout.blocks]
+    blocks = _renumbered(layout.blocks, number_of)
     padded: dict[int, Mask] = {}
     for index, block in enumerate(layout.blocks):
         held[block.rank].append(index)
@@ -67,7 +83,31 @@ def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]
             padded[padding_number(rank)] = Mask.CAUSAL
             blocks.append(Block(sequence=padding_number(rank), start=0, stop=1, rank=number))
     own = [[index for rank in run for index in held[rank]] for run in runs]
-    return replace(layout, blocks=tuple(blocks)), own, padded
+    context = tuple(replace(each, blocks=tuple(_renumbered(each.blocks, number_of))) for each in layout.context)
+    rounds = layout.rounds if not context else _shifted(layout.rounds, len(layout.blocks), by=len(padded))
+    return replace(layout, blocks=tuple(blocks), rounds=rounds, context=context), own, padded
+
+
+def _renumbered(blocks: Sequence[Block], number_of: Mapping[int, int]) -> list[Block]:
+    return [replace(block, rank=number_of[block.rank]) for block in blocks]
+
+
+def _shifted(rounds: Sequence[Round], first: int, *, by: int) -> tuple[Round, ...]:
+    """Rounds whose blocks from `first` on, those of context, have numbers higher by `by`."""
+
+    def moved(transfer: Transfer) -> Transfer:
+        return replace(transfer, blocks=tuple(block + by * (block >= first) for block in transfer.blocks))
+
+    return tuple(Round(transfers=tuple(moved(transfer) for transfer in step.transfers)) for step in rounds)
+
+
+def slot_order(layout: Layout, run: Run) -> Order:
+    """Where blocks lie in the slot 0 of a run: those of its ranks laid end to end, one token for a rank without."""
+    blocks: list[Block] = []
+    for rank in run:
+        mine = [block for block in layout.blocks if block.rank == rank]
+        blocks += mine or [Block(sequence=padding_number(rank), start=0, stop=1, rank=rank)]
+    return order_of(blocks)
 
 
 def _addressed(program: AttentionProgram, peers: Sequence[int]) -> AttentionProgram:
@@ -80,7 +120,7 @@ def _addressed(program: AttentionProgram, peers: Sequence[int]) -> AttentionProg
         tuple(replace(step, sends=named(step.sends), receives=named(step.receives)) for step in rounds)
         for rounds in (program.forward, program.backward)
     )
-    return AttentionProgram(num_tokens=program.num_tokens, forward=forward, backward=backward)
+    return replace(program, forward=forward, backward=backward)
 
 
 def rounds_of(program: AttentionProgram | HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:

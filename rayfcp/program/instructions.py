@@ -85,16 +85,33 @@ class AttentionRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSlot:
+    """Slot `slot` is full from the start: the keys and values that `microbatch`, an earlier one, has at `span` of its
+    slot 0. What backward adds to the slot's gradient is added there, before that microbatch runs backward."""
+
+    slot: int
+    microbatch: int
+    span: Range
+
+    @property
+    def num_tokens(self) -> int:
+        return self.span[1] - self.span[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProgram:
     """One rank's part in the attention of one microbatch; every layer runs it.
 
     `backward` brings the same keys and values in the same slots again, computes the same attends, and
-    sends every partial dK, dV to where it is summed.
+    sends every partial dK, dV to where it is summed. `context`: slots that earlier microbatches left; `kept`: what
+    of slot 0 later microbatches need (in ascending ranges), from this forward pass to `Free`.
     """
 
     num_tokens: int
     forward: tuple[AttentionRound, ...]
     backward: tuple[AttentionRound, ...]
+    context: tuple[ContextSlot, ...] = ()
+    kept: tuple[Range, ...] = ()
 
     @property
     def num_cells(self) -> int:
@@ -148,7 +165,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Bring the tokens of `pieces`, in this order, with their positions and targets.
+    """Bring the tokens of `pieces`, in this order, with their positions and targets: each stage what it needs of these.
 
     No pieces: one padding token, a sequence of its own, with loss weight 0.
     """
@@ -157,10 +174,47 @@ class Load:
     pieces: tuple[Piece, ...]
 
 
+class Flow(StrEnum):
+    """What passes between stages, `[tokens, hidden]` in the model's dtype."""
+
+    ACTIVATION = "activation"
+    """From a stage's last layer to the next stage's first, in forward."""
+    GRADIENT = "gradient"
+    """Its gradient, back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send:
+    """Hand `num_tokens` tokens of a microbatch to this rank's device of stage `stage`, a neighbour. The program goes
+    on at once; sends of one flow leave in the order of the program."""
+
+    microbatch: int
+    flow: Flow
+    stage: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receive:
+    """Wait for what this rank's device of stage `stage`, a neighbour, sends."""
+
+    microbatch: int
+    flow: Flow
+    stage: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free:
+    """Let go of the keys and values that a microbatch kept for others, and of their gradients."""
+
+    microbatch: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Embed, run all layers of the stage, take the loss. The first `recomputed_layers` layers keep only
-    their input."""
+    """Run all layers of the stage: the first stage embeds before, the last one takes the loss after. The first
+    `recomputed_layers` layers of the stage keep only their input."""
 
     microbatch: int
     attention: AttentionProgram | HeadProgram
@@ -169,18 +223,19 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Differentiate the loss of a microbatch; with `reduce`, gradients are summed over ranks on the way."""
+    """Differentiate the loss of a microbatch (on stages before the last: what they sent on, with the gradient that
+    came back); with `reduce`, gradients are summed over ranks on the way."""
 
     microbatch: int
     reduce: bool
 
 
-Instruction = Load | Forward | Backward
+Instruction = Load | Receive | Forward | Send | Backward | Free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """All that one rank does for one global batch, in order.
+    """All that one rank does on one stage for one global batch, in order; its tensor-parallel devices do the same.
 
     `plan_hash` is that of the plan from which the programs of all ranks were lowered.
     """

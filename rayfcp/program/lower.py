@@ -1,21 +1,15 @@
-"""Lowering: from a plan to one program per rank."""
+"""Lowering: from a plan to one program per stage and rank."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
-from rayfcp.plan import lay_out
+from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import lower_attention
-from rayfcp.program.heads import lower_heads
-from rayfcp.program.instructions import (
-    AttentionProgram,
-    Backward,
-    Forward,
-    HeadProgram,
-    Instruction,
-    Load,
-    Piece,
-    RankProgram,
-)
-from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.program.context import Order
+from rayfcp.program.heads import lower_heads, slot_order
+from rayfcp.program.instructions import AttentionProgram, HeadProgram, Piece, RankProgram
+from rayfcp.program.staged import staged
+from rayfcp.values import BatchPlan, Context, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 RUNTIME_PRIMITIVES = frozenset({Primitive.RING, Primitive.ULYSSES})
 """What training can run."""
@@ -30,45 +24,41 @@ def lower(
     reduce_every: str = "step",
     primitives: Collection[Primitive] = RUNTIME_PRIMITIVES,
 ) -> tuple[RankProgram, ...]:
-    """One program per rank, rank r at index r.
+    """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
 
     `sequences` are those that were planned, `sequences[i].id == i`. Gradients are reduced in the last
     backward pass (`reduce_every="step"`) or in each (`"microbatch"`). All ranks run the same number of
     passes: a rank without tokens in a microbatch runs one padding token. A group of one rank exchanges
-    nothing, so that its primitive does not matter. That heads divide is the planner's to see to.
+    nothing, so that its primitive does not matter. That heads divide is the planner's to see to. All stages run the
+    same attention; only what they recompute, the order of their passes and their neighbours differ (`staged`).
 
     Raises:
         ValueError: a group of several ranks has a primitive that is not in `primitives`; or a layout cannot be
             run (`lower_attention`, `lower_heads`).
     """
     _check_primitives(plan, primitives)
-    layouts = [lay_out(microbatch, sequences) for microbatch in plan.microbatches]
-    passes = [
-        _passes(layout, microbatch, sequences, num_ranks=plan.num_ranks)
-        for layout, microbatch in zip(layouts, plan.microbatches, strict=True)
-    ]
+    layouts = layouts_of(plan, sequences)
+    passes = _Passes(plan, layouts, masks={sequence.id: sequence.mask for sequence in sequences}).all()
     loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
-    plan_hash, last = plan.plan_hash, len(layouts) - 1
-    programs = []
-    for rank in range(plan.num_ranks):
-        instructions: list[Instruction] = []
-        for index in range(len(layouts)):
-            instructions += [
-                Load(microbatch=index, pieces=loads[index][rank]),
-                Forward(microbatch=index, attention=passes[index][rank], recomputed_layers=plan.recomputed_layers),
-                Backward(microbatch=index, reduce=reduce_every == "microbatch" or index == last),
-            ]
-        programs.append(
-            RankProgram(
-                rank=rank,
-                num_ranks=plan.num_ranks,
-                stage=0,
-                num_stages=1,
-                plan_hash=plan_hash,
-                instructions=tuple(instructions),
-            )
+    plan_hash = plan.plan_hash
+    return tuple(
+        RankProgram(
+            rank=rank,
+            num_ranks=plan.num_ranks,
+            stage=stage,
+            num_stages=plan.num_stages,
+            plan_hash=plan_hash,
+            instructions=staged(
+                plan,
+                stage,
+                pieces=[each[rank] for each in loads],
+                attention=[each[rank] for each in passes],
+                reduce_every=reduce_every,
+            ),
         )
-    return tuple(programs)
+        for stage in range(plan.num_stages)
+        for rank in range(plan.num_ranks)
+    )
 
 
 def _check_primitives(plan: BatchPlan, primitives: Collection[Primitive]) -> None:
@@ -81,22 +71,66 @@ def _check_primitives(plan: BatchPlan, primitives: Collection[Primitive]) -> Non
                 )
 
 
-def _passes(
-    layout: Layout, microbatch: MicrobatchPlan, sequences: Iterable[SequenceSpec], *, num_ranks: int
-) -> tuple[AttentionProgram | HeadProgram, ...]:
-    masks = {sequence.id: sequence.mask for sequence in sequences}
-    _check_heads(layout, microbatch, num_ranks=num_ranks)
-    if layout.heads > 1:
-        by_rank = lower_heads(layout, layout.runs(num_ranks), masks=masks)
-        return tuple(by_rank[rank] for rank in range(num_ranks))
-    programs: list[AttentionProgram | HeadProgram] = [*lower_attention(layout, masks=masks, num_ranks=num_ranks)]
-    for group in microbatch.groups:
-        if group.primitive is Primitive.ULYSSES and group.degree > 1:
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """Lowers the attention of one microbatch after the other, each with what the earlier ones left it."""
+
+    plan: BatchPlan
+    layouts: Sequence[Layout]
+    masks: dict[int, Mask]
+
+    def all(self) -> list[tuple[AttentionProgram | HeadProgram, ...]]:
+        """By microbatch, then rank."""
+        needed: list[set[tuple[int, int]]] = [set() for _ in self.layouts]
+        for layout in self.layouts:
+            for context in layout.context:
+                needed[context.microbatch] |= {(block.sequence, block.start) for block in context.blocks}
+        orders = {at: self._orders(at) for at, blocks in enumerate(needed) if blocks}
+        return [self._lowered(at, orders=orders, needed=needed[at]) for at in range(len(self.layouts))]
+
+    def _exchanging(self, number: int) -> list[Group]:
+        groups = self.plan.microbatches[number].groups
+        return [group for group in groups if group.primitive is Primitive.ULYSSES and group.degree > 1]
+
+    def _orders(self, number: int) -> dict[int, Order]:
+        """Of each rank, the order of the slot 0 that it (with whom it shares heads) had in a microbatch."""
+        layout, num_ranks = self.layouts[number], self.plan.num_ranks
+        sharing = [group.ranks for group in self._exchanging(number)]
+        orders: dict[int, Order] = {}
+        for run in (*layout.runs(num_ranks), *sharing):  # runs are of one rank each where no heads are shared out
+            orders |= dict.fromkeys(run, slot_order(layout, run))
+        return orders
+
+    def _lowered(
+        self, number: int, *, orders: dict[int, dict[int, Order]], needed: Collection[tuple[int, int]]
+    ) -> tuple[AttentionProgram | HeadProgram, ...]:
+        layout, num_ranks = self.layouts[number], self.plan.num_ranks
+        _check_heads(layout, self.plan.microbatches[number], num_ranks=num_ranks)
+        if layout.heads > 1:
+            runs = layout.runs(num_ranks)
+            by_rank = lower_heads(layout, runs, masks=self.masks, earlier=orders, needed=needed)
+            return tuple(by_rank[rank] for rank in range(num_ranks))
+        in_rows = {at: [each[rank] for rank in range(num_ranks)] for at, each in orders.items()}
+        programs: list[AttentionProgram | HeadProgram] = [
+            *lower_attention(layout, masks=self.masks, num_ranks=num_ranks, earlier=in_rows, needed=needed)
+        ]
+        for group in self._exchanging(number):
             _check_rounds(group, layout)
-            held = Layout(blocks=tuple(block for block in layout.blocks if block.rank in group.ranks), rounds=())
-            for rank, program in lower_heads(held, [group.ranks], masks=masks).items():
+            held = _part(layout, group)
+            by_rank = lower_heads(held, [group.ranks], masks=self.masks, earlier=orders, needed=needed)
+            for rank, program in by_rank.items():
                 programs[rank] = program
-    return tuple(programs)
+        return tuple(programs)
+
+
+def _part(layout: Layout, group: Group) -> Layout:
+    """What lies on a group's ranks; nothing travels."""
+    blocks = tuple(block for block in layout.blocks if block.rank in group.ranks)
+    context = tuple(
+        Context(microbatch=each.microbatch, blocks=tuple(block for block in each.blocks if block.rank in group.ranks))
+        for each in layout.context
+    )
+    return Layout(blocks=blocks, rounds=(), context=context)
 
 
 def _check_heads(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> None:

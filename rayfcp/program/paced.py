@@ -1,4 +1,4 @@
-"""Attends over the phases of a pipeline: an equal share of cells in each, what arrived first, then what is own.
+"""Attends over phases: an equal share of cells in each, what arrived first, then what is own.
 
 Ranks whose loads are balanced then go through the rounds at one pace, and none waits for another that has
 more to do in one phase (`rayfcp.plan.blocks.kernels.flow` predicts the same).

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from rayfcp.plan import lay_out
-from rayfcp.program.buffers import check_buffers, check_pipeline
+from rayfcp.program.buffers import check_buffers, check_pacing
 from rayfcp.program.cells import check_cells
 from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
@@ -25,7 +25,7 @@ def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: C
     Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
     holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
-    pipeline has buffers; no rank can deadlock; blocks lie in the
+    pacing has buffers; no rank can deadlock; blocks lie in the
     groups that list their sequences; predicted seconds add up and the lower bound does not exceed them.
 
     Raises:
@@ -34,13 +34,13 @@ def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: C
     check_claims(plan, sequences, cluster=cluster)
     layouts = [lay_out(microbatch, sequences) for microbatch in plan.microbatches]
     for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
-        check_pipeline(layout, number=number)
+        check_pacing(layout, number=number)
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
     programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
     check_programs(programs, sequences)
-    check_buffers(programs, [layout.pipeline for layout in layouts])
+    check_buffers(programs, [layout.pacing for layout in layouts])
 
 
 def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:

@@ -2,14 +2,16 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec
+from rayfcp.values.pipeline import Action, PipelinePlan, Slice
 from rayfcp.values.plan import (
     BatchPlan,
     Block,
+    Context,
     Group,
     InfeasiblePlanError,
     Layout,
     MicrobatchPlan,
-    Pipeline,
+    Pacing,
     Primitive,
     Round,
     Transfer,
@@ -20,9 +22,11 @@ from rayfcp.values.sequence import Mask, SequenceSpec
 from rayfcp.values.span import Span, SpanKind
 
 __all__ = [
+    "Action",
     "BatchPlan",
     "Block",
     "ClusterSpec",
+    "Context",
     "GlobalBatch",
     "Group",
     "HardwareProfile",
@@ -32,11 +36,13 @@ __all__ = [
     "Mask",
     "MicrobatchPlan",
     "ModelProfile",
-    "Pipeline",
+    "Pacing",
+    "PipelinePlan",
     "Primitive",
     "Round",
     "Sample",
     "SequenceSpec",
+    "Slice",
     "Span",
     "SpanKind",
     "StepReport",

@@ -11,7 +11,10 @@ class ClusterSpec:
     (`num_stages * tensor_parallel` devices). `node_of_rank[r]` names the node of rank r (none: one
     node after the other is filled). `max_tokens_per_rank`
     bounds the tokens one rank holds in one microbatch; it is what the memory model leaves after
-    model states. `generation` counts changes of the set of ranks.
+    model states. `generation` counts changes of the set of ranks. `layers_of_stage[p]`: layers of stage p (none:
+    as evenly as they go, `split_layers`). Device (stage p, rank r, t of T tensor-parallel) is number
+    (p x num_ranks + r) x T + t of the cluster; with several stages `node_of_rank` is that of each (stage, rank) in
+    that order, num_stages x num_ranks entries.
     """
 
     num_ranks: int
@@ -20,16 +23,22 @@ class ClusterSpec:
     num_stages: int = 1
     tensor_parallel: int = 1
     generation: int = 0
+    layers_of_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise ValueError(f"num_ranks is {self.num_ranks}, must be at least 1; add a worker")
         if self.max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank is {self.max_tokens_per_rank}, must be at least 1; give more memory")
-        if len(self.node_of_rank) not in (0, self.num_ranks):
+        if len(self.node_of_rank) not in (0, self.num_ranks * self.num_stages):
             raise ValueError(
-                f"node_of_rank has {len(self.node_of_rank)} entries, must have one for each of {self.num_ranks} ranks, "
-                "or none"
+                f"node_of_rank has {len(self.node_of_rank)} entries, must have one for each of {self.num_ranks} ranks "
+                f"in each of {self.num_stages} stages, or none"
+            )
+        if len(self.layers_of_stage) not in (0, self.num_stages):
+            raise ValueError(
+                f"layers_of_stage has {len(self.layers_of_stage)} entries, must have one for each of "
+                f"{self.num_stages} stages, or none"
             )
 
     @property

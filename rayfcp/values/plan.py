@@ -7,6 +7,8 @@ import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rayfcp.values.pipeline import PipelinePlan, Slice
+
 
 class InfeasiblePlanError(ValueError):
     """No plan exists; the message names the binding constraint, its bound and the remedy."""
@@ -57,7 +59,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class Pacing:
     """How rounds run when they do not run one by one: `coalesce` rounds in a row are one stage, and what a stage
     brings is attended to within `num_buffers` - 1 phases, so that a rank holds no more than `num_buffers` stages.
 
@@ -71,9 +73,19 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Blocks of an earlier microbatch of the pipeline whose keys and values are still where that microbatch put
+    them, in its order: queries see them, and transfers may carry them."""
+
+    microbatch: int
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Where the tokens of a microbatch live and how keys and values travel. Blocks of one rank and
-    one sequence come in ascending order of `start`. Without a `pipeline`, rounds run one by one.
+    one sequence come in ascending order of `start`. Without `pacing`, rounds run one by one. `Transfer.blocks` count
+    on over the blocks of `context`, behind those of the layout.
 
     With `heads` u above 1, ranks lie in runs of u, run k = ranks [k u, (k + 1) u), that exchange tokens for heads
     around attention. `source` and `target` of transfers then number runs: rank A u + j of a run A sends its share of
@@ -82,8 +94,14 @@ class Layout:
 
     blocks: tuple[Block, ...]
     rounds: tuple[Round, ...]
-    pipeline: Pipeline | None = None
+    pacing: Pacing | None = None
     heads: int = 1
+    context: tuple[Context, ...] = ()
+
+    @property
+    def all_blocks(self) -> tuple[Block, ...]:
+        """Own blocks, then those of context."""
+        return self.blocks + tuple(block for each in self.context for block in each.blocks)
 
     def runs(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
         """The ranks of each run; `heads` divides `num_ranks`.
@@ -112,18 +130,25 @@ class MicrobatchPlan:
     """One forward and backward pass of all ranks.
 
     `layout` is None when the groups' primitives fix it (`rayfcp.plan.layout.lay_out` expands it).
-    A rank in no group runs one padding token. `group_s[g]` is the predicted seconds of group g.
+    A rank in no group runs one padding token. `group_s[g]` is the predicted seconds of group g. Of a sequence that
+    `slices` names, the microbatch holds that slice; all its slices are in groups of the same ranks and primitive.
     """
 
     groups: tuple[Group, ...]
     group_s: tuple[float, ...]
     predicted_s: float
     layout: Layout | None = None
+    slices: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The plan of one global batch, with its proof: prediction, lower bound, their ratio, and why."""
+    """The plan of one global batch, with its proof: prediction, lower bound, their ratio, and why.
+
+    With several stages, `pipelines` says in which order stages pass the microbatches, all of them in order, and which
+    layers are recomputed (`recomputed_layers` is 0 then); `predicted_s` is the sum over pipelines, and a microbatch's
+    its forward and backward on its slowest stage.
+    """
 
     strategy: str
     num_ranks: int
@@ -133,6 +158,11 @@ class BatchPlan:
     predicted_s: float
     lower_bound_s: float
     reason: str
+    pipelines: tuple[PipelinePlan, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return self.pipelines[0].num_stages if self.pipelines else 1
 
     @property
     def gap(self) -> float:

@@ -97,7 +97,7 @@ def over_runs(layout: Layout, *, num_ranks: int, heads: int, dealt: bool = False
         )
         for step in layout.rounds
     )
-    return Layout(blocks=tuple(blocks), rounds=rounds, pipeline=layout.pipeline, heads=heads)
+    return Layout(blocks=tuple(blocks), rounds=rounds, pacing=layout.pacing, heads=heads)
 
 
 def _ends(sizes: Sequence[int], *, heads: int) -> list[int]:

@@ -72,7 +72,7 @@ def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
     """Long enough for several tiles of a kernel in a phase."""
     sequences = specs([1501, 700, 90], [Mask.CAUSAL, Mask.FULL])
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
-    assert layout.pipeline is not None and len(layout.rounds) >= 4
+    assert layout.pacing is not None and len(layout.rounds) >= 4
     assert_equal_to_dense(layout, sequences, num_ranks=3, dtype=dtype)
 
 

@@ -73,9 +73,7 @@ class BlockPlan:
         ]
         bounds = self.rounds.bounds.tolist()
         rounds = tuple(Round(transfers=tuple(transfers[begin:end])) for begin, end in pairwise(bounds))
-        return Layout(
-            blocks=tuple(blocks), rounds=rounds, pipeline=self.rounds.how if rounds else None, heads=self.heads
-        )
+        return Layout(blocks=tuple(blocks), rounds=rounds, pacing=self.rounds.how if rounds else None, heads=self.heads)
 
 
 def _named(carried: list[int], became: list[range] | None) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from rayfcp.plan.blocks.kernels.flow import Flow, finish_s
 from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import Needs, Packing, Parcels, loads_of, needs_of, own_sides, parcels_of
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.values import Pipeline
+from rayfcp.values import Pacing
 
 GOOD_ENOUGH = 1e-3  # of the attention of the rank that has most
 LINKS_SHARE = 0.6  # of it, from which on links may set the pace
@@ -54,7 +54,7 @@ class Schedule:
     bounds: Ints
     seconds: Floats
     exposed_s: Floats
-    how: Pipeline
+    how: Pacing
 
     @property
     def num_rounds(self) -> int:
@@ -114,7 +114,7 @@ def schedule(traffic: Traffic, *, options: BlockOptions, most_coalesced: int) ->
         colour = colours_of(graph, wishes) if num_rounds else wishes.wanted
         order = np.argsort(_small(colour), kind="stable")
         for coalesce in [options.coalesce] if options.coalesce else _powers(min(most_coalesced, num_rounds)):
-            how = Pipeline(coalesce=coalesce, num_buffers=options.num_buffers)
+            how = Pacing(coalesce=coalesce, num_buffers=options.num_buffers)
             found = timed(traffic, order, rounds=colour[order], how=how)
             if best is not None and found.seconds.max() > best.seconds.max() + enough_s:
                 break
@@ -156,7 +156,7 @@ def _wishes(traffic: Traffic, *, num_rounds: int) -> Iterator[Wishes]:
         yield Wishes(np.argsort(-weight, kind="stable"), np.clip(wanted, 0, max(num_rounds - 1, 0)))
 
 
-def timed(traffic: Traffic, order: Ints, *, rounds: Ints, how: Pipeline) -> Schedule:
+def timed(traffic: Traffic, order: Ints, *, rounds: Ints, how: Pacing) -> Schedule:
     """What the order takes. The share `1 - overlap` of the communication hides behind nothing."""
     parcels = traffic.parcels
     flow = Flow(

@@ -10,7 +10,7 @@ from rayfcp.plan.blocks.rounds import Schedule, Traffic, timed
 from rayfcp.plan.costs.layout_cost import passes_s
 from rayfcp.plan.costs.layout_rounds import Rounds
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.values import Pipeline
+from rayfcp.values import Pacing
 
 TRIED = (1 / 4, 1 / 2, 2.0)  # times as many as hide in a pass without gradients
 
@@ -30,7 +30,7 @@ def restaged(traffic: Traffic, found: Schedule, *, node: Ints, cost: CostModel) 
     return found if best == found.how else timed(traffic, found.order, rounds=rounds, how=best)
 
 
-def _seconds(traffic: Traffic, found: Schedule, rounds: Ints, *, how: Pipeline, node: Ints, cost: CostModel) -> float:
+def _seconds(traffic: Traffic, found: Schedule, rounds: Ints, *, how: Pacing, node: Ints, cost: CostModel) -> float:
     """`rayfcp.plan.costs.layout_cost.layout_s` of the schedule, without exchanges of heads."""
     order, parcels = found.order, traffic.parcels
     source, target = parcels.source[order], parcels.target[order]

@@ -13,7 +13,7 @@ from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 
 HOLD = 2
-"""Rounds from a transfer to the one in which its gradients go home, without a pipeline."""
+"""Rounds from a transfer to the one in which its gradients go home, without pacing."""
 
 LAYERS = 3
 """Layers that are walked through: the last ones repeat."""
@@ -33,7 +33,7 @@ def layout_passes(
     round before brought, while its transfers fly; it goes on when both are over. A transfer starts when both
     ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes
     its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
-    gradients go home `HOLD` rounds later in the transposed rounds (with a pipeline, as many as it has buffers).
+    gradients go home `HOLD` rounds later in the transposed rounds (with pacing, as many as it has buffers).
     Where runs of ranks share out heads, this is the walk of runs, each rank with its share of heads and on its own
     ports, between exchanges that cost what Ulysses' do for the most tokens of the run's ranks; infinitely much if the
     heads cannot be shared out so.
@@ -45,7 +45,7 @@ def layout_passes(
     rounds = _rounds(layout, work, cluster=cluster, cost=cost)
     if not np.isfinite(rounds.exchange_s).all():
         return math.inf, math.inf
-    hold = layout.pipeline.num_buffers if layout.pipeline else HOLD
+    hold = layout.pacing.num_buffers if layout.pacing else HOLD
     return passes_s(rounds, cost.linear_s_per_token * work.tokens + cost.fixed_s, hold=hold, cost=cost)
 
 
@@ -98,7 +98,7 @@ def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> floa
 def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> Rounds:
     nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, layout.heads)
     across = (nodes[work.source] != nodes[work.target]).any(axis=1)
-    coalesce = layout.pipeline.coalesce if layout.pipeline else 1
+    coalesce = layout.pacing.coalesce if layout.pacing else 1
     half = cost.attention_half_tokens
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     per_cell_s = cost.attention_s_per_cell / layout.heads
@@ -127,11 +127,11 @@ def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Index, cost: CostMod
 
 
 def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:
-    """Attention of each rank in each phase: all at once in the phase after it came, or as a pipeline shares it out."""
-    if layout.pipeline and len(stage):
+    """Attention of each rank in each phase: all at once in the phase after it came, or as pacing shares it out."""
+    if layout.pacing and len(stage):
         from rayfcp.plan.blocks.kernels.flow import Flow, phases_of  # compiled: loaded where it is needed
 
-        buffers = layout.pipeline.num_buffers
+        buffers = layout.pacing.num_buffers
         return phases_of(Flow(stage, work.source, work.target, np.zeros(len(stage)), brought_s, own_s, buffers))
     work_s = np.zeros((len(own_s), int(stage.max(initial=-1)) + 2))
     work_s[:, 0] = own_s

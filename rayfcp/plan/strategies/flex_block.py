@@ -2,7 +2,7 @@
 
 Ours: sequences are shared out so that every rank has equal tokens and equal (query, key) cells with the fewest
 cuts, instead of blocks of one size by longest processing time first, which `placement: lpt` still is; parcels
-between two ranks join small blocks; rounds come in the best of several orders by a pipeline of buffers.
+between two ranks join small blocks; rounds come in the best of several orders by pacing over several buffers.
 The paper leaves microbatches open: as few as memory permits, each on all ranks.
 """
 

@@ -26,7 +26,7 @@ from rayfcp.plan.rivals.cast import cast
 from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
 from rayfcp.plan.rivals.dispatch import dispatch
 from rayfcp.plan.strategies.interface import Proposal
-from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Pipeline, Primitive, SequenceSpec
+from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Pacing, Primitive, SequenceSpec
 
 CHUNKS_PER_RANK = (8, 16, 4, 2, 1)
 """What is tried, the project's default first; 1 always fits, as ranks then hold ceil(tokens / N)."""
@@ -89,8 +89,8 @@ def _staged(layout: Layout) -> Iterator[Layout]:
         if stages is None:
             yield layout
         elif stages < len(layout.rounds):
-            how = Pipeline(coalesce=-(-len(layout.rounds) // stages), num_buffers=BUFFERS)
-            yield replace(layout, pipeline=how)
+            how = Pacing(coalesce=-(-len(layout.rounds) // stages), num_buffers=BUFFERS)
+            yield replace(layout, pacing=how)
 
 
 def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks: int) -> Layout:

@@ -162,8 +162,8 @@ def test_rounds_run_as_one_are_chosen_for_both_passes(name: str, num_ranks: int)
     for coalesce in (None, 1, 2, 4, 8, 16):
         options = BlockOptions(block_tokens=2048, heads=1, coalesce=coalesce)
         (found,) = propose_blocks(sequences, cluster=cluster, cost=cost, options=options).microbatches
-        assert found.layout is not None and found.layout.pipeline is not None
+        assert found.layout is not None and found.layout.pacing is not None
         seconds[coalesce or 0] = found.group_s[0]
-        chosen = chosen or found.layout.pipeline.coalesce
+        chosen = chosen or found.layout.pacing.coalesce
     near = [seconds[count] for count in (chosen // 2, chosen * 2) if count]
     assert seconds[0] <= min(near)

@@ -1,4 +1,4 @@
-"""When each rank is done: rounds of transfers behind attention, in a pipeline of several buffers."""
+"""When each rank is done: rounds of transfers behind attention, with several buffers."""
 
 from typing import NamedTuple
 

@@ -13,7 +13,7 @@ from rayfcp.program.attention import lower_attention
 from rayfcp.program.buffers import check_buffers
 from rayfcp.program.paced import TILE, Brought, paced
 from rayfcp.program.table import Attends
-from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pipeline, Round, SequenceSpec, Transfer
+from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pacing, Round, SequenceSpec, Transfer
 from tests.program.helpers import random_plan, scattered, specs
 
 Cell = tuple[int, int, int]
@@ -75,15 +75,15 @@ def test_phases_are_level_to_a_tile() -> None:
     assert all(attend.query[1] - attend.query[0] >= TILE for phase in phases for attend in phase)
 
 
-def two_ranks(pipeline: Pipeline | None) -> Layout:
+def two_ranks(pacing: Pacing | None) -> Layout:
     """Rank 1 needs four blocks of rank 0, one a round."""
     blocks = [Block(sequence=0, start=10 * at, stop=10 * at + 10, rank=at // 4) for at in range(5)]
     rounds = [Round(transfers=(Transfer(blocks=(at,), source=0, target=1),)) for at in range(4)]
-    return Layout(blocks=tuple(blocks), rounds=tuple(rounds), pipeline=pipeline)
+    return Layout(blocks=tuple(blocks), rounds=tuple(rounds), pacing=pacing)
 
 
-def programs_of(pipeline: Pipeline | None) -> tuple[AttentionProgram, ...]:
-    return lower_attention(two_ranks(pipeline), masks={0: Mask.CAUSAL}, num_ranks=2)
+def programs_of(pacing: Pacing | None) -> tuple[AttentionProgram, ...]:
+    return lower_attention(two_ranks(pacing), masks={0: Mask.CAUSAL}, num_ranks=2)
 
 
 def arrivals(program: AttentionProgram, payload: Payload) -> list[int]:
@@ -94,12 +94,12 @@ def arrivals(program: AttentionProgram, payload: Payload) -> list[int]:
 
 
 def test_coalesced_rounds_are_one_and_gradients_come_home_transposed() -> None:
-    home, away = programs_of(Pipeline(coalesce=3, num_buffers=3))
+    home, away = programs_of(Pacing(coalesce=3, num_buffers=3))
     assert arrivals(away, Payload.KV) == [3, 1, 0]
     assert arrivals(home, Payload.GRAD) == [0, 0, 0, 3, 1], "three rounds after the keys and values went out"
     one_by_one = programs_of(None)
     assert arrivals(one_by_one[1], Payload.KV) == [1, 1, 1, 1, 0]
-    assert programs_of(Pipeline(coalesce=1, num_buffers=2))[1].backward[-1] == one_by_one[1].backward[-1]
+    assert programs_of(Pacing(coalesce=1, num_buffers=2))[1].backward[-1] == one_by_one[1].backward[-1]
 
 
 def planned(layout: Layout) -> tuple[BatchPlan, list[SequenceSpec], ClusterSpec]:
@@ -118,20 +118,20 @@ def planned(layout: Layout) -> tuple[BatchPlan, list[SequenceSpec], ClusterSpec]
 
 
 @pytest.mark.parametrize(("field", "value", "bound"), [("coalesce", 0, 1), ("num_buffers", 1, 2)])
-def test_pipelines_out_of_bounds_are_named(field: str, value: int, bound: int) -> None:
-    pipeline = replace(Pipeline(coalesce=1, num_buffers=3), **{field: value})
-    plan, sequences, cluster = planned(two_ranks(pipeline))
-    with pytest.raises(ValueError, match=rf"pipeline.{field} is {value}, must be at least {bound}"):
+def test_pacing_out_of_bounds_is_named(field: str, value: int, bound: int) -> None:
+    pacing = replace(Pacing(coalesce=1, num_buffers=3), **{field: value})
+    plan, sequences, cluster = planned(two_ranks(pacing))
+    with pytest.raises(ValueError, match=rf"pacing.{field} is {value}, must be at least {bound}"):
         check_plan(plan, sequences, cluster=cluster)
 
 
 def test_more_slots_than_buffers_are_found() -> None:
-    plan, sequences, cluster = planned(two_ranks(Pipeline(coalesce=2, num_buffers=3)))
+    plan, sequences, cluster = planned(two_ranks(Pacing(coalesce=2, num_buffers=3)))
     check_plan(plan, sequences, cluster=cluster)
     programs = lower(plan, sequences)
-    check_buffers(programs, [Pipeline(coalesce=2, num_buffers=2)])
+    check_buffers(programs, [Pacing(coalesce=2, num_buffers=2)])
     with pytest.raises(ValueError, match=r"rank 1 holds 4 received slots in round 1, the bound is 2"):
-        check_buffers(_late(programs), [Pipeline(coalesce=1, num_buffers=2)])
+        check_buffers(_late(programs), [Pacing(coalesce=1, num_buffers=2)])
 
 
 def _late(programs: tuple) -> tuple:  # type: ignore[type-arg]
@@ -146,10 +146,10 @@ def _late(programs: tuple) -> tuple:  # type: ignore[type-arg]
     return programs[0], replace(late, instructions=instructions)
 
 
-def test_relays_have_no_pipeline() -> None:
+def test_relays_are_not_paced() -> None:
     blocks = tuple(Block(sequence=0, start=10 * at, stop=10 * at + 10, rank=at) for at in range(3))
     hops = [(0, 1), (1, 2)]
     rounds = tuple(Round(transfers=(Transfer(blocks=(0,), source=a, target=b),)) for a, b in hops)
-    layout = Layout(blocks=blocks, rounds=rounds, pipeline=Pipeline(coalesce=1, num_buffers=3))
+    layout = Layout(blocks=blocks, rounds=rounds, pacing=Pacing(coalesce=1, num_buffers=3))
     with pytest.raises(ValueError, match="rank 1 passes on blocks of rank 0"):
         lower_attention(layout, masks={0: Mask.CAUSAL}, num_ranks=3)
