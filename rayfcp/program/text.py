@@ -16,18 +16,29 @@
 
 `>` sends, `<` receives, `*` attends (queries@slot[keys], `c` for causal); after `~` come the rounds of
 the backward pass of that forward. `heads` are the ranks that exchange tokens for heads around these rounds, and
-their tokens.
+their tokens. Between stages, and with slices:
+
+    receive 1 activation stage=0 tokens=40
+    forward 1 tokens=40 recompute=2 keeps=0:40 context=1:0[0:128]
+    send 1 gradient stage=0 tokens=40
+    free 1
+
+`keeps` are the ranges of slot 0 that later microbatches need; `context` says slot:microbatch[span] of what earlier ones
+left.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rayfcp.program.instructions import (
     Attend,
     AttentionProgram,
     AttentionRound,
     Backward,
+    ContextSlot,
+    Flow,
     Forward,
+    Free,
     HeadProgram,
     Instruction,
     Load,
@@ -36,6 +47,8 @@ from rayfcp.program.instructions import (
     Piece,
     Range,
     RankProgram,
+    Receive,
+    Send,
 )
 
 _HEAD = re.compile(r"program rank=(\d+)/(\d+) stage=(\d+)/(\d+) plan=([0-9a-f]*)$")
@@ -43,8 +56,15 @@ _MESSAGE = re.compile(r"([<>])(\d+) (kv|grad) (\d+)((?:\[\d+:\d+\])*)")
 _ATTEND = re.compile(r"\* (\d+):(\d+)@(\d+)\[(\d+):(\d+)\](c?)")
 _RANGE = re.compile(r"\[(\d+):(\d+)\]")
 _PIECE = re.compile(r"(\d+)\[(\d+):(\d+)\]")
-_FORWARD = re.compile(r"forward (\d+) tokens=(\d+) recompute=(\d+)(?: heads=(\d+:\d+(?:,\d+:\d+)*))?$")
+_SPAN = re.compile(r"(\d+):(\d+)")
+_CONTEXT = re.compile(r"(\d+):(\d+)\[(\d+):(\d+)\]")
+_FORWARD = re.compile(
+    r"forward (\d+) tokens=(\d+) recompute=(\d+)(?: heads=(\d+:\d+(?:,\d+:\d+)*))?(?: keeps=(\d+:\d+(?:,\d+:\d+)*))?"
+    r"(?: context=(\d+:\d+\[\d+:\d+\](?:,\d+:\d+\[\d+:\d+\])*))?$"
+)
 _BACKWARD = re.compile(r"backward (\d+)( reduce)?$")
+_BETWEEN_STAGES = re.compile(r"(send|receive) (\d+) (activation|gradient) stage=(\d+) tokens=(\d+)$")
+_FREE = re.compile(r"free (\d+)$")
 
 
 def to_text(program: RankProgram) -> str:
@@ -81,23 +101,36 @@ def _lines(item: Instruction) -> Iterator[str]:
     if isinstance(item, Load):
         pieces = "".join(f" {piece.sequence}[{piece.start}:{piece.stop}]" for piece in item.pieces)
         yield f"load {item.microbatch}{pieces}"
+    elif isinstance(item, Forward):
+        yield from _forward_lines(item)
     elif isinstance(item, Backward):
         yield f"backward {item.microbatch}{' reduce' if item.reduce else ''}"
+    elif isinstance(item, Free):
+        yield f"free {item.microbatch}"
     else:
-        yield from _forward_lines(item)
+        kind = "send" if isinstance(item, Send) else "receive"
+        yield f"{kind} {item.microbatch} {item.flow.value} stage={item.stage} tokens={item.num_tokens}"
 
 
 def _forward_lines(item: Forward) -> Iterator[str]:
     attention = item.attention
     head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
     if isinstance(attention, HeadProgram):
-        shares = zip(attention.ranks, attention.tokens, strict=True)
-        head += f" heads={','.join(f'{rank}:{tokens}' for rank, tokens in shares)}"
+        head += f" heads={_spans_text(zip(attention.ranks, attention.tokens, strict=True))}"
         attention = attention.attention
+    if attention.kept:
+        head += f" keeps={_spans_text(attention.kept)}"
+    if attention.context:
+        slots = (f"{each.slot}:{each.microbatch}[{each.span[0]}:{each.span[1]}]" for each in attention.context)
+        head += f" context={','.join(slots)}"
     yield head
     yield from (_round_line(step) for step in attention.forward)
     yield "~"
     yield from (_round_line(step) for step in attention.backward)
+
+
+def _spans_text(spans: Iterable[Range]) -> str:
+    return ",".join(f"{start}:{stop}" for start, stop in spans)
 
 
 def _round_line(step: AttentionRound) -> str:
@@ -117,39 +150,62 @@ def _message_text(sign: str, message: Message) -> str:
 def _parse(lines: list[str]) -> Iterator[Instruction]:
     at = 1
     while at < len(lines):
-        line = lines[at]
-        if found := _FORWARD.match(line):
-            microbatch, num_tokens, recomputed = (int(group) for group in found.groups()[:3])
-            attention: AttentionProgram | HeadProgram
-            if found.group(4):
-                attention, at = _parse_heads(lines, at, num_tokens=num_tokens, shares=found.group(4))
-            else:
-                attention, at = _parse_directions(lines, at, num_tokens=num_tokens)
-            yield Forward(microbatch=microbatch, attention=attention, recomputed_layers=recomputed)
-            continue
-        if found := _BACKWARD.match(line):
-            yield Backward(microbatch=int(found.group(1)), reduce=found.group(2) is not None)
-        elif line.startswith("load "):
-            yield _parse_load(line, at)
+        if found := _FORWARD.match(lines[at]):
+            item, at = _parse_forward(found, lines, at)
+            yield item
         else:
-            raise ValueError(f"line {at + 1}: {line!r} is no instruction; expected load, forward or backward")
-        at += 1
+            yield _parse_line(lines[at], at)
+            at += 1
 
 
-def _parse_directions(lines: list[str], at: int, *, num_tokens: int) -> tuple[AttentionProgram, int]:
+def _parse_line(line: str, at: int) -> Instruction:
+    if found := _BACKWARD.match(line):
+        return Backward(microbatch=int(found.group(1)), reduce=found.group(2) is not None)
+    if found := _BETWEEN_STAGES.match(line):
+        microbatch, stage, num_tokens = (int(found.group(number)) for number in (2, 4, 5))
+        kind = Send if found.group(1) == "send" else Receive
+        return kind(microbatch=microbatch, flow=Flow(found.group(3)), stage=stage, num_tokens=num_tokens)
+    if found := _FREE.match(line):
+        return Free(microbatch=int(found.group(1)))
+    if line.startswith("load "):
+        return _parse_load(line, at)
+    raise ValueError(
+        f"line {at + 1}: {line!r} is no instruction; expected load, receive, forward, send, backward or free"
+    )
+
+
+def _parse_forward(found: re.Match[str], lines: list[str], at: int) -> tuple[Forward, int]:
+    """The instruction whose first line is `at`, and the line behind it."""
+    microbatch, num_tokens, recomputed = (int(group) for group in found.groups()[:3])
+    heads, kept, context = (group or "" for group in found.groups()[3:])
     forward, at = _parse_rounds(lines, at + 1)
     if at >= len(lines) or lines[at] != "~":
         raise ValueError(f"line {at + 1}: expected '~' and the backward rounds of the forward before it")
     backward, at = _parse_rounds(lines, at + 1)
-    return AttentionProgram(num_tokens=num_tokens, forward=forward, backward=backward), at
+    shares = _spans(heads)
+    attention = AttentionProgram(
+        num_tokens=sum(tokens for _, tokens in shares) if shares else num_tokens,
+        forward=forward,
+        backward=backward,
+        context=_context(context),
+        kept=_spans(kept),
+    )
+    if shares:
+        ranks, tokens = tuple(rank for rank, _ in shares), tuple(tokens for _, tokens in shares)
+        shared = HeadProgram(num_tokens=num_tokens, ranks=ranks, tokens=tokens, attention=attention)
+        return Forward(microbatch=microbatch, attention=shared, recomputed_layers=recomputed), at
+    return Forward(microbatch=microbatch, attention=attention, recomputed_layers=recomputed), at
 
 
-def _parse_heads(lines: list[str], at: int, *, num_tokens: int, shares: str) -> tuple[HeadProgram, int]:
-    pairs = [share.split(":") for share in shares.split(",")]
-    tokens = tuple(int(each) for _, each in pairs)
-    attention, after = _parse_directions(lines, at, num_tokens=sum(tokens))
-    ranks = tuple(int(rank) for rank, _ in pairs)
-    return HeadProgram(num_tokens=num_tokens, ranks=ranks, tokens=tokens, attention=attention), after
+def _spans(text: str) -> tuple[Range, ...]:
+    return tuple((int(start), int(stop)) for start, stop in _SPAN.findall(text))
+
+
+def _context(text: str) -> tuple[ContextSlot, ...]:
+    slots = [tuple(int(group) for group in groups) for groups in _CONTEXT.findall(text)]
+    return tuple(
+        ContextSlot(slot=slot, microbatch=microbatch, span=(start, stop)) for slot, microbatch, start, stop in slots
+    )
 
 
 def _parse_load(line: str, at: int) -> Load:
