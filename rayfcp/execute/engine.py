@@ -14,7 +14,7 @@ from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.execute.checkpoint import CheckpointWriter, load
 from rayfcp.execute.device import memory_bytes
-from rayfcp.execute.groups import World, join_world, leave_world
+from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interfaces import Tokens, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
@@ -63,8 +63,7 @@ class RankEngine:
         `make_model` gets the group of the `shard` channel and gives this rank's shard of the model.
         """
         world = join_world(
-            rank=rank,
-            num_ranks=num_ranks,
+            place=Place(rank=rank, num_ranks=num_ranks),
             store=store,
             device=self.device,
             timeout_s=self._config.elastic.collective_timeout_s,
@@ -86,7 +85,7 @@ class RankEngine:
         )
         return Joined(
             rank=rank,
-            process_groups=len(world.cache) + 1,  # and the default group
+            process_groups=world.cache.num_joined + 1,  # and the default group
             process_group_s=world.cache.seconds,
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
         )

@@ -1,13 +1,14 @@
-"""Process groups of one generation: the channels, and a capped, deduplicated cache behind them."""
+"""Process groups of one generation: places, channels, and a capped, deduplicated cache behind them."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +18,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 class GroupCache:
     """Groups by (channel, ranks): each is made and warmed once, and there are at most `capacity`.
 
-    Every rank of the world must ask for the same groups in the same order (creation is collective).
-    A communicator holds device memory, so the oldest that is not a channel goes when there are too many.
+    Every device of the world must ask for the same groups in the same order (creation is collective), those of
+    others included. A communicator holds device memory, so the oldest that is not a channel goes when there are
+    too many.
     """
 
     def __init__(self, *, backend: str, device: torch.device, capacity: int, timeout_s: float) -> None:
@@ -30,6 +32,11 @@ class GroupCache:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    @property
+    def num_joined(self) -> int:
+        """Groups that this device is part of."""
+        return sum(dist.get_rank() in ranks for _, ranks in self._groups)
 
     def get(
         self, channel: str, ranks: tuple[int, ...], *, backend: str | None = None, keep: bool = False
@@ -82,56 +89,141 @@ def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channels:
-    """One group per kind of traffic, each over all ranks; nothing else uses them.
+class Place:
+    """Which device this is: `stage` of `num_stages`, `rank` of `num_ranks`, `tensor_rank` of `tensor_parallel`.
 
-    `shard`: gathers and reductions of sharded parameters. `attend`: keys, values and their gradients.
-    `control` (gloo): checkpoints and numbers.
+    A rank is the devices of all stages and tensor ranks that hold the model for the same tokens.
+    """
+
+    rank: int
+    num_ranks: int
+    stage: int = 0
+    num_stages: int = 1
+    tensor_rank: int = 0
+    tensor_parallel: int = 1
+
+    @classmethod
+    def of(cls, number: int, *, num_ranks: int, num_stages: int = 1, tensor_parallel: int = 1) -> "Place":
+        """The place of device `number`.
+
+        >>> place = Place.of(7, num_ranks=3, num_stages=2, tensor_parallel=2)
+        >>> place.stage, place.rank, place.tensor_rank, place.device
+        (1, 0, 1, 7)
+        """
+        at, tensor_rank = divmod(number, tensor_parallel)
+        stage, rank = divmod(at, num_ranks)
+        return cls(
+            rank=rank,
+            num_ranks=num_ranks,
+            stage=stage,
+            num_stages=num_stages,
+            tensor_rank=tensor_rank,
+            tensor_parallel=tensor_parallel,
+        )
+
+    @property
+    def device(self) -> int:
+        """Number of this device in the world."""
+        return self.at(self.stage, self.rank, tensor_rank=self.tensor_rank)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_stages * self.num_ranks * self.tensor_parallel
+
+    def at(self, stage: int, rank: int, *, tensor_rank: int) -> int:
+        """Number of a device of the same world."""
+        return (stage * self.num_ranks + rank) * self.tensor_parallel + tensor_rank
+
+    @property
+    def stage_devices(self) -> tuple[tuple[int, ...], ...]:
+        """Numbers of the devices of this stage, `[rank][tensor rank]`."""
+        tensor_ranks = range(self.tensor_parallel)
+        return tuple(
+            tuple(self.at(self.stage, rank, tensor_rank=each) for each in tensor_ranks)
+            for rank in range(self.num_ranks)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channels:
+    """One group per kind of traffic; nothing else uses them.
+
+    `shard`: gathers and reductions of sharded parameters, over the ranks of a stage. `attend`: keys, values and their
+    gradients, over the same devices. `pipe_forward`, `pipe_backward`: what passes between stages, over the
+    stages of a rank; None with one stage. `tensor`: over the tensor-parallel devices of a stage and rank; None if
+    there is one. `control` (gloo): checkpoints and numbers, over all devices.
     """
 
     shard: dist.ProcessGroup
     attend: dist.ProcessGroup
     control: dist.ProcessGroup
+    pipe_forward: dist.ProcessGroup | None = None
+    pipe_backward: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """This process among the ranks of one generation."""
+    """This process among the devices of one generation."""
 
-    rank: int
-    num_ranks: int
+    place: Place
     device: torch.device
     cache: GroupCache
     channels: Channels
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Element-wise sum over all devices, in place; every device must call it, on this world's kind of device."""
+        for group in (self.channels.shard, self.channels.pipe_forward, self.channels.tensor):
+            if group is not None:
+                dist.all_reduce(numbers, group=group)
+        return numbers
+
 
 def join_world(
-    *,
-    rank: int,
-    num_ranks: int,
-    store: Callable[[], dist.Store],
-    device: torch.device,
-    timeout_s: float,
-    max_groups: int = 16,
+    *, place: Place, store: Callable[[], dist.Store], device: torch.device, timeout_s: float, max_groups: int = 16
 ) -> World:
-    """Meet the other ranks at the store and make the channels.
+    """Meet the other devices at the store and make the channels.
 
-    `store` gives a client of the rendezvous store, under the prefix of this generation.
+    `store` gives a client of the rendezvous store, under the prefix of this generation. `max_groups`: that the cache
+    holds, channels of other devices apart.
     """
     start_s = time.perf_counter()
     backend = BACKENDS[device.type]
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store(), rank=rank, world_size=num_ranks, timeout=timeout)
-    cache = GroupCache(backend=backend, device=device, capacity=max_groups, timeout_s=timeout_s)
-    everyone = tuple(range(num_ranks))
-    channels = Channels(
-        shard=cache.get("shard", everyone, keep=True),
-        attend=cache.get("attend", everyone, keep=True),
-        control=cache.get("control", everyone, backend="gloo", keep=True),
-    )
+    dist.init_process_group(backend, store=store(), rank=place.device, world_size=place.num_devices, timeout=timeout)
+    members = _members(place)
+    others = sum(len(groups) - 1 for groups in members.values())
+    cache = GroupCache(backend=backend, device=device, capacity=max_groups + others, timeout_s=timeout_s)
+    channels = Channels(**{name: _own(cache, name, groups, place=place) for name, groups in members.items()})
     cache.seconds = time.perf_counter() - start_s
-    logger.info("rank %d of %d: %d process groups in %.3f s", rank, num_ranks, len(cache), cache.seconds)
-    return World(rank=rank, num_ranks=num_ranks, device=device, cache=cache, channels=channels)
+    logger.info("device %d: %s, %d process groups in %.3f s", place.device, place, cache.num_joined, cache.seconds)
+    return World(place=place, device=device, cache=cache, channels=channels)
+
+
+def _members(place: Place) -> dict[str, list[tuple[int, ...]]]:
+    """Devices of every group of every channel, in the order in which they are made."""
+    stages, ranks, tensor_ranks = range(place.num_stages), range(place.num_ranks), range(place.tensor_parallel)
+
+    def at(stage: int, rank: int, each: int) -> int:
+        return place.at(stage, rank, tensor_rank=each)
+
+    across_ranks = [tuple(at(stage, rank, each) for rank in ranks) for stage in stages for each in tensor_ranks]
+    members = {"shard": across_ranks, "attend": across_ranks, "control": [tuple(range(place.num_devices))]}
+    if place.num_stages > 1:
+        across_stages = [tuple(at(stage, rank, each) for stage in stages) for rank in ranks for each in tensor_ranks]
+        members |= {"pipe_forward": across_stages, "pipe_backward": across_stages}
+    if place.tensor_parallel > 1:
+        members["tensor"] = [
+            tuple(at(stage, rank, each) for each in tensor_ranks) for stage in stages for rank in ranks
+        ]
+    return members
+
+
+def _own(cache: GroupCache, name: str, groups: Sequence[tuple[int, ...]], *, place: Place) -> dist.ProcessGroup:
+    """Make all groups of a channel; the one that this device is part of."""
+    backend = "gloo" if name == "control" else None
+    made = {devices: cache.get(name, devices, backend=backend, keep=True) for devices in groups}
+    return next(group for devices, group in made.items() if place.device in devices)
 
 
 def leave_world(world: World) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import join_world, leave_world
+from rayfcp.execute.groups import Place, join_world, leave_world
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.sharding import ShardedModel
@@ -62,7 +62,8 @@ def _process(rank: int, port: int, cases: Sequence[Case], dtypes: Sequence[str],
 
 def _run(case: Case, dtype: str, *, rank: int, store: dist.Store) -> tuple[float, Gradients]:
     device = torch.device("cpu")
-    world = join_world(rank=rank, num_ranks=case.num_ranks, store=lambda: store, device=device, timeout_s=60)
+    place = Place(rank=rank, num_ranks=case.num_ranks)
+    world = join_world(place=place, store=lambda: store, device=device, timeout_s=60)
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
     model = sharded_model(library_config(dtype), run=run, seed=SEED, group=world.channels.shard, device=device)
     interpreter = Interpreter(

@@ -1,6 +1,9 @@
 """Process groups on real gloo processes: made once, warmed, capped, and made anew for each generation."""
 
+import dataclasses
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rayfcp.execute.groups import World, join_world, leave_world
+from rayfcp.execute.groups import Place, World, join_world, leave_world
 from tests.execute.gloo import listening_store
 
 CPU = torch.device("cpu")
-SIZES = (3, 2, 3)
-"""Ranks of one generation after another, in the same processes."""
+WORLDS = ((1, 3, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1))
+"""Stages, ranks and tensor-parallel devices of one generation after another, in the same processes."""
+
+NUM_PROCESSES = max(math.prod(world) for world in WORLDS)
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +28,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What each rank saw, by rank."""
     folder = tmp_path_factory.mktemp("groups")
     store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=max(SIZES))
-    return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(max(SIZES))}
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
+    return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_PROCESSES)}
 
 
 def _process(rank: int, port: int, folder: str) -> None:
@@ -33,21 +38,21 @@ def _process(rank: int, port: int, folder: str) -> None:
     torch.set_num_threads(1)
     client = dist.TCPStore("127.0.0.1", port, is_master=False)
     facts: dict[str, Any] = {"generations": []}
-    for generation, size in enumerate(SIZES):
-        if rank < size:
+    for generation, (stages, ranks, tensor) in enumerate(WORLDS):
+        if rank < stages * ranks * tensor:
             store = dist.PrefixStore(f"generation-{generation}", client)
-            world = join_world(
-                rank=rank, num_ranks=size, store=lambda store=store: store, device=CPU, timeout_s=30, max_groups=5
-            )
+            place = Place.of(rank, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+            world = join_world(place=place, store=lambda store=store: store, device=CPU, timeout_s=30, max_groups=5)
+            facts.setdefault("sockets", []).append(_sockets_before_and_after_traffic(world))
+            joined = world.cache.num_joined
             if generation == 0:
-                facts["sockets"] = _sockets_before_and_after_traffic(world)
                 facts["cache"] = _cache(world)
-            facts["generations"].append(_generation(world))
+            facts["generations"].append(_generation(world) | {"joined": joined})
             leave_world(world)
             facts["generations"][-1]["left"] = not dist.is_initialized() and len(world.cache) == 0
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
     client.set(f"done-{rank}", "1")
-    client.wait([f"done-{other}" for other in range(max(SIZES))])
+    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
 
 
 def _sum_of_ranks(group: dist.ProcessGroup) -> float:
@@ -56,23 +61,28 @@ def _sum_of_ranks(group: dist.ProcessGroup) -> float:
     return float(number)
 
 
+def _groups(world: World) -> dict[str, dist.ProcessGroup]:
+    """This device's channels by name; those that its world needs."""
+    found = {field.name: getattr(world.channels, field.name) for field in dataclasses.fields(world.channels)}
+    return {name: group for name, group in found.items() if group is not None}
+
+
 def _generation(world: World) -> dict[str, Any]:
-    channels = world.channels
-    groups = (channels.shard, channels.attend, channels.control)
+    groups = _groups(world)
     return {
-        "rank": world.rank,
-        "num_ranks": world.num_ranks,
-        "sizes": [dist.get_world_size(group) for group in groups],
-        "sums": [_sum_of_ranks(group) for group in groups],
-        "distinct": len({id(group) for group in groups}),
-        "names": [group.group_desc for group in groups],
+        "place": dataclasses.asdict(world.place),
+        "devices": {name: dist.get_process_group_ranks(group) for name, group in groups.items()},
+        "sums": {name: _sum_of_ranks(group) for name, group in groups.items()},
+        "distinct": len({id(group) for group in groups.values()}) == len(groups),
+        "named": all(group.group_desc == name for name, group in groups.items()),
+        "sum over all": world.sum(torch.tensor([float(world.place.device), 1.0])).tolist(),
         "timed": 0 < world.cache.seconds < 60,
     }
 
 
 def _cache(world: World) -> dict[str, Any]:
     """Every rank asks for the same groups in the same order; the capacity is 5, three of which are channels."""
-    cache, everyone = world.cache, tuple(range(world.num_ranks))
+    cache, everyone = world.cache, tuple(range(world.place.num_ranks))
 
     def is_same(channel: str, ranks: tuple[int, ...], group: dist.ProcessGroup) -> bool:
         return cache.get(channel, ranks) is group
@@ -80,7 +90,7 @@ def _cache(world: World) -> dict[str, Any]:
     facts: dict[str, Any] = {"at first": len(cache), "channel again": is_same("shard", everyone, world.channels.shard)}
     low, high = cache.get("sub", (0, 1)), cache.get("sub", (1, 2))
     facts["full"] = len(cache)
-    facts["low sum"] = _sum_of_ranks(low) if world.rank in (0, 1) else 1.0
+    facts["low sum"] = _sum_of_ranks(low) if world.place.rank in (0, 1) else 1.0
     before_s = cache.seconds
     facts["again"] = is_same("sub", (0, 1), low) and is_same("sub", (1, 2), high) and is_same("sub", (0, 1), low)
     facts["again is free"] = cache.seconds == before_s
@@ -94,7 +104,7 @@ def _cache(world: World) -> dict[str, Any]:
     ]
     remade = cache.get("sub", (1, 2))
     facts["still capped"] = len(cache)
-    facts["remade works"] = _sum_of_ranks(remade) if world.rank in (1, 2) else 3.0
+    facts["remade works"] = _sum_of_ranks(remade) if world.place.rank in (1, 2) else 3.0
     facts["channels work"] = _sum_of_ranks(world.channels.attend)
     return facts
 
@@ -102,12 +112,12 @@ def _cache(world: World) -> dict[str, Any]:
 def _sockets_before_and_after_traffic(world: World) -> list[int]:
     """Sockets of this process when it has joined, and when every pair has exchanged on every channel."""
     before = _num_sockets()
-    for group in (world.channels.shard, world.channels.attend, world.channels.control):
+    for group in _groups(world).values():
         _sum_of_ranks(group)
         works = []
-        for peer in set(range(world.num_ranks)) - {world.rank}:
-            works.append(dist.isend(torch.zeros(4), group=group, group_dst=peer))
-            works.append(dist.irecv(torch.zeros(4), group=group, group_src=peer))
+        for peer in set(dist.get_process_group_ranks(group)) - {world.place.device}:
+            works.append(dist.isend(torch.zeros(4), group=group, dst=peer))
+            works.append(dist.irecv(torch.zeros(4), group=group, src=peer))
         for work in works:
             work.wait()
     return [before, _num_sockets()]
@@ -117,21 +127,35 @@ def _num_sockets() -> int:
     return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
 
 
-def test_channels_over_all_ranks_in_every_generation(found: dict[str, dict[str, Any]]) -> None:
-    """Joined, left and joined again with another number of ranks, by processes that live on."""
-    for rank, facts in found.items():
-        sizes = [size for size in SIZES if int(rank) < size]
-        assert [each["num_ranks"] for each in facts["generations"]] == sizes
-        for size, each in zip(sizes, facts["generations"], strict=True):
-            assert each["rank"] == int(rank)
-            assert each["sizes"] == [size] * 3
-            assert each["sums"] == [sum(range(size))] * 3
-            assert each["distinct"] == 3 and each["names"] == ["shard", "attend", "control"]
-            assert each["timed"] and each["left"]
+def test_channels_in_every_generation(found: dict[str, dict[str, Any]]) -> None:
+    """Joined, left and joined again as another world, by processes that live on. A channel holds the devices that
+    differ from this one in what the channel is for, and in nothing else."""
+    differ = {"shard": "rank", "attend": "rank", "pipe_forward": "stage", "pipe_backward": "stage"}
+    differ["tensor"] = "tensor_rank"
+    for number, facts in found.items():
+        worlds = [world for world in WORLDS if int(number) < math.prod(world)]
+        assert len(facts["generations"]) == len(worlds)
+        for (stages, ranks, tensor), each in zip(worlds, facts["generations"], strict=True):
+            places = list(itertools.product(range(stages), range(ranks), range(tensor)))
+            own = dict(zip(("stage", "rank", "tensor_rank"), places[int(number)], strict=True))
+            shape = {"num_stages": stages, "num_ranks": ranks, "tensor_parallel": tensor}
+            assert each["place"] == own | shape
+            want = {"control": list(range(len(places)))}
+            for name, what in differ.items():
+                same = [axis for axis in own if axis != what]
+                others = [dict(zip(own, place, strict=True)) for place in places]
+                want[name] = [at for at, it in enumerate(others) if all(it[axis] == own[axis] for axis in same)]
+            absent = {"pipe_forward", "pipe_backward"} if stages == 1 else set()
+            absent |= {"tensor"} if tensor == 1 else set()
+            assert each["devices"] == {name: devices for name, devices in want.items() if name not in absent}
+            assert each["sums"] == {name: sum(devices) for name, devices in each["devices"].items()}
+            assert each["sum over all"] == [sum(range(len(places))), len(places)]
+            assert each["joined"] == len(each["devices"])
+            assert each["distinct"] and each["named"] and each["timed"] and each["left"]
 
 
 def test_each_group_is_made_once_and_the_oldest_spare_goes(found: dict[str, dict[str, Any]]) -> None:
-    for facts in found.values():
+    for facts in (facts for facts in found.values() if "cache" in facts):
         cache = facts["cache"]
         assert cache["at first"] == 3 and cache["channel again"]
         assert cache["full"] == 5
@@ -147,5 +171,5 @@ def test_each_group_is_made_once_and_the_oldest_spare_goes(found: dict[str, dict
 def test_traffic_opens_no_connection(found: dict[str, dict[str, Any]]) -> None:
     """All were opened when the channels were made."""
     for facts in found.values():
-        before, after = facts["sockets"]
-        assert before == after > 0
+        for before, after in facts["sockets"]:
+            assert before == after > 0

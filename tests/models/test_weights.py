@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import join_world, leave_world
+from rayfcp.execute.groups import Place, join_world, leave_world
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint
@@ -124,7 +124,7 @@ def _process(rank: int, port: int, runs: dict[str, ModelConfig], folder: str) ->
     torch.manual_seed(rank)
     client = dist.TCPStore("127.0.0.1", port, is_master=False)
     device = torch.device("cpu")
-    world = join_world(rank=rank, num_ranks=2, store=lambda: client, device=device, timeout_s=60)
+    world = join_world(place=Place(rank=rank, num_ranks=2), store=lambda: client, device=device, timeout_s=60)
     found = {}
     for case, run in runs.items():
         library = model_config(run, vocab_size=VOCAB)
