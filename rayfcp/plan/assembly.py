@@ -1,5 +1,6 @@
 """From degrees and members to microbatch plans: ranks, predicted seconds, order."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -8,10 +9,11 @@ import numpy.typing as npt
 
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns
-from rayfcp.plan.placement import node_of_ranks, node_sizes, place_groups
+from rayfcp.plan.placement import place_in, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +34,15 @@ def assemble(
     `predicted_s` is the step's predicted time.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
-    ordered = _largest_first(microbatches, loads=loads, cluster=cluster, cost=cost)
-    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    ranks: list[tuple[int, ...]] = [()] * len(loads.drafts)
-    for numbers in ordered:
-        degrees = [loads.drafts[number].degree for number in numbers]
-        placed = place_groups(degrees, cluster=cluster, ranks_per_node=cost.ranks_per_node)
-        for number, held in zip(numbers, placed, strict=True):
-            ranks[number] = held
-    crosses = np.array([len({nodes[rank] for rank in held}) > 1 for held in ranks])
-    passes_s = loads.passes_s(cost, crosses=crosses)
+    nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
+    spans = loads.degrees > max(len(ranks) for ranks in nodes)
+    passes_s = loads.passes_s(cost, np.arange(len(loads.drafts)), crosses=spans)
+    ordered = _largest_first(microbatches, seconds=passes_s.sum(axis=0).tolist())
+    ranks = _named(ordered, drafts=loads.drafts, nodes=nodes)
+    node_of_rank = {rank: node for node, held in enumerate(nodes) for rank in held}
+    torn = np.flatnonzero([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks] & ~spans)
+    if len(torn):
+        passes_s[:, torn] = loads.passes_s(cost, torn, crosses=np.ones(len(torn), np.bool_))
     timed = []
     for numbers in ordered:
         groups = tuple(
@@ -76,7 +77,7 @@ class _Loads:
 
     @classmethod
     def of(cls, drafts: list[Draft], *, batch: Columns) -> "_Loads":
-        members = np.concatenate([draft.members for draft in drafts])
+        members = np.fromiter(itertools.chain.from_iterable([draft.members for draft in drafts]), np.int64)
         owners = np.repeat(np.arange(len(drafts)), [len(draft.members) for draft in drafts])
         return cls(
             drafts=drafts,
@@ -85,23 +86,25 @@ class _Loads:
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
 
-    def passes_s(self, cost: CostModel, *, crosses: npt.NDArray[np.bool_]) -> Floats:
-        """[2, drafts]: forward and backward of each, inside a node or across nodes."""
-        seconds: Floats = np.zeros((2, len(self.drafts)))
-        for primitive in sorted({draft.primitive for draft in self.drafts}):
-            at = np.array([draft.primitive is primitive for draft in self.drafts])
+    def passes_s(self, cost: CostModel, numbers: Ints, *, crosses: npt.NDArray[np.bool_]) -> Floats:
+        """[2, numbers]: forward and backward of these drafts, inside a node or across nodes."""
+        seconds: Floats = np.zeros((2, len(numbers)))
+        primitives = [self.drafts[number].primitive for number in numbers.tolist()]
+        for primitive in sorted(set(primitives)):
+            at = np.array([each is primitive for each in primitives])
+            held = numbers[at]
             seconds[:, at] = cost.passes_s(
-                self.cells[at], self.tokens[at], degree=self.degrees[at], primitive=primitive, crosses=crosses[at]
+                self.cells[held],
+                self.tokens[held],
+                degree=self.degrees[held],
+                primitive=primitive,
+                crosses=crosses[at],
             )
         return seconds
 
 
-def _largest_first(
-    microbatches: Sequence[Sequence[Draft]], *, loads: _Loads, cluster: ClusterSpec, cost: CostModel
-) -> list[list[int]]:
-    """Numbers of the drafts of each microbatch by degree, the slowest first among equals."""
-    largest = max(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
-    seconds = loads.passes_s(cost, crosses=loads.degrees > largest).sum(axis=0).tolist()
+def _largest_first(microbatches: Sequence[Sequence[Draft]], *, seconds: Sequence[float]) -> list[list[int]]:
+    """Numbers of the drafts of each microbatch by degree, the slowest first among equals; `seconds` by number."""
     ordered, first = [], 0
     for drafts in microbatches:
         keyed = sorted(
@@ -110,3 +113,15 @@ def _largest_first(
         ordered.append([number for *_, number in keyed])
         first += len(drafts)
     return ordered
+
+
+def _named(
+    ordered: Sequence[Sequence[int]], *, drafts: Sequence[Draft], nodes: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Ranks of each draft, by its number; of ranks in several nodes the first and the last are in different ones."""
+    ranks: list[tuple[int, ...]] = [()] * len(drafts)
+    for numbers in ordered:
+        placed = place_in([drafts[number].degree for number in numbers], nodes)
+        for number, held in zip(numbers, placed, strict=True):
+            ranks[number] = held
+    return ranks

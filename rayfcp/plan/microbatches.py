@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
 
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import SequenceSpec
@@ -19,12 +22,13 @@ class Columns:
 
 def columns_of(sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Columns:
     """The batch in the order in which all planners walk it."""
-    ordered = sorted(sequences, key=lambda sequence: (-sequence.num_tokens, sequence.id))
+    ordered = sorted(sequences, key=attrgetter("id"))
+    ordered.sort(key=attrgetter("num_tokens"), reverse=True)
     cells = [sequence.attention_cells for sequence in ordered]
     num_tokens = [sequence.num_tokens for sequence in ordered]
     return Columns(
         ids=[sequence.id for sequence in ordered],
         num_tokens=num_tokens,
         cells=cells,
-        compute_s=[cost.compute_s(each, tokens) for each, tokens in zip(cells, num_tokens, strict=True)],
+        compute_s=cost.compute_s(np.array(cells, np.float64), np.array(num_tokens, np.float64)).tolist(),
     )

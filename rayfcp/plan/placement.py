@@ -1,6 +1,5 @@
 """Which ranks a group gets: inside one node where it fits, else over as few nodes as possible."""
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rayfcp.values import ClusterSpec
@@ -14,10 +13,12 @@ def place_groups(degrees: Sequence[int], *, cluster: ClusterSpec, ranks_per_node
     in turn. Groups larger than every node come last: they span nodes wherever they lie, and what the others leave
     will do. Without `cluster.node_of_rank`, a node is `ranks_per_node` ranks in a row.
     """
-    free: dict[int, list[int]] = {}
-    for rank, node in enumerate(node_of_ranks(cluster, ranks_per_node=ranks_per_node)):
-        free.setdefault(node, []).append(rank)
-    nodes = [free[node] for node in sorted(free)]
+    return place_in(degrees, ranks_of_nodes(cluster, ranks_per_node=ranks_per_node))
+
+
+def place_in(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """`place_groups` where the ranks of each node are known."""
+    nodes = [list(ranks) for ranks in ranks_of_node]
     left = [len(ranks) for ranks in nodes]
     largest = max(left)
     placed: dict[int, tuple[int, ...]] = {}
@@ -36,6 +37,14 @@ def place_groups(degrees: Sequence[int], *, cluster: ClusterSpec, ranks_per_node
     return [placed[index] for index in range(len(degrees))]
 
 
+def ranks_of_nodes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[list[int]]:
+    """The ranks of each node, ascending, nodes by name."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_of_ranks(cluster, ranks_per_node=ranks_per_node)):
+        found.setdefault(node, []).append(rank)
+    return [found[node] for node in sorted(found)]
+
+
 def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ...]:
     """The node of each rank; where the cluster does not say, `ranks_per_node` ranks in a row share one."""
     return cluster.node_of_rank or tuple(rank // max(ranks_per_node, 1) for rank in range(cluster.num_ranks))
@@ -43,5 +52,4 @@ def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ..
 
 def node_sizes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[int]:
     """Ranks of each node, by its name. A group larger than the largest spans nodes wherever it lies."""
-    counts = Counter(node_of_ranks(cluster, ranks_per_node=ranks_per_node))
-    return [counts[node] for node in sorted(counts)]
+    return [len(ranks) for ranks in ranks_of_nodes(cluster, ranks_per_node=ranks_per_node)]

@@ -15,7 +15,8 @@ from rayfcp.plan.joint.kernels.pack import pack
 from rayfcp.plan.joint.kernels.price import _price
 from rayfcp.plan.joint.kernels.ruin import ruin
 from rayfcp.plan.joint.kernels.state import MOVES, Trials, World, _join, _open, copied, total_s
-from rayfcp.plan.joint.kernels.turns import fill_in_turn
+from rayfcp.plan.joint.kernels.take import Take, _take
+from rayfcp.plan.joint.kernels.turns import _queue, fill_in_turn
 from rayfcp.plan.joint.world import prices_of, table_of, world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
@@ -26,9 +27,11 @@ COSTS = [UNIT, UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0), 
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
 
-def world(lengths: Sequence[int], *, num_ranks: int, room: int, cost: CostModel = UNIT) -> World:
+def world(
+    lengths: Sequence[int], *, num_ranks: int, room: int, cost: CostModel = UNIT, full: Sequence[bool] = ()
+) -> World:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-max(lengths) // num_ranks)))
-    batch = columns_of(batch_of(lengths), cost=cost)
+    batch = columns_of(batch_of(lengths, full=full), cost=cost)
     return world_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,))
 
 
@@ -39,7 +42,7 @@ def test_a_group_costs_what_the_model_says(
     cost: CostModel, cells: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
 ) -> None:
     cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=10)
-    primitives = [BOTH[at] for at in used]
+    primitives = tuple(BOTH[at] for at in used)
     prices = prices_of(cluster, cost, primitives=primitives)
     outside = crosses or degree > cost.ranks_per_node
     passes = [
@@ -104,6 +107,30 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
         before_s = after_s
+
+
+@given(LENGTHS, st.lists(st.booleans(), max_size=14), st.integers(1, 12), st.integers(1, 300), st.data())
+@settings(max_examples=80, deadline=None)
+def test_what_a_microbatch_leaves_fits_nowhere_in_it(
+    lengths: list[int], full: list[bool], num_ranks: int, room: int, data: st.DataObject
+) -> None:
+    held = world(lengths, num_ranks=num_ranks, room=room, cost=data.draw(st.sampled_from(COSTS)), full=full)
+    state, batch, prices = held.state, held.batch, held.prices
+    target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
+    pool = data.draw(st.integers(0, num_ranks))
+    _take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool))
+    groups = [group for group in range(state.counts[0]) if state.degree[group]]
+    assert state.degree[groups].sum() + state.spare[0] == num_ranks
+    assert (state.tokens[groups] <= state.degree[groups] * prices.room).all()
+    assert (state.seconds[groups] <= target_s * (1 + 1e-8)).all()
+    places = [(state.degree[group], state.tokens[group], state.cells[group]) for group in groups]
+    if pool == 0:
+        places += [(spare, 0.0, 0.0) for spare in range(1, int(state.spare[0]) + 1)]
+    for at in np.flatnonzero(state.owner < 0):
+        for degree, tokens, cells in places:
+            held_tokens, held_cells = float(tokens + batch.tokens[at]), float(cells + batch.cells[at])
+            seconds = _price(prices, held_cells, held_tokens, int(degree), 0, 0.0)
+            assert held_tokens > degree * prices.room or seconds > target_s * (1 - 1e-8)
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 4))

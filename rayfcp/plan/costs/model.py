@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ import numpy.typing as npt
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
 from rayfcp.plan.costs.terms import Seconds, Terms
 from rayfcp.values import HardwareProfile, ModelProfile, Primitive
+
+Amount = TypeVar("Amount", float, Seconds)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,7 @@ class CostModel:
         """The same model with measured coefficients in place of those named."""
         return dataclasses.replace(self, **measured)  # type: ignore[arg-type]
 
-    def compute_s(self, cells: float, num_tokens: float) -> float:
+    def compute_s(self, cells: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank, without the fixed cost (Eq. 8); on d ranks the
         sum over them is at least that."""
         return self.attention_s_per_cell * (cells + self.attention_half_tokens * num_tokens / 2) + (

@@ -22,6 +22,7 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
 
 REPAIRS = 2  # of a plan whose groups do not fit into the nodes as priced
 SAME = 1 + 1e-12
+TORN = 1.02  # times what the plan would take if no group spanned nodes that might lie in one: more is much
 FEW = 128  # sequences: local search may find nothing to move
 
 Placed = tuple[float, State]  # seconds where its groups lie
@@ -60,9 +61,9 @@ class Planner:
         reason = f"best of {search.num_starts} starts, in {search.num_moves} moves"
         if self._options.degrees == "dp":
             best = self._where_it_lies(self._with_dynamic_program(best[1]))
-        if len(self._world.batch.tokens) > FEW and best[0] <= found[0][0] * SAME:
+        if len(self._world.batch.tokens) > FEW and best[0] <= found[0][0] * TORN:
             return best, reason
-        # the paper's own two stages: rarely better, where there is little to move or groups span nodes that were not to
+        # the paper's own two stages: rarely better, where there is little to move or much spans nodes that was not to
         stages = Search(self._world, cuts=self._cuts)
         for _, state in stages.run(beat_s=best[0]):
             if self._alone_s(state) < best[0]:
@@ -127,8 +128,12 @@ class Planner:
     def _drafts(self, state: State) -> list[list[Draft]]:
         members: dict[int, list[int]] = {}
         for at, group in enumerate(state.owner.tolist()):
-            members.setdefault(group, []).append(at)
-        homes, degrees = state.home.tolist(), state.degree.tolist()
+            if group in members:
+                members[group].append(at)
+            else:
+                members[group] = [at]
+        count = state.counts[GROUPS]
+        homes, degrees = state.home[:count].tolist(), state.degree[:count].tolist()
         load(self._world, state)
         primitives = [self._used[each] for each in primitives_of(self._world).tolist()]
         microbatches: dict[int, list[int]] = {}

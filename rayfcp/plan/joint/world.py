@@ -1,5 +1,6 @@
 """From a batch, a cluster and a cost model to the arrays that kernels work on."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,8 @@ from rayfcp.plan.placement import node_sizes
 from rayfcp.values import ClusterSpec, Primitive
 
 
-def prices_of(cluster: ClusterSpec, cost: CostModel, *, primitives: Sequence[Primitive]) -> Prices:
+@functools.lru_cache(maxsize=8)  # a run plans every batch with the same cluster and costs
+def prices_of(cluster: ClusterSpec, cost: CostModel, *, primitives: tuple[Primitive, ...]) -> Prices:
     """The cost model by degree, near and far, for every primitive."""
     degrees = np.arange(cluster.num_ranks + 1, dtype=np.float64)
     degrees[0] = 1.0
@@ -60,7 +62,7 @@ def _columns(passes: tuple[Terms, Terms]) -> Floats:
 
 def world_of(batch: Columns, *, cluster: ClusterSpec, cost: CostModel, primitives: Sequence[Primitive]) -> World:
     """An empty plan of the batch."""
-    prices = prices_of(cluster, cost, primitives=primitives)
+    prices = prices_of(cluster, cost, primitives=tuple(primitives))
     tokens, cells = np.array(batch.num_tokens, np.float64), np.array(batch.cells, np.float64)
     columns = Batch(tokens=tokens, cells=cells, work_s=np.array(batch.compute_s), alone_s=_alone(prices, tokens, cells))
     return World(

@@ -1,4 +1,4 @@
-"""One microbatch for a target makespan: sequences from long to short, each where it costs the fewest ranks."""
+"""All of one microbatch, for a target makespan: sequences from long to short, each where it costs the fewest ranks."""
 
 import math
 from typing import NamedTuple
@@ -13,45 +13,35 @@ FULL = 0.97  # of the target: no fuller group is looked for
 
 class Fill(NamedTuple):
     """How to fill. Once only sequences of at most `pool` ranks are left, all spare ranks become groups of
-    `pool` ranks, levelled by them; with 0 groups open as they are needed. `must`: place every sequence,
-    past the target if need be, but not past `limit_s`; else pass over what does not fit."""
+    `pool` ranks, levelled by them; with 0 groups open as they are needed. Sequences go past the target if need be, but
+    not past `limit_s`."""
 
     target_s: float
     limit_s: float
     pool: int
-    must: bool
-
-
-class Room(NamedTuple):
-    """The most that a sequence may have to fit in any group."""
-
-    tokens: float
-    work_s: float
 
 
 @inner
 def _fill(world: World, members: Ints, microbatch: int, how: Fill) -> bool:
-    """Place those of `members` that have no group yet in new groups; False if one that must does not fit."""
+    """Place `members` in new groups; False if one does not fit."""
     state, prices = world.state, world.prices
     first = state.counts[GROUPS]
     state.spare[microbatch] = prices.num_ranks
     target_s = how.target_s * (1.0 + SLACK)
     pooled, placed = how.pool == 0, True
-    most = Room(math.inf, math.inf)
     for number in range(len(members)):
         at = members[number]
-        if state.owner[at] >= 0 or (not how.must and _too_big(world, at, most)):
-            continue
-        least = _needed(world, at, microbatch, target_s, how.must)
+        least = _needed(world, at, microbatch, target_s)
         if not pooled and 0 < least <= how.pool:
             pooled = True
             for _ in range(min(state.spare[microbatch] // how.pool, len(members) - number)):
                 _open(world, microbatch, how.pool)
-        if least == 0 or _settled(world, at, microbatch, first, least, target_s, how.pool > 0 and pooled):
+        level = how.pool > 0 and pooled
+        if least == 0 or (level and _level(world, at, microbatch, first, target_s)):
             continue
-        if not how.must:
-            most = _room(world, microbatch, first, target_s)
-        elif not _force(world, at, microbatch, first, how.limit_s):
+        if not _place(world, at, microbatch, first, least, target_s) and not _force(
+            world, at, microbatch, first, how.limit_s
+        ):
             placed = False
             break
     for group in range(first, state.counts[GROUPS]):
@@ -61,40 +51,12 @@ def _fill(world: World, members: Ints, microbatch: int, how: Fill) -> bool:
 
 
 @inlined
-def _needed(world: World, at: int, microbatch: int, target_s: float, must: bool) -> int:
-    """The fewest ranks that meet the target; if none do, those that take the least time where it must be placed."""
+def _needed(world: World, at: int, microbatch: int, target_s: float) -> int:
+    """The fewest ranks that meet the target; if none do, those that take the least time."""
     cells, tokens = world.batch.cells[at], world.batch.tokens[at]
     pace = world.state.pace[microbatch]
     least = _least_degree(world.prices, cells, tokens, target_s, pace)
-    return least if least > 0 or not must else _best_degree(world.prices, cells, tokens, pace)
-
-
-@inlined
-def _settled(world: World, at: int, microbatch: int, first: int, least: int, target_s: float, level: bool) -> bool:
-    """Placed within the target, levelling the groups or as the fewest ranks ask for."""
-    if level and _level(world, at, microbatch, first, target_s):
-        return True
-    return _place(world, at, microbatch, first, least, target_s)
-
-
-@inlined
-def _too_big(world: World, at: int, most: Room) -> bool:
-    work_s = world.prices.per_cell * world.batch.cells[at] + world.prices.per_token * world.batch.tokens[at]
-    return bool(world.batch.tokens[at] > most.tokens or work_s > most.work_s)
-
-
-@inner
-def _room(world: World, microbatch: int, first: int, target_s: float) -> Room:
-    """No sequence with more tokens or more work fits in any group now, or later: groups only get fuller."""
-    state, prices = world.state, world.prices
-    tokens = work_s = 0.0
-    spare = state.spare[microbatch]
-    for group in range(first, state.counts[GROUPS]):
-        ranks = state.degree[group] + spare
-        done_s = prices.per_cell * state.cells[group] + prices.per_token * state.tokens[group]
-        tokens = max(tokens, ranks * prices.room - state.tokens[group])
-        work_s = max(work_s, ranks * (target_s - prices.fixed_s) - done_s)
-    return Room(tokens, work_s * (1.0 + SLACK))
+    return least if least > 0 else _best_degree(world.prices, cells, tokens, pace)
 
 
 @inner

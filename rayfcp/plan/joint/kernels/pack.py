@@ -65,7 +65,7 @@ def _pack_one(world: World, members: Ints, microbatch: int) -> float:
         limit_s = LIMIT * least_s
         last = walk
         if _fill(
-            world, members, microbatch, Fill(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks), True)
+            world, members, microbatch, Fill(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks))
         ):
             span_s = _allocate(world, microbatch, first)
             if span_s < least_s:
@@ -78,7 +78,7 @@ def _pack_one(world: World, members: Ints, microbatch: int) -> float:
     if best < 0:
         return _one_ring(world, members, microbatch)
     world.state.pace[microbatch] = pace
-    _fill(world, members, microbatch, Fill(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks), True))
+    _fill(world, members, microbatch, Fill(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks)))
     return _allocate(world, microbatch, first)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate, _keep_pace
-from rayfcp.plan.joint.kernels.fill import Fill, _fill
 from rayfcp.plan.joint.kernels.price import Floats, Ints, _best_degree, _pace_of, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _compact, _forget, total_s
+from rayfcp.plan.joint.kernels.take import Queue, Take, _take
 
 TARGETS = 8
 POOLS = (2, 6)  # groups of so many ranks pool their memory: fewer sequences fit in nowhere
@@ -32,6 +32,7 @@ def fill_in_turn(world: World) -> float:
             return total_s(world)
         microbatch, first = state.counts[MICROBATCHES], state.counts[GROUPS]
         state.counts[MICROBATCHES] = microbatch + 1
+        queue = _queue(world, left)
         pace = _pace_of(world.prices, world.batch.cells[left[0]], world.batch.tokens[left[0]])
         targets = _targets(world, left, pace)
         best, most = 0, -1.0
@@ -39,7 +40,7 @@ def fill_in_turn(world: World) -> float:
             if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
                 continue
             state.pace[microbatch] = pace
-            rate = _try(world, left, microbatch, Fill(targets[number], math.inf, 0, False))
+            rate = _try(world, queue, microbatch, Take(targets[number], 0))
             if rate > most:
                 best, most = number, rate
             _forget(world, first, microbatch)
@@ -47,25 +48,33 @@ def fill_in_turn(world: World) -> float:
         for ranks in POOLS:
             if ranks <= world.prices.num_ranks:
                 state.pace[microbatch] = pace
-                rate = _try(world, left, microbatch, Fill(targets[best], math.inf, ranks, False))
+                rate = _try(world, queue, microbatch, Take(targets[best], ranks))
                 if rate > most:
                     pool, most = ranks, rate
                 _forget(world, first, microbatch)
         state.pace[microbatch] = pace
-        _try(world, left, microbatch, Fill(targets[best], math.inf, pool, False))
+        _try(world, queue, microbatch, Take(targets[best], pool))
         _allocate(world, microbatch, first)
         _compact(world)
 
 
+@compiled
+def _queue(world: World, left: Ints) -> Queue:
+    lightest = world.batch.cells[left]
+    for number in range(1, len(left)):
+        lightest[number] = min(lightest[number], lightest[number - 1])
+    return Queue(left, lightest, np.zeros(len(world.state.home), np.int64))
+
+
 @inner
-def _try(world: World, left: Ints, microbatch: int, how: Fill) -> float:
+def _try(world: World, queue: Queue, microbatch: int, how: Take) -> float:
     """Work done a second."""
     state = world.state
     first = state.counts[GROUPS]
-    _fill(world, left, microbatch, how)
+    _take(world, queue, microbatch, how)
     work_s = 0.0
     span_s = 0.0
-    for at in left:
+    for at in queue.left:
         if state.owner[at] >= 0:
             work_s += world.batch.work_s[at]
     if first < state.counts[GROUPS]:
