@@ -120,7 +120,7 @@ def write_measured(path: Path, measured: Measured, *, about: dict[str, Any], **m
 def read_cost(profile_path: Path) -> CostModel:
     """The cost model that a run measured; after steps that were refitted, what they made of it."""
     profile = json.loads(profile_path.read_text())
-    return CostModel(**(profile.get("refitted") or profile["cost"]))
+    return CostModel.of_fields(profile.get("refitted") or profile["cost"])
 
 
 def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | None:
@@ -129,7 +129,7 @@ def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | N
         return None
     profile = json.loads(profile_path.read_text())
     same = profile.get("made_by") == COMMAND and profile.get("about") == about
-    return CostModel(**profile["cost"]) if same else None
+    return CostModel.of_fields(profile["cost"]) if same else None
 
 
 def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:

@@ -1,3 +1,6 @@
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -172,3 +175,17 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line() -> None:
     with pytest.raises(InfeasiblePlanError, match=r"24 GiB, model qwen3-8b on 2 devices needs") as error:
         room(num_devices=2, memory_bytes=24 << 30)
     assert "\n" not in str(error.value)
+
+
+def test_fields_come_back_from_json() -> None:
+    for num_stages in (1, 3):
+        cost = CostModel.from_profiles(
+            model_profile("qwen3-8b"),
+            hardware_profile("h100"),
+            num_ranks=8,
+            num_stages=num_stages,
+            bytes_per_element=2,
+            reduce_every="step",
+        )
+        assert (cost.pipeline is None) == (num_stages == 1)
+        assert CostModel.of_fields(json.loads(json.dumps(dataclasses.asdict(cost)))) == cost

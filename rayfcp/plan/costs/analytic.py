@@ -1,7 +1,10 @@
 """Coefficients of the cost model from the profiles of a model and a kind of device."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from rayfcp.plan.costs.stages import outer_parameters
 from rayfcp.values import HardwareProfile, ModelProfile
 
 ATTENTION_BACKWARD = 2.5  # five products against two: flash attention computes the scores again
@@ -17,12 +20,22 @@ def coefficients(
     recomputed_layers: int,
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"] = "microbatch",
+    layers_of_stage: Sequence[int] = (),
 ) -> dict[str, float]:
     """Fields of `CostModel` by name. Numbers wider than the profile's run at proportionally less than its peak."""
     return {
         **_compute(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
         **_links(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
-        **_shards(model, hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element, reduce_every=reduce_every),
+        **_shards(
+            model,
+            hardware,
+            num_ranks=num_ranks,
+            layers_of_stage=layers_of_stage or (model.num_layers,),
+            bytes_per_element=bytes_per_element,
+            reduce_every=reduce_every,
+            gather_every=gather_every,
+        ),
         "recomputed_layers": recomputed_layers,
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
@@ -77,25 +90,78 @@ def _shards(
     hardware: HardwareProfile,
     *,
     num_ranks: int,
+    layers_of_stage: Sequence[int],
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"],
 ) -> dict[str, float]:
-    """(N - 1) / N of the parameters pass each rank: layers gathered for forward and for backward, embedding and
-    head once, gradients scattered in fp32 once per microbatch or step. Embedding, head and the first layer come
-    before anything computes, and their gradients go when nothing does any more."""
-    s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
-    layer_parameters = model.num_layers * model.layer_matmul_parameters
-    outer = model.num_parameters - layer_parameters + model.layer_matmul_parameters
-    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
-    gathered_s = (model.num_parameters + layer_parameters) * gather_s
-    reduced_s, shown_s = model.num_parameters * reduce_s, outer * reduce_s
-    each_time = reduce_every == "microbatch"
+    """Of the stage with the most traffic (`shard_traffic`); what is gathered or reduced once a step goes with the last
+    microbatch."""
+    stages = shard_traffic(
+        model, hardware, num_ranks=num_ranks, layers_of_stage=layers_of_stage, bytes_per_element=bytes_per_element
+    )
+    most = max(stages, key=lambda stage: stage.reduced_s)
+    gather_s, gather_shown_s = most.forward_s + most.backward_s, most.exposed_s
+    if gather_every == "step":
+        gather_s = most.forward_s
+    gathered, reduced = gather_every == "microbatch", reduce_every == "microbatch"
     return {
-        "shard_s": gathered_s + (reduced_s if each_time else 0.0),
-        "reduce_s": 0.0 if each_time else reduced_s,
-        "exposed_s": outer * gather_s + (shown_s if each_time else 0.0),
-        "reduce_exposed_s": 0.0 if each_time else shown_s,
+        "shard_s": gathered * gather_s + reduced * most.reduced_s,
+        "reduce_s": (not gathered) * gather_s + (not reduced) * most.reduced_s,
+        "exposed_s": gathered * gather_shown_s + reduced * most.reduced_exposed_s,
+        "reduce_exposed_s": (not gathered) * gather_shown_s + (not reduced) * most.reduced_exposed_s,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTraffic:
+    """Seconds in which a rank of a stage gathers parameters for a forward pass and for a backward pass, and reduces
+    gradients; of these, what comes before anything computes or when nothing does any more: of forward `exposed_s`,
+    of backward `backward_exposed_s`, of the reduction `reduced_exposed_s`."""
+
+    forward_s: float
+    backward_s: float
+    reduced_s: float
+    exposed_s: float
+    backward_exposed_s: float
+    reduced_exposed_s: float
+
+
+def shard_traffic(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    layers_of_stage: Sequence[int],
+    bytes_per_element: int,
+) -> tuple[ShardTraffic, ...]:
+    """Of each stage: (N - 1) / N of its parameters pass each of its N ranks: layers gathered for forward and for
+    backward, embedding and head once, gradients scattered in fp32. Embedding, head and the first layer come
+    before anything computes, and their gradients go when nothing does any more. A backward pass begins with the head
+    or, on stages without it, with nothing to hide the first layer behind."""
+    s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
+    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+    outer = outer_parameters(model, num_stages=len(layers_of_stage))
+    one, last = model.layer_matmul_parameters, len(layers_of_stage) - 1
+    return tuple(
+        ShardTraffic(
+            forward_s=(layers * one + outer[stage]) * gather_s,
+            backward_s=layers * one * gather_s,
+            reduced_s=(layers * one + outer[stage]) * reduce_s,
+            exposed_s=(outer[stage] + one) * gather_s,
+            backward_exposed_s=one * gather_s if stage < last else 0.0,
+            reduced_exposed_s=(outer[stage] + one) * reduce_s,
+        )
+        for stage, layers in enumerate(layers_of_stage)
+    )
+
+
+def hop_bandwidth(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> float:
+    """Bytes/s from a rank of a stage to its place in the next one, while all ranks of a stage send."""
+    if num_ranks * num_stages <= hardware.devices_per_node:
+        return hardware.intra_node_bandwidth
+    shared = hardware.node_uplink_bandwidth / min(num_ranks, hardware.devices_per_node)
+    return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
 
 
 def _inter_bandwidth(hardware: HardwareProfile) -> float:

@@ -1,7 +1,10 @@
 """The memory model: how many tokens a rank can hold in one microbatch (Eq. 7 turned around)."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
+from rayfcp.plan.costs.stages import outer_parameters
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 
 STATE_BYTES = 16  # per parameter: fp32 weight, gradient and Adam's two moments
@@ -56,6 +59,66 @@ def state_bytes(
     sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
     logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES
     return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + logits
+
+
+def stage_state_bytes(
+    model: ModelProfile,
+    *,
+    layers_of_stage: Sequence[int],
+    stage: int,
+    num_ranks: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"],
+) -> int:
+    """`state_bytes` of a device of one of several stages, over whose `num_ranks` ranks its parameters are sharded.
+
+    With `gather_every` step all its layers stay gathered. The embedding is on the first stage, head and logits
+    on the last; tied, both have the matrix.
+    """
+    layers, last = layers_of_stage[stage], stage == len(layers_of_stage) - 1
+    outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
+    whole = layers * model.layer_matmul_parameters + outer
+    passing = min(GATHERED_LAYERS, layers) * model.layer_matmul_parameters + outer
+    gathered = whole if gather_every == "step" else passing
+    unreduced = whole if reduce_every == "step" else passing
+    logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES if last else 0
+    return -(-STATE_BYTES * whole // num_ranks) + gathered * bytes_per_element + unreduced * FP32_BYTES + logits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes per token of a rank in one layer, of what stays from a forward pass to its backward pass.
+
+    `whole`: all that backward needs (`layer_token_bytes`); `kept`: what a recomputed layer keeps, its input;
+    `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
+    `kv_gradients`: gradients of these, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
+    `working`, of the one microbatch that computes, gradients of the MLP's inner activations; `buffers`, per token
+    whose keys and values travel, one round's in use and one arriving, with their gradients.
+    """
+
+    whole: int
+    kept: int
+    kv: int
+    kv_gradients: int
+    head: int
+    working: int
+    buffers: int
+
+
+def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
+    """Of a layer of `model`, e bytes an element."""
+    e = bytes_per_element
+    kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
+    return LayerBytes(
+        whole=layer_token_bytes(model, bytes_per_element=e),
+        kept=e * model.hidden_size,
+        kv=kv,
+        kv_gradients=gradients,
+        head=(FP32_BYTES + 2 * e) * model.hidden_size,
+        working=2 * e * model.ffn_size,
+        buffers=2 * (kv + gradients),
+    )
 
 
 def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:

@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from typing import Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
+from rayfcp.plan.costs.pipeline import PipelineCost
+from rayfcp.plan.costs.stages import split_layers
 from rayfcp.plan.costs.terms import Seconds, Terms
 from rayfcp.values import HardwareProfile, ModelProfile, Primitive
 
@@ -41,7 +44,8 @@ class CostModel:
 
     `shard_s`: traffic of sharded parameters and gradients in a microbatch; `reduce_s`: traffic more in
     the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
-    reductions).
+    reductions). With several stages (`pipeline`) these are of the stage that has most of them; everything else is of
+    all layers together.
     """
 
     attention_s_per_cell: float
@@ -69,9 +73,12 @@ class CostModel:
     ring_forward: float = 1 / 4
     ring_returned: float = 1 / 2
     passes_forward: float = 1 / 2
+    pipeline: PipelineCost | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            if field.name == "pipeline":
+                continue
             value = getattr(self, field.name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
@@ -88,17 +95,41 @@ class CostModel:
         recomputed_layers: int = 0,
         bytes_per_element: int,
         reduce_every: Literal["microbatch", "step"],
+        gather_every: Literal["microbatch", "step"] = "microbatch",
+        num_stages: int = 1,
+        layers_of_stage: Sequence[int] = (),
+        memory_bytes: int | None = None,
     ) -> "CostModel":
-        """Analytic coefficients (`rayfcp.plan.costs.analytic`)."""
-        found = coefficients(
-            model,
-            hardware,
-            num_ranks=num_ranks,
-            recomputed_layers=recomputed_layers,
-            bytes_per_element=bytes_per_element,
-            reduce_every=reduce_every,
+        """Analytic coefficients (`rayfcp.plan.costs.analytic`); of a rank's device of each of `num_stages` stages with
+        `memory_bytes` (absent: the profile's).
+
+        Raises:
+            ValueError: layers that do not make up the stages.
+            InfeasiblePlanError: a stage's states alone do not fit its devices.
+        """
+        layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
+        traffic: dict[str, Any] = {"reduce_every": reduce_every, "gather_every": gather_every}
+        sizes: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
+        found: dict[str, Any] = coefficients(
+            model, hardware, recomputed_layers=recomputed_layers, layers_of_stage=layers, **sizes, **traffic
         )
-        return cls(**found)  # type: ignore[arg-type]
+        if num_stages > 1:
+            found["pipeline"] = PipelineCost.from_profiles(
+                model,
+                hardware,
+                layers_of_stage=layers,
+                num_stages=num_stages,
+                memory_bytes=memory_bytes,
+                **sizes,
+                **traffic,
+            )
+        return cls(**found)
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
+        """From `dataclasses.asdict`, also when that went through JSON."""
+        pipeline = fields.get("pipeline")
+        return cls(**{**fields, "pipeline": PipelineCost.of_fields(pipeline) if pipeline else None})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named."""

@@ -30,13 +30,17 @@ class Terms:
     cover: Seconds
     hidden: float
 
-    def seconds(self, cells: npt.ArrayLike, num_tokens: npt.ArrayLike) -> Seconds:
-        """Of groups with so many cells and tokens; arguments broadcast against the degrees."""
+    def seconds(
+        self, cells: npt.ArrayLike, num_tokens: npt.ArrayLike, *, moved_tokens: npt.ArrayLike | None = None
+    ) -> Seconds:
+        """Of groups with so many cells and tokens, of which keys and values of `moved_tokens` travel (absent: of all);
+        arguments broadcast against the degrees."""
         tokens = np.asarray(num_tokens, np.float64)
+        moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
         attention_s = self.attention_s_per_cell * np.asarray(cells, np.float64) + self.attention_s_per_token * tokens
-        moved_s = self.moved_s_per_token * tokens + self.moved_s
+        moved_s = self.moved_s_per_token * moved + self.moved_s
         exposed_s = moved_s
         if self.hidden:
-            can_hide_s = moved_s - self.tail_s_per_token * tokens - self.tail_s
+            can_hide_s = moved_s - self.tail_s_per_token * moved - self.tail_s
             exposed_s = moved_s - self.hidden * np.minimum(can_hide_s, self.cover * attention_s)
         return np.asarray(attention_s + self.linear_s_per_token * tokens + self.fixed_s + exposed_s)

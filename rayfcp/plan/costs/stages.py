@@ -1,0 +1,74 @@
+"""Which layers and parameters each pipeline stage has."""
+
+from collections.abc import Sequence
+
+from rayfcp.values import ModelProfile
+
+
+def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage, as evenly as they go; the first stages get one more when it does not divide.
+
+    >>> split_layers(10, 4)
+    (3, 3, 2, 2)
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    _check_stages(num_layers, num_stages)
+    each, left = divmod(num_layers, num_stages)
+    return tuple(each + (stage < left) for stage in range(num_stages))
+
+
+def split_by_cost(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage so that the slowest has the least work: the head counts as the layers whose
+    products take as long, so that the last stage may get fewer.
+
+    Raises:
+        ValueError: fewer layers than stages.
+    """
+    _check_stages(model.num_layers, num_stages)
+    if num_stages == 1:
+        return (model.num_layers,)
+    head = model.vocab_size * model.hidden_size / model.layer_matmul_parameters
+    splits = [
+        (*split_layers(model.num_layers - last, num_stages - 1), last)
+        for last in range(1, model.num_layers - num_stages + 2)
+    ]
+    return min(splits, key=lambda split: (max(split[0], split[-1] + head), -split[-1]))
+
+
+def outer_parameters(model: ModelProfile, *, num_stages: int) -> tuple[int, ...]:
+    """Parameters of each stage beside its layers: the embedding on the first, the head on the last; tied, both hold the
+    one matrix."""
+    matrix = model.vocab_size * model.hidden_size
+    if num_stages == 1:
+        return (matrix if model.tied_embeddings else 2 * matrix,)
+    return (matrix, *[0] * (num_stages - 2), matrix)
+
+
+def stage_parameters(model: ModelProfile, layers_of_stage: Sequence[int]) -> tuple[int, ...]:
+    """Parameters of each stage."""
+    outer = outer_parameters(model, num_stages=len(layers_of_stage))
+    return tuple(
+        layers * model.layer_matmul_parameters + more for layers, more in zip(layers_of_stage, outer, strict=True)
+    )
+
+
+def check_layers(model: ModelProfile, layers_of_stage: Sequence[int]) -> None:
+    """Every stage has a layer, and all layers have a stage.
+
+    Raises:
+        ValueError: names the layers.
+    """
+    if min(layers_of_stage, default=0) < 1 or sum(layers_of_stage) != model.num_layers:
+        raise ValueError(
+            f"layers_of_stage is {tuple(layers_of_stage)}, must be at least 1 each and {model.num_layers} together, "
+            f"the layers of {model.name}; split them anew (split_layers)"
+        )
+
+
+def _check_stages(num_layers: int, num_stages: int) -> None:
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(
+            f"cluster.pipeline_stages is {num_stages}, must be between 1 and the model's {num_layers} layers; lower it"
+        )

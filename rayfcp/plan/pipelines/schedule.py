@@ -1,0 +1,94 @@
+"""The order of passes: one forward, one backward, over chunks of any kind (1F1B; InfiniPipe, sections 2.1 and 3.3).
+
+Chunks that hold slices of one sequence are a run: their backward passes go in reverse. Backward follows the runs in
+the order of forward, so runs of more chunks come first: then what is due backward has always passed forward.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.values import Action, MicrobatchPlan, PipelinePlan
+
+Order = npt.NDArray[np.int64]
+"""[stage, pass]: forward of microbatch m is m, its backward is ~m (-1 - m)."""
+
+
+def run_lengths(microbatches: Sequence[MicrobatchPlan]) -> tuple[int, ...]:
+    """Lengths of the runs of microbatches, in order: the shortest stretches that no sequence leaves."""
+    last: dict[int, int] = {}
+    for at, microbatch in enumerate(microbatches):
+        last |= {each.sequence: at for each in microbatch.slices}
+    lengths, start, reach = [], 0, 0
+    for at, microbatch in enumerate(microbatches):
+        reach = max([at, reach, *(last[each.sequence] for each in microbatch.slices)])
+        if reach == at:
+            lengths.append(at + 1 - start)
+            start = at + 1
+    return tuple(lengths)
+
+
+def one_forward_one_backward(runs: Iterable[int], *, num_stages: int, ahead: int = 1, shrinking: bool = True) -> Order:
+    """Every stage's order of the microbatches of runs of these lengths.
+
+    Before its i-th backward pass the last stage has passed forward what that needs, and every stage before it `ahead`
+    microbatches more than the stage after it: 1 is 1F1B, in which with N slices of the longest sequence stage p
+    (from 0) holds num_stages - 1 - p + N microbatches at a time (Eq. 7); more hide transfers and uneven passes, and
+    hold more. Shrinking: that number falls as runs get shorter, by backward passes that no forward pass follows.
+
+    >>> one_forward_one_backward([2, 1], num_stages=2).tolist()
+    [[0, 1, 2, -2, -1, -3], [0, 1, -2, -1, 2, -3]]
+    """
+    lengths = np.array(list(runs), np.int64)
+    count = int(lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    stops = np.repeat(starts + lengths, lengths)
+    index = np.arange(count)
+    backward = np.repeat(2 * starts + lengths - 1, lengths) - index
+    window = np.repeat(np.maximum.accumulate(lengths[::-1])[::-1], lengths)
+    if shrinking:
+        window = np.where(np.isin(index, starts), window, np.append(window[1:], 0))
+    else:
+        window[:] = lengths.max(initial=0)
+    needed = np.maximum.accumulate(np.maximum(stops, index + window))
+    order = np.empty((num_stages, 2 * count), np.int64)
+    for stage in range(num_stages):
+        before = np.minimum(needed + ahead * (num_stages - 1 - stage), count)
+        at = before + index
+        order[stage] = -1
+        order[stage, at] = -1 - backward
+        forward = np.ones(2 * count, np.bool_)
+        forward[at] = False
+        order[stage, forward] = index
+    return order
+
+
+def pipeline_plan(
+    order: Order, *, start: int, recomputed: Sequence[Sequence[int]] | npt.NDArray[np.int64], predicted_s: float
+) -> PipelinePlan:
+    """The value, for microbatches from number `start` of the batch on."""
+    return PipelinePlan(
+        start=start,
+        stop=start + order.shape[1] // 2,
+        actions=tuple(
+            tuple(Action(microbatch=start + (code if code >= 0 else -1 - code), backward=code < 0) for code in stage)
+            for stage in order.tolist()
+        ),
+        recomputed_layers=tuple(tuple(int(each) for each in stage) for stage in recomputed),
+        predicted_s=predicted_s,
+    )
+
+
+def order_of(pipeline: PipelinePlan) -> Order:
+    """The order of a value, its microbatches numbered from 0."""
+    return np.array(
+        [
+            [
+                -1 - (action.microbatch - pipeline.start) if action.backward else action.microbatch - pipeline.start
+                for action in stage
+            ]
+            for stage in pipeline.actions
+        ],
+        np.int64,
+    )
