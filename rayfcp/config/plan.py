@@ -36,6 +36,27 @@ class BlockOptions(Section):
     paced: bool = True
 
 
+class PipelineOptions(Section):
+    """Of `elastic-pipeline` (InfiniPipe, Wang et al., 2025).
+
+    The defaults are the whole method; the others are its ablations. `recompute`: as memory asks of each stage and
+    chunk, one number of layers for all, nothing, or everything. `order` 1f1b: the window never shrinks.
+    """
+
+    chunking: Literal["balanced", "fixed"] = Field(
+        default="balanced", description="slices of equal backward time, or of equal tokens"
+    )
+    recompute: Literal["adaptive", "uniform", "none", "full"] = "adaptive"
+    order: Literal["elastic", "1f1b"] = Field(
+        default="elastic", description="fewer microbatches in flight as sequences get shorter, or as many all along"
+    )
+    slices: Count | None = Field(default=None, description="of the longest sequence; searched if absent")
+    max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
+    pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
+    candidates: Count = Field(default=6, description="of all tried, how many are replayed exactly")
+    milp_nodes: int = Field(default=0, ge=0, description="of the search that polishes recomputation; 0: rounded only")
+
+
 class PlanConfig(Section):
     """How a global batch becomes a plan."""
 
@@ -54,6 +75,7 @@ class PlanConfig(Section):
     max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
     refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
     blocks: BlockOptions = BlockOptions()
+    pipeline: PipelineOptions = PipelineOptions()
     search_moves: Count = Field(
         default=300_000,
         description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",

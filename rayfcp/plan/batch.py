@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 from rayfcp.config.plan import PlanConfig
-from rayfcp.plan.bound import check_longest, lower_bound
+from rayfcp.plan.bound import check_ids, check_longest, lower_bound
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.strategies import get
+from rayfcp.plan.pipelines.bound import pipeline_bound
+from rayfcp.plan.strategies import get, slices
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
 
@@ -19,7 +20,7 @@ def plan_batch(
 ) -> BatchPlan:
     """Spread a global batch over the ranks. Same arguments, same bytes, in any process.
 
-    Every sequence is in exactly one group of one microbatch; no rank holds more than
+    Every sequence is in exactly one group of one microbatch, or each of its slices is; no rank holds more than
     `cluster.max_tokens_per_rank` tokens in one; groups of a microbatch share no rank. `strategy` names
     the strategy; of `options`, its search bounds are used.
 
@@ -27,25 +28,33 @@ def plan_batch(
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
         ValueError: unknown strategy, no sequences, ids that repeat.
     """
-    check_longest(sequences, cluster=cluster)
+    check_ids(sequences)
+    if not slices(strategy):
+        check_longest(sequences, cluster=cluster)
     options = options or PlanConfig()
     proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options)
-    predicted_s = sum(microbatch.predicted_s for microbatch in proposal.microbatches)
-    bound_s = lower_bound(
-        sequences,
-        cluster=cluster,
-        cost=cost,
-        primitives=[Primitive(each) for each in options.primitives],
-        placed_freely=any(microbatch.layout is not None for microbatch in proposal.microbatches),
+    timed = proposal.pipelines or proposal.microbatches
+    predicted_s = sum(each.predicted_s for each in timed)
+    bound_s = (
+        pipeline_bound(sequences, cluster=cluster, cost=cost)
+        if proposal.pipelines
+        else lower_bound(
+            sequences,
+            cluster=cluster,
+            cost=cost,
+            primitives=[Primitive(each) for each in options.primitives],
+            placed_freely=any(microbatch.layout is not None for microbatch in proposal.microbatches),
+        )
     )
     return BatchPlan(
         strategy=strategy,
         num_ranks=cluster.num_ranks,
         generation=cluster.generation,
         microbatches=proposal.microbatches,
-        recomputed_layers=cost.recomputed_layers,
+        recomputed_layers=0 if proposal.pipelines else cost.recomputed_layers,
         predicted_s=predicted_s,
         lower_bound_s=bound_s,
+        pipelines=proposal.pipelines,
         reason=_reason(proposal.microbatches, why=proposal.reason, gap=predicted_s / bound_s if bound_s > 0 else 1.0),
     )
 

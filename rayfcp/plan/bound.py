@@ -132,10 +132,7 @@ def check_longest(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) ->
         InfeasiblePlanError: names the sequence, its tokens, the bound and the remedy.
         ValueError: no sequences, or ids that repeat.
     """
-    if not sequences:
-        raise ValueError("sequences is empty, must hold at least 1; skip the batch")
-    if len({sequence.id for sequence in sequences}) != len(sequences):
-        raise ValueError(f"sequences hold ids that repeat, {len(sequences)} must differ; use positions in the batch")
+    check_ids(sequences)
     longest = max(sequences, key=lambda sequence: (sequence.num_tokens, -sequence.id))
     room = cluster.num_ranks * cluster.max_tokens_per_rank
     if longest.num_tokens > room:
@@ -143,3 +140,15 @@ def check_longest(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) ->
             f"sequence {longest.id} has {longest.num_tokens} tokens, {cluster.num_ranks} ranks hold at most {room} "
             f"({cluster.max_tokens_per_rank} each); lower data.max_seqlen, or add ranks or memory"
         )
+
+
+def check_ids(sequences: Sequence[SequenceSpec]) -> None:
+    """There are sequences, and their ids differ.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    if not sequences:
+        raise ValueError("sequences is empty, must hold at least 1; skip the batch")
+    if len({sequence.id for sequence in sequences}) != len(sequences):
+        raise ValueError(f"sequences hold ids that repeat, {len(sequences)} must differ; use positions in the batch")

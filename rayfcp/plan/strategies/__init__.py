@@ -28,6 +28,13 @@ _STRATEGIES: dict[str, Strategy] = {
     "magi": magi.propose,
 }
 
+_SLICING = frozenset({"elastic-pipeline", "seq1f1b"})
+
+
+def slices(name: str) -> bool:
+    """Whether a strategy may cut a sequence over several microbatches."""
+    return name in _SLICING
+
 
 def names() -> tuple[str, ...]:
     """Names of all strategies, as `plan.strategy` takes them."""
@@ -43,4 +50,4 @@ def get(name: str) -> Strategy:
     return _STRATEGIES[pick(name, _STRATEGIES, what="plan.strategy")]
 
 
-__all__ = ["Proposal", "Strategy", "get", "names"]
+__all__ = ["Proposal", "Strategy", "get", "names", "slices"]

@@ -1,0 +1,57 @@
+"""A lower bound on the seconds of every plan of a batch over several stages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, LINEAR_BACKWARD
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.values import ClusterSpec, SequenceSpec
+
+
+def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> float:
+    """max over stages p of: work of p / N + fewest microbatches x fixed cost of p + 2 x (fixed costs of one microbatch
+    and hops on the way to p).
+
+    The work of a stage is its share of the layers' compute of all sequences, each in one piece and without
+    recomputation, the last one's the head's beside it; fixed costs are shared out likewise.
+
+    Proof, on a machine that has the seconds of `cost` for every piece (as in `lower_bound`; traffic, waiting and
+    recomputation only add).
+    (1) A rank of stage p has at least the N-th part of what its N ranks compute. Slices compute every cell and token of
+    their sequence once, in more and smaller pieces, which takes no less. In each microbatch it pays the stage's
+    fixed cost, and there are at least ceil(tokens / room) microbatches, where the room of a microbatch is what
+    `cluster.max_tokens_per_rank` permits on N ranks, and what memory permits on each stage when all its layers
+    are recomputed. All of that lies between the beginning of its first pass and the end of its last one.
+    (2) Before its first pass, a forward pass, some microbatch has passed forward all stages before p, each of which
+    took its fixed cost at least and a hop to the next. After its last pass, a backward pass, that microbatch
+    passes backward all stages before p. Neither is a second of (1), and fixed cost of both passes together are the
+    microbatch's fixed cost (of forward and backward).
+    """
+    pipeline = cost.pipeline
+    assert pipeline is not None, "stages have a cost"
+    attention, linear = (1 + ATTENTION_BACKWARD) * cost.attention_forward, (1 + LINEAR_BACKWARD) * cost.linear_forward
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    cells = sum(sequence.attention_cells for sequence in sequences)
+    head_s = pipeline.head_s_per_token * num_tokens
+    attention_s = attention * cost.attention_s_per_cell * (cells + cost.attention_half_tokens * num_tokens / 2)
+    layers_s = attention_s + linear * cost.linear_s_per_token * num_tokens - head_s
+    share = np.array(pipeline.layers_of_stage) / pipeline.num_layers
+    work_s = share * layers_s
+    work_s[-1] += head_s
+    fixed_s = share * linear * cost.fixed_s
+    fill_s = np.cumsum(fixed_s) - fixed_s + 2 * pipeline.transfer_s * np.arange(pipeline.num_stages)
+    fewest = -(-num_tokens // max(cluster.num_ranks * _rank_tokens(cluster, cost=cost), 1))
+    return float((work_s / cluster.num_ranks + fewest * fixed_s + fill_s).max())
+
+
+def _rank_tokens(cluster: ClusterSpec, *, cost: CostModel) -> int:
+    """The most tokens that a rank may hold in one microbatch."""
+    pipeline = cost.pipeline
+    assert pipeline is not None
+    each = pipeline.layer_bytes
+    fits = [
+        room // (layers * each.kept + each.working)
+        for room, layers in zip(pipeline.room_bytes, pipeline.layers_of_stage, strict=True)
+    ]
+    return min(cluster.max_tokens_per_rank, *fits)
