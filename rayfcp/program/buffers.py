@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayfcp.program.instructions import AttentionRound, Forward, HeadProgram, Payload, RankProgram
+from rayfcp.program.instructions import AttentionRound, Forward, Payload, RankProgram
 from rayfcp.program.table import Attends
 from rayfcp.values import Layout, Pacing
 
@@ -32,7 +32,7 @@ def check_buffers(programs: Sequence[RankProgram], pacings: Sequence[Pacing | No
         for item in program.instructions:
             if not isinstance(item, Forward):
                 continue
-            attention = item.attention.attention if isinstance(item.attention, HeadProgram) else item.attention
+            attention = item.attention.inner
             pacing = pacings[item.microbatch]
             for rounds in (attention.forward, attention.backward) if pacing else ():
                 index, held = _most_held(rounds)

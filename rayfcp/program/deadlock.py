@@ -1,38 +1,44 @@
 """The static check that no rank can wait for ever, before anything runs.
 
-All ranks' programs are replayed together with rendezvous sends: an operation completes only when its
-partner has posted it too. Per channel and pair of ranks, messages match in the order posted; there are
-no tags. Every forward and backward pass also gathers the layers' shards, which needs all ranks (a
-barrier); recomputed layers repeat their forward rounds inside the backward pass.
+The programs of all ranks and stages are replayed together, without tags:
+
+- every forward and backward pass gathers the layers' shards, which needs all ranks of its stage (a barrier), and then
+  exchanges keys, values and gradients with them (`rayfcp.program.meeting`); recomputed layers repeat their forward
+  rounds inside the backward pass;
+- the same rank of neighbouring stages hands activations on through one channel and gradients back through another.
+  Operations of a device on a channel complete in the order in which they are posted, each together with its partner
+  when both are first in line. A Send is posted and the program goes on; a Receive waits.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from rayfcp.program.heads import rounds_of
-from rayfcp.program.instructions import Backward, Forward, Load, Message, RankProgram
+from rayfcp.program.instructions import Backward, Flow, Forward, Free, Load, RankProgram, Receive, Send
+from rayfcp.program.meeting import check_meeting
 from rayfcp.program.order import check_order
+
+_HandOver = Send | Receive
 
 
 @dataclass(frozen=True, slots=True)
-class _Barrier:
-    """All ranks must come here, with the same words."""
+class _Pass:
+    """All ranks of a stage must come here, with the same words."""
 
     words: tuple[object, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+@dataclass(slots=True)
+class _Device:
+    """The programs of one rank on one stage, as far as it has come."""
 
-
-_Operation = _Barrier | _Exchange
+    program: RankProgram
+    left: deque[_Pass | _HandOver]
+    posted: dict[Flow, deque[_HandOver]] = field(default_factory=lambda: {flow: deque() for flow in Flow})
 
 
 def check_progress(programs: Sequence[RankProgram]) -> None:
-    """Prove that the programs of one stage run to their end together.
+    """Prove that the programs of all ranks and stages run to their end together.
 
     Raises:
         ValueError: a program alone is not in order (`check_order`), or ranks disagree on the plan, on a pass, on a
@@ -42,94 +48,127 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
     hashes = {program.plan_hash for program in programs}
     if len(hashes) > 1:
         raise ValueError(f"plan_hash differs between ranks ({', '.join(sorted(hashes))}); lower one plan for all ranks")
-    waiting = [deque(_operations(program)) for program in programs]
-    channel = _Channel()
-    moved = True
-    while moved:
-        moved = _pass_barrier(waiting)
-        for rank, operations in enumerate(waiting):
-            moved = channel.advance(rank, operations) or moved
-    for rank, operations in enumerate(waiting):
-        if operations:
-            raise ValueError(
-                f"rank {rank} would wait for ever at {_describe(operations[0])}; the ranks' programs disagree"
-            )
+    _check_meetings(programs[: programs[0].num_ranks])
+    _Replay(programs).run()
 
 
-def _operations(program: RankProgram) -> Iterator[_Operation]:
-    forwards = {item.microbatch: item for item in program.instructions if isinstance(item, Forward)}
-    for item in program.instructions:
-        if isinstance(item, Load):
-            continue
-        forward = forwards[item.microbatch]
-        reduce = isinstance(item, Backward) and item.reduce
-        yield _Barrier((type(item).__name__, item.microbatch, reduce, forward.recomputed_layers))
-        passes = [False] if isinstance(item, Forward) else [False, True] if forward.recomputed_layers else [True]
-        for backward in passes:
-            for step in rounds_of(forward.attention, rank=program.rank, backward=backward):
-                if step.sends or step.receives:
-                    yield _Exchange(step.sends, step.receives)
+def _check_meetings(programs: Sequence[RankProgram]) -> None:
+    """Of one stage: all attend alike (`check_order`)."""
+    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
+    for items in zip(*forwards, strict=True):
+        parts = [item.attention for item in items]
+        for backward, kind in ((False, "forward"), (True, "backward")):
+            check_meeting(parts, backward=backward, name=f"the {kind} pass of microbatch {items[0].microbatch}")
 
 
-def _pass_barrier(waiting: list[deque[_Operation]]) -> bool:
-    heads = [operations[0] if operations else None for operations in waiting]
-    if not isinstance(heads[0], _Barrier) or any(head != heads[0] for head in heads):
-        return False
-    for operations in waiting:
-        operations.popleft()
-    return True
+class _Replay:
+    """All devices, each as far as it comes."""
 
+    def __init__(self, programs: Sequence[RankProgram]) -> None:
+        self._num_ranks = programs[0].num_ranks
+        self._devices = [_Device(program, _operations(program)) for program in programs]
+        self._arrived = [0] * programs[0].num_stages
+        self._ready = deque(range(len(programs)))
 
-class _Channel:
-    """Messages posted and not yet matched, in order, per (source, target)."""
-
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], deque[tuple[int, Message]]] = defaultdict(deque)
-        self._awaited: dict[tuple[int, int], deque[tuple[int, Message]]] = defaultdict(deque)
-        self._open: dict[int, int] = {}
-
-    def advance(self, rank: int, operations: deque[_Operation]) -> bool:
-        """Post the exchange at the head, or finish it once all its messages met. True if anything moved."""
-        head = operations[0] if operations else None
-        if not isinstance(head, _Exchange):
-            return False
-        if rank not in self._open:
-            self._open[rank] = len(head.sends) + len(head.receives)
-            for message in head.sends:
-                self._post(self._sent, (rank, message.peer), rank=rank, message=message)
-            for message in head.receives:
-                self._post(self._awaited, (message.peer, rank), rank=rank, message=message)
-            return True
-        if self._open[rank] == 0:
-            del self._open[rank]
-            operations.popleft()
-            return True
-        return False
-
-    def _post(
-        self,
-        side: dict[tuple[int, int], deque[tuple[int, Message]]],
-        pair: tuple[int, int],
-        *,
-        rank: int,
-        message: Message,
-    ) -> None:
-        side[pair].append((rank, message))
-        while self._sent[pair] and self._awaited[pair]:
-            sender, sent = self._sent[pair].popleft()
-            receiver, awaited = self._awaited[pair].popleft()
-            if (sent.payload, sent.num_tokens) != (awaited.payload, awaited.num_tokens):
+    def run(self) -> None:
+        """Raises:
+        ValueError: passes or hand-overs disagree, or a device would wait for ever.
+        """
+        while self._ready:
+            self._advance(self._ready.popleft())
+        for device in self._devices:
+            if device.left:
                 raise ValueError(
-                    f"rank {sender} sends {sent.payload.value} of {sent.num_tokens} tokens where rank {receiver} "
-                    f"expects {awaited.payload.value} of {awaited.num_tokens}; messages match in order"
+                    f"{device.program.place} would wait for ever at {_describe(device.left[0])}; the programs disagree"
                 )
-            self._open[sender] -= 1
-            self._open[receiver] -= 1
+            for queue in device.posted.values():
+                if queue:
+                    raise ValueError(
+                        f"{device.program.place} would wait for ever for {_describe(queue[0])} to leave; the programs "
+                        "disagree"
+                    )
+
+    def _advance(self, number: int) -> None:
+        """Up to the next operation that needs others."""
+        device = self._devices[number]
+        while device.left:
+            head = device.left[0]
+            if isinstance(head, _Pass):
+                self._arrive(number // self._num_ranks)
+                return
+            device.posted[head.flow].append(head)
+            if isinstance(head, Send):
+                device.left.popleft()
+            self._complete(number, head.flow)
+            if isinstance(head, Receive):
+                return
+
+    def _arrive(self, stage: int) -> None:
+        """One more rank has come to the next pass; the last one lets all go on."""
+        self._arrived[stage] += 1
+        if self._arrived[stage] < self._num_ranks:
+            return
+        self._arrived[stage] = 0
+        first = stage * self._num_ranks
+        devices = self._devices[first : first + self._num_ranks]
+        for device in devices:
+            if device.left[0] != devices[0].left[0]:
+                raise ValueError(
+                    f"{device.program.place} would wait for ever at {_describe(device.left[0])}, where "
+                    f"{devices[0].program.place} comes to {_describe(devices[0].left[0])}; the programs disagree"
+                )
+        for device in devices:
+            device.left.popleft()
+        self._ready.extend(range(first, first + self._num_ranks))
+
+    def _complete(self, number: int, flow: Flow) -> None:
+        """Hand over what is first in line on both sides, from this device on to those whose turn comes by that."""
+        turns = [number]
+        while turns:
+            here = turns.pop()
+            queue = self._devices[here].posted[flow]
+            if not queue:
+                continue
+            there = self._partner(here, queue[0])
+            others = self._devices[there].posted[flow]
+            if others and self._partner(there, others[0]) == here:
+                self._hand_over((here, queue.popleft()), (there, others.popleft()))
+                turns += [here, there]
+
+    def _partner(self, number: int, operation: _HandOver) -> int:
+        return operation.stage * self._num_ranks + number % self._num_ranks
+
+    def _hand_over(self, one: tuple[int, _HandOver], other: tuple[int, _HandOver]) -> None:
+        (source, sent), (target, awaited) = (one, other) if isinstance(one[1], Send) else (other, one)
+        if (sent.microbatch, sent.num_tokens) != (awaited.microbatch, awaited.num_tokens):
+            raise ValueError(
+                f"{self._devices[source].program.place} hands over {_content(sent)} where "
+                f"{self._devices[target].program.place} expects {_content(awaited)}; they match in order"
+            )
+        self._devices[target].left.popleft()
+        self._ready.append(target)
 
 
-def _describe(operation: _Operation) -> str:
-    if isinstance(operation, _Barrier):
+def _operations(program: RankProgram) -> deque[_Pass | _HandOver]:
+    found: deque[_Pass | _HandOver] = deque()
+    recomputed: dict[int, int] = {}
+    for item in program.instructions:
+        if isinstance(item, Forward):
+            recomputed[item.microbatch] = item.recomputed_layers
+            found.append(_Pass(("Forward", item.microbatch, False, item.recomputed_layers)))
+        elif isinstance(item, Backward):
+            found.append(_Pass(("Backward", item.microbatch, item.reduce, recomputed[item.microbatch])))
+        elif not isinstance(item, Load | Free):
+            found.append(item)
+    return found
+
+
+def _content(operation: _HandOver) -> str:
+    return f"the {operation.flow.value} of microbatch {operation.microbatch}, {operation.num_tokens} tokens,"
+
+
+def _describe(operation: _Pass | _HandOver) -> str:
+    if isinstance(operation, _Pass):
         return "the pass (kind, microbatch, reduce, recomputed layers) " + repr(operation.words)
-    targets = [message.peer for message in operation.sends]
-    sources = [message.peer for message in operation.receives]
-    return f"an exchange that sends to {targets} and receives from {sources}"
+    way = "to" if isinstance(operation, Send) else "from"
+    return f"{_content(operation)} {way} stage {operation.stage}"

@@ -55,8 +55,7 @@ def _share(parts: Sequence[Part], rank: int) -> tuple[int, int]:
 
 
 def _messages(program: AttentionProgram | HeadProgram) -> Iterator[Message]:
-    attention = program.attention if isinstance(program, HeadProgram) else program
-    for step in attention.forward + attention.backward:
+    for step in program.inner.forward + program.inner.backward:
         yield from step.sends
         yield from step.receives
 

@@ -50,7 +50,10 @@ class Message:
 
     @property
     def num_tokens(self) -> int:
-        return sum(stop - start for start, stop in self.ranges)
+        num_tokens = 0
+        for start, stop in self.ranges:
+            num_tokens += stop - start
+        return num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,11 @@ class AttentionProgram:
     kept: tuple[Range, ...] = ()
 
     @property
+    def inner(self) -> "AttentionProgram":
+        """The rounds and slots: itself."""
+        return self
+
+    @property
     def num_cells(self) -> int:
         """(query, key) cells computed forward."""
         return sum(attend.num_cells for step in self.forward for attend in step.attends)
@@ -143,6 +151,11 @@ class HeadProgram:
     @property
     def degree(self) -> int:
         return len(self.ranks)
+
+    @property
+    def inner(self) -> AttentionProgram:
+        """The rounds and slots, between the exchanges."""
+        return self.attention
 
     @property
     def num_cells(self) -> float:
@@ -246,3 +259,8 @@ class RankProgram:
     num_stages: int
     plan_hash: str
     instructions: tuple[Instruction, ...]
+
+    @property
+    def place(self) -> str:
+        """Whose program it is, in words."""
+        return f"rank {self.rank}" if self.num_stages == 1 else f"stage {self.stage} rank {self.rank}"

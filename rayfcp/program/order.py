@@ -1,4 +1,4 @@
-"""What the instructions of all ranks must be, before their messages are looked at."""
+"""What the instructions of all ranks and stages must be, before their messages are looked at."""
 
 from collections.abc import Sequence
 
@@ -11,67 +11,119 @@ from rayfcp.program.instructions import (
     Payload,
     RankProgram,
 )
+from rayfcp.program.neighbours import check_neighbours
+from rayfcp.program.reuse import check_frees, check_reuse
 
 
 def check_order(programs: Sequence[RankProgram]) -> None:
-    """Every rank loads, passes forward and passes backward each microbatch once, and sums the gradients.
+    """Every rank loads, passes forward and passes backward each microbatch once on each stage, and sums the gradients.
 
-    Microbatches are 0..M-1, in this order for each kind of instruction; passes of different microbatches
-    may interleave. The last backward pass reduces, so that no gradient stays on its rank. Program r is
-    that of rank r, all are of one stage.
+    Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in any order that is the
+    same everywhere and in which no microbatch goes before one that reads its keys and values (`check_reuse`); passes
+    of different microbatches may interleave. The last backward pass reduces, so that no gradient stays on its rank.
+    What neighbouring stages hand over is there once, in its place (`check_neighbours`), and so is the end of what a
+    microbatch keeps for others (`check_frees`). All stages load and attend alike. Program p x num_ranks + r is that of
+    rank r on stage p.
 
     Raises:
         ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
     """
     if not programs:
-        raise ValueError("programs is empty, must hold one program for each rank; lower the plan")
-    num_microbatches = sum(isinstance(item, Load) for item in programs[0].instructions)
+        raise ValueError("programs is empty, must hold one program for each stage and rank; lower the plan")
+    first = programs[0]
+    num_microbatches = sum(isinstance(item, Load) for item in first.instructions)
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
     for index, program in enumerate(programs):
-        _check_labels(program, programs[0], index=index, num_ranks=len(programs))
+        _check_labels(program, first, index=index, num_programs=len(programs))
         _check_passes(program, num_microbatches)
-        _check_forwards(program)
+        if program.stage == 0:
+            _check_attention(program)
+            check_reuse(program)
+        else:
+            _check_likeness(program, programs[program.rank])
+        _check_backward_order(program, first)
+        check_neighbours(program)
+        check_frees(program)
 
 
-def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_ranks: int) -> None:
-    if (program.rank, program.num_ranks) != (index, num_ranks):
+def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:
+    num_ranks, num_stages = first.num_ranks, first.num_stages
+    if num_ranks < 1 or num_stages < 1 or num_ranks * num_stages != num_programs:
         raise ValueError(
-            f"program at position {index} has rank {program.rank} and num_ranks {program.num_ranks}, must be {index} "
-            f"and {num_ranks}; give the programs of all ranks, in the order of ranks"
+            f"programs holds {num_programs}, must hold one for each of num_ranks {num_ranks} on each of num_stages "
+            f"{num_stages}; give the programs of all ranks and stages"
         )
-    stage = (program.stage, program.num_stages)
-    if stage != (first.stage, first.num_stages) or not 0 <= program.stage < program.num_stages:
+    stage, rank = divmod(index, num_ranks)
+    if (program.rank, program.num_ranks) != (rank, num_ranks):
         raise ValueError(
-            f"rank {index}: stage is {program.stage} of num_stages {program.num_stages}, must be within it and that of "
-            f"rank 0 ({first.stage} of {first.num_stages}); check one stage at a time"
+            f"program at position {index} has rank {program.rank} and num_ranks {program.num_ranks}, must be {rank} "
+            f"and {num_ranks}; give the programs of all ranks, in the order of ranks, stage by stage"
+        )
+    if (program.stage, program.num_stages) != (stage, num_stages):
+        raise ValueError(
+            f"program at position {index} has stage {program.stage} of num_stages {program.num_stages}, must be "
+            f"{stage} of {num_stages}; give the programs of all ranks, in the order of ranks, stage by stage"
         )
 
 
 def _check_passes(program: RankProgram, num_microbatches: int) -> None:
     for kind in (Load, Forward, Backward):
         found = [item.microbatch for item in program.instructions if isinstance(item, kind)]
-        if found != list(range(num_microbatches)):
+        in_order = sorted(found) if kind is Backward else found
+        if in_order != list(range(num_microbatches)):
             raise ValueError(
-                f"rank {program.rank}: {kind.__name__} names microbatches {found}, must name each of "
-                f"[0, {num_microbatches}) once, in this order; a rank without tokens runs one padding token"
+                f"{program.place}: {kind.__name__} names microbatches {found}, must name each of "
+                f"[0, {num_microbatches}) once{'' if kind is Backward else ', in this order'}; a rank without tokens "
+                "runs one padding token"
             )
     place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
     for number in range(num_microbatches):
         if not place[Load, number] < place[Forward, number] < place[Backward, number]:
             raise ValueError(
-                f"rank {program.rank}: instructions of microbatch {number} are out of order, must be Load, Forward, "
+                f"{program.place}: instructions of microbatch {number} are out of order, must be Load, Forward, "
                 "Backward; lower the plan again"
             )
     last = [item for item in program.instructions if isinstance(item, Backward)][-1]
     if not last.reduce:
         raise ValueError(
-            f"rank {program.rank}: reduce is False in the last Backward (microbatch {last.microbatch}), must be True; "
+            f"{program.place}: reduce is False in the last Backward (microbatch {last.microbatch}), must be True; "
             "otherwise gradients are never summed over ranks"
+        )
+    for item in program.instructions:
+        if isinstance(item, Forward) and item.recomputed_layers < 0:
+            raise ValueError(
+                f"{program.place}, microbatch {item.microbatch}: recomputed_layers is {item.recomputed_layers}, must "
+                "be at least 0; plan again"
+            )
+
+
+def _check_backward_order(program: RankProgram, first: RankProgram) -> None:
+    mine, theirs = (
+        [item.microbatch for item in each.instructions if isinstance(item, Backward)] for each in (program, first)
+    )
+    if mine != theirs:
+        raise ValueError(
+            f"{program.place}: Backward comes in the order {mine}, must be that of {first.place}, {theirs}; lower one "
+            "plan for all"
         )
 
 
-def _check_forwards(program: RankProgram) -> None:
+def _check_likeness(program: RankProgram, other: RankProgram) -> None:
+    """What a rank loads and attends to is the same on all stages."""
+    for kind, field in ((Load, "pieces"), (Forward, "attention")):
+        mine, theirs = ([item for item in each.instructions if isinstance(item, kind)] for each in (program, other))
+        for here, there in zip(mine, theirs, strict=True):
+            value, due = getattr(here, field), getattr(there, field)
+            if value is not due and value != due:
+                raise ValueError(
+                    f"{program.place}, microbatch {here.microbatch}: {field} differ from those of {other.place}, must "
+                    "be the same on all stages; lower one plan for all"
+                )
+
+
+def _check_attention(program: RankProgram) -> None:
+    """Attention is over as many tokens as are loaded; its rounds carry keys, values and their gradients."""
     loaded = {
         item.microbatch: sum(piece.num_tokens for piece in item.pieces)
         for item in program.instructions
@@ -80,9 +132,7 @@ def _check_forwards(program: RankProgram) -> None:
     for item in program.instructions:
         if not isinstance(item, Forward):
             continue
-        where, due = f"rank {program.rank}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
-        if item.recomputed_layers < 0:
-            raise ValueError(f"{where}: recomputed_layers is {item.recomputed_layers}, must be at least 0; plan again")
+        where, due = f"{program.place}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
         if item.attention.num_tokens != due:
             raise ValueError(
                 f"{where}: num_tokens is {item.attention.num_tokens}, must be the {due} that Load brings "
@@ -90,9 +140,7 @@ def _check_forwards(program: RankProgram) -> None:
             )
         if isinstance(item.attention, HeadProgram):
             _check_heads(item.attention, program, where=where)
-            _check_payloads(item.attention.attention, where=where)
-        else:
-            _check_payloads(item.attention, where=where)
+        _check_payloads(item.attention.inner, where=where)
 
 
 def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) -> None:

@@ -45,7 +45,7 @@ def staged(
         instructions += _received(plan, stage + 1, at, flow=Flow.GRADIENT, program=program)
         instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
         instructions += _sent(plan, stage - 1, at, flow=Flow.GRADIENT, program=program)
-        if (program.attention if isinstance(program, HeadProgram) else program).kept:
+        if program.inner.kept:
             instructions.append(Free(microbatch=at))
     return tuple(instructions)
 
