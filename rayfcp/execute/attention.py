@@ -2,7 +2,8 @@
 
 Forward: each round posts its messages, computes what earlier rounds brought, and merges (out, lse) in
 fp32. Backward: the same rounds bring keys and values again; each call yields a partial dQ, kept here,
-and a partial dK, dV, summed in fp32 in its slot and sent where the program says.
+and a partial dK, dV, summed in fp32 in its slot and sent where the program says. Context slots, gradients
+included, lie in the store of what earlier microbatches kept (`rayfcp.execute.context`).
 
 With a reshuffle tensors come and go in the loop's order. Exchanges before and after the rounds carry queries,
 keys, values and outputs forward, their gradients backward; local attends run meanwhile (`rayfcp.program.hiding`).
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.checks import check_shapes, check_tokens
+from rayfcp.execute.context import ContextStore
 from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.merge import Merged, accumulator_dtype
@@ -33,13 +35,18 @@ from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload, Resh
 class AttentionContext:
     """What a layer's attention needs besides its tensors; travels as a keyword argument of the layer.
 
-    The first `recomputed_layers` layers keep only their input.
+    The first `recomputed_layers` layers of the stage keep only their input; `recomputed`: this layer, number `layer`
+    of the model, does. `store`: what microbatches keep for later ones, this one being number `microbatch`.
     """
 
     program: ReadyProgram | ReadyHeads
     transport: Transport
     kernel: AttentionKernel
     recomputed_layers: int = 0
+    store: ContextStore = field(default_factory=ContextStore)
+    microbatch: int = 0
+    layer: int = 0
+    recomputed: bool = False
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -74,8 +81,8 @@ def attention(
 
     Raises:
         ValueError: the tensors do not have the program's tokens, their shapes or dtypes disagree, the program's degree
-            of sharing out heads does not divide them, or the reshuffle is of another rank or layout or around a
-            program that shares out heads.
+            of sharing out heads does not divide them, earlier keys and values are not kept, or the reshuffle is of
+            another rank or layout or around a program that shares out heads.
 
     Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses; reshuffling
     as in FCP (block), Section 4.3.
@@ -119,6 +126,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = keep_in(around.program, theirs) if around else theirs
         run = _Run(context, q, scale=scale)
         run.fill(0, k, value=v)
+        run.keep()
         merged = Merged.empty(q)
         attend = functools.partial(run.attend, merged=merged)
         if around:
@@ -161,7 +169,11 @@ class _Run:
     """State of one pass: keys and values per slot, their gradients, buffers under way."""
 
     def __init__(self, context: AttentionContext, query: Tensor, *, scale: float) -> None:
-        self.slots: dict[int, tuple[Tensor, Tensor]] = {}
+        program = context.program
+        assert isinstance(program, ReadyProgram)
+        self._earlier = {each.slot: ((each.microbatch, context.layer), each.span) for each in program.context}
+        self._kept, self._at = program.kept, (context.microbatch, context.layer)
+        self.slots = {slot: context.store.read(*held) for slot, held in self._earlier.items()}
         self._slot_shapes: dict[int, torch.Size] = {}
         self.gradients: dict[int, Tensor] = {}
         self._context, self._query, self._scale = context, query, scale
@@ -172,6 +184,12 @@ class _Run:
         """Keys and values of a slot are here."""
         self.slots[slot] = (key, value)
         self._slot_shapes[slot] = key.shape
+
+    def keep(self) -> None:
+        """What later microbatches need of slot 0."""
+        if self._kept:
+            key, value = self.slots[0]
+            self._context.store.put(self._at, self._kept, key=key, value=value, alone=self._context.recomputed)
 
     def rounds(self, steps: Sequence[ReadyRound], compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
@@ -254,11 +272,17 @@ class _Run:
         add_rows(slot[1], call.keys, source=dv)
 
     def grad_slot(self, slot: int) -> Tensor:
-        """dK, dV of a slot, `[2, tokens, kv_heads, head_dim]`, zero at first."""
+        """dK, dV of a slot, `[2, tokens, kv_heads, head_dim]`: at first zero, in slot 0 what later microbatches gave,
+        and in a context slot what is summed in the store so far."""
+        if slot in self._earlier:
+            return self._context.store.gradient(*self._earlier[slot])
         if slot not in self.gradients:
-            self.gradients[slot] = torch.zeros(
+            gradient = torch.zeros(
                 (2, *self._slot_shapes[slot]), dtype=accumulator_dtype(self._query.dtype), device=self._query.device
             )
+            if slot == 0 and self._kept:
+                self._context.store.settle(self._at, gradient)
+            self.gradients[slot] = gradient
         return self.gradients[slot]
 
     def _payload(self, message: Message) -> Tensor:

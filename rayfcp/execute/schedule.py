@@ -8,6 +8,7 @@ from rayfcp.program import (
     Attend,
     AttentionProgram,
     AttentionRound,
+    ContextSlot,
     HeadProgram,
     Message,
     Parcel,
@@ -77,11 +78,14 @@ class ReadyReshuffle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadyProgram:
-    """Both directions of an attention program. Without `reshuffle` tokens come in the program's order."""
+    """Both directions of an attention program. Without `reshuffle` tokens come in the program's order. `context` and
+    `kept` are the program's."""
 
     num_tokens: int
     forward: tuple[ReadyRound, ...]
     backward: tuple[ReadyRound, ...]
+    context: tuple[ContextSlot, ...] = ()
+    kept: tuple[Range, ...] = ()
     reshuffle: ReadyReshuffle | None = None
 
 
@@ -135,6 +139,8 @@ def _ready(program: AttentionProgram, *, around: ReshuffleProgram | None, share:
         num_tokens=program.num_tokens,
         forward=_rounds(forward, share=share),
         backward=_rounds(backward, share=share),
+        context=program.context,
+        kept=program.kept,
         reshuffle=ready,
     )
 

@@ -1,6 +1,8 @@
 """Our attention as an attention implementation of the transformers library, and recomputation by layer."""
 
 import functools
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,18 +46,23 @@ def _attend(
 AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
-def recompute_by_context(layers: nn.ModuleList) -> None:
-    """Let each layer recompute its activations in backward when the context of the call says so.
+def follow_context(layers: Mapping[int, nn.Module]) -> None:
+    """Let each layer of a stage, by its number in the model, tell its attention which it is, and recompute its
+    activations in backward when the context of the call says so.
 
-    Which layers do is a property of the microbatch, the same on every rank, so that recomputed
+    Which layers do is a property of stage and microbatch, the same on every rank, so that recomputed
     exchanges meet their partners.
     """
-    for index, layer in enumerate(layers):
-        layer.forward = functools.partial(_forward, layer.forward, index)
+    for index, (number, layer) in enumerate(sorted(layers.items())):
+        layer.forward = functools.partial(_forward, layer.forward, index, number)
 
 
-def _forward(original: Any, index: int, *args: Any, **keywords: Any) -> Any:
+def _forward(original: Any, index: int, number: int, *args: Any, **keywords: Any) -> Any:
     context: AttentionContext | None = keywords.get(KEYWORD)
-    if context is None or index >= context.recomputed_layers:
+    if context is None:
+        return original(*args, **keywords)
+    recomputed = index < context.recomputed_layers
+    keywords[KEYWORD] = replace(context, layer=number, recomputed=recomputed)
+    if not recomputed:
         return original(*args, **keywords)
     return checkpoint(original, *args, use_reentrant=False, preserve_rng_state=False, **keywords)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
-from rayfcp.models.attention_hook import KEYWORD, recompute_by_context
+from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
 
 
@@ -23,7 +23,7 @@ class CausalLM(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        recompute_by_context(self.layers)
+        follow_context(dict(enumerate(self.layers)))
 
     @property
     def decoder(self) -> nn.Module:
