@@ -17,12 +17,16 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a generation meet: a key-value store, and how many they are."""
+    """Where the devices of a generation meet: a key-value store, and what world they make. `layers_of_stage` as in
+    `ClusterSpec`."""
 
     host: str
     port: int
     generation: int
     num_ranks: int
+    num_stages: int
+    tensor_parallel: int
+    layers_of_stage: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from rayfcp.cluster.measured import (
 )
 from rayfcp.cluster.placement import resolved_device
 from rayfcp.cluster.simulated import simulation_error, without_shards
-from rayfcp.cluster.startup import device_peak_flops, join_ranks
+from rayfcp.cluster.startup import device_peak_flops, join_devices
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
@@ -105,8 +105,8 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         crew = Crew.start(config, device=device, data_dir=data_dir, vocab_size=data.vocab_size, stopped=lambda: False)
         ending.callback(crew.end)
         say(f"joining {len(crew)} ranks")
-        _store, _joined = join_ranks(crew, generation=0)
         cluster = cluster_spec(config, data.model, facts=crew.facts, generation=0)
+        _store, _joined = join_devices(crew, cluster)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
         return _Profiler(config, crew, data=data, cluster=cluster, folder=folder, say=say).run(rounds, max_tokens=most)
 

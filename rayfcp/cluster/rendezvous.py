@@ -1,10 +1,11 @@
-"""Where ranks meet: a key-value store in the controller's process, listening on one address only."""
+"""Where devices meet: a key-value store in the controller's process, listening on one address only."""
 
 import socket
 
 import torch.distributed as dist
 
 from rayfcp.cluster.facts import Rendezvous
+from rayfcp.values import ClusterSpec
 
 
 class RendezvousStore:
@@ -20,6 +21,14 @@ class RendezvousStore:
             host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener.detach()
         )
 
-    def meeting(self, generation: int, *, num_ranks: int) -> Rendezvous:
-        """The meeting of one generation."""
-        return Rendezvous(host=self._host, port=self._port, generation=generation, num_ranks=num_ranks)
+    def meeting(self, cluster: ClusterSpec) -> Rendezvous:
+        """The meeting of the cluster's generation."""
+        return Rendezvous(
+            host=self._host,
+            port=self._port,
+            generation=cluster.generation,
+            num_ranks=cluster.num_ranks,
+            num_stages=cluster.num_stages,
+            tensor_parallel=cluster.tensor_parallel,
+            layers_of_stage=cluster.layers_of_stage,
+        )

@@ -1,4 +1,4 @@
-"""What happens once before the first step: planners, the ranks' meeting, peaks, what was left out."""
+"""What happens once before the first step: planners, the devices' meeting, peaks, what was left out."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from rayfcp.cluster.rendezvous import RendezvousStore
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import BadRow
 from rayfcp.execute.reports import Joined
-from rayfcp.values import ModelProfile
+from rayfcp.values import ClusterSpec, ModelProfile
 
 NAMED_AT_START = 3
 
@@ -44,13 +44,13 @@ def start_planners(config: Config, model: ModelProfile) -> list[Any]:
     return planners
 
 
-def join_ranks(crew: Crew, *, generation: int) -> tuple[RendezvousStore, list[Joined]]:
-    """All workers become ranks of `generation`. The store must live as long as the generation."""
+def join_devices(crew: Crew, cluster: ClusterSpec) -> tuple[RendezvousStore, list[Joined]]:
+    """All workers become devices of the cluster, in order. The store must live as long as the generation."""
     here = ray.get_runtime_context().get_node_id()
     alone = all(fact.node_id == here for fact in crew.facts)
     store = RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
-    meeting = store.meeting(generation, num_ranks=len(crew))
-    return store, crew.each(lambda rank, worker: worker.join.remote(rank, meeting))
+    meeting = store.meeting(cluster)
+    return store, crew.each(lambda number, worker: worker.join.remote(number, meeting))
 
 
 def device_peak_flops(config: Config, crew: Crew) -> float:

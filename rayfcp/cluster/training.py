@@ -29,7 +29,7 @@ from rayfcp.cluster.planner import PlannedStep, PlanQueue
 from rayfcp.cluster.profiling import start_cost
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
-from rayfcp.cluster.startup import device_peak_flops, join_ranks, start_planners, write_skipped
+from rayfcp.cluster.startup import device_peak_flops, join_devices, start_planners, write_skipped
 from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan.bound import check_longest
@@ -128,7 +128,7 @@ class TrainingRun:
         for planner in self._planners:
             ending.callback(ray.kill, planner, no_restart=True)
         self._say(f"joining {len(crew)} ranks")
-        self._store, joined = join_ranks(crew, generation=GENERATION)
+        self._store, joined = join_devices(crew, self._cluster)
         first_step = self._saver.first_step
         journal = self._journal = Journal(
             config, run_dir=self._run_dir, resume_step=first_step - 1, began_s=self._began_s

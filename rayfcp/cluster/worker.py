@@ -60,8 +60,9 @@ class RankWorker:
 
         return measure_flops(self._device)
 
-    def join(self, rank: int, meeting: Rendezvous) -> Joined:
-        """Become `rank` of a generation, with first weights."""
+    def join(self, number: int, meeting: Rendezvous) -> Joined:
+        """Become device `number` of a generation, with first weights."""
+        from rayfcp.execute.groups import Place
         from rayfcp.models.build import sharded_model
         from rayfcp.models.describe import model_config
 
@@ -69,12 +70,17 @@ class RankWorker:
             # gloo listens where the host's name points unless it is told otherwise.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         library = model_config(self._config.model, vocab_size=self._vocab_size)
-        return self._engine.join(
-            rank,
+        place = Place.of(
+            number,
             num_ranks=meeting.num_ranks,
+            num_stages=meeting.num_stages,
+            tensor_parallel=meeting.tensor_parallel,
+        )
+        return self._engine.join(
+            place,
             store=lambda: _store(meeting, timeout_s=self._config.elastic.start_timeout_s),
-            make_model=lambda group: sharded_model(
-                library, run=self._config.model, seed=self._config.run.seed, group=group, device=self._device
+            make_model=lambda world: sharded_model(
+                library, run=self._config.model, seed=self._config.run.seed, world=world
             ),
         )
 

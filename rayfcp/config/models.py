@@ -102,8 +102,11 @@ class ClusterConfig(Section):
     num_workers: Annotated[Count | tuple[Count, Count], BeforeValidator(workers_or_range)] = Field(
         default=1, description="devices, or [min, max] of them"
     )
-    pipeline_stages: Count = 1
-    tensor_parallel: Count = 1
+    pipeline_stages: Count = Field(default=1, description="parts of a rank that hold consecutive layers")
+    tensor_parallel: Count = Field(default=1, description="devices over which each layer of a rank is split")
+    layer_split: Literal["even", "cost"] = Field(
+        default="cost", description="layers of a stage: equal numbers, or equal times, the head's counted"
+    )
     memory_gib_per_device: PositiveFloat | None = Field(default=None, description="the device's own if absent")
 
     @property
@@ -139,6 +142,9 @@ class TrainConfig(Section):
     recompute_layers: int = Field(default=0, ge=0, description="layers whose activations are recomputed")
     reduce_every: Literal["microbatch", "step"] = Field(
         default="step", description="when gradients are reduced: `step` keeps unreduced gradients in memory"
+    )
+    gather_every: Literal["microbatch", "step"] = Field(
+        default="microbatch", description="when parameters are gathered: `step` keeps them in memory all through it"
     )
     threads_per_worker: Count = Field(default=1, description="CPU threads of one worker")
 

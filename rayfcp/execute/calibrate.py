@@ -50,5 +50,5 @@ def _timed(engine: RankEngine, program: RankProgram, *, clock: Callable[[], floa
 
 def pass_program(engine: RankEngine, shape: PassShape) -> RankProgram:
     """This rank's part of a pass."""
-    plan, sequences = pass_plan(shape, num_ranks=engine.num_ranks, recomputed_layers=engine.recomputed_layers)
-    return lower(plan, sequences)[engine.rank]
+    plan, sequences = pass_plan(shape, num_ranks=engine.place.num_ranks, recomputed_layers=engine.recomputed_layers)
+    return lower(plan, sequences)[engine.place.rank]

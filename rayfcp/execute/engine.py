@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
@@ -18,10 +17,18 @@ from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interfaces import Tokens, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients, sum_over_ranks
+from rayfcp.execute.optimization import (
+    is_split,
+    learning_rate,
+    local_squares,
+    make_optimizer,
+    scale_gradients,
+    sum_copies,
+    sum_with_peer,
+)
 from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Joined, RankReport
-from rayfcp.execute.sharding import HostWait, ShardedModel
+from rayfcp.execute.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.program import RankProgram
@@ -41,37 +48,30 @@ class _BatchTokens:
 
 
 class RankEngine:
-    """The model's shard, its optimizer and the process groups of one rank."""
+    """The model's shard, its optimizer and the process groups of one device."""
 
     def __init__(self, config: Config, *, device: torch.device, data_dir: str) -> None:
         self._config, self.device = config, device
         self.recomputed_layers = config.train.recompute_layers
-        self.rank, self.num_ranks = 0, 1
+        self.place = Place(rank=0, num_ranks=1)
         self._reader = TokenReader.open(data_dir)
         self._world: World | None = None
 
     def join(
-        self,
-        rank: int,
-        *,
-        num_ranks: int,
-        store: Callable[[], dist.Store],
-        make_model: Callable[[dist.ProcessGroup], nn.Module],
+        self, place: Place, *, store: Callable[[], dist.Store], make_model: Callable[[World], StageModule]
     ) -> Joined:
-        """Meet the other ranks at the store, make channels, model and optimizer.
+        """Meet the other devices at the store, make channels, model and optimizer.
 
-        `make_model` gets the group of the `shard` channel and gives this rank's shard of the model.
+        `make_model` gives this device's shard of the model.
         """
         world = join_world(
-            place=Place(rank=rank, num_ranks=num_ranks),
-            store=store,
-            device=self.device,
-            timeout_s=self._config.elastic.collective_timeout_s,
+            place=place, store=store, device=self.device, timeout_s=self._config.elastic.collective_timeout_s
         )
-        self._world = world
-        self.rank, self.num_ranks = rank, num_ranks
+        self._world, self.place = world, place
         self.transport = DistributedTransport(world.channels.attend)
-        self._module = make_model(world.channels.shard)
+        self._module = make_model(world)
+        if self._config.train.gather_every == "step":
+            keep_gathered(self._module)
         self._model = ShardedModel(self._module)
         self._wait = HostWait(self._module)
         self._optimizer = make_optimizer(self._module, self._config.train)
@@ -84,7 +84,7 @@ class RankEngine:
             waited=self._gathered_s,
         )
         return Joined(
-            rank=rank,
+            rank=place.device,
             process_groups=world.cache.num_joined + 1,  # and the default group
             process_group_s=world.cache.seconds,
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
@@ -93,6 +93,7 @@ class RankEngine:
     def rehearse(self, program: RankProgram, tokens: TokenSource) -> None:
         """Run a program and forget its gradients; nothing is updated. Every rank must call it."""
         self._interpreter.run(program, tokens)
+        release(self._module)
         self._optimizer.zero_grad(set_to_none=True)
 
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
@@ -119,10 +120,16 @@ class RankEngine:
         self._wait.seconds = 0.0
         scale = 1.0 / max(batch.num_targets, 1)
         done = self._interpreter.run(program, _BatchTokens(self._reader, batch), loss_scale=scale)
+        release(self._module)
         update_s = time.time()
         loss, norm, rate = self._update(batch, done.loss_sum)
         update = Span(
-            rank=program.rank, stage=0, kind=SpanKind.UPDATE, label="update", start_s=update_s, stop_s=time.time()
+            rank=program.rank,
+            stage=program.stage,
+            kind=SpanKind.UPDATE,
+            label="update",
+            start_s=update_s,
+            stop_s=time.time(),
         )
         return RankReport(
             rank=program.rank,
@@ -142,11 +149,9 @@ class RankEngine:
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:
         """Reduce loss and gradient norm, then update; a batch without targets updates nothing."""
-        assert self._world is not None
-        local = torch.stack([torch.tensor(loss_sum, dtype=torch.float64), local_squares(self._module).cpu()])
         with self._wait.timed():
-            totals = sum_over_ranks(local.to(self.device), self._world.channels.shard).cpu()
-        loss, norm = float(totals[0]) / max(batch.num_targets, 1), math.sqrt(float(totals[1]))
+            loss_sum, squares = self._totals(loss_sum)
+        loss, norm = loss_sum / max(batch.num_targets, 1), math.sqrt(squares)
         rate = learning_rate(batch.step, self._config.train)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -158,6 +163,26 @@ class RankEngine:
                 group["lr"] = rate
             self._optimizer.step()
         return loss, norm, rate
+
+    def _totals(self, loss_sum: float) -> tuple[float, float]:
+        """Losses and squared gradients of all devices together, whatever has copies counted once; before, gradients
+        of parameters that see a part each are summed over their copies."""
+        assert self._world is not None
+        channels, place, named = self._world.channels, self.place, dict(self._module.named_parameters())
+        if channels.tensor is not None:
+            sum_copies([named[name] for name in self._module.partial_names], channels.tensor)
+        if channels.pipe_forward is not None:
+            peer = place.num_stages - 1 - place.stage
+            sum_with_peer([named[name] for name in self._module.tied_names], channels.pipe_forward, peer=peer)
+        counted = [
+            parameter
+            for name, parameter in named.items()
+            if (place.tensor_rank == 0 or is_split(parameter))
+            and (place.stage == 0 or name not in self._module.tied_names)
+        ]
+        own = torch.tensor(loss_sum if place.tensor_rank == 0 else 0.0, dtype=torch.float64)
+        numbers = torch.stack([own, local_squares(counted).cpu()]).to(self.device)
+        return tuple(self._world.sum(numbers).tolist())  # type: ignore[return-value]
 
     def _gathered_s(self) -> float:
         """Seconds of gathers and reductions so far; NaN where the host does not wait for them."""

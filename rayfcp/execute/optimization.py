@@ -1,6 +1,7 @@
 """The update: learning rate by step, global gradient norm, clipping, AdamW."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -29,31 +30,63 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def make_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors (norms, biases) do not."""
-    matrices = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim >= 2]
-    vectors = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW; matrices decay, vectors (norms, biases) do not. Those of one group lie on one mesh: updates of many
+    parameters at once, as on accelerators, mix none."""
+    groups: dict[tuple[bool, int], list[nn.Parameter]] = defaultdict(list)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            dimensions = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+            groups[parameter.ndim < 2, dimensions].append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, "weight_decay": 0.0 if is_vector else config.weight_decay}
+            for (is_vector, _), members in sorted(groups.items())
+        ],
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
     )
 
 
-def sum_over_ranks(numbers: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Element-wise sum over the ranks of `group`."""
-    dist.all_reduce(numbers, group=group)
-    return numbers
+def sum_copies(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of parameters, of which every device of `group` holds a copy, over these copies. Each device
+    gives its parameters in the same order; they are sharded alike."""
+    for parameter in parameters:
+        dist.all_reduce(_gradient(parameter), group=group)
 
 
-def local_squares(module: nn.Module) -> Tensor:
-    """Sum of squares of this rank's shards of the gradients, fp64."""
-    parts = [
-        _local(parameter.grad).double().square().sum()
-        for parameter in module.parameters()
-        if parameter.grad is not None
-    ]
+def sum_with_peer(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, peer: int) -> None:
+    """`sum_copies` with one other device of `group`, number `peer` in it; both get the same bits."""
+    for parameter in parameters:
+        gradient = _gradient(parameter)
+        other = torch.empty_like(gradient)
+        exchange = ((dist.isend, gradient), (dist.irecv, other))
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(kind, each, group=group, group_peer=peer) for kind, each in exchange]
+        )
+        for work in works:
+            work.wait()
+        gradient += other
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This device's shard of it, zeros if there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return _local(parameter.grad)
+
+
+def local_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Sum of squares of this device's shards of the gradients, fp64."""
+    parts = [_local(parameter.grad).double().square().sum() for parameter in parameters if parameter.grad is not None]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+
+
+def is_split(parameter: nn.Parameter) -> bool:
+    """Whether tensor-parallel devices hold parts of it, rather than copies."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return "tensor" in names and parameter.placements[names.index("tensor")].is_shard()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:

@@ -6,19 +6,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from rayfcp.execute.attention import AttentionContext
+from rayfcp.execute.groups import World
 
 
-def shard(
-    module: nn.Module, layers: nn.ModuleList, *, group: dist.ProcessGroup, device_type: str, dtype: torch.dtype
-) -> None:
-    """Shard `layers` one by one and the rest of `module` together, in place.
+def stage_mesh(world: World) -> DeviceMesh:
+    """The devices of this stage: ranks (`shard`), or ranks x tensor-parallel devices (`shard`, `tensor`)."""
+    channels, kind = world.channels, world.device.type
+    if channels.tensor is None:
+        return DeviceMesh.from_group(channels.shard, kind, mesh_dim_names=("shard",))
+    groups, devices = [channels.shard, channels.tensor], torch.tensor(world.place.stage_devices)
+    return DeviceMesh.from_group(groups, kind, mesh=devices, mesh_dim_names=("shard", "tensor"))
+
+
+def shard(module: nn.Module, layers: nn.ModuleList, *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard `layers` one by one and the rest of `module` together over a mesh of one dimension, in place.
 
     Gradients are summed over ranks (not averaged) in fp32, or fp64 for fp64 models; computation runs in
     `dtype`. Every rank must run the same forward and backward passes from now on.
@@ -26,7 +33,6 @@ def shard(
     Raises:
         RuntimeError: gradients of some part would be divided.
     """
-    mesh = DeviceMesh.from_group(group, device_type)
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if dtype is torch.bfloat16 else None,
         reduce_dtype=torch.float32 if dtype is torch.bfloat16 else None,
@@ -39,6 +45,19 @@ def shard(
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
     _check_sums(module)
+
+
+def keep_gathered(module: nn.Module) -> None:
+    """From now on parts stay gathered, forward and backward, until `release`; for several passes of one step."""
+    for part in sharded_modules(module):
+        part.set_reshard_after_forward(False, recurse=False)
+        part.set_reshard_after_backward(False, recurse=False)
+
+
+def release(module: nn.Module) -> None:
+    """Keep shards only, as before the step."""
+    for part in sharded_modules(module):
+        part.reshard()
 
 
 def _check_sums(module: nn.Module) -> None:
@@ -62,6 +81,15 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """All FSDP modules of a tree, the root included."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+class StageModule(nn.Module):
+    """What a device holds of a model, and which of its parameters other devices hold copies of. `partial_names`: on
+    all tensor-parallel devices, each of which sees a part of the gradient. `tied_names`: on the first and the last
+    stage, embedding and head in one, each of which sees a part of the gradient."""
+
+    partial_names: tuple[str, ...] = ()
+    tied_names: tuple[str, ...] = ()
 
 
 class ShardedModel:

@@ -3,13 +3,14 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.sharding import shard
+from rayfcp.execute.groups import World
+from rayfcp.execute.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.tensor_parallel import split_layers_over
 from rayfcp.models.weights import Initializer, fill_from
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -35,15 +36,16 @@ def random_model(config: PreTrainedConfig, *, dtype: str, seed: int) -> CausalLM
     return model
 
 
-def sharded_model(
-    config: PreTrainedConfig, *, run: ModelConfig, seed: int, group: dist.ProcessGroup, device: torch.device
-) -> CausalLM:
-    """This rank's shard of the run's model, with its first weights: drawn from `seed`, the same for any
-    number of ranks, or those of `run.path` if `run.init` is pretrained."""
+def sharded_model(config: PreTrainedConfig, *, run: ModelConfig, seed: int, world: World) -> CausalLM:
+    """This device's shard of the run's model, with its first weights: drawn from `seed`, the same for any
+    world, or those of `run.path` if `run.init` is pretrained."""
     model = empty_model(config, dtype=run.dtype)
     initializer = Initializer(model, seed=seed)
-    shard(model, model.layers, group=group, device_type=device.type, dtype=DTYPES[run.dtype])
-    model.to_empty(device=device)
+    mesh = stage_mesh(world)
+    if world.place.tensor_parallel > 1:
+        model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
+    shard(model, model.layers, mesh=mesh["shard"], dtype=DTYPES[run.dtype])
+    model.to_empty(device=world.device)
     if run.init == "pretrained" and run.path:
         library: Any = AutoModelForCausalLM.from_pretrained(
             run.path, dtype=_parameter_dtype(run.dtype), attn_implementation=IMPLEMENTATION

@@ -9,11 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
+from rayfcp.execute.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
 
 
-class CausalLM(nn.Module):
+class CausalLM(StageModule):
     """Wraps a `*ForCausalLM`; parameters are the library's own, under `model`.
 
     Args:

@@ -11,6 +11,7 @@ from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.execute.interfaces import Tokens
 from rayfcp.models import causal_lm
 from rayfcp.models.build import random_model
+from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
 from rayfcp.plan import lay_out
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec
@@ -140,8 +141,12 @@ def library_config(dtype: str):
 
 
 def expected(case: Case, dtype: str) -> tuple[float, Gradients]:
+    """What `reference` says of the cases' model."""
+    return reference(random_model(library_config(dtype), dtype=dtype, seed=SEED), case)
+
+
+def reference(model: CausalLM, case: Case) -> tuple[float, Gradients]:
     """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
-    model = random_model(library_config(dtype), dtype=dtype, seed=SEED)
     model.model.set_attn_implementation("sdpa")
     total = 0.0
     for row in CaseTokens(case).rows:

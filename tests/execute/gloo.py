@@ -65,7 +65,7 @@ def _run(case: Case, dtype: str, *, rank: int, store: dist.Store) -> tuple[float
     place = Place(rank=rank, num_ranks=case.num_ranks)
     world = join_world(place=place, store=lambda: store, device=device, timeout_s=60)
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
-    model = sharded_model(library_config(dtype), run=run, seed=SEED, group=world.channels.shard, device=device)
+    model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )

@@ -18,8 +18,10 @@ from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients
 from rayfcp.execute.reports import RankReport
+from rayfcp.execute.sharding import StageModule
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import lower
@@ -81,18 +83,18 @@ def with_gradients(seed: int, *, scale: float) -> nn.Module:
 def test_gradients_are_clipped_to_the_norm_and_keep_their_direction(seed: int, scale: float, max_norm: float) -> None:
     module = with_gradients(seed, scale=scale)
     before = [p.grad.double().clone() for p in module.parameters() if p.grad is not None]
-    norm = math.sqrt(float(local_squares(module)))
+    norm = math.sqrt(float(local_squares(module.parameters())))
     assert norm == pytest.approx(float(torch.cat([g.flatten() for g in before]).norm()))
     scale_gradients(module.parameters(), norm=norm, max_norm=max_norm)
     after = [p.grad.double() for p in module.parameters() if p.grad is not None]
-    assert math.sqrt(float(local_squares(module))) == pytest.approx(min(norm, max_norm), rel=1e-5)
+    assert math.sqrt(float(local_squares(module.parameters()))) == pytest.approx(min(norm, max_norm), rel=1e-5)
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(new, old * min(1.0, max_norm / norm), rtol=1e-5, atol=0.0)
     assert module[2].weight.grad is None
 
 
 def test_no_gradients_have_norm_zero() -> None:
-    assert float(local_squares(nn.Linear(2, 2))) == 0.0
+    assert float(local_squares(nn.Linear(2, 2).parameters())) == 0.0
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
@@ -120,12 +122,10 @@ class Alone:
         prepare_local(config.data, out_dir=data_dir)
         self.data = open_dataset(config, data_dir=data_dir)
         self.engine = RankEngine(config, device=torch.device("cpu"), data_dir=data_dir)
-        self.engine.join(0, num_ranks=1, store=dist.HashStore, make_model=self._make)
+        self.engine.join(Place(rank=0, num_ranks=1), store=dist.HashStore, make_model=self._make)
 
-    def _make(self, group: dist.ProcessGroup) -> nn.Module:
-        self.model = sharded_model(
-            self.data.library, run=self.config.model, seed=0, group=group, device=torch.device("cpu")
-        )
+    def _make(self, world: World) -> StageModule:
+        self.model = sharded_model(self.data.library, run=self.config.model, seed=0, world=world)
         return self.model
 
     def step(self, number: int) -> RankReport:

@@ -128,7 +128,7 @@ def _process(rank: int, port: int, runs: dict[str, ModelConfig], folder: str) ->
     found = {}
     for case, run in runs.items():
         library = model_config(run, vocab_size=VOCAB)
-        model = sharded_model(library, run=run, seed=SEED, group=world.channels.shard, device=device)
+        model = sharded_model(library, run=run, seed=SEED, world=world)
         found[case] = weights_of(model)
     if rank == 0:
         torch.save(found, Path(folder) / "found.pt")

@@ -1,0 +1,111 @@
+"""Layers split over tensor-parallel devices by the library's own plan of the model's family.
+
+Every device holds heads / T query heads, kv_heads / T key and value heads and ffn_size / T of the MLP, and runs
+attention on its own heads. Between layers all devices hold the same hidden states; each layer sums twice in
+forward, after attention and after the MLP. Embedding, norms and head are whole on each device.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from rayfcp.config import ConfigError
+from rayfcp.models.tiny import with_layers
+
+_LAYERS = "layers.*."
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_WHOLE = ("replicate", "replicated_with_grad_allreduce")
+"""Styles of what every device holds whole."""
+
+_HIDDEN = "hidden_states"
+"""Keyword under which blocks of layers may take their input; else it comes first."""
+
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+
+
+def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> None:
+    """
+    Raises:
+        ConfigError: heads, key and value heads or MLP cannot be shared out evenly, or the library has no plan for
+            the family, or one that we do not run.
+    """
+    if tensor_parallel == 1:
+        return
+    for name in _DIVIDED:
+        count = getattr(config, name, None) or config.num_attention_heads
+        if count % tensor_parallel:
+            raise ConfigError(
+                f"cluster.tensor_parallel is {tensor_parallel}, must divide the model's {name} ({count}); lower it"
+            )
+    plan = layer_plan(config)
+    unknown = sorted(set(plan.values()) - set(_STYLES) - set(_WHOLE))
+    if unknown or not plan:
+        why = f"splits it by {', '.join(unknown)}" if unknown else "has no plan to split it"
+        raise ConfigError(
+            f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}: transformers {why}; "
+            "set it to 1"
+        )
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
+    for name, parameter in model.get_decoder().layers[0].named_parameters():
+        if parameter.ndim > 1 and name.rpartition(".")[0] not in plan:
+            raise ConfigError(
+                f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}: transformers has "
+                f"no plan to split {name} of its layers; set it to 1"
+            )
+
+
+def layer_plan(config: PreTrainedConfig) -> dict[str, str]:
+    """Style by name of a module inside a layer, as the library gives it; nothing where it gives none."""
+    whole = getattr(config, "base_model_tp_plan", None) or {}
+    return {name.removeprefix(_LAYERS): style for name, style in whole.items() if name.startswith(_LAYERS)}
+
+
+def split_layers_over(
+    module: nn.Module, layers: Sequence[nn.Module], *, config: Any, mesh: DeviceMesh
+) -> tuple[str, ...]:
+    """Split the matrices of `layers`, part of `module`, over a mesh of one dimension, in place; before they are
+    sharded.
+
+    Returns the names, in `module`, of parameters that are whole on each device but see only its heads: their
+    gradients are parts of a sum over the mesh.
+    """
+    plan = layer_plan(config)
+    styles: dict[str, ParallelStyle] = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
+    blocks = sorted({name.rpartition(".")[0] for name in styles})
+    partial: set[int] = set()
+    for layer in layers:
+        parallelize_module(layer, mesh, styles | {block: _SplitBlock() for block in blocks}, src_data_rank=None)
+        for block in blocks:
+            own = layer.get_submodule(block).parameters()
+            partial |= {id(parameter) for parameter in own if not isinstance(parameter, DTensor)}
+    return tuple(name for name, parameter in module.named_parameters() if id(parameter) in partial)
+
+
+class _SplitBlock(ParallelStyle):
+    """What attention or MLP takes is the same on all devices. Said once for the block and not by each of its matrices,
+    so that the gradient of its input is summed over devices once."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(functools.partial(_same_everywhere, device_mesh), with_kwargs=True)
+        return module
+
+
+def _same_everywhere(
+    mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if _HIDDEN in keywords:
+        return args, keywords | {_HIDDEN: DTensor.from_local(keywords[_HIDDEN], mesh, [Replicate()], run_check=False)}
+    return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False), *args[1:]), keywords

@@ -1,0 +1,204 @@
+"""Layers split over tensor-parallel devices: loss and gradients of a single process, on real gloo processes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.optimization import is_split, local_squares, sum_copies
+from rayfcp.execute.sharding import ShardedModel
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.models.build import random_model, sharded_model
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.describe import model_config
+from rayfcp.models.tensor_parallel import check_tensor_parallel
+from rayfcp.program import lower
+from rayfcp.values import Primitive
+from tests.execute.cases import SEED, VOCAB, Case, CaseTokens, assert_same, reference
+from tests.execute.gloo import listening_store
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums over tensor-parallel devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "_c10d_functional.all_reduce" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def architecture(family: str, *, tied: bool) -> ArchitectureConfig:
+    return ArchitectureConfig(
+        model_type=family,
+        num_layers=3,
+        hidden_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_size=96,
+        vocab_size=VOCAB,
+        tied_embeddings=tied,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A case on ranks of `tensor_parallel` devices each."""
+
+    case: Case
+    family: str = "qwen3"
+    tied: bool = True
+    tensor_parallel: int = 2
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(dtype="float64", architecture=architecture(self.family, tied=self.tied))
+
+    @property
+    def num_devices(self) -> int:
+        return self.case.num_ranks * self.tensor_parallel
+
+
+ALONE = Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),))
+RING = Case(
+    num_ranks=2,
+    lengths=(101, 1, 37, 2),
+    microbatches=((((0, 1), (0,)),), (((1,), (1, 2)), ((0,), (3,)))),
+    recomputed=2,
+)
+HEADS = Case(
+    num_ranks=2,
+    lengths=(43, 17),
+    microbatches=((((1, 0), (0, 1)),),),
+    recomputed=3,
+    reduce_every="microbatch",
+    primitive=Primitive.ULYSSES,
+)
+RUNS = (
+    Run(case=ALONE),
+    Run(case=RING),
+    Run(case=RING, family="qwen2", tied=False),
+    Run(case=HEADS, family="llama"),
+    Run(case=RING, tensor_parallel=1),
+)
+"""Norms of heads, biases of split matrices, neither; heads shared out twice; embeddings tied and not."""
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("tensor")
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=max(run.num_devices for run in RUNS))
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+def _process(number: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found = []
+    for index, run in enumerate(RUNS):
+        if number < run.num_devices:
+            place = Place.of(number, num_ranks=run.case.num_ranks, tensor_parallel=run.tensor_parallel)
+            store = dist.PrefixStore(f"{index}", client)
+            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+            found.append(_run(run, world))
+            leave_world(world)
+    if number == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    client.set(f"done-{number}", "1")
+    client.wait([f"done-{other}" for other in range(max(run.num_devices for run in RUNS))])
+
+
+def _run(run: Run, world: World) -> dict[str, Any]:
+    """What a device sees; the same on all, but for its traffic."""
+    case, place = run.case, world.place
+    model = sharded_model(model_config(run.model, vocab_size=VOCAB), run=run.model, seed=SEED, world=world)
+    first = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
+    interpreter = Interpreter(
+        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
+    )
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[place.rank]
+    with Sums() as sums:
+        done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
+    if world.channels.tensor is not None:
+        parameters = dict(model.named_parameters())
+        sum_copies([parameters[name] for name in model.partial_names], world.channels.tensor)
+    counted = [each for each in model.parameters() if place.tensor_rank == 0 or is_split(each)]
+    totals = torch.stack(
+        [torch.tensor(done.loss_sum * (place.tensor_rank == 0), dtype=torch.float64), local_squares(counted)]
+    )
+    world.sum(totals)
+    return {
+        "first": first,
+        "loss": float(totals[0]) / case.num_targets,
+        "squares": float(totals[1]),
+        "gradients": {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()},
+        "all_reduce": sums.count,
+        "held": sum(parameter.to_local().numel() for parameter in model.layers.parameters()),
+    }
+
+
+def whole(run: Run) -> CausalLM:
+    return random_model(model_config(run.model, vocab_size=VOCAB), dtype="float64", seed=SEED)
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)))
+def test_loss_and_gradients_of_a_single_process(index: int, found: list[dict[str, Any]]) -> None:
+    """And the norm counts every parameter once."""
+    run, have = RUNS[index], found[index]
+    want = reference(whole(run), run.case)
+    assert_same(have["loss"], have["gradients"], want=want, dtype="float64")
+    squares = sum(float(gradient.square().sum()) for gradient in want[1].values())
+    assert have["squares"] == pytest.approx(squares, rel=1e-10)
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)))
+def test_first_weights_are_the_same(index: int, found: list[dict[str, Any]]) -> None:
+    for name, parameter in whole(RUNS[index]).named_parameters():
+        assert torch.equal(found[index]["first"][name], parameter), name
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)))
+def test_two_sums_a_layer_each_way(index: int, found: list[dict[str, Any]]) -> None:
+    """After attention and MLP in forward, before them in backward, and those of forward again where they are
+    recomputed, the last one of a layer apart: nothing that is saved needs it. Matrices are in parts."""
+    run, case = RUNS[index], RUNS[index].case
+    if run.tensor_parallel == 1:
+        assert found[index]["all_reduce"] == 0
+        return
+    assert found[index]["all_reduce"] == len(case.microbatches) * (4 * LAYERS + case.recomputed)
+    parameters = [each for layer in whole(run).layers for each in layer.parameters()]
+    matrices = sum(each.numel() for each in parameters if each.ndim == 2)
+    held = found[index]["held"] * case.num_ranks
+    assert matrices / run.tensor_parallel <= held < 1.05 * matrices / run.tensor_parallel
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    library = model_config(ModelConfig(architecture=architecture("qwen3", tied=True)), vocab_size=VOCAB)
+    check_tensor_parallel(library, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 4, must divide the model's num_key_value_heads \(2\)"):
+        check_tensor_parallel(library, 4)
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 3, must divide the model's num_attention_heads \(4\)"):
+        check_tensor_parallel(library, 3)
+    packed = model_config(ModelConfig(architecture=architecture("phi3", tied=False)), vocab_size=VOCAB)
+    check_tensor_parallel(packed, 1)
+    with pytest.raises(
+        ConfigError,
+        match=r"must be 1 with phi3: transformers splits it by colwise_gather_output, rowwise_split_input; set it to 1",
+    ):
+        check_tensor_parallel(packed, 2)
