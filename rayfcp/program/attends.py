@@ -4,9 +4,12 @@ Attends come by run of keys, then by query, so that those of one slot and mask a
 queries: one call of a kernel each.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from rayfcp.program.placed import POSITIONS, Placed
+from rayfcp.program.instructions import Range
+from rayfcp.program.placed import POSITIONS, Placed, merged
 from rayfcp.program.table import Attends, Column
 
 
@@ -14,7 +17,7 @@ class Queries:
     """A rank's own blocks as queries, in the order of slot 0. `reach` is beyond the keys that a block may see,
     as sequence x POSITIONS + position."""
 
-    __slots__ = ("begin", "end", "own", "reach", "sequence")
+    __slots__ = ("_runs", "begin", "end", "own", "reach", "sequence")
 
     def __init__(self, own: Placed) -> None:
         order = np.argsort(own.begin, kind="stable")
@@ -22,6 +25,51 @@ class Queries:
         self.begin, self.end, self.sequence = own.begin[order], own.end[order], own.sequence[order]
         visible = np.where(own.full, POSITIONS - 1, own.start)[order]
         self.reach = self.sequence * POSITIONS + visible
+        self._runs: dict[int, tuple[int, list[Range]]] = {}
+
+    def seeing_all_of(self, held: Placed) -> list[Range] | None:
+        """Where the queries lie that see every key of a slot, ranges that touch as one, if no others see any of it and
+        one look is enough to tell: each context is such a slot."""
+        only = held.only_run
+        if only is None:
+            return None
+        sequence, stop = only
+        if not self._runs:
+            self._runs = self._runs_by_sequence()
+        start, runs = self._runs.get(sequence, (stop, []))
+        return runs if start >= stop else None
+
+    def _runs_by_sequence(self) -> dict[int, tuple[int, list[Range]]]:
+        """Of each sequence the first position that is here, and where it lies."""
+        found: dict[int, tuple[int, list[Range]]] = {}
+        own = self.own
+        columns = (own.sequence.tolist(), own.start.tolist(), own.begin.tolist(), own.end.tolist())
+        for sequence, start, begin, end in zip(*columns, strict=True):
+            found.setdefault(sequence, (start, []))[1].append((begin, end))
+        return {sequence: (start, list(merged(sorted(runs)))) for sequence, (start, runs) in found.items()}
+
+
+def attends_to_each(queries: Queries, slots: Iterable[tuple[int, Placed]], *, first: Attends | None) -> Attends:
+    """`first`, then attends of a rank's own queries to the keys of each of these slots (number, blocks)."""
+    tables = [] if first is None else [first.columns]
+    rows: list[tuple[int, ...]] = []
+    for number, held in slots:
+        if not held.blocks:
+            continue
+        runs = queries.seeing_all_of(held)
+        if runs is not None:
+            rows += [(begin, end, number, 0, held.num_tokens, 0) for begin, end in runs]
+            continue
+        if rows:
+            tables.append(np.array(rows, np.int64))
+            rows = []
+        tables.append(attends_to(queries, held, slot=number).columns)
+    if rows:
+        tables.append(np.array(rows, np.int64))
+    return Attends(tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else _NO_ROWS)
+
+
+_NO_ROWS: Column = np.empty((0, 6), np.int64)
 
 
 def attends_to(queries: Queries, held: Placed, *, slot: int) -> Attends:

@@ -23,42 +23,15 @@ receive from several ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from rayfcp.program.attends import Queries, attends_to, attends_within
+from rayfcp.program.attends import Queries, attends_to, attends_to_each, attends_within
 from rayfcp.program.context import Order, context_slots, kept_ranges
-from rayfcp.program.drafts import RoundDrafts
 from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
 from rayfcp.program.paced import Brought, paced
 from rayfcp.program.placed import BlockTable, Placed
-from rayfcp.program.table import Attends, Column
-from rayfcp.values import Layout, Mask, Pacing, Transfer
-
-
-@dataclass(slots=True, kw_only=True)
-class _Slot:
-    """Blocks of one owner that lie together on a rank; there they are in slot `home`, 0 or one of context.
-    `passed`: (rank, its slot, round), where it went on to."""
-
-    held: Placed
-    arrived: int
-    owner: int
-    home: int = 0
-    passed: tuple[int, int, int] | None = None
-
-    @property
-    def at_home(self) -> bool:
-        return self.arrived < 0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Rank:
-    slots: list[_Slot]
-    forward: RoundDrafts
-    backward: RoundDrafts
-    slots_of_owner: dict[int, list[int]] = field(default_factory=dict)
+from rayfcp.program.slots import Lot, Lots, RankSlots, Slot, blocks_of_ranks, own_slots
+from rayfcp.program.table import Attends
+from rayfcp.values import Block, Layout, Mask, Pacing, Transfer
 
 
 def lower_attention(
@@ -82,26 +55,17 @@ def lower_attention(
             its source does not hold together by then; or a block names a sequence without a mask.
     """
     blocks, pacing = layout.all_blocks, layout.pacing
-    unknown = sorted({block.sequence for block in blocks} - masks.keys())
-    if unknown:
-        raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
-    table = BlockTable(blocks, masks)
+    _check_masks(blocks, masks)
     coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
     num_stages = -(-len(layout.rounds) // coalesce)
     held = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
-    ranks = _own_slots(held, table, num_stages=num_stages, hold=hold)
-    origin = _add_context(ranks, layout, table=table)
-    known: dict[tuple[int, ...], Placed] = {}
+    lots = Lots(layout, table=BlockTable(blocks, masks))
+    ranks = own_slots(held, lots, num_stages=num_stages, hold=hold)
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
             _check_transfer(transfer, index=index, num_ranks=num_ranks, num_blocks=len(blocks))
-            if pacing and transfer.source != (owner := blocks[transfer.blocks[0]].rank):
-                raise ValueError(
-                    f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which paced rounds do "
-                    "not do; send them from their owner"
-                )
-            for part in _parts(transfer, origin):
-                _add_transfer(ranks, part, table=table, index=index // coalesce, known=known)
+            for lot in lots.of(transfer.blocks):
+                _add_transfer(ranks, transfer, lot=lot, lots=lots, index=index // coalesce)
     for rank in ranks:
         _add_attends(rank, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
@@ -119,49 +83,10 @@ def lower_attention(
     )
 
 
-def blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
-    """Blocks of each rank, in the order of the layout."""
-    own: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, block in enumerate(layout.blocks):
-        own[block.rank].append(index)
-    return own
-
-
-def _add_context(ranks: list[_Rank], layout: Layout, *, table: BlockTable) -> Column:
-    """Slots 1.. of each rank: its blocks of each context. Returns the home slot of every block."""
-    origin, first = np.zeros(len(layout.all_blocks), np.int64), len(layout.blocks)
-    for number, context in enumerate(layout.context, start=1):
-        numbered = list(enumerate(context.blocks, start=first))
-        first += len(context.blocks)
-        origin[[index for index, _ in numbered]] = number
-        for at, rank in enumerate(ranks):
-            mine = tuple(index for index, block in numbered if block.rank == at)
-            rank.slots.append(_Slot(held=Placed(mine, table), arrived=-1, owner=at, home=number))
-            rank.slots_of_owner[at].append(number)
-    return origin
-
-
-def _parts(transfer: Transfer, origin: Column) -> list[Transfer]:
-    """A transfer as one message for each slot that its owner has the blocks in."""
-    homes = origin[list(transfer.blocks)] if origin.any() and transfer.blocks else None
-    if homes is None or (homes == homes[0]).all():
-        return [transfer]
-    return [
-        replace(transfer, blocks=tuple(block for block in transfer.blocks if origin[block] == home))
-        for home in np.unique(homes).tolist()
-    ]
-
-
-def _own_slots(own: Sequence[Sequence[int]], table: BlockTable, *, num_stages: int, hold: int) -> list[_Rank]:
-    """Each rank with the slot of its own blocks; `hold`: rounds from a slot's coming to its partial gradient's going
-    home."""
-    ranks = []
-    for rank, blocks in enumerate(own):
-        slot = _Slot(held=Placed(tuple(blocks), table), arrived=-1, owner=rank)
-        forward, backward = RoundDrafts(num_stages + 1), RoundDrafts(num_stages + hold)
-        ranks.append(_Rank(slots=[slot], forward=forward, backward=backward))
-        ranks[-1].slots_of_owner[rank] = [0]
-    return ranks
+def _check_masks(blocks: Sequence[Block], masks: Mapping[int, Mask]) -> None:
+    unknown = sorted({block.sequence for block in blocks} - masks.keys())
+    if unknown:
+        raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
 
 def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int, num_blocks: int) -> None:
@@ -180,38 +105,31 @@ def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int, num_block
         )
 
 
-def _add_transfer(
-    ranks: list[_Rank], transfer: Transfer, *, table: BlockTable, index: int, known: dict[tuple[int, ...], Placed]
-) -> None:
+def _add_transfer(ranks: list[RankSlots], transfer: Transfer, *, lot: Lot, lots: Lots, index: int) -> None:
     source, target = ranks[transfer.source], ranks[transfer.target]
-    owner = int(table.rank[transfer.blocks[0]])
-    number = _held_in(source, transfer, owner=owner, index=index)
+    number = _held_in(source, transfer, lot=lot, lots=lots, index=index)
     slot = source.slots[number]
-    held = slot.held if slot.held.blocks == transfer.blocks else known.get(transfer.blocks)
-    if held is None:
-        held = known[transfer.blocks] = Placed(transfer.blocks, table)
-    new = len(target.slots)
-    target.slots.append(_Slot(held=held, arrived=index, owner=owner, home=slot.home))
-    target.slots_of_owner.setdefault(owner, []).append(new)
+    held = slot.held if slot.held.blocks == lot else lots.placed(lot)
+    new = target.add(Slot(held=held, arrived=index, owner=slot.owner, home=slot.home))
     whole = not slot.at_home and len(held.blocks) == len(slot.held.blocks)
     if whole and slot.passed is None:
         slot.passed = (transfer.target, new, index)
-    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(transfer.blocks))
-    received = Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=((0, held.num_tokens),))
+    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(lot))
+    received = Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=held.all)
     source.forward.sends[index].append(sent)
     source.backward.sends[index].append(sent)
     target.forward.receives[index].append(received)
     target.backward.receives[index].append(received)
 
 
-def _held_in(source: _Rank, transfer: Transfer, *, owner: int, index: int) -> int:
-    """The latest slot of the source that holds all blocks of the transfer by then."""
-    for number in reversed(source.slots_of_owner.get(owner, ())):
+def _held_in(source: RankSlots, transfer: Transfer, *, lot: Lot, lots: Lots, index: int) -> int:
+    """The latest slot of the source that holds all blocks of the lot by then."""
+    for number in reversed(source.numbers.get((lots.rank[lot[0]], lots.home[lot[0]]), ())):
         slot = source.slots[number]
-        if slot.arrived < index and slot.held.holds(transfer.blocks):
+        if slot.arrived < index and slot.held.holds(lot):
             return number
     raise ValueError(
-        f"round {index}: rank {transfer.source} sends blocks {transfer.blocks} to rank {transfer.target} "
+        f"round {index}: rank {transfer.source} sends blocks {lot} to rank {transfer.target} "
         "but does not hold them together by then; send them from their owner"
     )
 
@@ -219,30 +137,39 @@ def _held_in(source: _Rank, transfer: Transfer, *, owner: int, index: int) -> in
 _PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
 
 
-def _add_attends(rank: _Rank, pacing: Pacing | None, *, num_phases: int) -> None:
+def _add_attends(rank: RankSlots, pacing: Pacing | None, *, num_phases: int) -> None:
     own = rank.slots[0].held
     queries = Queries(own)
     within = attends_within(own) if own.blocks else _PADDING
-    found = [attends_to(queries, slot.held, slot=number) for number, slot in enumerate(rank.slots[1:], start=1)]
-    if pacing is None:
-        placed = [(0, within), *((slot.arrived + 1, each) for slot, each in zip(rank.slots[1:], found, strict=True))]
-    else:
-        brought = [
-            Brought(
-                attends=each,
-                first=slot.arrived + 1,
-                due=num_phases - 1 if slot.at_home else slot.arrived + pacing.num_buffers - 1,
-            )
-            for slot, each in zip(rank.slots[1:], found, strict=True)
-        ]
-        placed = list(enumerate(paced(brought, within, num_phases=num_phases)))
-    for index, each in placed:
+    phases = (
+        _paced(rank, queries, within, pacing, num_phases=num_phases) if pacing else _one_by_one(rank, queries, within)
+    )
+    for index, each in enumerate(phases):
         if len(each):
-            rank.forward.attends[index].append(each)
-            rank.backward.attends[index].append(each)
+            rank.forward.attends[index] = rank.backward.attends[index] = each
 
 
-def _add_gradients(ranks: list[_Rank], number: int, *, hold: int) -> None:
+def _one_by_one(rank: RankSlots, queries: Queries, within: Attends) -> list[Attends]:
+    """What is there at first, then what each round brought."""
+    brought: list[list[tuple[int, Placed]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
+    for number, slot in enumerate(rank.slots[1:], start=1):
+        brought[slot.arrived + 1].append((number, slot.held))
+    return [attends_to_each(queries, slots, first=None if index else within) for index, slots in enumerate(brought)]
+
+
+def _paced(rank: RankSlots, queries: Queries, within: Attends, pacing: Pacing, *, num_phases: int) -> list[Attends]:
+    brought = [
+        Brought(
+            attends=attends_to(queries, slot.held, slot=number),
+            first=slot.arrived + 1,
+            due=num_phases - 1 if slot.at_home else slot.arrived + pacing.num_buffers - 1,
+        )
+        for number, slot in enumerate(rank.slots[1:], start=1)
+    ]
+    return paced(brought, within, num_phases=num_phases)
+
+
+def _add_gradients(ranks: list[RankSlots], number: int, *, hold: int) -> None:
     rank = ranks[number]
     for index, slot in enumerate(rank.slots):
         if slot.at_home:
@@ -251,8 +178,8 @@ def _add_gradients(ranks: list[_Rank], number: int, *, hold: int) -> None:
             target, there, when = slot.passed[0], slot.passed[1], slot.passed[2] + 1
         else:
             target, there, when = slot.owner, slot.home, slot.arrived + hold
-        size, arriving = slot.held.num_tokens, ranks[target].slots[there].held.at(slot.held.blocks)
-        sent = Message(peer=target, payload=Payload.GRAD, slot=index, ranges=((0, size),))
+        arriving = ranks[target].slots[there].held.at(slot.held.blocks)
+        sent = Message(peer=target, payload=Payload.GRAD, slot=index, ranges=slot.held.all)
         rank.backward.sends[when].append(sent)
         received = Message(peer=number, payload=Payload.GRAD, slot=there, ranges=arriving)
         ranks[target].backward.receives[when].append(received)

@@ -33,13 +33,12 @@ def context_slots(
     """
     slots: list[list[ContextSlot]] = [[] for _ in range(num_ranks)]
     for number, context in enumerate(layout.context, start=1):
-        for rank in range(num_ranks):
-            mine = [block for block in context.blocks if block.rank == rank]
-            if not mine:
-                continue
+        of_rank: dict[int, list[Block]] = {}
+        for block in context.blocks:
+            of_rank.setdefault(block.rank, []).append(block)
+        for rank, mine in of_rank.items():
             order = earlier[context.microbatch][rank] if context.microbatch in earlier else {}
-            spans = [_span(block, order, microbatch=context.microbatch) for block in mine]
-            joined = merged(spans)
+            joined = merged([_span(block, order, microbatch=context.microbatch) for block in mine])
             if len(joined) > 1:
                 raise ValueError(
                     f"context of microbatch {context.microbatch}: blocks of sequence {mine[0].sequence} on rank {rank} "

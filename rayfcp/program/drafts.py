@@ -1,9 +1,9 @@
 """Rounds of a rank while they are being filled."""
 
-import numpy as np
-
 from rayfcp.program.instructions import AttentionRound, Message
 from rayfcp.program.table import Attends
+
+_NONE = Attends.of(())
 
 
 class RoundDrafts:
@@ -14,23 +14,14 @@ class RoundDrafts:
     def __init__(self, num_rounds: int) -> None:
         self.sends: list[list[Message]] = [[] for _ in range(num_rounds)]
         self.receives: list[list[Message]] = [[] for _ in range(num_rounds)]
-        self.attends: list[list[Attends]] = [[] for _ in range(num_rounds)]
+        self.attends: list[Attends] = [_NONE] * num_rounds
 
     def finished(self) -> tuple[AttentionRound, ...]:
         """The rounds, without empty ones at the end."""
         rounds = [
-            AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=_together(attends))
+            AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=attends)
             for sends, receives, attends in zip(self.sends, self.receives, self.attends, strict=True)
         ]
         while rounds and not (rounds[-1].sends or rounds[-1].receives or rounds[-1].attends):
             rounds.pop()
         return tuple(rounds)
-
-
-_NONE = Attends.of(())
-
-
-def _together(attends: list[Attends]) -> Attends:
-    if len(attends) <= 1:
-        return attends[0] if attends else _NONE
-    return Attends(np.concatenate([each.columns for each in attends]))

@@ -1,7 +1,7 @@
 """Lowering: from a plan to one program per stage and rank."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import lower_attention
@@ -9,7 +9,7 @@ from rayfcp.program.context import Order
 from rayfcp.program.heads import lower_heads, slot_order
 from rayfcp.program.instructions import AttentionProgram, HeadProgram, Piece, RankProgram
 from rayfcp.program.staged import staged
-from rayfcp.values import BatchPlan, Context, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 RUNTIME_PRIMITIVES = frozenset({Primitive.RING, Primitive.ULYSSES})
 """What training can run."""
@@ -111,26 +111,36 @@ class _Passes:
             by_rank = lower_heads(layout, runs, masks=self.masks, earlier=orders, needed=needed)
             return tuple(by_rank[rank] for rank in range(num_ranks))
         in_rows = {at: [each[rank] for rank in range(num_ranks)] for at, each in orders.items()}
+        groups = self._exchanging(number)
+        rest = _rest(layout, groups)
         programs: list[AttentionProgram | HeadProgram] = [
-            *lower_attention(layout, masks=self.masks, num_ranks=num_ranks, earlier=in_rows, needed=needed)
+            *lower_attention(rest, masks=self.masks, num_ranks=num_ranks, earlier=in_rows, needed=needed)
         ]
-        for group in self._exchanging(number):
+        for group in groups:
             _check_rounds(group, layout)
-            held = _part(layout, group)
+            held = _part(layout, group.ranks)
             by_rank = lower_heads(held, [group.ranks], masks=self.masks, earlier=orders, needed=needed)
             for rank, program in by_rank.items():
                 programs[rank] = program
         return tuple(programs)
 
 
-def _part(layout: Layout, group: Group) -> Layout:
-    """What lies on a group's ranks; nothing travels."""
-    blocks = tuple(block for block in layout.blocks if block.rank in group.ranks)
-    context = tuple(
-        Context(microbatch=each.microbatch, blocks=tuple(block for block in each.blocks if block.rank in group.ranks))
-        for each in layout.context
-    )
-    return Layout(blocks=blocks, rounds=(), context=context)
+def _rest(layout: Layout, exchanging: Sequence[Group]) -> Layout:
+    """What is not on ranks of Ulysses groups; all of it where transfers name blocks by number."""
+    if not exchanging or any(step.transfers for step in layout.rounds):
+        return layout
+    taken = {rank for group in exchanging for rank in group.ranks}
+    return _part(layout, {block.rank for block in layout.all_blocks} - taken)
+
+
+def _part(layout: Layout, ranks: Collection[int]) -> Layout:
+    """What lies on these ranks; nothing travels."""
+    context = tuple(replace(each, blocks=_lying(each.blocks, ranks)) for each in layout.context)
+    return Layout(blocks=_lying(layout.blocks, ranks), rounds=(), context=context)
+
+
+def _lying(blocks: Sequence[Block], ranks: Collection[int]) -> tuple[Block, ...]:
+    return tuple(block for block in blocks if block.rank in ranks)
 
 
 def _check_heads(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> None:

@@ -29,11 +29,13 @@ class Placed:
 
     Block i of the columns lies at `[begin[i], end[i])`. A run is a maximal series of blocks of one sequence,
     ascending, that touch in the slot; `run[i]` is that of block i, run j lies at `[opens[j], closes[j])`.
-    `first[i]` is the first block of block i's sequence.
+    `first[i]` is the first block of block i's sequence, `all` the whole slot.
     """
 
     __slots__ = (
+        "_only_run",
         "_ranges",
+        "all",
         "begin",
         "blocks",
         "closes",
@@ -56,8 +58,10 @@ class Placed:
         order = np.lexsort((table.start[at], table.sequence[at]))
         by_start = at[order]
         self.blocks, self._ranges = blocks, dict[int, Range]()
+        self._only_run = list[tuple[int, int] | None]()
         self.begin, self.end = begin[order], end[order]
         self.num_tokens = int(end.max(initial=0))
+        self.all: tuple[Range, ...] = ((0, self.num_tokens),)
         self.sequence, self.full = table.sequence[by_start], table.full[by_start]
         self.start, self.stop = table.start[by_start], table.stop[by_start]
         same = self.sequence[1:] == self.sequence[:-1]
@@ -75,13 +79,21 @@ class Placed:
             self._ranges |= dict(zip(self.blocks, spans, strict=True))
         return self._ranges
 
+    @property
+    def only_run(self) -> tuple[int, int] | None:
+        """The sequence and the end of what is one run over the whole slot."""
+        if not self._only_run:
+            one = len(self.opens) == 1 and self.opens[0] == 0
+            self._only_run.append((int(self.sequence[0]), int(self.stop[-1])) if one else None)
+        return self._only_run[0]
+
     def holds(self, blocks: tuple[int, ...]) -> bool:
         return blocks == self.blocks or all(block in self.ranges for block in blocks)
 
     def at(self, blocks: tuple[int, ...]) -> tuple[Range, ...]:
         """Where `blocks` lie, in their order, ranges that touch as one."""
         if blocks == self.blocks:
-            return ((0, self.num_tokens),)
+            return self.all
         return merged([self.ranges[block] for block in blocks])
 
 
