@@ -63,7 +63,7 @@ def lower_attention(
     ranks = own_slots(held, lots, num_stages=num_stages, hold=hold)
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
-            _check_transfer(transfer, index=index, num_ranks=num_ranks, num_blocks=len(blocks))
+            _check_transfer(transfer, blocks, index=index, num_ranks=num_ranks, paced=pacing is not None)
             for lot in lots.of(transfer.blocks):
                 _add_transfer(ranks, transfer, lot=lot, lots=lots, index=index // coalesce)
     for rank in ranks:
@@ -89,7 +89,7 @@ def _check_masks(blocks: Sequence[Block], masks: Mapping[int, Mask]) -> None:
         raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
 
-def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int, num_blocks: int) -> None:
+def _check_transfer(transfer: Transfer, blocks: Sequence[Block], *, index: int, num_ranks: int, paced: bool) -> None:
     where = f"the transfer from rank {transfer.source} to rank {transfer.target}"
     if not transfer.blocks:
         raise ValueError(f"round {index}: blocks is empty in {where}, must name at least one block; drop the transfer")
@@ -99,9 +99,14 @@ def _check_transfer(transfer: Transfer, *, index: int, num_ranks: int, num_block
             f"round {index}: a transfer has source {transfer.source} and target {transfer.target}, must be two ranks "
             f"of [0, {num_ranks}); drop it or name another rank"
         )
-    if not 0 <= transfer.blocks[0] < num_blocks:  # of others `_held_in` sees that their owner lacks them
+    if not 0 <= transfer.blocks[0] < len(blocks):  # of others `_held_in` sees that their owner lacks them
         raise ValueError(
-            f"round {index}: blocks are {transfer.blocks} in {where}, must be within [0, {num_blocks}); plan again"
+            f"round {index}: blocks are {transfer.blocks} in {where}, must be within [0, {len(blocks)}); plan again"
+        )
+    if paced and transfer.source != (owner := blocks[transfer.blocks[0]].rank):
+        raise ValueError(
+            f"round {index}: rank {transfer.source} passes on blocks of rank {owner}, which paced rounds do not "
+            "do; send them from their owner"
         )
 
 

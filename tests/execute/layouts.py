@@ -79,7 +79,7 @@ def over_runs(layout: Layout, *, num_ranks: int, heads: int, dealt: bool = False
             block = layout.blocks[index]
             cuts = [
                 block.start,
-                *(block.start + end - at for end in ends if at < end < at + block.num_tokens),
+                *(block.start + end - at for end in sorted(set(ends)) if at < end < at + block.num_tokens),
                 block.stop,
             ]
             spans = [(block.start, block.stop)] if dealt else list(itertools.pairwise(cuts))
