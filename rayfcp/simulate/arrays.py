@@ -8,26 +8,29 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-COMPUTE, ATTEND, POST, WAIT, MARK = range(5)
-"""Kinds of operations; what `Script.arg` names: a microbatch, a pass, a collective (twice), a mark."""
+COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
+"""Kinds of operations; what `Script.arg` names: a microbatch, a pass, a collective (twice), a mark, a hop (twice)."""
 
-WORK, SHARDING, RING, ALL_TO_ALL, IDLE = range(5)
-"""What a rank's time goes to."""
+WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
+"""What a device's time goes to."""
 
 
 class Script(NamedTuple):
-    """The operations of every rank, in order: COMPUTE takes `base_s` + `per_token_s` x tokens of the rank in
-    microbatch `arg`. `recorded`: the rounds of this ATTEND go to the record."""
+    """The operations of every stage, one stage after the other, in order: COMPUTE takes `base_s` + `per_token_s` x
+    tokens of the device in microbatch `arg`. `recorded`: the rounds of this ATTEND go to the record. Those of device d
+    are `first[d]` to `stop[d]`."""
 
     kind: Ints
     arg: Ints
     base_s: Floats
     per_token_s: Floats
     recorded: Ints
+    first: Ints
+    stop: Ints
 
 
 class Rounds(NamedTuple):
-    """Rounds of attention. Those of rank r in pass p are `first[p, r]` to `first[p, r] + number[p, r]`; the messages
+    """Rounds of attention. Those of device d in pass p are `first[p, d]` to `first[p, d] + number[p, d]`; the messages
     of round i, sent and received, are `message[message_first[i]:message_first[i + 1]]`."""
 
     first: Ints
@@ -49,22 +52,26 @@ class Messages(NamedTuple):
 
 
 class Wires(NamedTuple):
-    """Bytes of collectives; seconds for which a byte of a collective takes each server; latency of a message; share
-    of communication that hides behind computation."""
+    """Bytes of collectives and the stage whose `num_ranks` ranks take part; seconds for which a byte of a stage's
+    collective takes each server, `[stage, server]`; latency of a message; share of communication that hides behind
+    computation."""
 
     collective_bytes: Floats
+    collective_stage: Ints
+    num_ranks: int
     s_per_byte: Floats
     latency_s: float
     overlap: float
 
 
 class State(NamedTuple):
-    """Where everything is. Times are absolute seconds.
+    """Where everything is. Times are absolute seconds; what counts ranks counts those of all stages, i.e. devices.
 
-    `free[server]`: when it has served its messages; `bulk[server]`: its collectives. `op`, `round`: what each rank
-    does. `compute_end`, `first_start`, `last_end`, `open`: of the round that runs; `last_busy`: until when those that
-    it waits for computed. `collective_s[c]`: when the last rank posted it, start and end; `latest`: the one started
-    last. `spent[rank, category]`.
+    `free[server]`: when it has served its messages; `bulk[server]`: its collectives, the latest of which is
+    `latest[server]`. `op`, `round`: what each rank does. `waits_for`: a collective, `awaits` a hop (-1: none), since
+    `waits_since`. `compute_end`, `first_start`, `last_end`, `open`: of the round that runs; `last_busy`: until when
+    those that it waits for computed. `collective_s[c]`: when the last rank posted it, start and end; `hop_s[h]`: when
+    it was sent, start and end. `spent[rank, category]`.
     """
 
     heap_s: Floats
@@ -73,6 +80,7 @@ class State(NamedTuple):
     op: Ints
     round: Ints
     waits_for: Ints
+    awaits: Ints
     waits_since: Floats
     open: Ints
     started: Floats
@@ -86,6 +94,7 @@ class State(NamedTuple):
     collective_posts: Ints
     collective_s: Floats
     latest: Ints
+    hop_s: Floats
     spent: Floats
 
 
@@ -98,16 +107,18 @@ class Record(NamedTuple):
     rounds: Floats
 
 
-def new_state(*, num_ranks: int, num_servers: int, num_messages: int, num_collectives: int) -> State:
+def new_state(script: Script, *, num_servers: int, num_messages: int, num_collectives: int, num_hops: int) -> State:
     """Everything at time 0, all ranks about to start."""
+    num_ranks = len(script.first)
     ints, floats = (np.zeros(num_ranks, np.int64) for _ in range(4)), (np.zeros(num_ranks) for _ in range(6))
     return State(
         heap_s=np.zeros(num_ranks + 1),
         heap_rank=np.zeros(num_ranks + 1, np.int64),
         heap_size=np.zeros(1, np.int64),
-        op=next(ints),
+        op=script.first.copy(),
         round=next(ints),
         waits_for=next(ints) - 1,
+        awaits=next(ints) - 1,
         waits_since=next(floats),
         open=next(ints),
         started=next(floats),
@@ -120,14 +131,15 @@ def new_state(*, num_ranks: int, num_servers: int, num_messages: int, num_collec
         bulk=np.zeros(num_servers),
         collective_posts=np.zeros(num_collectives, np.int64),
         collective_s=np.full((num_collectives, 3), -1.0),
-        latest=np.full(1, -1, np.int64),
-        spent=np.zeros((num_ranks, 5)),
+        latest=np.full(num_servers, -1, np.int64),
+        hop_s=np.full((num_hops, 3), -1.0),
+        spent=np.zeros((num_ranks, 6)),
     )
 
 
 def new_record(*, num_marks: int, num_ranks: int, num_rounds: int) -> Record:
     return Record(
         mark_s=np.zeros((num_marks, num_ranks)),
-        mark_spent=np.zeros((num_marks, num_ranks, 5)),
+        mark_spent=np.zeros((num_marks, num_ranks, 6)),
         rounds=np.zeros((num_rounds, 5)),
     )

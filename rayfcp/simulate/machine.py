@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.costs.analytic import REDUCED_BYTES
+from rayfcp.plan.costs.stages import check_layers, outer_parameters, split_layers
 from rayfcp.values import HardwareProfile, ModelProfile
 
 Floats = npt.NDArray[np.float64]
@@ -15,11 +16,12 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A model on a kind of device, for `num_ranks` ranks. Seconds and bytes are of one layer, forward.
+    """A model on a kind of device, for `num_ranks` ranks on each stage; device p x `num_ranks` + r is that of rank r
+    on stage p. Seconds and bytes are of one layer, forward.
 
     Attention over q queries and k keys takes q k + `half_tokens` max(q, k) cells' time, over a causal square of
     n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per cell. Linear
-    layers over n tokens take the time of n + `linear_half_tokens`. Every rank has a port each way inside the node
+    layers over n tokens take the time of n + `linear_half_tokens`. Every device has a port each way inside the node
     and one between nodes, every node shares an uplink and a downlink. Numbers wider than the profile's
     run at proportionally less than its peak (as in `CostModel.from_profiles`).
     """
@@ -27,8 +29,26 @@ class Machine:
     model: ModelProfile
     hardware: HardwareProfile
     num_ranks: int
+    layers_of_stage: tuple[int, ...]
     bytes_per_element: int
     node_of_rank: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers_of_stage)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.num_stages
+
+    def part(self, stage: int) -> "Part":
+        """What stage `stage` has of the model."""
+        return Part(
+            model=self.model,
+            num_layers=self.layers_of_stage[stage],
+            root_parameters=outer_parameters(self.model, num_stages=self.num_stages)[stage],
+            last=stage == self.num_stages - 1,
+        )
 
     @property
     def attention_s_per_cell(self) -> float:
@@ -82,9 +102,9 @@ class Machine:
         return self.model.layer_matmul_parameters
 
     @property
-    def root_parameters(self) -> int:
-        """Embedding and output head, gathered and reduced together."""
-        return self.model.num_parameters - self.model.num_layers * self.model.layer_matmul_parameters
+    def hidden_bytes_per_token(self) -> int:
+        """What passes from stage to stage."""
+        return self.model.hidden_size * self.bytes_per_element
 
     def links(self) -> "Links":
         """Ports and node links as arrays."""
@@ -93,6 +113,7 @@ class Machine:
         shared = self.hardware.node_uplink_bandwidth
         return Links(
             node_of_rank=nodes,
+            num_ranks=self.num_ranks,
             intra_bandwidth=self.hardware.intra_node_bandwidth,
             inter_bandwidth=self.hardware.inter_node_bandwidth,
             uplink_bandwidth=np.full(len(sizes), shared) if shared else sizes * self.hardware.inter_node_bandwidth,
@@ -105,9 +126,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """Bandwidths in bytes/s, and the numbers of the servers that stand for ports and node links."""
+    """Bandwidths in bytes/s, and the numbers of the servers that stand for ports of devices and links of nodes."""
 
     node_of_rank: Ints
+    num_ranks: int
     intra_bandwidth: float
     inter_bandwidth: float
     uplink_bandwidth: Floats
@@ -125,15 +147,39 @@ class Links:
         return 4 * len(self.node_of_rank) + receives * len(self.uplink_bandwidth) + node
 
     def collective_s_per_byte(self) -> Floats:
-        """By server: a collective moves (N - 1) / N of its bytes into and out of each rank, and what enters a node
-        comes over the links of all its ranks at once."""
-        num_ranks, num_nodes = len(self.node_of_rank), len(self.uplink_bandwidth)
-        share = (num_ranks - 1) / num_ranks
-        across = 0.0 if num_nodes == 1 else share
-        sizes = np.bincount(self.node_of_rank)
-        inside = np.full(2 * num_ranks, share / self.intra_bandwidth)
-        between = np.tile(across / (sizes[self.node_of_rank] * self.inter_bandwidth), 2)
-        return np.concatenate([inside, between, np.tile(across / self.uplink_bandwidth, 2)])
+        """`[stage, server]`: a collective moves (N - 1) / N of its bytes into and out of each of a stage's N ranks, and
+        what enters a node comes over the links of all ranks that the stage has there."""
+        return np.stack([self._of_stage(stage) for stage in range(len(self.node_of_rank) // self.num_ranks)])
+
+    def _of_stage(self, stage: int) -> Floats:
+        share = (self.num_ranks - 1) / self.num_ranks
+        own = np.arange(len(self.node_of_rank)) // self.num_ranks == stage
+        sizes = np.bincount(self.node_of_rank[own], minlength=len(self.uplink_bandwidth))
+        across = 0.0 if np.count_nonzero(sizes) == 1 else share
+        inside = np.where(own, share / self.intra_bandwidth, 0.0)
+        between = np.where(own, across / (np.maximum(sizes, 1)[self.node_of_rank] * self.inter_bandwidth), 0.0)
+        trunks = np.where(sizes > 0, across / self.uplink_bandwidth, 0.0)
+        return np.concatenate([np.tile(inside, 2), np.tile(between, 2), np.tile(trunks, 2)])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What a stage has of a model: layers, and embedding or (`last`) output head, gathered and reduced together."""
+
+    model: ModelProfile
+    num_layers: int
+    root_parameters: int
+    last: bool
+
+    @property
+    def linear_flops_per_token(self) -> float:
+        """Forward, outside attention."""
+        head = self.model.vocab_size * self.model.hidden_size if self.last else 0
+        return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
+
+    @property
+    def attention_flops_per_cell(self) -> float:
+        return 4.0 * self.num_layers * self.model.num_heads * self.model.head_dim
 
 
 def machine_of(
@@ -141,18 +187,27 @@ def machine_of(
     hardware: HardwareProfile,
     *,
     num_ranks: int,
+    num_stages: int = 1,
+    layers_of_stage: tuple[int, ...] = (),
     node_of_rank: tuple[int, ...] = (),
     bytes_per_element: int | None = None,
 ) -> Machine:
-    """The machine; without `node_of_rank`, nodes are filled one after the other.
+    """The machine; without `node_of_rank`, nodes are filled one after the other, without `layers_of_stage` layers are
+    split evenly.
 
     Raises:
-        ValueError: `node_of_rank` is not one node for each rank, or a bandwidth is not above 0.
+        ValueError: `node_of_rank` is not one node for each device, the layers do not make up the stages, or a
+            bandwidth is not above 0.
     """
-    if len(node_of_rank) not in (0, num_ranks):
-        raise ValueError(
-            f"node_of_rank has {len(node_of_rank)} entries, must have one for each of {num_ranks} ranks, or none"
-        )
+    num_devices = num_ranks * num_stages
+    for name, entries, count, each in (
+        ("node_of_rank", node_of_rank, num_devices, "ranks"),
+        ("layers_of_stage", layers_of_stage, num_stages, "stages"),
+    ):
+        if len(entries) not in (0, count):
+            raise ValueError(f"{name} has {len(entries)} entries, must have one for each of {count} {each}, or none")
+    layers = layers_of_stage or split_layers(model.num_layers, num_stages)
+    check_layers(model, layers)
     for name in (
         "peak_flops",
         "linear_efficiency",
@@ -162,12 +217,13 @@ def machine_of(
     ):
         if not 0 < getattr(hardware, name) < inf:
             raise ValueError(f"hardware.{name} is {getattr(hardware, name)}, must be above 0 and finite; correct it")
-    named = node_of_rank or tuple(rank // max(hardware.devices_per_node, 1) for rank in range(num_ranks))
+    named = node_of_rank or tuple(rank // max(hardware.devices_per_node, 1) for rank in range(num_devices))
     number = {node: at for at, node in enumerate(sorted(set(named)))}
     return Machine(
         model=model,
         hardware=hardware,
         num_ranks=num_ranks,
+        layers_of_stage=layers,
         bytes_per_element=bytes_per_element or hardware.dtype_bytes,
         node_of_rank=tuple(number[node] for node in named),
     )

@@ -1,52 +1,90 @@
-"""Memory of each rank over time, by the model that the planner's token budget comes from."""
+"""Memory of each device over time, by the model that planners' budgets come from."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import Backward, Forward, Instruction, RankProgram
 from rayfcp.simulate.machine import Floats, Machine
 from rayfcp.simulate.script import Instants
+from rayfcp.simulate.stage_memory import Ledger, fixed_bytes
+from rayfcp.simulate.steady import Outcome
 from rayfcp.simulate.timeline import Sample
+
+Every = Literal["microbatch", "step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """A forward or backward pass of a device, from when it begins to allocate to its end."""
+
+    item: Forward | Backward
+    start_s: float
+    stop_s: float
 
 
 def memory_over_time(
-    programs: Sequence[RankProgram], *, machine: Machine, instants: Sequence[Instants], mark_s: Floats
+    programs: Sequence[RankProgram], *, machine: Machine, outcome: Outcome, gather_every: Every
 ) -> tuple[tuple[Sample, ...], ...]:
-    """Samples of each rank: states, gathered layers, unreduced gradients and a chunk's logits all along (the room that
-    they need is never given back), and what its tokens need from the start of a forward pass, where activations begin
-    to pile up, to the end of its backward pass."""
-    passes = [item for item in programs[0].instructions if isinstance(item, Backward)]
-    base_bytes = state_bytes(
-        machine.model,
-        num_devices=machine.num_ranks,
-        bytes_per_element=machine.bytes_per_element,
-        reduce_every="microbatch" if all(item.reduce for item in passes) else "step",
-    )
-    return tuple(
-        _samples(program.instructions, machine=machine, base_bytes=base_bytes, instants=instants, times=mark_s[:, rank])
-        for rank, program in enumerate(programs)
-    )
+    """Samples of each device: states, gathered layers, unreduced gradients and a chunk's logits all along (the room
+    that they need is never given back), and what its tokens need from the start of a forward pass, where activations
+    begin to pile up, to the end of its backward pass."""
+    backwards = [item for item in programs[0].instructions if isinstance(item, Backward)]
+    reduce_every: Every = "microbatch" if all(item.reduce for item in backwards) else "step"
+    found = []
+    for device, program in enumerate(programs):
+        passes = _passes(program.instructions, instants=outcome.plot(device).instants, times=outcome.times(device))
+        if machine.num_stages == 1 and gather_every == "microbatch":
+            base_bytes = state_bytes(
+                machine.model,
+                num_devices=machine.num_ranks,
+                bytes_per_element=machine.bytes_per_element,
+                reduce_every=reduce_every,
+            )
+            found.append(_samples(passes, machine=machine, base_bytes=base_bytes))
+        else:
+            base_bytes = fixed_bytes(machine, stage=program.stage, reduce_every=reduce_every, gather_every=gather_every)
+            found.append(_staged(passes, machine=machine, stage=program.stage, base_bytes=base_bytes))
+    return tuple(found)
 
 
-def _samples(
-    instructions: Sequence[Instruction],
-    *,
-    machine: Machine,
-    base_bytes: int,
-    instants: Sequence[Instants],
-    times: Floats,
-) -> tuple[Sample, ...]:
-    held: dict[int, int] = {}
-    samples: list[Sample] = [(0.0, base_bytes)]
+def _passes(instructions: Sequence[Instruction], *, instants: Sequence[Instants], times: Floats) -> Iterator[_Pass]:
     for item, instant in zip(instructions, instants, strict=True):
         if isinstance(item, Forward):
-            samples.append((float(times[instant.ready]), base_bytes + sum(held.values())))
-            each = token_bytes(
-                machine.model, recomputed_layers=item.recomputed_layers, bytes_per_element=machine.bytes_per_element
-            )
-            held[item.microbatch] = item.attention.num_tokens * each
-            samples.append((float(times[instant.stop]), base_bytes + sum(held.values())))
+            yield _Pass(item=item, start_s=float(times[instant.ready]), stop_s=float(times[instant.stop]))
         elif isinstance(item, Backward):
-            held.pop(item.microbatch)
-            samples.append((float(times[instant.computed]), base_bytes + sum(held.values())))
+            yield _Pass(item=item, start_s=float(times[instant.start]), stop_s=float(times[instant.computed]))
+
+
+def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> tuple[Sample, ...]:
+    """Without stages."""
+    held: dict[int, int] = {}
+    samples: list[Sample] = [(0.0, base_bytes)]
+    for each in passes:
+        if isinstance(each.item, Forward):
+            samples.append((each.start_s, base_bytes + sum(held.values())))
+            size = token_bytes(
+                machine.model,
+                recomputed_layers=each.item.recomputed_layers,
+                bytes_per_element=machine.bytes_per_element,
+            )
+            held[each.item.microbatch] = each.item.attention.num_tokens * size
+        else:
+            held.pop(each.item.microbatch)
+        samples.append((each.stop_s, base_bytes + sum(held.values())))
+    return tuple(samples)
+
+
+def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes: int) -> tuple[Sample, ...]:
+    """The most that a pass holds at a time is taken to be there at its end (forward) or start (backward)."""
+    ledger = Ledger(machine=machine, stage=stage)
+    samples: list[Sample] = [(0.0, base_bytes)]
+    for each in passes:
+        samples.append((each.start_s, base_bytes + ledger.held_bytes))
+        if isinstance(each.item, Forward):
+            samples.append((each.stop_s, base_bytes + ledger.forward(each.item)))
+        else:
+            samples.append((each.start_s, base_bytes + ledger.backward(each.item.microbatch)))
+        samples.append((each.stop_s, base_bytes + ledger.held_bytes))
     return tuple(samples)

@@ -19,6 +19,8 @@ def simulate_plan(
     node_of_rank: tuple[int, ...] = (),
     bytes_per_element: int | None = None,
     reduce_every: Literal["microbatch", "step"] = "step",
+    layers_of_stage: tuple[int, ...] = (),
+    gather_every: Literal["microbatch", "step"] = "microbatch",
     detail: bool = False,
 ) -> Timeline:
     """The timeline of a plan; also `rayfcp.simulate`. `sequences` are those that were planned.
@@ -35,5 +37,7 @@ def simulate_plan(
         hardware=hardware_profile(hardware) if isinstance(hardware, str) else hardware,
         node_of_rank=node_of_rank,
         bytes_per_element=bytes_per_element,
+        layers_of_stage=layers_of_stage,
+        gather_every=gather_every,
         detail=detail,
     )

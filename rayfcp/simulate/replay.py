@@ -4,24 +4,24 @@ A rank's operations follow each other; a rank has one event at a time, the momen
 attention posts its messages, computes, and ends when both are done. A message starts when both ends have posted it
 and passes up to four servers at once (send port, receive port, and between nodes uplink and downlink), each first come
 first served; it has arrived `latency_s` after the last of them is through. What meets at one server thus takes as long
-together as if it shared the server's bandwidth. A collective starts when the last rank has posted it and takes the
-servers of all ranks, after the collectives before it and side by side with messages. Of communication that runs
-beside computation, a share 1 - `overlap` of the shorter of the two is paid for after it.
+together as if it shared the server's bandwidth. A collective starts when the last rank of its stage has posted it and
+takes the servers of all of them, after the collectives before it and side by side with messages. A hop from stage to
+stage is a message that leaves when its sender comes to it, and the sender goes on; its receiver waits for it. Of
+communication that runs beside computation, a share 1 - `overlap` of the shorter of the two is paid for after it.
 """
 
-from collections.abc import Callable
-from typing import TypeVar, cast
-
-import numba
 import numpy as np
 
 from rayfcp.plan.compiled import compiled
 from rayfcp.simulate.arrays import (
     ATTEND,
     COMPUTE,
+    HOP,
     IDLE,
     MARK,
     POST,
+    RECEIVE,
+    SEND,
     SHARDING,
     WORK,
     Floats,
@@ -32,50 +32,7 @@ from rayfcp.simulate.arrays import (
     State,
     Wires,
 )
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def inlined(function: F) -> F:
-    """Part of what calls it: handing over this many arrays takes longer than most functions here."""
-    return cast(F, numba.njit(inline="always", error_model="numpy")(function))
-
-
-@inlined
-def _push(s: State, at_s: float, rank: int) -> None:
-    """Rank goes on at `at_s`; equal times go by rank."""
-    child = s.heap_size[0]
-    s.heap_size[0] += 1
-    while child > 0:
-        parent = (child - 1) // 2
-        above = s.heap_s[parent]
-        if above < at_s or (above == at_s and s.heap_rank[parent] < rank):
-            break
-        s.heap_s[child], s.heap_rank[child] = above, s.heap_rank[parent]
-        child = parent
-    s.heap_s[child], s.heap_rank[child] = at_s, rank
-
-
-@inlined
-def _pop(s: State) -> None:
-    """Take the first event away."""
-    size = s.heap_size[0] - 1
-    s.heap_size[0] = size
-    at_s, rank = s.heap_s[size], s.heap_rank[size]
-    hole = 0
-    while 2 * hole + 1 < size:
-        child = 2 * hole + 1
-        right = child + 1
-        if right < size and (
-            s.heap_s[right] < s.heap_s[child]
-            or (s.heap_s[right] == s.heap_s[child] and s.heap_rank[right] < s.heap_rank[child])
-        ):
-            child = right
-        if at_s < s.heap_s[child] or (at_s == s.heap_s[child] and rank < s.heap_rank[child]):
-            break
-        s.heap_s[hole], s.heap_rank[hole] = s.heap_s[child], s.heap_rank[child]
-        hole = child
-    s.heap_s[hole], s.heap_rank[hole] = at_s, rank
+from rayfcp.simulate.events import inlined, pop, push
 
 
 @inlined
@@ -95,7 +52,7 @@ def _finish_round(s: State, script: Script, rounds: Rounds, record: Record, wire
         record.rounds[index, 2] = end
         record.rounds[index, 3], record.rounds[index, 4] = s.first_start[rank], s.last_end[rank]
     s.round[rank] += 1
-    _push(s, end, rank)
+    push(s, (end, rank))
 
 
 @inlined
@@ -107,7 +64,8 @@ def _pass(s: State, wires: Wires, server: int, now: float, seconds: float) -> fl
     s.free[server] = start + seconds + shared
     if shared > 0.0:
         s.bulk[server] += shared
-        s.collective_s[s.latest[0], 2] = max(s.collective_s[s.latest[0], 2], s.bulk[server])
+        latest = s.latest[server]
+        s.collective_s[latest, 2] = max(s.collective_s[latest, 2], s.bulk[server])
     return float(s.free[server])
 
 
@@ -169,31 +127,75 @@ def _resume(s: State, wires: Wires, rank: int, since: float) -> None:
     s.spent[rank, SHARDING] += at_s - since - idle
     s.waits_for[rank] = -1
     s.op[rank] += 1
-    _push(s, at_s, rank)
+    push(s, (at_s, rank))
 
 
 @inlined
 def _post(s: State, wires: Wires, collective: int, now: float) -> None:
     """One more rank takes part; the last one starts it."""
-    num_ranks = len(s.op)
     s.collective_posts[collective] += 1
-    if s.collective_posts[collective] < num_ranks:
+    if s.collective_posts[collective] < wires.num_ranks:
         return
-    moved = wires.collective_bytes[collective]
+    moved, stage = wires.collective_bytes[collective], wires.collective_stage[collective]
     start = now
     end = now
     for server in range(len(s.bulk)):
-        seconds = moved * wires.s_per_byte[server]
+        seconds = moved * wires.s_per_byte[stage, server]
         if seconds > 0.0:
+            s.latest[server] = collective
             free = max(now, s.bulk[server])
             start = max(start, free)
             s.bulk[server] = free + seconds + wires.overlap * min(seconds, max(s.free[server] - free, 0.0))
             end = max(end, s.bulk[server])
     s.collective_s[collective] = (now, start, end)
-    s.latest[0] = collective
-    for rank in range(num_ranks):
+    for rank in range(stage * wires.num_ranks, (stage + 1) * wires.num_ranks):
         if s.waits_for[rank] == collective:
             _resume(s, wires, rank, s.waits_since[rank])
+
+
+@inlined
+def _take(s: State, wires: Wires, rank: int, hop: int, since: float) -> None:
+    """The hop that the rank has waited for since then is under way: go on when it is there."""
+    sent, start, end = s.hop_s[hop]
+    at_s = max(since, end) + (1.0 - wires.overlap) * max(min(since, end) - start, 0.0)
+    idle = min(max(sent - since, 0.0), at_s - since)
+    s.spent[rank, IDLE] += idle
+    s.spent[rank, HOP] += at_s - since - idle
+    s.awaits[rank] = -1
+    s.op[rank] += 1
+    push(s, (at_s, rank))
+
+
+@inlined
+def _send(s: State, hops: Messages, wires: Wires, hop: int, now: float) -> None:
+    """Put a hop on its way; its receiver may wait for it already."""
+    start = now
+    end = now
+    for at in range(4):
+        server = hops.server[hop, at]
+        if server >= 0:
+            if at < 2:
+                start = max(start, s.free[server])
+            end = max(end, _pass(s, wires, server, now, hops.server_s[hop, at]))
+    s.hop_s[hop] = (now, start, end + wires.latency_s)
+    target = hops.target[hop]
+    if s.awaits[target] == hop:
+        _take(s, wires, target, hop, s.waits_since[target])
+
+
+@inlined
+def _await(s: State, wires: Wires, kind: int, arg: int, rank: int, now: float) -> None:
+    """Wait for a hop or a collective, which may be under way."""
+    s.waits_since[rank] = now
+    if kind == RECEIVE:
+        hop = arg + rank % wires.num_ranks
+        s.awaits[rank] = hop
+        if s.hop_s[hop, 2] >= 0.0:
+            _take(s, wires, rank, hop, now)
+    else:
+        s.waits_for[rank] = arg
+        if s.collective_s[arg, 2] >= 0.0:
+            _resume(s, wires, rank, now)
 
 
 @compiled
@@ -203,13 +205,14 @@ def _advance(
     tokens: Floats,
     rounds: Rounds,
     messages: Messages,
+    hops: Messages,
     wires: Wires,
     record: Record,
     rank: int,
     now: float,
 ) -> None:
     """Run the rank's operations from `now` on, until one takes time or waits."""
-    while s.op[rank] < len(script.kind):
+    while s.op[rank] < script.stop[rank]:
         op = s.op[rank]
         kind, arg = script.kind[op], script.arg[op]
         if kind == ATTEND:
@@ -223,32 +226,39 @@ def _advance(
             s.compute_end[rank] = now + seconds
             if seconds > 0.0:
                 s.op[rank] += 1
-                _push(s, now + seconds, rank)
+                push(s, (now + seconds, rank))
                 return
         elif kind == POST:
             _post(s, wires, arg, now)
         elif kind == MARK:
             record.mark_s[arg, rank] = now
             record.mark_spent[arg, rank] = s.spent[rank]
+        elif kind == SEND:
+            _send(s, hops, wires, arg + rank % wires.num_ranks, now)
         else:
-            s.waits_for[rank], s.waits_since[rank] = arg, now
-            if s.collective_s[arg, 2] >= 0.0:
-                _resume(s, wires, rank, now)
+            _await(s, wires, kind, arg, rank, now)
             return
         s.op[rank] += 1
 
 
 @compiled
 def _replay(
-    s: State, script: Script, tokens: Floats, rounds: Rounds, messages: Messages, wires: Wires, record: Record
+    s: State,
+    script: Script,
+    tokens: Floats,
+    rounds: Rounds,
+    messages: Messages,
+    hops: Messages,
+    wires: Wires,
+    record: Record,
 ) -> bool:
     for rank in range(len(s.op)):
-        _push(s, 0.0, rank)
+        push(s, (0.0, rank))
     while s.heap_size[0] > 0:
         now, rank = s.heap_s[0], s.heap_rank[0]
-        _pop(s)
-        _advance(s, script, tokens, rounds, messages, wires, record, rank, now)
-    return bool(np.all(s.op == len(script.kind)))
+        pop(s)
+        _advance(s, script, tokens, rounds, messages, hops, wires, record, rank, now)
+    return bool(np.all(s.op == script.stop))
 
 
 def replay(
@@ -258,8 +268,10 @@ def replay(
     tokens: Floats,
     rounds: Rounds,
     messages: Messages,
+    hops: Messages,
     wires: Wires,
     record: Record,
 ) -> bool:
-    """Run everything from `state` on, `tokens[microbatch, rank]`; false if some rank waits for ever. Fills `record`."""
-    return _replay(state, script, tokens, rounds, messages, wires, record)
+    """Run everything from `state` on, `tokens[microbatch, device]`; false if some device waits for ever. Fills
+    `record`."""
+    return _replay(state, script, tokens, rounds, messages, hops, wires, record)

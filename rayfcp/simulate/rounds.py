@@ -1,4 +1,4 @@
-"""The rounds and messages of all ranks' attention, as flat arrays."""
+"""The rounds and messages of all devices' attention, as flat arrays: the same on every stage."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _NONE = Attends.of(())
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """All passes: forward of microbatch m is pass 2 m, backward 2 m + 1. `message_bytes` and `message_pass` by message.
-    `cells[pass, rank]`, in cells of all heads, and `attend_s[pass, rank]` of one layer."""
+    `cells[pass, device]`, in cells of all heads, and `attend_s[pass, device]` of one layer."""
 
     rounds: Rounds
     messages: Messages
@@ -32,16 +32,25 @@ class Traffic:
 
 
 def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> Traffic:
-    """Rounds of all ranks' passes. The k-th message that a rank sends another in a pass meets the k-th that this
+    """Rounds of all devices' passes. The k-th message that a rank sends another in a pass meets the k-th that this
     one expects from it, as on a channel without tags.
 
     Raises:
-        ValueError: messages do not meet; `rayfcp.program.check_programs` says more.
+        ValueError: messages do not meet, or a rank's attention differs from stage to stage;
+            `rayfcp.program.check_programs` says more.
     """
     builder = _Builder(machine=machine)
     forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
     if len({len(each) for each in forwards}) != 1:
         raise ValueError("programs have different numbers of microbatches; lower one plan for all ranks")
+    forwards, others = forwards[: machine.num_ranks], forwards[machine.num_ranks :]
+    for device, items in enumerate(others):
+        same = forwards[device % machine.num_ranks]
+        if any(one.attention != other.attention for one, other in zip(items, same, strict=True)):
+            rank, stage = device % machine.num_ranks, device // machine.num_ranks + 1
+            raise ValueError(
+                f"attention of rank {rank} on stage {stage} is not that on stage 0; lower one plan for all stages"
+            )
     for microbatch in range(len(forwards[0])):
         parts = [each[microbatch].attention for each in forwards]
         for backward in (False, True):
@@ -90,21 +99,30 @@ class _Builder:
         self._meet(lanes)
 
     def traffic(self) -> Traffic:
-        sizes = np.array([len(each) for each in self.ends], np.int64)
+        stages = np.arange(self.machine.num_stages)
+        num_stages = len(stages)
+        moved = np.tile(np.array(self.sizes, np.float64), num_stages)
+        pairs = np.array(self.pairs, np.int64).reshape(-1, 2)
+        sizes = np.tile(np.array([len(each) for each in self.ends], np.int64), num_stages)
+        first, message = np.array(self.first, np.int64), np.array([at for each in self.ends for at in each], np.int64)
         return Traffic(
             rounds=Rounds(
-                first=np.array(self.first, np.int64),
-                number=np.array(self.count, np.int64),
-                compute_s=np.concatenate(self.compute_s),
-                category=np.array(self.category, np.int64),
+                first=np.concatenate([first + stage * len(self.ends) for stage in stages], axis=1),
+                number=np.tile(np.array(self.count, np.int64), num_stages),
+                compute_s=np.tile(np.concatenate(self.compute_s), num_stages),
+                category=np.tile(np.array(self.category, np.int64), num_stages),
                 message_first=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
-                message=np.array([message for each in self.ends for message in each], np.int64),
+                message=np.concatenate([message + stage * len(pairs) for stage in stages]),
             ),
-            messages=_messages(self.pairs, np.array(self.sizes, np.float64), machine=self.machine),
-            message_bytes=np.array(self.sizes, np.float64),
-            message_pass=np.array(self.passes, np.int64),
-            cells=np.array(self.cells, np.float64),
-            attend_s=np.array(self.attend_s, np.float64),
+            messages=messages_of(
+                np.concatenate([pairs + stage * self.machine.num_ranks for stage in stages]),
+                moved,
+                machine=self.machine,
+            ),
+            message_bytes=moved,
+            message_pass=np.tile(np.array(self.passes, np.int64), num_stages),
+            cells=np.tile(np.array(self.cells, np.float64), num_stages),
+            attend_s=np.tile(np.array(self.attend_s, np.float64), num_stages),
         )
 
     def _attention(
@@ -176,8 +194,9 @@ def _exchange(
         lanes.received[source, rank] += [(first, part.tokens[come] * before), (last, part.tokens[own] * after)]
 
 
-def _messages(pairs: Sequence[Pair], moved: Floats, *, machine: Machine) -> Messages:
-    source, target = np.array(pairs, np.int64).reshape(-1, 2).T
+def messages_of(pairs: Ints, moved: Floats, *, machine: Machine) -> Messages:
+    """Messages of `moved` bytes between `pairs` of devices."""
+    source, target = pairs.T
     links = machine.links()
     from_node, to_node = links.node_of_rank[source], links.node_of_rank[target]
     across = from_node != to_node

@@ -1,25 +1,30 @@
-"""What every rank does, in order, layer by layer: one script for all ranks, since all run the same passes."""
+"""What every rank of a stage does, in order, layer by layer: one script for all of them, since all run the same
+passes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
-from rayfcp.program import Backward, Forward, Instruction, Load
-from rayfcp.simulate.arrays import ATTEND, COMPUTE, MARK, POST, WAIT, Script
-from rayfcp.simulate.machine import Machine
+from rayfcp.program import Backward, Flow, Forward, Free, Instruction, Load, Receive, Send
+from rayfcp.simulate.arrays import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
+from rayfcp.simulate.machine import Machine, Part
 
 SHOWN_LAYERS = 6
 
 RowKey = tuple[int, str]
 """(position of the instruction, kind of layers): names a row of equal layers."""
 
+Operation = tuple[int, int, float, float, int]
+"""kind, arg, base_s, per_token_s, recorded, as in `Script`."""
+
+HopKey = tuple[Flow, int, int]
+"""(flow, microbatch, stage that sends)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """Equal layers one after the other, of `total` the first few in the script. Layer i ends at `marks[i]`, its gather
-    is collective `gathers[i]`."""
+    is collective `gathers[i]` (none where parameters stay gathered)."""
 
     key: RowKey
     total: int
@@ -39,25 +44,45 @@ class Instants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A script and where things are in it. `recorded[p]` is the mark after the recorded layer of pass p (forward of
-    microbatch m is pass 2 m, backward 2 m + 1)."""
+    """A stage's script and where things are in it. `recorded[p]` is the mark after the recorded layer of pass p
+    (forward of microbatch m is pass 2 m, backward 2 m + 1). Collectives are numbered from `first_collective`."""
 
-    script: Script
+    operations: tuple[Operation, ...]
     rows: tuple[Row, ...]
+    first_collective: int
     collective_bytes: tuple[float, ...]
     instants: tuple[Instants, ...]
     recorded: Mapping[int, int]
     num_marks: int
 
 
-def write_script(instructions: Sequence[Instruction], *, machine: Machine, shown: Mapping[RowKey, int]) -> Plot:
-    """The script of a program's instructions. A row has `shown[key]` of its layers, `SHOWN_LAYERS` if that is absent.
+def write_script(
+    instructions: Sequence[Instruction],
+    *,
+    machine: Machine,
+    stage: int = 0,
+    gather_every: str = "microbatch",
+    hops: Mapping[HopKey, int] | None = None,
+    shown: Mapping[RowKey, int] | None,
+    first_collective: int = 0,
+) -> Plot:
+    """The script of the instructions of `stage`. A row has `shown[key]` of its layers, `SHOWN_LAYERS` if that is
+    absent, and all where `shown` is None. `hops[key]` is the number of a hop on rank 0.
 
     Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
-    layer for forward and for backward, while the layer before computes (the first one is exposed). Gradients are
-    scattered layer by layer, one at a time, beside the next layer's backward pass; embedding and head last.
+    layer for forward and for backward, while the layer before computes (the first one is exposed); with
+    `gather_every` "step" in the first forward pass only. Gradients are scattered layer by layer, one at a time, beside
+    the next layer's backward pass; embedding and head last. Of the fixed seconds of a microbatch a stage has its
+    layers' share.
     """
-    writer = _Writer(machine=machine, shown=shown)
+    writer = _Writer(
+        machine=machine,
+        stage=stage,
+        part=machine.part(stage),
+        once=gather_every == "step",
+        shown=shown,
+        first_collective=first_collective,
+    )
     recomputed: dict[int, int] = {}
     for position, item in enumerate(instructions):
         start = writer.mark()
@@ -65,11 +90,15 @@ def write_script(instructions: Sequence[Instruction], *, machine: Machine, shown
             writer.load()
             ready = computed = start
         elif isinstance(item, Forward):
-            recomputed[item.microbatch] = min(item.recomputed_layers, machine.model.num_layers)
+            recomputed[item.microbatch] = min(item.recomputed_layers, writer.part.num_layers)
             ready = writer.forward(position, item.microbatch)
             computed = writer.mark()
-        else:
+        elif isinstance(item, Backward):
             ready, computed = start, writer.backward(position, item, recomputed=recomputed[item.microbatch])
+        else:
+            assert not isinstance(item, Free), "takes no time"
+            writer.hop(item, hops or {})
+            ready = computed = start
         writer.instants.append(Instants(start=start, ready=ready, computed=computed, stop=writer.mark()))
     return writer.plot()
 
@@ -77,8 +106,13 @@ def write_script(instructions: Sequence[Instruction], *, machine: Machine, shown
 @dataclass(slots=True, kw_only=True)
 class _Writer:
     machine: Machine
-    shown: Mapping[RowKey, int]
-    operations: list[tuple[int, int, float, float, int]] = field(default_factory=list)
+    stage: int
+    part: Part
+    once: bool
+    shown: Mapping[RowKey, int] | None
+    first_collective: int
+    held: bool = False
+    operations: list[Operation] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     collectives: list[float] = field(default_factory=list)
     instants: list[Instants] = field(default_factory=list)
@@ -86,17 +120,10 @@ class _Writer:
     marks: int = 0
 
     def plot(self) -> Plot:
-        kind, arg, base_s, per_token_s, recorded = zip(*self.operations, strict=True)
-        script = Script(
-            kind=np.array(kind, np.int64),
-            arg=np.array(arg, np.int64),
-            base_s=np.array(base_s, np.float64),
-            per_token_s=np.array(per_token_s, np.float64),
-            recorded=np.array(recorded, np.int64),
-        )
         return Plot(
-            script=script,
+            operations=tuple(self.operations),
             rows=tuple(self.rows),
+            first_collective=self.first_collective,
             collective_bytes=tuple(self.collectives),
             instants=tuple(self.instants),
             recorded=self.recorded,
@@ -109,31 +136,50 @@ class _Writer:
         return self.marks - 1
 
     def load(self) -> None:
-        self.operations.append((COMPUTE, 0, self.machine.hardware.microbatch_overhead_s, 0.0, 0))
+        share = self.part.num_layers / self.machine.model.num_layers
+        self.operations.append((COMPUTE, 0, share * self.machine.hardware.microbatch_overhead_s, 0.0, 0))
+
+    def hop(self, item: Send | Receive, hops: Mapping[HopKey, int]) -> None:
+        """Activations or gradients to or from a neighbour.
+
+        Raises:
+            ValueError: nobody sends what is received.
+        """
+        sends = isinstance(item, Send)
+        key = (item.flow, item.microbatch, self.stage if sends else item.stage)
+        if key not in hops:
+            raise ValueError(
+                f"stage {self.stage} receives the {item.flow.value} of microbatch {item.microbatch}, which stage "
+                f"{item.stage} does not send; lower one plan for all stages"
+            )
+        self.operations.append((SEND if sends else RECEIVE, hops[key], 0.0, 0.0, 0))
 
     def forward(self, position: int, microbatch: int) -> int:
         """Returns the mark at which the first layer has its parameters."""
         machine, number = self.machine, 2 * microbatch
-        root = self._collective(machine.root_parameters * machine.bytes_per_element)
-        first = self._gather()
+        root = self._gather(self.part.root_parameters)
+        first = self._gather(machine.layer_parameters)
         self._wait(root)
         ready = self.marks
 
         def layer(recorded: bool) -> None:
             self._forward_layer(microbatch, recorded=recorded)
 
-        total = machine.model.num_layers
+        total = self.part.num_layers
         self._row((position, "plain"), total=total, first=first, last=True, layer=layer, record_as=number)
-        self._linear(microbatch, machine.head_s_per_token)
+        if self.part.last:
+            self._linear(microbatch, machine.head_s_per_token)
+        self.held = self.once
         return ready
 
     def backward(self, position: int, item: Backward, *, recomputed: int) -> int:
         """Returns the mark at which computation ends."""
         machine, microbatch = self.machine, item.microbatch
-        plain, number = machine.model.num_layers - recomputed, 2 * microbatch + 1
+        plain, number = self.part.num_layers - recomputed, 2 * microbatch + 1
         reduced: list[int] = []
-        gather = self._gather()
-        self._linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
+        gather = self._gather(machine.layer_parameters)
+        if self.part.last:
+            self._linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
 
         def one(recorded: bool) -> None:
             self._backward_layer(microbatch, recorded=recorded)
@@ -152,28 +198,36 @@ class _Writer:
             self._row(key, total=recomputed, first=gather, last=True, layer=again, record_as=-1 if plain else number)
         computed = self.mark()
         if item.reduce:
-            self._reduce(machine.root_parameters, after=reduced)
+            self._reduce(self.part.root_parameters, after=reduced)
             self._wait(reduced[-1])
         return computed
 
     def _row(
-        self, key: RowKey, *, total: int, first: int, last: bool, layer: Callable[[bool], None], record_as: int
-    ) -> int:
+        self,
+        key: RowKey,
+        *,
+        total: int,
+        first: int | None,
+        last: bool,
+        layer: Callable[[bool], None],
+        record_as: int,
+    ) -> int | None:
         """Layers, each gathering the next one's parameters while it runs; returns the gather of what follows.
         Of the layers the last but one is recorded: the one that stands for those not shown."""
-        count = min(total, self.shown.get(key, SHOWN_LAYERS))
+        count = total if self.shown is None else min(total, self.shown.get(key, SHOWN_LAYERS))
         at, gathers, marks = max(count - 2, 0), [first], []
         for index in range(count):
             self._wait(gathers[index])
             if index == 0:
                 self.mark()
             if index + 1 < count or not last:
-                gathers.append(self._gather())
+                gathers.append(self._gather(self.machine.layer_parameters))
             layer(record_as >= 0 and index == at)
             marks.append(self.mark())
         if record_as >= 0:
             self.recorded[record_as] = marks[at]
-        self.rows.append(Row(key=key, total=total, marks=tuple(marks), gathers=tuple(gathers[:count])))
+        named = tuple(gather for gather in gathers[:count] if gather is not None)
+        self.rows.append(Row(key=key, total=total, marks=tuple(marks), gathers=named))
         return gathers[-1]
 
     def _forward_layer(self, microbatch: int, *, recorded: bool) -> None:
@@ -196,19 +250,23 @@ class _Writer:
     def _attend(self, number: int, *, recorded: bool) -> None:
         self.operations.append((ATTEND, number, 0.0, 0.0, int(recorded)))
 
-    def _wait(self, collective: int) -> None:
-        self.operations.append((WAIT, collective, 0.0, 0.0, 0))
+    def _wait(self, collective: int | None) -> None:
+        if collective is not None:
+            self.operations.append((WAIT, collective, 0.0, 0.0, 0))
 
     def _collective(self, moved_bytes: float) -> int:
+        number = self.first_collective + len(self.collectives)
         self.collectives.append(moved_bytes)
-        self.operations.append((POST, len(self.collectives) - 1, 0.0, 0.0, 0))
-        return len(self.collectives) - 1
+        self.operations.append((POST, number, 0.0, 0.0, 0))
+        return number
 
-    def _gather(self) -> int:
-        return self._collective(self.machine.layer_parameters * self.machine.bytes_per_element)
+    def _gather(self, parameters: int) -> int | None:
+        """None where there is nothing to gather (any more)."""
+        return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
 
     def _reduce(self, parameters: int, *, after: list[int]) -> None:
         """Scatter gradients, behind those before."""
         if after:
             self._wait(after[-1])
-        after.append(self._collective(parameters * self.machine.reduced_bytes))
+        if parameters:
+            after.append(self._collective(parameters * self.machine.reduced_bytes))

@@ -1,13 +1,15 @@
 """`simulate`: programs of all ranks on a machine, as a timeline."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
 from rayfcp.plan.costs.flops import FORWARD_AND_BACKWARD
-from rayfcp.program import Forward, Load, RankProgram
-from rayfcp.simulate.arrays import ALL_TO_ALL, IDLE, RING, SHARDING, WORK, Floats
+from rayfcp.program import Forward, Free, Load, RankProgram
+from rayfcp.simulate.arrays import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
 from rayfcp.simulate.rounds import Traffic, flatten
@@ -24,37 +26,45 @@ def simulate(
     hardware: HardwareProfile,
     node_of_rank: tuple[int, ...] = (),
     bytes_per_element: int | None = None,
+    layers_of_stage: tuple[int, ...] = (),
+    gather_every: Literal["microbatch", "step"] = "microbatch",
     detail: bool = False,
 ) -> Timeline:
-    """Replay the programs of all ranks, rank r at index r, every instruction, layer, round and message.
+    """Replay the programs of all stages and ranks, that of rank r on stage p at index p x num_ranks + r, every
+    instruction, layer, round and message.
 
-    The rules are those of `Machine` (kernels and links), `write_script` (sharded parameters) and `replay` (ports,
-    rounds, overlap). Without `node_of_rank`, nodes of `hardware.devices_per_node` ranks are filled one after the other;
-    numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is absent. `detail` adds the rounds of one
+    The rules are those of `Machine` (kernels and links), `write_script` (sharded parameters, gathered again
+    `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
+    of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
+    evenly; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is absent. `detail` adds the rounds of one
     layer of each pass to the spans. Same arguments, same timeline, in any process.
 
     Raises:
         ValueError: no programs, programs that disagree or would wait for ever, or a profile that makes no sense.
     """
-    _check_programs(programs)
+    programs = _checked(programs)
     machine = machine_of(
-        model, hardware, num_ranks=len(programs), node_of_rank=node_of_rank, bytes_per_element=bytes_per_element
+        model,
+        hardware,
+        num_ranks=programs[0].num_ranks,
+        num_stages=programs[0].num_stages,
+        layers_of_stage=layers_of_stage,
+        node_of_rank=node_of_rank,
+        bytes_per_element=bytes_per_element,
     )
-    traffic = flatten(programs, machine=machine)
-    held = _tokens(programs)
-    outcome = run(programs[0].instructions, machine=machine, traffic=traffic, tokens=held)
+    traffic, held = flatten(programs, machine=machine), _tokens(programs)
+    outcome = run(programs, machine=machine, traffic=traffic, tokens=held, gather_every=gather_every)
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
-    num_tokens = sum(sum(row) for row in loads.num_tokens)
-    padded = sum(count == 0 for row in loads.num_tokens for count in row)
-    cells = float(traffic.cells[0::2].sum()) - padded
+    num_tokens, cells = _amounts(loads, machine=machine, traffic=traffic)
     attention_flops = FORWARD_AND_BACKWARD * model.attention_flops_per_cell * cells
     return Timeline(
-        iteration_s=float(outcome.mark_s[-1].max()),
+        iteration_s=float(outcome.end_s.max()),
         spans=spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
-        by_rank=_breakdowns(outcome),
+        by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
         loads=loads,
-        memory=memory_over_time(programs, machine=machine, instants=outcome.plot.instants, mark_s=outcome.mark_s),
-        num_ranks=len(programs),
+        memory=memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
+        num_ranks=machine.num_ranks,
+        num_stages=machine.num_stages,
         num_tokens=num_tokens,
         model_flops=FORWARD_AND_BACKWARD * model.linear_flops_per_token * num_tokens + attention_flops,
         attention_flops=attention_flops,
@@ -62,53 +72,72 @@ def simulate(
     )
 
 
-def _check_programs(programs: Sequence[RankProgram]) -> None:
+def _amounts(loads: Loads, *, machine: Machine, traffic: Traffic) -> tuple[int, float]:
+    """Tokens and cells, those of padding not counted."""
+    of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
+    padded = sum(count == 0 for row in of_ranks for count in row)
+    cells = float(traffic.cells[0::2, : machine.num_ranks].sum()) - padded
+    return sum(sum(row) for row in of_ranks), cells
+
+
+def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
+    """Without what takes no time and only some ranks do: what a microbatch kept is gone after its backward pass."""
     if not programs:
         raise ValueError("programs is empty, must hold one program for each rank; lower the plan")
-    orders = {tuple((type(item), item.microbatch) for item in program.instructions) for program in programs}
-    if len(orders) > 1 or [program.rank for program in programs] != list(range(len(programs))):
+    programs = tuple(
+        replace(program, instructions=tuple(item for item in program.instructions if not isinstance(item, Free)))
+        for program in programs
+    )
+    num_ranks, num_stages = programs[0].num_ranks, programs[0].num_stages
+    places = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
+    orders = {
+        (program.stage, tuple((type(item), item.microbatch) for item in program.instructions)) for program in programs
+    }
+    if len(orders) > num_stages or [(program.stage, program.rank) for program in programs] != places:
         raise ValueError(
-            "programs must be those of all ranks, in the order of ranks, with the same passes; lower one plan for all"
+            "programs must be those of all stages and ranks, in the order of ranks, with the same passes on a stage; "
+            "lower one plan for all"
         )
-    if any(program.num_stages != 1 for program in programs):
-        raise ValueError(f"num_stages is {programs[0].num_stages}, must be 1; pipelines are not simulated")
+    return programs
 
 
 def _tokens(programs: Sequence[RankProgram]) -> Floats:
-    """`[microbatch, rank]`, padding included."""
+    """`[microbatch, device]`, padding included."""
     forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
     return np.array([[item.attention.num_tokens for item in each] for each in forwards], np.float64).T.copy()
 
 
-def _breakdowns(outcome: Outcome) -> tuple[Breakdown, ...]:
-    """By rank. What a rank waits for shards beyond the rank that waits least, it waits because it was there early."""
-    end_s, spent = outcome.mark_s[-1], outcome.spent
-    sharding_s = float(spent[:, SHARDING].min())
+def _breakdowns(outcome: Outcome, *, num_ranks: int) -> tuple[Breakdown, ...]:
+    """By device. What a rank waits for shards beyond the rank of its stage that waits least, it waits because it was
+    there early."""
+    end_s, spent = outcome.end_s, outcome.spent
+    sharding_s = np.repeat(spent[:, SHARDING].reshape(-1, num_ranks).min(axis=1), num_ranks)
     idle_s = spent[:, IDLE] + end_s.max() - end_s + spent[:, SHARDING] - sharding_s
     return tuple(
         Breakdown(
             compute=float(each[WORK]),
-            sharding=sharding_s,
+            sharding=float(sharding),
             all_to_all=float(each[ALL_TO_ALL]),
             ring=float(each[RING]),
+            hop=float(each[HOP]),
             bubble=float(idle),
         )
-        for each, idle in zip(spent, idle_s, strict=True)
+        for each, sharding, idle in zip(spent, sharding_s, idle_s, strict=True)
     )
 
 
 def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats) -> Loads:
-    layers = machine.model.num_layers
-    again = np.array(
-        [min(item.recomputed_layers, layers) for item in programs[0].instructions if isinstance(item, Forward)]
-    )
-    passes = np.stack([layers + again, np.full_like(again, layers)], axis=1).ravel()
-    attend_s = (traffic.attend_s * passes[:, None]).reshape(len(again), 2, -1).sum(axis=1)
-    times = layers * (1 + LINEAR_BACKWARD) + again[:, None]
-    linear_s = machine.linear_s_per_token * times + machine.head_s_per_token * (1 + LINEAR_BACKWARD)
+    layers = np.repeat(machine.layers_of_stage, machine.num_ranks)
+    last = np.arange(machine.num_devices) >= machine.num_devices - machine.num_ranks
+    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
+    again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
+    passes = np.stack([layers + again, np.broadcast_to(layers, again.shape)], axis=1).reshape(-1, machine.num_devices)
+    attend_s = (traffic.attend_s * passes).reshape(len(again), 2, -1).sum(axis=1)
+    times = layers * (1 + LINEAR_BACKWARD) + again
+    linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens)
-    moved = traffic.message_bytes * passes[traffic.message_pass]
-    place = (traffic.message_pass // 2) * machine.num_ranks
+    moved = traffic.message_bytes * passes[traffic.message_pass, traffic.messages.source]
+    place = (traffic.message_pass // 2) * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)
     sent, received = (
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends

@@ -1,10 +1,10 @@
-"""Spans of a simulated step: what each rank did when, and in detail one layer of each pass."""
+"""Spans of a simulated step: what each device did when, and in detail one layer of each pass."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rayfcp.program import Forward, Load, RankProgram
+from rayfcp.program import Backward, Forward, Load, RankProgram, Receive
 from rayfcp.simulate.machine import Floats, Machine
 from rayfcp.simulate.rounds import Traffic
 from rayfcp.simulate.steady import Outcome
@@ -14,18 +14,23 @@ from rayfcp.values import Span, SpanKind
 def spans_of(
     programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, outcome: Outcome, detail: bool
 ) -> tuple[Span, ...]:
-    """Load, forward, backward, reduce and wait of each rank and microbatch, without gaps; with `detail` also attention,
-    transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
-    cells = traffic.cells
-    found = [span for program in programs for span in _coarse(program, machine=machine, outcome=outcome, cells=cells)]
+    """Load, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
+    attention, transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
+    cells, end_s = traffic.cells, float(outcome.end_s.max())
+    found = [
+        span
+        for program in programs
+        for span in _coarse(program, machine=machine, outcome=outcome, cells=cells, end_s=end_s)
+    ]
     if detail:
-        for number in sorted(outcome.plot.recorded):
-            found += _rounds(number, traffic=traffic, outcome=outcome)
-    return tuple(sorted(found, key=lambda span: (span.rank, span.start_s, -span.stop_s, span.kind)))
+        for number in sorted(outcome.plots[0].recorded):
+            found += _rounds(number, traffic=traffic, outcome=outcome, num_ranks=machine.num_ranks)
+    return tuple(sorted(found, key=lambda span: (span.stage, span.rank, span.start_s, -span.stop_s, span.kind)))
 
 
-def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: Floats) -> Iterator[Span]:
-    rank, times = program.rank, outcome.mark_s[:, program.rank].tolist()
+def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: Floats, end_s: float) -> Iterator[Span]:
+    rank, device = program.rank, program.stage * machine.num_ranks + program.rank
+    times, part = outcome.times(device).tolist(), machine.part(program.stage)
     flops: dict[int, float] = {}
 
     def span(kind: SpanKind, label: str, *, start: float, stop: float, amount: float = 0.0) -> Iterator[Span]:
@@ -34,7 +39,7 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
                 rank=rank, stage=program.stage, kind=kind, label=label, start_s=start, stop_s=stop, amount=amount
             )
 
-    for item, instant in zip(program.instructions, outcome.plot.instants, strict=True):
+    for item, instant in zip(program.instructions, outcome.plot(device).instants, strict=True):
         start, ready, computed, stop = (
             times[mark] for mark in (instant.start, instant.ready, instant.computed, instant.stop)
         )
@@ -42,28 +47,30 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
         if isinstance(item, Load):
             yield from span(SpanKind.LOAD, f"load {number}", start=start, stop=stop)
         elif isinstance(item, Forward):
-            model = machine.model
-            attention_flops = model.attention_flops_per_cell * float(cells[2 * number, rank])
-            flops[number] = model.linear_flops_per_token * item.attention.num_tokens + attention_flops
+            attention_flops = part.attention_flops_per_cell * float(cells[2 * number, rank])
+            flops[number] = part.linear_flops_per_token * item.attention.num_tokens + attention_flops
             yield from span(SpanKind.WAIT, f"parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops[number])
-        else:
+        elif isinstance(item, Receive):
+            yield from span(SpanKind.WAIT, f"{item.flow.value} {number}", start=start, stop=stop)
+        elif isinstance(item, Backward):
             amount = 2.0 * flops[number]
             yield from span(SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=amount)
             yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=stop)
-    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=float(outcome.mark_s[-1].max()))
+    yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
 
 
-def _rounds(number: int, *, traffic: Traffic, outcome: Outcome) -> Iterator[Span]:
+def _rounds(number: int, *, traffic: Traffic, outcome: Outcome, num_ranks: int) -> Iterator[Span]:
     """Rounds of pass `number`, in the layer that was recorded."""
     rounds, later_s = traffic.rounds, outcome.later_s[number]
     name = f"{'backward' if number % 2 else 'forward'} {number // 2}"
-    for rank in range(rounds.first.shape[1]):
-        for position in range(rounds.number[number, rank]):
-            index = rounds.first[number, rank] + position
+    for device in range(rounds.first.shape[1]):
+        stage, rank = divmod(device, num_ranks)
+        for position in range(rounds.number[number, device]):
+            index = rounds.first[number, device] + position
             started, computed, stop, first, last = (float(each) + later_s for each in outcome.rounds[index])
             held = rounds.message[rounds.message_first[index] : rounds.message_first[index + 1]]
-            sent = traffic.message_bytes[held[traffic.messages.source[held] == rank]].sum()
+            sent = traffic.message_bytes[held[traffic.messages.source[held] == device]].sum()
             for kind, start_s, stop_s, amount in (
                 (SpanKind.ATTENTION, started, computed, 0.0),
                 (SpanKind.TRANSFER, first, last, float(sent)),
@@ -72,5 +79,5 @@ def _rounds(number: int, *, traffic: Traffic, outcome: Outcome) -> Iterator[Span
                 if np.isfinite(start_s) and stop_s > start_s:
                     label = f"{name} round {position}"
                     yield Span(
-                        rank=rank, stage=0, kind=kind, label=label, start_s=start_s, stop_s=stop_s, amount=amount
+                        rank=rank, stage=stage, kind=kind, label=label, start_s=start_s, stop_s=stop_s, amount=amount
                     )

@@ -15,19 +15,21 @@ Sample = tuple[float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Seconds of a rank; their sum is the iteration's. `compute`: attention, linear layers, fixed cost.
-    `sharding`, `all_to_all`, `ring`: traffic that nothing hid. `bubble`: waiting for other ranks."""
+    """Seconds of a device; their sum is the iteration's. `compute`: attention, linear layers, fixed cost.
+    `sharding`, `all_to_all`, `ring`, `hop` (between stages): traffic that nothing hid. `bubble`: waiting for other
+    ranks and stages."""
 
     compute: float
     sharding: float
     all_to_all: float
     ring: float
+    hop: float
     bubble: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """One resource, `[microbatch][rank]`."""
+    """One resource, `[microbatch][device]`."""
 
     compute_s: tuple[PerRank, ...]
     attention_flops: tuple[PerRank, ...]
@@ -40,9 +42,11 @@ class Loads:
 class Timeline:
     """A simulated step, from the first load to the last gradient reduction, optimizer excluded.
 
-    `spans` are sorted by rank and start, from 0 to `iteration_s`. `model_flops` and `attention_flops`: forward and
-    backward of all ranks, recomputation and padding not counted. `peak_flops`: of one rank. `loads` count what each
-    rank did in each microbatch; bytes are those of keys, values, heads and their gradients, all layers.
+    `spans` are sorted by stage, rank and start, from 0 to `iteration_s`. Device p x `num_ranks` + r is that of rank r
+    on stage p; with one stage devices are ranks. `by_rank`, `loads` and `memory` are by device. `model_flops` and
+    `attention_flops`: forward and backward of all devices, recomputation and padding not counted. `peak_flops`: of one
+    device. `loads` count what each device did in each microbatch; bytes are those of keys, values, heads and their
+    gradients, all layers.
     """
 
     iteration_s: float
@@ -51,10 +55,15 @@ class Timeline:
     loads: Loads
     memory: tuple[tuple[Sample, ...], ...]
     num_ranks: int
+    num_stages: int
     num_tokens: int
     model_flops: float
     attention_flops: float
     peak_flops: float
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.num_stages
 
     @property
     def tokens_per_s_per_rank(self) -> float:
@@ -62,19 +71,19 @@ class Timeline:
 
     @property
     def breakdown(self) -> Breakdown:
-        """The means over ranks."""
+        """The means over devices."""
         names = Breakdown.__slots__
         return Breakdown(**{name: fmean(getattr(each, name) for each in self.by_rank) for name in names})
 
     @property
     def mfu(self) -> float:
         """Model FLOPs / (time x peak)."""
-        return self.model_flops / (self.iteration_s * self.peak_flops * self.num_ranks)
+        return self.model_flops / (self.iteration_s * self.peak_flops * self.num_devices)
 
     @property
     def attention_mfu(self) -> float:
         """FLOPs of attention / (time x peak)."""
-        return self.attention_flops / (self.iteration_s * self.peak_flops * self.num_ranks)
+        return self.attention_flops / (self.iteration_s * self.peak_flops * self.num_devices)
 
     @property
     def bubble(self) -> float:
@@ -83,18 +92,18 @@ class Timeline:
 
     @property
     def imbalance(self) -> Imbalance:
-        """(sum over microbatches of the maximum over ranks - sum of the means) / sum of the maxima."""
+        """(sum over microbatches and stages of the maximum over ranks - sum of the means) / sum of the maxima."""
         moved = np.maximum(self.loads.sent_bytes, self.loads.received_bytes)
         return Imbalance(
-            compute=_imbalance(self.loads.compute_s),
-            attention=_imbalance(self.loads.attention_flops),
-            memory=_imbalance(self.loads.num_tokens),
-            communication=_imbalance(moved.tolist()),
+            compute=_imbalance(self.loads.compute_s, num_ranks=self.num_ranks),
+            attention=_imbalance(self.loads.attention_flops, num_ranks=self.num_ranks),
+            memory=_imbalance(self.loads.num_tokens, num_ranks=self.num_ranks),
+            communication=_imbalance(moved.tolist(), num_ranks=self.num_ranks),
         )
 
     @property
     def compute_s(self) -> PerRank:
-        """Seconds of attention and linear layers, by rank."""
+        """Seconds of attention and linear layers, by device."""
         return tuple(float(each) for each in np.sum(self.loads.compute_s, axis=0))
 
     @property
@@ -107,16 +116,16 @@ class Timeline:
 
     @property
     def peak_tokens(self) -> tuple[int, ...]:
-        """Most tokens that a rank holds in one microbatch."""
+        """Most tokens that a device holds in one microbatch."""
         return tuple(int(each) for each in np.max(self.loads.num_tokens, axis=0))
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Most bytes in use, by rank."""
+        """Most bytes in use, by device."""
         return tuple(max(size for _, size in samples) for samples in self.memory)
 
 
-def _imbalance(loads: Sequence[Sequence[float]]) -> float:
-    rows = np.array(loads, np.float64)
+def _imbalance(loads: Sequence[Sequence[float]], *, num_ranks: int) -> float:
+    rows = np.array(loads, np.float64).reshape(-1, num_ranks)
     maxima, means = float(rows.max(axis=1).sum()), float(rows.mean(axis=1).sum())
     return max(maxima - means, 0.0) / maxima if maxima > 0 else 0.0
