@@ -168,21 +168,21 @@ class RankEngine:
         """Losses and squared gradients of all devices together, whatever has copies counted once; before, gradients
         of parameters that see a part each are summed over their copies."""
         assert self._world is not None
-        channels, place, named = self._world.channels, self.place, dict(self._module.named_parameters())
+        channels, place, module = self._world.channels, self.place, self._module
         if channels.tensor is not None:
-            sum_copies([named[name] for name in self._module.partial_names], channels.tensor)
-        if channels.pipe_forward is not None:
-            peer = place.num_stages - 1 - place.stage
-            sum_with_peer([named[name] for name in self._module.tied_names], channels.pipe_forward, peer=peer)
+            sum_copies([module.get_parameter(name) for name in module.partial_names], channels.tensor)
+        shared = module.shared_matrix
+        if shared is not None and channels.pipe_forward is not None:
+            sum_with_peer(shared, channels.pipe_forward, peer=place.num_stages - 1 - place.stage)
         counted = [
             parameter
-            for name, parameter in named.items()
-            if (place.tensor_rank == 0 or is_split(parameter))
-            and (place.stage == 0 or name not in self._module.tied_names)
+            for parameter in module.parameters()
+            if (place.tensor_rank == 0 or is_split(parameter)) and (place.stage == 0 or parameter is not shared)
         ]
         own = torch.tensor(loss_sum if place.tensor_rank == 0 else 0.0, dtype=torch.float64)
         numbers = torch.stack([own, local_squares(counted).cpu()]).to(self.device)
-        return tuple(self._world.sum(numbers).tolist())  # type: ignore[return-value]
+        loss_sum, squares = self._world.sum(numbers).tolist()
+        return loss_sum, squares
 
     def _gathered_s(self) -> float:
         """Seconds of gathers and reductions so far; NaN where the host does not wait for them."""

@@ -54,18 +54,17 @@ def sum_copies(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
         dist.all_reduce(_gradient(parameter), group=group)
 
 
-def sum_with_peer(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, peer: int) -> None:
+def sum_with_peer(parameter: nn.Parameter, group: dist.ProcessGroup, *, peer: int) -> None:
     """`sum_copies` with one other device of `group`, number `peer` in it; both get the same bits."""
-    for parameter in parameters:
-        gradient = _gradient(parameter)
-        other = torch.empty_like(gradient)
-        exchange = ((dist.isend, gradient), (dist.irecv, other))
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(kind, each, group=group, group_peer=peer) for kind, each in exchange]
-        )
-        for work in works:
-            work.wait()
-        gradient += other
+    gradient = _gradient(parameter)
+    other = torch.empty_like(gradient)
+    exchange = [
+        dist.P2POp(kind, tensor, group=group, group_peer=peer)
+        for kind, tensor in ((dist.isend, gradient), (dist.irecv, other))
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    gradient += other
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

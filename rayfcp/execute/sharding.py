@@ -84,12 +84,15 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 class StageModule(nn.Module):
-    """What a device holds of a model, and which of its parameters other devices hold copies of. `partial_names`: on
-    all tensor-parallel devices, each of which sees a part of the gradient. `tied_names`: on the first and the last
-    stage, embedding and head in one, each of which sees a part of the gradient."""
+    """What a device holds of a model, and of which of its parameters other devices hold copies that see the other
+    parts of their gradients. `partial_names`: on all tensor-parallel devices. `shared_matrix`: embedding and head in
+    one, on the first and the last of several stages."""
 
     partial_names: tuple[str, ...] = ()
-    tied_names: tuple[str, ...] = ()
+
+    @property
+    def shared_matrix(self) -> nn.Parameter | None:
+        return None
 
 
 class ShardedModel:
