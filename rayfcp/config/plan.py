@@ -54,7 +54,11 @@ class PipelineOptions(Section):
     max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
     pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
     candidates: Count = Field(default=6, description="of all tried, how many are replayed exactly")
-    milp_nodes: int = Field(default=0, ge=0, description="of the search that polishes recomputation; 0: rounded only")
+    milp_nodes: int = Field(
+        default=100,
+        ge=0,
+        description="of the search that betters recomputation beyond 2 % of its bound; 0: rounded only",
+    )
 
 
 class PlanConfig(Section):
