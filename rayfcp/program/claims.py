@@ -3,16 +3,18 @@
 import math
 from collections.abc import Sequence
 
+from rayfcp.program.pipeline_claims import check_pipelines, check_slices
 from rayfcp.values import BatchPlan, ClusterSpec, Layout, MicrobatchPlan, SequenceSpec
 
 SUM_TOLERANCE = 1e-6
-"""Relative: `BatchPlan.predicted_s` against the sum over microbatches."""
+"""Relative: `BatchPlan.predicted_s` against the sum over microbatches or pipelines."""
 ROUNDING = 1e-9
 """Relative: by how much rounding may break an inequality of seconds."""
 
 
 def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:
-    """The plan fits the cluster and the batch, its groups are disjoint, its seconds agree with each other.
+    """The plan fits the cluster and the batch, its groups are disjoint, its slices and pipelines whole, its seconds
+    agree with each other.
 
     Raises:
         ValueError: names the field, its value and its bound.
@@ -31,26 +33,36 @@ def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     _check_groups(plan)
     for number, microbatch in enumerate(plan.microbatches):
         _check_group_seconds(microbatch, number)
+    check_slices(plan, sequences)
+    check_pipelines(plan, cluster=cluster)
     _check_seconds(plan)
 
 
 def check_members(layout: Layout, microbatch: MicrobatchPlan, *, number: int) -> None:
-    """Each block lies on a rank of the group that lists its sequence.
+    """Each block lies on a rank of the group that lists its sequence, and within the microbatch's slice of it, if any.
 
     Raises:
         ValueError: names the block.
     """
     members = {sequence: group.ranks for group in microbatch.groups for sequence in group.sequences}
+    slices = {each.sequence: each for each in microbatch.slices}
     for index, block in enumerate(layout.blocks):
+        where = f"microbatch {number}: block {index} of sequence {block.sequence}"
         if block.rank not in members.get(block.sequence, ()):
             raise ValueError(
-                f"microbatch {number}: block {index} of sequence {block.sequence} has rank {block.rank}, must be one "
+                f"{where} has rank {block.rank}, must be one "
                 f"of its group's, {members.get(block.sequence, 'but no group lists it')}; make groups and layout agree"
+            )
+        piece = slices.get(block.sequence)
+        if piece and not piece.start <= block.start <= block.stop <= piece.stop:
+            raise ValueError(
+                f"{where} holds [{block.start}, {block.stop}), must be within the slice [{piece.start}, {piece.stop}); "
+                "make slices and layout agree"
             )
 
 
 def _check_groups(plan: BatchPlan) -> None:
-    group_of: dict[int, str] = {}
+    group_of: dict[int, tuple[int, str]] = {}
     for number, microbatch in enumerate(plan.microbatches):
         ranks = [rank for group in microbatch.groups for rank in group.ranks]
         outside = [rank for rank in ranks if not 0 <= rank < plan.num_ranks]
@@ -59,17 +71,19 @@ def _check_groups(plan: BatchPlan) -> None:
                 f"microbatch {number}: groups name ranks {ranks}, must name each of [0, {plan.num_ranks}) at most "
                 "once; plan again"
             )
+        sliced = {each.sequence for each in microbatch.slices}
         for index, group in enumerate(microbatch.groups):
             where = f"microbatch {number} group {index}"
             if not group.ranks:
                 raise ValueError(f"{where}: ranks is empty, must name at least one rank; drop the group")
             for sequence in group.sequences:
-                if sequence in group_of:
+                before, place = group_of.get(sequence, (None, ""))
+                if place and (before == number or sequence not in sliced):
                     raise ValueError(
-                        f"{where}: sequences names {sequence}, which {group_of[sequence]} names too; each sequence "
-                        "belongs to one group, once"
+                        f"{where}: sequences names {sequence}, which {place} names too; each sequence "
+                        "belongs to one group, once, unless it is cut into slices"
                     )
-                group_of[sequence] = where
+                group_of[sequence] = number, where
 
 
 def _check_group_seconds(microbatch: MicrobatchPlan, number: int) -> None:
@@ -90,11 +104,10 @@ def _check_group_seconds(microbatch: MicrobatchPlan, number: int) -> None:
 
 
 def _check_seconds(plan: BatchPlan) -> None:
-    total_s = sum(microbatch.predicted_s for microbatch in plan.microbatches)
+    what = "pipelines" if plan.pipelines else "microbatches"
+    total_s = sum(each.predicted_s for each in plan.pipelines or plan.microbatches)
     if not math.isclose(plan.predicted_s, total_s, rel_tol=SUM_TOLERANCE):
-        raise ValueError(
-            f"plan.predicted_s is {plan.predicted_s}, must be the sum over microbatches, {total_s}; plan again"
-        )
+        raise ValueError(f"plan.predicted_s is {plan.predicted_s}, must be the sum over {what}, {total_s}; plan again")
     if not 0 <= plan.lower_bound_s <= plan.predicted_s * (1 + ROUNDING):
         raise ValueError(
             f"plan.lower_bound_s is {plan.lower_bound_s}, must be in [0, predicted_s], {plan.predicted_s}; "

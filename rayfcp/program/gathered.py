@@ -6,23 +6,27 @@ from dataclasses import replace
 from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Load, Message, Piece
 from rayfcp.program.replay import Held
+from rayfcp.program.tokens import Tokens
 
 Part = tuple[AttentionProgram | HeadProgram, Load]
 
-_NOTHING: Held = (AttentionProgram(num_tokens=0, forward=(), backward=()), ())
+Past = tuple[Sequence[Part], Sequence[Held]]
+"""The parts of all ranks of a microbatch, and what `first_heads` made of them."""
+
+_NOTHING: Held = (AttentionProgram(num_tokens=0, forward=(), backward=()), {0: Tokens.of(())})
 
 
-def first_heads(parts: Sequence[Part]) -> list[Held]:
+def first_heads(parts: Sequence[Part], *, earlier: Sequence[Past] = ()) -> list[Held]:
     """What each rank of one microbatch attends to with the first share of the heads (all of them where heads are not
-    shared out), and its slot 0; nothing on ranks of other shares. `parts[r]` is rank r's.
+    shared out), and what lies in its slots at first; nothing on ranks of other shares. `parts[r]` is rank r's.
 
     Each of d ranks of a group computes for 1/d of the heads. Ranks of one group run the same attention, and messages go
-    between equal shares of equally many; so every share does what the first one does, and cells of all heads are
-    computed once if and only if those of the first share are.
+    between equal shares of equally many, and context comes from the same group; so every share does what the first one
+    does, and cells of all heads are computed once if and only if those of the first share are.
 
     Raises:
-        ValueError: ranks of a group disagree on its ranks, tokens or attention; or a message goes to a rank of other
-            heads.
+        ValueError: ranks of a group disagree on its ranks, tokens or attention; a message goes to a rank of other
+            heads; or context is of a microbatch in which the rank had other heads.
     """
     for rank, (program, _) in enumerate(parts):
         for message in _messages(program):
@@ -33,14 +37,36 @@ def first_heads(parts: Sequence[Part]) -> list[Held]:
                 )
         if isinstance(program, HeadProgram):
             _check_agreement(parts, program, rank=rank)
-    return [_held(parts, rank) if _share(parts, rank)[1] == 0 else _NOTHING for rank in range(len(parts))]
+        for slot in program.inner.context:
+            _check_group(parts, earlier[slot.microbatch][0], rank=rank, microbatch=slot.microbatch)
+    return [
+        _held(parts, rank, earlier=earlier) if _share(parts, rank)[1] == 0 else _NOTHING for rank in range(len(parts))
+    ]
 
 
-def _held(parts: Sequence[Part], rank: int) -> Held:
+def _held(parts: Sequence[Part], rank: int, *, earlier: Sequence[Past]) -> Held:
+    program = parts[rank][0].inner
+    slots = {0: Tokens.of(piece for peer in _group(parts, rank) for piece in _pieces(parts, peer))}
+    for slot in program.context:
+        if slot.slot in slots:
+            raise ValueError(f"rank {rank}: slot {slot.slot} is full from the start twice; lower the plan again")
+        slots[slot.slot] = earlier[slot.microbatch][1][rank][1][0].cut((slot.span,))
+    return program, slots
+
+
+def _group(parts: Sequence[Part], rank: int) -> tuple[int, ...]:
+    """The ranks that share out heads with a rank, itself included."""
     program = parts[rank][0]
-    if not isinstance(program, HeadProgram):
-        return program, _pieces(parts, rank)
-    return program.attention, tuple(piece for peer in program.ranks for piece in _pieces(parts, peer))
+    return program.ranks if isinstance(program, HeadProgram) else (rank,)
+
+
+def _check_group(parts: Sequence[Part], then: Sequence[Part], *, rank: int, microbatch: int) -> None:
+    now, before = _group(parts, rank), _group(then, rank)
+    if now != before:
+        raise ValueError(
+            f"rank {rank}: context of microbatch {microbatch} was shared out by heads over ranks {before}, must be "
+            f"over {now} as here; keep a sequence's slices in groups of the same ranks and primitive"
+        )
 
 
 def _pieces(parts: Sequence[Part], rank: int) -> tuple[Piece, ...]:

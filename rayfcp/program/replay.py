@@ -2,16 +2,17 @@
 computed, and which partial gradients reach whom."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload, Piece
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload
 from rayfcp.program.table import Attends, Column
 from rayfcp.program.tokens import Tokens, cells_of
 
-Held = tuple[AttentionProgram, tuple[Piece, ...]]
-"""A rank's attention, and what lies in its slot 0."""
+Held = tuple[AttentionProgram, Mapping[int, Tokens]]
+"""A rank's attention, and what lies in its slots at first: its own tokens in slot 0, in others what earlier
+microbatches left."""
 PartialKey = tuple[int, int, int]
 """(rank, round, slot): names what the attends of a round add to the dK, dV of a slot."""
 
@@ -26,7 +27,8 @@ class Replay:
 
     def __init__(self, held: Sequence[Held], *, backward: bool) -> None:
         self._rounds = [program.backward if backward else program.forward for program, _ in held]
-        self._slots = [{0: Tokens.of(pieces)} for _, pieces in held]
+        self._homes = [frozenset(slots) for _, slots in held]
+        self._slots = [dict(slots) for _, slots in held]
         self._partials: list[dict[int, Counter[PartialKey]]] = [defaultdict(Counter) for _ in held]
         self.partials: list[PartialKey] = []
         self._cells: list[Column] = []
@@ -38,15 +40,21 @@ class Replay:
         return np.concatenate(self._cells) if self._cells else np.empty((0, 6), np.int64)
 
     def partials_at_home(self) -> Counter[PartialKey]:
-        """How often each of `partials` is contained in its owner's slot 0 at the end."""
+        """How often each of `partials` is contained in a slot of its owner's that was full at first, at the end."""
         home: Counter[PartialKey] = Counter()
-        for slots in self._partials:
-            home.update(slots[0])
+        for slots, homes in zip(self._partials, self._homes, strict=True):
+            for slot in homes & slots.keys():
+                home.update(slots[slot])
         return home
 
     def lost_partials(self) -> int:
         """Partials that ended elsewhere."""
-        return sum(sum(count.values()) for slots in self._partials for slot, count in slots.items() if slot)
+        return sum(
+            sum(count.values())
+            for slots, homes in zip(self._partials, self._homes, strict=True)
+            for slot, count in slots.items()
+            if slot not in homes
+        )
 
     def _step(self, index: int) -> None:
         rounds = [each[index] if index < len(each) else AttentionRound() for each in self._rounds]

@@ -5,34 +5,39 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rayfcp.plan import lay_out
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.layout import layouts_of
 from rayfcp.program.buffers import check_buffers, check_pacing
 from rayfcp.program.cells import check_cells
 from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
-from rayfcp.program.gathered import Part, first_heads
+from rayfcp.program.gathered import Part, Past, first_heads
 from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import Forward, Load, Piece, RankProgram
 from rayfcp.program.lower import ALL_PRIMITIVES, lower
+from rayfcp.program.memory import check_memory
 from rayfcp.program.replay import Replay
 from rayfcp.program.table import Column
 from rayfcp.values import BatchPlan, ClusterSpec, Layout, SequenceSpec
 
 
-def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:
+def check_plan(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel | None = None
+) -> None:
     """Prove a plan.
 
     Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
     holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
     pacing has buffers; no rank can deadlock; blocks lie in the
-    groups that list their sequences; predicted seconds add up and the lower bound does not exceed them.
+    groups that list their sequences; predicted seconds add up and the lower bound does not exceed them. With
+    `cost`, what a plan of pipelines was made with: no device of any stage holds more bytes than it has room for.
 
     Raises:
         ValueError: what fails, where, with the value and its bound.
     """
     check_claims(plan, sequences, cluster=cluster)
-    layouts = [lay_out(microbatch, sequences) for microbatch in plan.microbatches]
+    layouts = layouts_of(plan, sequences)
     for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
         check_pacing(layout, number=number)
         check_members(layout, microbatch, number=number)
@@ -41,18 +46,21 @@ def check_plan(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: C
     programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
     check_programs(programs, sequences)
     check_buffers(programs, [layout.pacing for layout in layouts])
+    if plan.pipelines and cost is not None and cost.pipeline is not None:
+        check_memory(programs, cost=cost)
 
 
 def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Prove the programs of all ranks, however they were made.
+    """Prove the programs of all ranks and stages, however they were made.
 
     Raises:
         ValueError: instructions, tokens, cells or gradients are missing, double or out of order, or a rank
             would wait for ever.
     """
     check_progress(programs)
-    _check_tokens(programs, sequences)
-    _check_attention(programs, sequences)
+    of_stage = programs[: programs[0].num_ranks]  # all stages load and attend alike
+    _check_tokens(of_stage, sequences)
+    _check_attention(of_stage, sequences)
 
 
 def _check_matchings(layout: Layout, number: int) -> None:
@@ -100,10 +108,16 @@ def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceS
 
 
 def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Each cell once in each direction; each partial dK, dV home once; forward and backward agree."""
+    """Each cell once in each direction; each partial dK, dV home once; forward and backward agree.
+
+    Cells of slices of a sequence add up to those of its mask over microbatches. The partial of a context goes home to
+    the slot from which it is added to the earlier microbatch's, whose backward pass is still to come (`check_reuse`).
+    """
     computed: dict[bool, list[Column]] = {False: [], True: []}
+    earlier: list[Past] = []
     for parts in _microbatches(programs):
-        held = first_heads(parts)
+        held = first_heads(parts, earlier=earlier)
+        earlier.append((parts, held))
         for backward in (False, True):
             replay = Replay(held, backward=backward)
             cells = replay.cells()
