@@ -33,8 +33,8 @@ def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     _check_groups(plan)
     for number, microbatch in enumerate(plan.microbatches):
         _check_group_seconds(microbatch, number)
-    check_slices(plan, sequences)
     check_pipelines(plan, cluster=cluster)
+    check_slices(plan, sequences)
     _check_seconds(plan)
 
 

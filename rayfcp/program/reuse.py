@@ -1,33 +1,56 @@
 """That keys and values which a microbatch keeps for later ones are there while these read them, and no longer."""
 
+from collections.abc import Collection
+
 from rayfcp.program.instructions import Backward, Forward, Free, Range, RankProgram
 
 
 def check_reuse(program: RankProgram) -> None:
-    """A context is of an earlier microbatch that keeps it, and the backward pass of every reader comes before that
-    microbatch's own: only then are its gradients whole. `check_order` found each pass once.
+    """A context is of an earlier microbatch, which keeps just what later ones read; and the backward pass of every
+    reader comes before that microbatch's own: only then are its gradients whole. `check_order` found each pass once.
 
     Raises:
         ValueError: names the rank and the microbatch.
     """
-    kept = _kept(program)
     backward = [item.microbatch for item in program.instructions if isinstance(item, Backward)]
     turn = {number: at for at, number in enumerate(backward)}
+    read: dict[int, set[Range]] = {number: set() for number in turn}
     for item in program.instructions:
         for slot in item.attention.inner.context if isinstance(item, Forward) else ():
             where = f"{program.place}, microbatch {item.microbatch}: slot {slot.slot} is context of {slot.microbatch}"
-            start, stop = slot.span
-            if not 0 <= slot.microbatch < item.microbatch:
-                raise ValueError(f"{where}, must be of an earlier microbatch; lower the plan again")
-            if not any(first <= start < stop <= last for first, last in kept[slot.microbatch]):
+            if not 0 <= slot.microbatch < item.microbatch or slot.num_tokens < 1:
                 raise ValueError(
-                    f"{where}, tokens [{start}, {stop}), which keeps {list(kept[slot.microbatch])}; keep what is read"
+                    f"{where}, tokens {slot.span}; must be at least one token of an earlier microbatch; lower the plan "
+                    "again"
                 )
             if turn[slot.microbatch] < turn[item.microbatch]:
                 raise ValueError(
                     f"{where}, whose Backward comes before this one's, must come after it: otherwise it lacks the "
                     "gradients of its keys and values; reverse them"
                 )
+            read[slot.microbatch].add(slot.span)
+    for number, kept in _kept(program).items():
+        due = _union(read[number])
+        if kept != due:
+            raise ValueError(
+                f"{program.place}, microbatch {number}: kept is {kept}, must be what later microbatches read of it, "
+                f"{due}; lower the plan again"
+            )
+
+
+def _union(ranges: Collection[Range]) -> tuple[Range, ...]:
+    """Ascending ranges that hold what these hold.
+
+    >>> _union({(4, 6), (0, 3), (2, 4), (8, 9)})
+    ((0, 6), (8, 9))
+    """
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 def check_frees(program: RankProgram) -> None:

@@ -24,7 +24,7 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
-from tests.program.mutations import mutate
+from tests.program.random_changes import mutate
 
 SHORT_SEARCH = PlanConfig(search_moves=1000)
 """What is tested here is what becomes of plans, good or not."""

@@ -1,17 +1,14 @@
 """Everything that can be wrong with a plan or with programs, as functions that make it wrong."""
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rayfcp.program import (
-    AttentionProgram,
     AttentionRound,
     Backward,
     Forward,
-    HeadProgram,
     Instruction,
     Load,
     Message,
@@ -184,8 +181,8 @@ PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
         Backward, lambda item: replace(item, reduce=item.microbatch == 0)
     ),
     "microbatches that count from 1": _each(object, lambda item: replace(item, microbatch=item.microbatch + 1)),
-    "a token too many": _each(Forward, lambda item: _with_num_tokens(item, item.attention.num_tokens + 1)),
-    "a token too few": _each(Forward, lambda item: _with_num_tokens(item, item.attention.num_tokens - 1)),
+    "a token too many": _each(Forward, lambda item: with_num_tokens(item, item.attention.num_tokens + 1)),
+    "a token too few": _each(Forward, lambda item: with_num_tokens(item, item.attention.num_tokens - 1)),
     "fewer than no recomputed layers": _each(Forward, lambda item: replace(item, recomputed_layers=-1)),
     "ranks in another order": lambda programs: [programs[1], programs[0], *programs[2:]],
     "a rank too few": lambda programs: programs[:-1],
@@ -196,7 +193,7 @@ PROGRAM_MUTATIONS: dict[str, Callable[[Programs], Programs]] = {
 }
 
 
-def _with_num_tokens(item: Forward, num_tokens: int) -> Forward:
+def with_num_tokens(item: Forward, num_tokens: int) -> Forward:
     return replace(item, attention=replace(item.attention, num_tokens=num_tokens))
 
 
@@ -209,84 +206,3 @@ def _with_own_message(program: RankProgram) -> RankProgram:
     step = AttentionRound(sends=(sent,), receives=(replace(sent, slot=1000),))
     attention = replace(forward.attention, forward=(*forward.attention.forward, step))
     return replace(program, instructions=(load, replace(forward, attention=attention), *rest))
-
-
-def mutate(program: RankProgram, rng: random.Random) -> RankProgram:
-    """One thing of one rank's program changed; sometimes nothing."""
-    items = program.instructions
-    kind = rng.choice(["label", "dropped", "doubled", "moved", "field", "content", "content", "content"])
-    if kind == "content":
-        return _with_content(program, rng)
-    if kind == "label":
-        field = rng.choice(["rank", "num_ranks", "stage", "num_stages"])
-        return replace(program, **{field: getattr(program, field) + rng.choice([-1, 1])})
-    at = rng.randrange(len(items))
-    if kind == "field":
-        return replace(program, instructions=(*items[:at], _with_field(items[at], rng), *items[at + 1 :]))
-    if kind == "moved":
-        start = at - at % 3  # Load, Forward, Backward of one microbatch
-        three = rng.sample(items[start : start + 3], 3)
-        return replace(program, instructions=(*items[:start], *three, *items[start + 3 :]))
-    kept = 0 if kind == "dropped" else 2
-    return replace(program, instructions=items[:at] + items[at : at + 1] * kept + items[at + 1 :])
-
-
-def _with_field(item: Instruction, rng: random.Random) -> Instruction:
-    by = rng.choice([-1, 1])
-    if isinstance(item, Forward):
-        changed = [_with_num_tokens(item, item.attention.num_tokens + by)]
-        changed.append(replace(item, recomputed_layers=item.recomputed_layers + by))
-        return rng.choice(changed)
-    return replace(item, microbatch=item.microbatch + by)
-
-
-def _with_content(program: RankProgram, rng: random.Random) -> RankProgram:
-    index = rng.randrange(len(program.instructions))
-    items = list(program.instructions)
-    item = items[index]
-    if isinstance(item, Load):
-        items[index] = replace(item, pieces=_changed(item.pieces, rng))
-    elif isinstance(item, Forward) and isinstance(item.attention, HeadProgram):
-        field = rng.choice(["ranks", "tokens", "attention", "attention"])
-        value = getattr(item.attention, field)
-        value = _with_rounds(value, rng) if field == "attention" else _changed(value, rng)
-        items[index] = replace(item, attention=replace(item.attention, **{field: value}))
-    elif isinstance(item, Forward):
-        items[index] = replace(item, attention=_with_rounds(item.attention, rng))
-    else:
-        items[index] = replace(item, reduce=not item.reduce)
-    return replace(program, instructions=tuple(items))
-
-
-def _with_rounds(attention: AttentionProgram, rng: random.Random) -> AttentionProgram:
-    direction = rng.choice(["forward", "backward"])
-    rounds = list(getattr(attention, direction))
-    number = rng.randrange(len(rounds))
-    field = rng.choice(["sends", "receives", "attends"])
-    rounds[number] = replace(rounds[number], **{field: _changed(tuple(getattr(rounds[number], field)), rng)})
-    return replace(attention, **{direction: tuple(rounds)})
-
-
-def _changed(values: tuple, rng: random.Random) -> tuple:
-    """One element dropped, doubled or altered."""
-    if not values:
-        return values
-    at = rng.randrange(len(values))
-    kind = rng.choice(["drop", "double", "alter"])
-    if kind == "drop":
-        return values[:at] + values[at + 1 :]
-    if kind == "double":
-        return values[: at + 1] + values[at:]
-    return (*values[:at], _altered(values[at], rng), *values[at + 1 :])
-
-
-def _altered(value: Any, rng: random.Random) -> object:
-    if isinstance(value, int):
-        return value + rng.choice([-1, 1])
-    if hasattr(value, "ranges"):
-        start, stop = value.ranges[-1]
-        return rng.choice([replace(value, peer=value.peer + 1), replace(value, ranges=((start, stop + 1),))])
-    if hasattr(value, "query"):
-        start, stop = value.query
-        return rng.choice([replace(value, query=(start, stop + 1)), replace(value, causal=not value.causal)])
-    return replace(value, start=value.start + 1)

@@ -27,7 +27,8 @@ from rayfcp.program import (
 )
 from rayfcp.values import BatchPlan, Group, Primitive, Round, SequenceSpec, Transfer
 from tests.program.helpers import heads_of, one_group, random_plan, with_primitives
-from tests.program.mutations import explicit, mutate
+from tests.program.mutations import explicit
+from tests.program.random_changes import mutate
 
 Programs = Sequence[RankProgram]
 

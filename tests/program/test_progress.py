@@ -248,7 +248,7 @@ def test_context_that_is_not_kept_is_refused(primitive: Primitive) -> None:
         replace(each, instructions=tuple(_forgetful(item) for item in each.instructions))
         for each in lower(plan, sequences)
     ]
-    with pytest.raises(ValueError, match="keep what is read"):
+    with pytest.raises(ValueError, match="must be what later microbatches read of it"):
         check_progress(programs)
 
 

@@ -1,0 +1,216 @@
+"""Slices over microbatches: sound plans pass, counted cell by cell, and changed plans and programs do not."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.program import Forward, HeadProgram, Load, Payload, RankProgram, check_plan, check_programs, lower
+from rayfcp.values import BatchPlan, ClusterSpec, Mask, PipelinePlan, Primitive, Slice
+from tests.program.helpers import assert_one_change_is_found
+from tests.program.pipelines import actions, random_pipelines, split_split_hybrid
+from tests.program.test_layouts import Token, due
+
+Slots = dict[int, list[Token]]
+
+
+def cluster_of(plan: BatchPlan, **changes: object) -> ClusterSpec:
+    given = {"num_ranks": plan.num_ranks, "num_stages": plan.num_stages, "max_tokens_per_rank": 10**6, **changes}
+    return ClusterSpec(**given)  # type: ignore[arg-type]
+
+
+def counted(programs: Sequence[RankProgram]) -> Counter[tuple[Token, Token]]:
+    """How often each (query, key) pair of tokens is computed forward with the first share of the heads."""
+    found: Counter[tuple[Token, Token]] = Counter()
+    past: list[list[Slots]] = []
+    loads = [[item for item in each.instructions if isinstance(item, Load)] for each in programs]
+    passes = [[item for item in each.instructions if isinstance(item, Forward)] for each in programs]
+    for number in range(len(loads[0])):
+        parts = [each[number].attention for each in passes]
+        groups = [part.ranks if isinstance(part, HeadProgram) else (rank,) for rank, part in enumerate(parts)]
+        own = [
+            [(piece.sequence, at) for piece in each[number].pieces for at in range(piece.start, piece.stop)]
+            or [(-1 - rank, 0)]
+            for rank, each in enumerate(loads)
+        ]
+        past.append([{0: [token for rank in group for token in own[rank]]} for group in groups])
+        for rank, part in enumerate(parts):
+            for slot in part.inner.context:
+                past[-1][rank][slot.slot] = past[slot.microbatch][rank][0][slice(*slot.span)]
+        firsts = [rank for rank, group in enumerate(groups) if group[0] == rank]
+        for index in range(max(len(part.inner.forward) for part in parts)):
+            _step(parts, index, ranks=firsts, slots=past[-1], found=found)
+    return Counter({cell: times for cell, times in found.items() if cell[0][0] >= 0})
+
+
+def _step(
+    parts: Sequence, index: int, *, ranks: Sequence[int], slots: list[Slots], found: Counter[tuple[Token, Token]]
+) -> None:
+    steps = {rank: parts[rank].inner.forward[index] for rank in ranks if index < len(parts[rank].inner.forward)}
+    brought = []
+    for rank, step in steps.items():
+        for attend in step.attends:
+            queries, keys = slots[rank][0][slice(*attend.query)], slots[rank][attend.slot][slice(*attend.key)]
+            pairs = ((i, j) for i in range(len(queries)) for j in range(len(keys)) if j <= i or not attend.causal)
+            found.update((queries[i], keys[j]) for i, j in pairs)
+        expected = {each: iter(parts[each].inner.forward[index].receives) for each in {m.peer for m in step.sends}}
+        for sent in step.sends:
+            assert sent.payload is Payload.KV
+            received = next(each for each in expected[sent.peer] if each.peer == rank)
+            tokens = [token for span in sent.ranges for token in slots[rank][sent.slot][slice(*span)]]
+            brought.append((sent.peer, received.slot, tokens))
+    for target, slot, tokens in brought:
+        slots[target][slot] = tokens
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 6))
+def test_random_slices_pass_counted_one_by_one(seed: int, num_stages: int, num_ranks: int) -> None:
+    plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
+    check_plan(plan, sequences, cluster=cluster_of(plan))
+    members = {sequence for each in plan.microbatches for group in each.groups for sequence in group.sequences}
+    assert counted(lower(plan, sequences)[:num_ranks]) == due(sequences, members)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_one_thing_changed_is_found(seed: int) -> None:
+    """Any label, instruction, hand-over, context, message, attend or piece, on any rank of any stage."""
+    plan, sequences = random_pipelines(seed % 60, num_stages=2, num_ranks=3)
+    assert_one_change_is_found(lower(plan, sequences), sequences, seed=seed)
+
+
+PlanChange = Callable[[BatchPlan], BatchPlan]
+
+
+def cut(number: int, *slices: Slice) -> PlanChange:
+    """The slices of a microbatch."""
+    return lambda plan: replace(
+        plan,
+        microbatches=tuple(
+            replace(each, slices=slices) if at == number else each for at, each in enumerate(plan.microbatches)
+        ),
+    )
+
+
+def group(number: int, **changes: object) -> PlanChange:
+    """The only group of a microbatch."""
+    return lambda plan: replace(
+        plan,
+        microbatches=tuple(
+            replace(each, groups=(replace(each.groups[0], **changes),)) if at == number else each  # type: ignore[arg-type]
+            for at, each in enumerate(plan.microbatches)
+        ),
+    )
+
+
+def only(**changes: object) -> PlanChange:
+    """The only pipeline."""
+    return lambda plan: replace(plan, pipelines=(replace(plan.pipelines[0], **changes),))  # type: ignore[arg-type]
+
+
+def two(plan: BatchPlan) -> BatchPlan:
+    """The last microbatch in a pipeline of its own."""
+    first, last = actions("F0 F1 B1 B0"), actions("F2 B2")
+    return replace(
+        plan,
+        pipelines=(
+            PipelinePlan(start=0, stop=2, actions=(first,) * 2, recomputed_layers=((0, 0),) * 2, predicted_s=2.0),
+            PipelinePlan(start=2, stop=3, actions=(last,) * 2, recomputed_layers=((0,),) * 2, predicted_s=1.0),
+        ),
+    )
+
+
+PLAN_CHANGES: dict[str, tuple[PlanChange, str]] = {
+    "a slice lost": (cut(1), "names 0, which"),
+    "a slice too short": (cut(1, Slice(sequence=0, start=8, stop=13)), r"slice \[14, 17\) .* where token 13 is due"),
+    "a slice too long": (cut(2, Slice(sequence=0, start=14, stop=18)), "slices hold 18 of 17"),
+    "a slice twice in a microbatch": (
+        cut(1, Slice(sequence=0, start=8, stop=11), Slice(sequence=0, start=11, stop=14)),
+        "one a microbatch",
+    ),
+    "an empty slice": (cut(1, Slice(sequence=0, start=8, stop=8)), "where token 8 is due"),
+    "slices that change places": (
+        lambda plan: cut(0, *plan.microbatches[1].slices)(cut(1, *plan.microbatches[0].slices)(plan)),
+        "where token 0 is due",
+    ),
+    "a slice of a sequence of no group": (cut(0, Slice(sequence=1, start=0, stop=8)), "which no group of it lists"),
+    "a slice of a sequence that is not there": (
+        lambda plan: group(0, sequences=(7,))(cut(0, Slice(sequence=7, start=0, stop=8))(plan)),
+        "the batch does not have",
+    ),
+    "a slice on other ranks": (group(1, ranks=(0,)), "keys and values stay there"),
+    "a slice on ranks in another order": (group(1, ranks=(1, 0)), "keys and values stay there"),
+    "a slice with another primitive": (
+        lambda plan: group(
+            1, primitive=next(p for p in Primitive if p is not plan.microbatches[1].groups[0].primitive)
+        )(plan),
+        "keys and values stay there",
+    ),
+    "a slice in another pipeline": (two, "must be in the same"),
+    "stages without pipelines": (lambda plan: replace(plan, pipelines=()), "of 1 stages, the cluster has 2"),
+    "a pipeline that begins later": (only(start=1), r"must begin at 0"),
+    "a microbatch of no pipeline": (
+        lambda plan: replace(plan, pipelines=two(plan).pipelines[:1]),
+        "pipelines hold 2 microbatches, must hold all 3",
+    ),
+    "a stage without actions": (
+        only(actions=(actions("F0 F1 F2 B2 B1 B0"),)),
+        "actions has 1 stages|stages, the cluster",
+    ),
+    "a forward pass lost": (only(actions=(actions("F0 F1 B2 B1 B0"),) * 2), "once forward"),
+    "forward passes out of order": (only(actions=(actions("F1 F0 F2 B2 B1 B0"),) * 2), "ascending"),
+    "a backward pass twice": (only(actions=(actions("F0 F1 F2 B2 B1 B0 B0"),) * 2), "once backward"),
+    "a backward pass before its forward": (only(actions=(actions("F0 F1 B2 F2 B1 B0"),) * 2), "B2 comes before F2"),
+    "stages that disagree on backward": (
+        only(actions=(actions("F0 F1 F2 B2 B1 B0"), actions("F0 F1 F2 B1 B2 B0"))),
+        "in the order of stage 0",
+    ),
+    "a slice before the one that reads it": (only(actions=(actions("F0 F1 F2 B1 B2 B0"),) * 2), "lacks the gradients"),
+    "recomputed layers of too few microbatches": (only(recomputed_layers=((0, 0),) * 2), "one for each of its 3"),
+    "recomputed layers of one stage": (only(recomputed_layers=((0, 0, 0),)), "recomputed_layers has 1 stages"),
+    "more recomputed layers than there are": (only(recomputed_layers=((0, 0, 0), (0, 9, 0))), r"in \[0, 2\]"),
+    "recomputed layers of the whole plan": (lambda plan: replace(plan, recomputed_layers=1), "must be 0 beside"),
+    "a pipeline in no time": (only(predicted_s=0.0), "above 0"),
+    "a prediction that is not the pipelines'": (only(predicted_s=4.0), "must be the sum over pipelines, 4"),
+}
+
+
+@pytest.mark.parametrize("primitive", Primitive)
+@pytest.mark.parametrize("name", PLAN_CHANGES)
+def test_changed_plans_are_refused(name: str, primitive: Primitive) -> None:
+    plan, sequences = split_split_hybrid(primitive)
+    cluster = cluster_of(plan, layers_of_stage=(2, 2))
+    check_plan(plan, sequences, cluster=cluster)
+    change, named = PLAN_CHANGES[name]
+    with pytest.raises(ValueError, match=named):
+        check_plan(change(plan), sequences, cluster=cluster)
+
+
+def test_slices_without_pipelines_are_refused() -> None:
+    plan, sequences = split_split_hybrid(Primitive.RING, num_stages=1)
+    check_plan(plan, sequences, cluster=cluster_of(plan))
+    with pytest.raises(ValueError, match="must be in the same, for it runs backward after the others"):
+        check_plan(replace(plan, pipelines=()), sequences, cluster=cluster_of(plan))
+
+
+def test_full_masks_are_not_cut() -> None:
+    plan, sequences = split_split_hybrid(Primitive.RING)
+    with pytest.raises(ValueError, match="must be causal for slices"):
+        check_plan(plan, [replace(sequences[0], mask=Mask.FULL), *sequences[1:]], cluster=cluster_of(plan))
+
+
+def test_pipelines_of_other_stages_than_the_clusters_are_refused() -> None:
+    plan, sequences = split_split_hybrid(Primitive.RING)
+    with pytest.raises(ValueError, match="pipelines of 2 stages, the cluster has 3"):
+        check_plan(plan, sequences, cluster=cluster_of(plan, num_stages=3))
+
+
+def test_context_with_other_heads_is_refused() -> None:
+    """In ranks (1, 0) rank 0 has the second share of the heads, in (0, 1) the first."""
+    plan, sequences = split_split_hybrid(Primitive.ULYSSES)
+    with pytest.raises(ValueError, match="keep a sequence's slices in groups of the same ranks"):
+        check_programs(lower(group(0, ranks=(1, 0))(plan), sequences), sequences)
