@@ -25,10 +25,23 @@ class TokenSource(Protocol):
 
 
 class TrainableModel(Protocol):
-    """A causal language model, sharded or whole."""
+    """A causal language model, or one stage of it, sharded or whole."""
 
-    def loss_sum(self, tokens: Tensor, *, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
-        """Sum of the cross entropies of all targets that are not -100; tokens, positions, targets `[tokens]`."""
+    def run(
+        self,
+        inputs: Tensor,
+        *,
+        positions: Tensor,
+        targets: Tensor | None,
+        attention: AttentionContext,
+        keep_logits: bool = True,
+    ) -> Tensor:
+        """The last stage: sum of the cross entropies of all targets that are not -100. Others, which need no targets:
+        activations `[tokens, hidden]` for the next one.
+
+        `inputs`: token ids on the first stage, then what the stage before gave; positions and targets `[tokens]`.
+        `keep_logits`: backward comes next, so that logits may be kept for it.
+        """
         ...
 
     def set_reduce(self, reduce: bool) -> None:
@@ -38,8 +51,9 @@ class TrainableModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What one rank did in one global batch. `loss_sum`: of its own tokens. `wait_s`: for messages.
-    `gather_s[m]`: what the interpreter's `waited` grew by in microbatch m."""
+    """What one rank did on one stage in one global batch. `loss_sum`: of its own tokens, 0 before the last stage.
+    `wait_s`: for messages, those of other stages included. `gather_s[m]`: what the interpreter's `waited` grew by in
+    microbatch m. `context_peak_bytes`: the most that microbatches kept for later ones beside what autograd holds."""
 
     loss_sum: float
     spans: tuple[Span, ...]
@@ -47,3 +61,4 @@ class Execution:
     num_cells: float
     wait_s: float
     gather_s: tuple[float, ...] = ()
+    context_peak_bytes: int = 0

@@ -5,20 +5,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from rayfcp.execute.attention import AttentionContext
-from rayfcp.execute.interfaces import IGNORED, Execution, TokenSource, TrainableModel
+from rayfcp.execute.context import ContextStore
+from rayfcp.execute.interfaces import Execution, TokenSource, TrainableModel
 from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.passes import Passes
+from rayfcp.execute.pipes import Pipes
 from rayfcp.execute.schedule import make_ready
 from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Transport
-from rayfcp.program import Forward, Load, RankProgram
+from rayfcp.program import Backward, Forward, Free, Instruction, Load, RankProgram, Receive, Send
 from rayfcp.values import Span, SpanKind
-
-PADDING_TOKEN = 0
 
 
 class Interpreter:
@@ -26,7 +25,7 @@ class Interpreter:
 
     Losses are multiplied by `loss_scale` (one over the global batch's number of targets) before they
     are differentiated, so that gradients, summed over ranks, are those of the mean loss. `waited` tells the
-    seconds that the model has waited for other ranks so far.
+    seconds that the model has waited for other ranks so far. `pipes` lead to the other stages, if there are any.
     """
 
     def __init__(
@@ -35,74 +34,81 @@ class Interpreter:
         transport: Transport,
         kernel: AttentionKernel,
         model: TrainableModel,
+        pipes: Pipes | None = None,
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.time,
         waited: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._transport, self._kernel, self._model = transport, kernel, model
+        self._transport, self._kernel, self._model, self._pipes = transport, kernel, model, pipes
         self._device, self._clock, self._waited = torch.device(device), clock, waited
 
     def run(self, program: RankProgram, tokens: TokenSource, *, loss_scale: float = 1.0) -> Execution:
         """Run all instructions in order; parameters' gradients are added to what they hold.
 
         Raises:
-            ValueError: the program is another rank's.
+            ValueError: the program is another rank's or stage's.
         """
-        if program.rank != self._transport.rank:
-            raise ValueError(f"program is for rank {program.rank}, this is rank {self._transport.rank}; send it there")
-        run = _Run(program, self._clock, waited=self._waited)
-        inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        losses: dict[int, Tensor] = {}
-        traffic = Traffic()
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for item in program.instructions:
-            if isinstance(item, Load):
-                with run.span(SpanKind.LOAD, item.microbatch):
-                    inputs[item.microbatch] = self._load(item, tokens)
-            elif isinstance(item, Forward):
-                with run.span(SpanKind.FORWARD, item.microbatch):
-                    ids, positions, targets = inputs.pop(item.microbatch)
-                    context = self._context(item, traffic)
-                    loss = self._model.loss_sum(ids, positions=positions, targets=targets, attention=context)
-                    total += loss.detach()
-                    losses[item.microbatch] = loss * loss_scale
-            else:
-                with run.span(SpanKind.BACKWARD, item.microbatch):
-                    self._model.set_reduce(item.reduce)
-                    losses.pop(item.microbatch).backward()
+        self._check(program)
+        record, store = _Record(program, self._clock, waited=self._waited), ContextStore()
+        passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
+        for at, item in enumerate(program.instructions):
+            with record.span(item):
+                match item:
+                    case Load():
+                        passes.load(item, tokens)
+                    case Receive():
+                        passes.receive(item)
+                    case Forward():
+                        keep_logits = _is_followed_by_backward(program, at)
+                        passes.forward(item, self._context(item, passes.traffic, store), keep_logits=keep_logits)
+                    case Send():
+                        passes.send(item)
+                    case Backward():
+                        passes.backward(item)
+                    case Free():
+                        store.free(item.microbatch)
+        if self._pipes:
+            self._pipes.finish()
+        traffic = passes.traffic
         return Execution(
-            loss_sum=float(total),
-            spans=tuple(run.spans),
+            loss_sum=float(passes.loss_sum),
+            spans=tuple(record.spans),
             bytes_sent=traffic.bytes_sent,
             num_cells=traffic.cells,
             wait_s=traffic.wait_s,
-            gather_s=tuple(run.waited_s[each] for each in sorted(run.waited_s)),
+            gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
+            context_peak_bytes=store.peak_bytes,
         )
 
-    def _context(self, item: Forward, traffic: Traffic) -> AttentionContext:
+    def _check(self, program: RankProgram) -> None:
+        if program.rank != self._transport.rank:
+            raise ValueError(f"program is for rank {program.rank}, this is rank {self._transport.rank}; send it there")
+        stage = self._pipes.stage if self._pipes else 0
+        if program.stage != stage or (program.num_stages > 1) != (self._pipes is not None):
+            raise ValueError(
+                f"program is for stage {program.stage} of {program.num_stages}, this is stage {stage} "
+                f"{'with' if self._pipes else 'without'} others; send it there"
+            )
+
+    def _context(self, item: Forward, traffic: Traffic, store: ContextStore) -> AttentionContext:
         return AttentionContext(
             program=make_ready(item.attention),
             transport=self._transport,
             kernel=self._kernel,
             recomputed_layers=item.recomputed_layers,
+            store=store,
+            microbatch=item.microbatch,
             traffic=traffic,
         )
 
-    def _load(self, item: Load, tokens: TokenSource) -> tuple[Tensor, Tensor, Tensor]:
-        if not item.pieces:
-            rows = [(np.array([PADDING_TOKEN]), np.array([0]), np.array([IGNORED]))]
-        else:
-            rows = []
-            for piece in item.pieces:
-                ids, targets = tokens.read(piece.sequence, start=piece.start, stop=piece.stop)
-                rows.append((ids, np.arange(piece.start, piece.stop), targets))
-        ids, positions, targets = (
-            torch.from_numpy(np.concatenate(column)).to(self._device, torch.int64) for column in zip(*rows, strict=True)
-        )
-        return ids, positions, targets
+
+def _is_followed_by_backward(program: RankProgram, at: int) -> bool:
+    """Whether a forward pass is at once followed by its own backward pass."""
+    own = program.instructions[at].microbatch
+    return any(isinstance(each, Backward) and each.microbatch == own for each in program.instructions[at + 1 : at + 2])
 
 
-class _Run:
+class _Record:
     """Spans of one program, and what was waited in each microbatch."""
 
     def __init__(self, program: RankProgram, clock: Callable[[], float], *, waited: Callable[[], float]) -> None:
@@ -111,17 +117,38 @@ class _Run:
         self._program, self._clock, self._waited = program, clock, waited
 
     @contextmanager
-    def span(self, kind: SpanKind, microbatch: int) -> Iterator[None]:
+    def span(self, item: Instruction) -> Iterator[None]:
+        """Of an instruction that takes time."""
+        found = _kind(item)
+        if found is None:
+            yield
+            return
         start_s, waited_s = self._clock(), self._waited()
         yield
-        self.waited_s[microbatch] += self._waited() - waited_s
+        self.waited_s[item.microbatch] += self._waited() - waited_s
+        kind, what = found
         self.spans.append(
             Span(
                 rank=self._program.rank,
                 stage=self._program.stage,
                 kind=kind,
-                label=f"{kind.value} {microbatch}",
+                label=f"{what} {item.microbatch}",
                 start_s=start_s,
                 stop_s=self._clock(),
             )
         )
+
+
+def _kind(item: Instruction) -> tuple[SpanKind, str] | None:
+    """And what it is called."""
+    match item:
+        case Receive():
+            return SpanKind.WAIT, item.flow.value
+        case Load():
+            return SpanKind.LOAD, "load"
+        case Forward():
+            return SpanKind.FORWARD, "forward"
+        case Backward():
+            return SpanKind.BACKWARD, "backward"
+        case _:
+            return None

@@ -96,13 +96,21 @@ class StageModule(nn.Module):
 
 
 class ShardedModel:
-    """A sharded `CausalLM`; see `TrainableModel`."""
+    """A sharded `CausalLM`, or a stage of one; see `TrainableModel`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def loss_sum(self, tokens: Tensor, *, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
-        return self.module(tokens, positions, targets, attention)  # type: ignore[no-any-return]
+    def run(
+        self,
+        inputs: Tensor,
+        *,
+        positions: Tensor,
+        targets: Tensor | None,
+        attention: AttentionContext,
+        keep_logits: bool = True,
+    ) -> Tensor:
+        return self.module(inputs, positions, targets, attention, keep_logits)  # type: ignore[no-any-return]
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]

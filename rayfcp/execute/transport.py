@@ -19,6 +19,10 @@ class Pending(Protocol):
         """Return once all are sent and received."""
         ...
 
+    def done(self) -> bool:
+        """Whether `wait` is known to return at once; some channels (gloo) know it only after it has."""
+        ...
+
 
 class Transport(Protocol):
     """Posts the messages of one round together. Between two ranks messages match in the order posted."""
@@ -37,6 +41,9 @@ class _Works:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class DistributedTransport:
@@ -106,6 +113,9 @@ class _Arrivals:
     def wait(self) -> None:
         for peer, tensor in self._receives:
             tensor.copy_(self._fabric.take(peer, self._rank))
+
+    def done(self) -> bool:
+        return not self._receives
 
 
 class InProcessTransport:

@@ -1,5 +1,6 @@
 """Makes models from a run's configuration: empty, whole, or this rank's shard."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,36 +11,42 @@ from rayfcp.execute.groups import World
 from rayfcp.execute.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 from rayfcp.models.weights import Initializer, fill_from
+from rayfcp.plan.costs.stages import split_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def empty_model(config: PreTrainedConfig, *, dtype: str) -> CausalLM:
-    """A model without weights (on the meta device), with our attention.
+def empty_model(config: PreTrainedConfig, *, dtype: str, stage: Stage | None = None) -> CausalLM:
+    """A model, or a stage of one, without weights (on the meta device), with our attention.
 
     Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
     """
     with torch.device("meta"):
         library = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
-    return CausalLM(library.to(_parameter_dtype(dtype)).train())
+    return CausalLM(library.to(_parameter_dtype(dtype)).train(), stage=stage)
 
 
-def random_model(config: PreTrainedConfig, *, dtype: str, seed: int) -> CausalLM:
-    """A whole model on the CPU with the first weights that `sharded_model` would draw for the same seed."""
-    model = empty_model(config, dtype=dtype)
+def random_model(config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stage | None = None) -> CausalLM:
+    """A model, or a stage of one, on the CPU with the first weights that `sharded_model` would draw for the same
+    seed."""
+    model = empty_model(config, dtype=dtype, stage=stage)
     initializer = Initializer(model, seed=seed)
     model.to_empty(device="cpu")
-    model.model.tie_weights()
+    model.tie()
     initializer.fill(model)
     return model
 
 
-def sharded_model(config: PreTrainedConfig, *, run: ModelConfig, seed: int, world: World) -> CausalLM:
-    """This device's shard of the run's model, with its first weights: drawn from `seed`, the same for any
-    world, or those of `run.path` if `run.init` is pretrained."""
-    model = empty_model(config, dtype=run.dtype)
+def sharded_model(
+    config: PreTrainedConfig, *, run: ModelConfig, seed: int, world: World, layers_of_stage: Sequence[int] = ()
+) -> CausalLM:
+    """This device's shard of its stage of the run's model, with its first weights: drawn from `seed`, the same for any
+    world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty."""
+    sizes = layers_of_stage or split_layers(config.num_hidden_layers, world.place.num_stages)
+    model = empty_model(config, dtype=run.dtype, stage=stages_of(sizes)[world.place.stage])
     initializer = Initializer(model, seed=seed)
     mesh = stage_mesh(world)
     if world.place.tensor_parallel > 1:

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as the interpreter wants it: tokens in, sum of losses out."""
+"""A Hugging Face causal language model, or one stage of it, as the interpreter wants it."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
 from rayfcp.execute.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
+from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
 from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
 
 
@@ -18,13 +19,19 @@ class CausalLM(StageModule):
     """Wraps a `*ForCausalLM`; parameters are the library's own, under `model`.
 
     Args:
-        model: from the transformers library, with our attention implementation set.
+        model: from the transformers library, with our attention implementation set; it loses what `stage` lacks.
+        stage: the layers that run here; all of them if absent.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, stage: Stage | None = None) -> None:
         super().__init__()
         self.model = model
-        follow_context(dict(enumerate(self.layers)))
+        total = len(decoder_layers(self.decoder))
+        self.stage = stage or Stage(start=0, stop=total, num_layers=total)
+        self.is_tied = is_tied(model)
+        cut(model, self.stage)
+        numbers = range(self.stage.start, self.stage.stop)
+        follow_context(dict(zip(numbers, self.layers, strict=True)))
 
     @property
     def decoder(self) -> nn.Module:
@@ -33,26 +40,44 @@ class CausalLM(StageModule):
 
     @property
     def layers(self) -> nn.ModuleList:
-        found = getattr(self.decoder, "layers", None)
-        if not isinstance(found, nn.ModuleList):
-            # Not an AttributeError: torch would report a missing property instead.
-            raise TypeError(f"{type(self.decoder).__name__} has no list of layers")
-        return found
+        """Those of the stage."""
+        return decoder_layers(self.decoder)[self.stage.start : self.stage.stop]
 
-    def forward(self, tokens: Tensor, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
-        """Sum of cross entropies in fp32 over targets that are not -100; all arguments `[tokens]`."""
-        output = self.decoder(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            **{KEYWORD: attention},
-        )
-        hidden = output.last_hidden_state.squeeze(0)
+    @property
+    def shared_matrix(self) -> nn.Parameter | None:
+        """What the first and the last of several stages both hold, on these: its gradient is the sum of theirs."""
+        if not self.is_tied or self.stage.is_first == self.stage.is_last:
+            return None
+        return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
+
+    def tie(self) -> None:
+        """Make embedding and head one matrix again, after weights got new memory."""
+        if self.is_tied and self.stage.is_last:
+            self.model.tie_weights()
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        targets: Tensor | None,
+        attention: AttentionContext,
+        keep_logits: bool = True,
+    ) -> Tensor:
+        """Sum of cross entropies in fp32 over targets that are not -100; before the last stage activations instead,
+        `[tokens, hidden]`. `inputs`: token ids, after the first stage such activations; the others `[tokens]`.
+
+        `keep_logits`: until backward, if they are few; otherwise they are computed again.
+        """
+        given = {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
+        output = self.decoder(**given, position_ids=positions.unsqueeze(0), use_cache=False, **{KEYWORD: attention})
+        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        if not self.stage.is_last:
+            return hidden
+        assert targets is not None
         head = self.model.get_output_embeddings()
         parts = zip(hidden.split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS), strict=True)
-        return torch.stack(
-            [self._chunk_loss(head, *part, keep=len(hidden) <= LOSS_CHUNK_TOKENS) for part in parts]
-        ).sum()
+        keep = keep_logits and len(hidden) <= LOSS_CHUNK_TOKENS
+        return torch.stack([self._chunk_loss(head, *part, keep=keep) for part in parts]).sum()
 
     def _chunk_loss(self, head: nn.Module, hidden: Tensor, targets: Tensor, *, keep: bool) -> Tensor:
         if keep:
@@ -68,13 +93,22 @@ def _cross_entropy_sum(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tens
 
 
 class WholeModel:
-    """A `CausalLM` that is not sharded; see `TrainableModel`. The caller sums gradients over ranks."""
+    """A `CausalLM`, or a stage of one, that is not sharded; see `TrainableModel`. The caller sums gradients over
+    ranks."""
 
     def __init__(self, module: CausalLM) -> None:
         self.module = module
 
-    def loss_sum(self, tokens: Tensor, *, positions: Tensor, targets: Tensor, attention: AttentionContext) -> Tensor:
-        return self.module(tokens, positions, targets, attention)  # type: ignore[no-any-return]
+    def run(
+        self,
+        inputs: Tensor,
+        *,
+        positions: Tensor,
+        targets: Tensor | None,
+        attention: AttentionContext,
+        keep_logits: bool = True,
+    ) -> Tensor:
+        return self.module(inputs, positions, targets, attention, keep_logits)  # type: ignore[no-any-return]
 
     def set_reduce(self, reduce: bool) -> None:
         """Nothing is sharded, so nothing is reduced."""

@@ -1,4 +1,4 @@
-"""First weights of a model, whole or sharded, the same for any number of ranks."""
+"""First weights of a model, whole, in stages or sharded, the same for any number of ranks and stages."""
 
 import copy
 import hashlib
@@ -29,6 +29,8 @@ class Initializer:
             if list(module.children()):
                 raise ValueError(f"{type(module).__name__} holds weights beside its modules, which are not drawn here")
         self._templates = {name: copy.deepcopy(module) for name, module in holders.items()}
+        # A tied matrix is drawn once, under its first name, which every stage that holds it knows.
+        self._drawn = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def fill(self, model: CausalLM) -> None:
@@ -42,7 +44,8 @@ class Initializer:
                 self._library._init_weights(fresh)
             target = model.get_submodule(name)
             for own, value in fresh.named_parameters(recurse=False):
-                put(getattr(target, own), value.detach())
+                if f"{name}.{own}" in self._drawn:
+                    put(getattr(target, own), value.detach())
             for own, value in fresh.named_buffers(recurse=False):
                 getattr(target, own).copy_(value)
             template.to("meta")

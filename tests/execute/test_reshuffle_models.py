@@ -56,7 +56,7 @@ def test_models(case: Case) -> None:
                 )
                 tokens, positions, targets = tokens_of(case, theirs[rank])
                 model = WholeModel(models[rank])
-                loss = model.loss_sum(tokens, positions=positions, targets=targets, attention=context)
+                loss = model.run(tokens, positions=positions, targets=targets, attention=context)
                 (loss / case.num_targets).backward()
                 losses[rank] += float(loss.detach()) / case.num_targets
 

@@ -1,0 +1,43 @@
+"""What a stage loads of a microbatch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rayfcp.execute.interfaces import IGNORED, TokenSource
+from rayfcp.program import Load, Piece
+
+PADDING_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Each `[tokens]`, int64. The first stage has ids, the last one targets, every stage positions."""
+
+    ids: Tensor | None
+    positions: Tensor
+    targets: Tensor | None
+
+
+def load(item: Load, tokens: TokenSource, *, is_first: bool, is_last: bool, device: torch.device) -> Inputs:
+    """Read the pieces of a load, in its order; stages between the ends read nothing."""
+
+    def moved(rows: list[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(rows)).to(device, torch.int64)
+
+    positions = [np.arange(piece.start, piece.stop) for piece in item.pieces] or [np.array([0])]
+    if not is_first and not is_last:
+        return Inputs(ids=None, positions=moved(positions), targets=None)
+    read = [_read(piece, tokens) for piece in item.pieces] or [(np.array([PADDING_TOKEN]), np.array([IGNORED]))]
+    ids, targets = (list(column) for column in zip(*read, strict=True))
+    return Inputs(
+        ids=moved(ids) if is_first else None,
+        positions=moved(positions),
+        targets=moved(targets) if is_last else None,
+    )
+
+
+def _read(piece: Piece, tokens: TokenSource) -> tuple[np.ndarray, np.ndarray]:
+    return tokens.read(piece.sequence, start=piece.start, stop=piece.stop)

@@ -1,0 +1,133 @@
+"""One stage of a pipeline cut out of a library model, in place; what stays keeps its name.
+
+The list of layers keeps its length: modules without weights stand for the layers of other stages, and hand on what they
+get. The decoder runs as it is, so that whatever its family does around layers (tables of rotary factors, masks) is
+done on every stage; what it does to embeddings before the first layer is done once, since later stages take what came
+from the stage before at the place of the first layer.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Layers `[start, stop)` of `num_layers`; the first stage embeds, the last has the final norm and the head."""
+
+    start: int
+    stop: int
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.num_layers:
+            raise ValueError(
+                f"layers [{self.start}, {self.stop}) of {self.num_layers}: a stage has at least one layer and none "
+                "beyond the last; lower cluster.pipeline_stages"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == self.num_layers
+
+
+def stages_of(layers_of_stage: Sequence[int]) -> tuple[Stage, ...]:
+    """Stages of so many layers each, in order.
+
+    >>> [(stage.start, stage.stop) for stage in stages_of((3, 2))]
+    [(0, 3), (3, 5)]
+    """
+    ends = list(accumulate(layers_of_stage))
+    return tuple(
+        Stage(start=stop - size, stop=stop, num_layers=ends[-1])
+        for stop, size in zip(ends, layers_of_stage, strict=True)
+    )
+
+
+def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
+    """
+    Raises:
+        TypeError: the decoder has none.
+    """
+    found = getattr(decoder, "layers", None)
+    if not isinstance(found, nn.ModuleList):
+        raise TypeError(f"{type(decoder).__name__} has no list of layers")
+    return found
+
+
+class Elsewhere(nn.Module):
+    """Stands for a module of another stage: gives back what it gets, or 0 if it gets no activations."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Decoders ask their layers for such things as the kind of their attention.
+        plain = {name: value for name, value in vars(module).items() if isinstance(value, str | int | float)}
+        vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        found = (each for each in (*args, *keywords.values()) if isinstance(each, Tensor) and each.is_floating_point())
+        return next(found, 0.0)
+
+
+class Entry(Elsewhere):
+    """Stands for the model's first layer on a later stage: gives what came from the stage before, set in `hidden`."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *_args: Any, **_keywords: Any) -> Any:
+        hidden, self.hidden = self.hidden, None
+        return hidden
+
+
+def is_tied(library: Any) -> bool:
+    """Whether embedding and head are one matrix."""
+    outputs = library.get_output_embeddings()
+    return outputs is not None and library.get_input_embeddings().weight is outputs.weight
+
+
+def cut(library: Any, stage: Stage) -> None:
+    """Leave only what `stage` runs. A tied matrix stays on both ends, under both its names.
+
+    Raises:
+        TypeError: the model's decoder has no list of layers.
+        ValueError: the stage is of a model with more or fewer layers.
+    """
+    decoder = library.get_decoder()
+    layers = decoder_layers(decoder)
+    if len(layers) != stage.num_layers:
+        raise ValueError(f"the stage is of {stage.num_layers} layers, {type(decoder).__name__} has {len(layers)}")
+    for module in list(_others(library, stage)):
+        name = next(name for name, each in library.named_modules() if each is module)
+        library.set_submodule(name, Elsewhere(module))
+    for number, layer in enumerate(layers):
+        if not stage.start <= number < stage.stop:
+            layers[number] = Entry(layer) if number == 0 else Elsewhere(layer)
+
+
+def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:
+    """What stands before and after the layers on other stages: embeddings, final norm, head."""
+    embedding = library.get_input_embeddings()
+    keeps_embedding = stage.is_first or (stage.is_last and is_tied(library))
+    is_ours = stage.is_first
+    for name, module in library.get_decoder().named_children():
+        if name == "layers":
+            is_ours = stage.is_last
+        elif any(True for _ in module.parameters()) and not (keeps_embedding if module is embedding else is_ours):
+            yield module
+    if not stage.is_last:
+        yield library.get_output_embeddings()
+
+
+def enter(decoder: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
+    """Let `hidden`, `[tokens, hidden]`, come out of where the first layer was; the decoder's arguments for it."""
+    first = decoder_layers(decoder)[0]
+    assert isinstance(first, Entry)
+    first.hidden = hidden.unsqueeze(0)
+    return {"inputs_embeds": first.hidden.detach()}

@@ -1,0 +1,156 @@
+"""Batches on several pipeline stages, and how they are run by threads of one process."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.execute.interfaces import Execution
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.pipes import Pipes
+from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.models.build import DTYPES, random_model
+from rayfcp.models.causal_lm import CausalLM, WholeModel
+from rayfcp.models.describe import model_config
+from rayfcp.models.stages import stages_of
+from rayfcp.program import RankProgram, lower
+from rayfcp.values import BatchPlan, Mask, SequenceSpec
+from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.test_attention import run_ranks
+from tests.program.pipelines import random_pipelines
+
+HIDDEN_SIZE = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedCase:
+    """A plan with pipelines and the model that runs it; heads divide by 1, 2 and 3."""
+
+    plan: BatchPlan
+    sequences: tuple[SequenceSpec, ...]
+    layers_of_stage: tuple[int, ...]
+    is_tied: bool
+    reduce_every: str = "step"
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(each.num_tokens for each in self.sequences)
+
+    @property
+    def num_targets(self) -> int:
+        return sum(each.num_targets for each in self.sequences)
+
+    @property
+    def run(self) -> ModelConfig:
+        return ModelConfig(
+            architecture=ArchitectureConfig(
+                num_layers=sum(self.layers_of_stage),
+                hidden_size=HIDDEN_SIZE,
+                num_heads=12,
+                num_kv_heads=6,
+                head_dim=8,
+                ffn_size=48,
+                vocab_size=VOCAB,
+                tied_embeddings=self.is_tied,
+            )
+        )
+
+    def models(self, dtype: str) -> list[CausalLM]:
+        """By stage."""
+        library = model_config(self.run, vocab_size=VOCAB)
+        return [random_model(library, dtype=dtype, seed=SEED, stage=stage) for stage in stages_of(self.layers_of_stage)]
+
+    @cached_property
+    def programs(self) -> tuple[RankProgram, ...]:
+        return lower(self.plan, self.sequences, reduce_every=self.reduce_every)
+
+
+def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) -> StagedCase:
+    """Sequences in slices beside whole ones, several pipelines, every setting of recomputation."""
+    rng = random.Random(seed)
+    plan, sequences = random_pipelines(seed, num_stages=len(layers_of_stage), num_ranks=num_ranks)
+    pipelines = tuple(
+        replace(
+            each,
+            recomputed_layers=tuple(
+                tuple(rng.randint(0, layers) for _ in range(each.start, each.stop)) for layers in layers_of_stage
+            ),
+        )
+        for each in plan.pipelines
+    )
+    return StagedCase(
+        plan=replace(plan, pipelines=pipelines),
+        sequences=tuple(replace(each, mask=Mask.CAUSAL) for each in sequences),
+        layers_of_stage=layers_of_stage,
+        is_tied=rng.random() < 0.5,
+        reduce_every=rng.choice(["step", "microbatch"]),
+    )
+
+
+def expected(case: StagedCase, dtype: str) -> tuple[float, Gradients]:
+    """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
+    model = random_model(model_config(case.run, vocab_size=VOCAB), dtype=dtype, seed=SEED)
+    model.model.set_attn_implementation("sdpa")
+    total = torch.zeros((), dtype=torch.float64)
+    for row in CaseTokens(case).rows:
+        ids = torch.from_numpy(row)[None]
+        logits = model.model(input_ids=ids).logits[0]
+        loss = F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum") / max(case.num_targets, 1)
+        loss.backward()
+        total += loss.detach()
+    return float(total), {name: p.grad for name, p in model.named_parameters()}
+
+
+class Fabrics:
+    """Mailboxes of all channels: `attend` of each stage, one pipe a rank and direction."""
+
+    def __init__(self, *, num_stages: int, num_ranks: int) -> None:
+        self.attend = [Fabric(num_ranks) for _ in range(num_stages)]
+        self.pipes = [(Fabric(num_stages), Fabric(num_stages)) for _ in range(num_ranks)]
+
+    def abort(self) -> None:
+        """Wake everyone who waits."""
+        for fabric in (*self.attend, *(each for pair in self.pipes for each in pair)):
+            fabric.abort()
+
+    def pipes_of(self, rank: int, *, stage: int, dtype: str) -> Pipes:
+        activations, gradients = (InProcessTransport(fabric, stage) for fabric in self.pipes[rank])
+        return Pipes(activations=activations, gradients=gradients, hidden_size=HIDDEN_SIZE, dtype=DTYPES[dtype])
+
+
+def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list[Execution]]:
+    """Mean loss and summed gradients of all stages and ranks, each a thread; and what each did."""
+    num_stages, num_ranks = len(case.layers_of_stage), case.plan.num_ranks
+    fabrics = Fabrics(num_stages=num_stages, num_ranks=num_ranks)
+    models = [case.models(dtype) for _ in range(num_ranks)]
+    done: dict[int, Execution] = {}
+
+    def work(device: int) -> None:
+        stage, rank = divmod(device, num_ranks)
+        interpreter = Interpreter(
+            transport=InProcessTransport(fabrics.attend[stage], rank),
+            kernel=pick_kernel("cpu"),
+            model=WholeModel(models[rank][stage]),
+            pipes=fabrics.pipes_of(rank, stage=stage, dtype=dtype) if num_stages > 1 else None,
+        )
+        scale = 1.0 / max(case.num_targets, 1)
+        done[device] = interpreter.run(case.programs[device], CaseTokens(case), loss_scale=scale)
+
+    run_ranks(work, num_ranks=num_stages * num_ranks, fabric=fabrics)
+    gradients = summed([dict(model.named_parameters()) for each in models for model in each])
+    executions = [done[device] for device in sorted(done)]
+    return sum(each.loss_sum for each in executions) / max(case.num_targets, 1), gradients, executions
+
+
+def summed(parameters: Sequence[dict[str, torch.nn.Parameter]]) -> Gradients:
+    """Gradients by name; a tied matrix is on two stages."""
+    gradients: Gradients = {}
+    for each in parameters:
+        for name, parameter in each.items():
+            gradients[name] = gradients.get(name, torch.zeros_like(parameter)) + parameter.grad
+    return gradients
