@@ -4,10 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.layout import device_model, layers_of_stage
 from rayfcp.cluster.measured import BYTES
 from rayfcp.config import Config
 from rayfcp.plan import max_tokens_per_rank
-from rayfcp.values import ClusterSpec, ModelProfile
+from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
 
 GIB = 1 << 30
 
@@ -19,19 +21,26 @@ ACCELERATOR_MEMORY_SHARE = 0.9
 
 
 def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:
-    """One rank per device, in the order of `facts`.
+    """As many ranks as the devices make, in the order of `facts`: all ranks of one stage, with their tensor-parallel
+    devices, then those of the next. Devices at the end that make no rank are not in it.
 
     Raises:
         InfeasiblePlanError: the model's states do not fit beside one token.
     """
-    nodes = list(dict.fromkeys(fact.node_id for fact in facts))
+    cluster = config.cluster
+    num_ranks = len(facts) // (cluster.pipeline_stages * cluster.tensor_parallel)
+    used = facts[: num_ranks * cluster.pipeline_stages * cluster.tensor_parallel]
+    nodes = list(dict.fromkeys(fact.node_id for fact in used))
     return ClusterSpec(
-        num_ranks=len(facts),
+        num_ranks=num_ranks,
         max_tokens_per_rank=tokens_that_fit(
-            config, model, num_devices=len(facts), memory_bytes=device_memory(config, facts)
+            config, model, num_ranks=num_ranks, memory_bytes=device_memory(config, facts)
         ),
-        node_of_rank=tuple(nodes.index(fact.node_id) for fact in facts),
+        node_of_rank=tuple(nodes.index(fact.node_id) for fact in used[:: cluster.tensor_parallel]),
+        num_stages=cluster.pipeline_stages,
+        tensor_parallel=cluster.tensor_parallel,
         generation=generation,
+        layers_of_stage=layers_of_stage(config, model),
     )
 
 
@@ -44,22 +53,57 @@ def configured_bound(config: Config, model: ModelProfile) -> int | None:
     memory_gib = config.cluster.memory_gib_per_device
     if memory_gib is None:
         return None
-    return tokens_that_fit(config, model, num_devices=config.cluster.max_workers, memory_bytes=int(memory_gib * GIB))
+    num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
+    return tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=int(memory_gib * GIB))
 
 
-def tokens_that_fit(config: Config, model: ModelProfile, *, num_devices: int, memory_bytes: int) -> int:
-    """Tokens that one rank holds in a microbatch beside the model's states.
+def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int) -> int:
+    """Tokens that one rank holds in a microbatch beside the model's states, `memory_bytes` on each device. With several
+    stages, of a microbatch alone in its pipeline that keeps only the inputs of layers: how many are under way at
+    once, and what they keep, is for the plan.
 
     Raises:
         InfeasiblePlanError: not even one.
     """
-    return max_tokens_per_rank(
-        model,
-        num_devices=num_devices,
-        memory_bytes=memory_bytes,
-        recomputed_layers=config.train.recompute_layers,
+    own = device_model(model, config.cluster.tensor_parallel)
+    size = BYTES[config.model.dtype]
+    stages = layers_of_stage(config, model) or (model.num_layers,)
+    fixed = [_states(config, own, stages=stages, stage=stage, num_ranks=num_ranks) for stage in range(len(stages))]
+    if len(stages) == 1:
+        usual = _states(config, own, stages=stages, stage=0, num_ranks=num_ranks, gather_every="microbatch")
+        return max_tokens_per_rank(
+            own,
+            num_devices=num_ranks,
+            memory_bytes=memory_bytes - (fixed[0] - usual),
+            recomputed_layers=config.train.recompute_layers,
+            bytes_per_element=size,
+            reduce_every=config.train.reduce_every,
+        )
+    each = layer_bytes(own, bytes_per_element=size)
+    tokens = [each.kept * layers + each.head + each.working + each.buffers for layers in stages]
+    fits = [(memory_bytes - have) // per_token for have, per_token in zip(fixed, tokens, strict=True)]
+    if min(fits) < 1:
+        stage = fits.index(min(fits))
+        raise InfeasiblePlanError(
+            f"memory per device is {memory_bytes / GIB:.3g} GiB, stage {stage} of model {model.name} on {num_ranks} "
+            f"ranks needs {(fixed[stage] + tokens[stage]) / GIB:.3g} GiB for its states and one token; add devices or "
+            "memory, or set train.reduce_every=microbatch and train.gather_every=microbatch"
+        )
+    return min(fits)
+
+
+def _states(
+    config: Config, own: ModelProfile, *, stages: Sequence[int], stage: int, num_ranks: int, gather_every: str = ""
+) -> int:
+    """Bytes of a device of a stage that do not depend on tokens."""
+    return stage_state_bytes(
+        own,
+        layers_of_stage=stages,
+        stage=stage,
+        num_ranks=num_ranks,
         bytes_per_element=BYTES[config.model.dtype],
         reduce_every=config.train.reduce_every,
+        gather_every=gather_every or config.train.gather_every,  # type: ignore[arg-type]
     )
 
 

@@ -11,10 +11,11 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.layout import device_names
 from rayfcp.cluster.placement import options_for, release, reserve
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError
-from rayfcp.values import InfeasiblePlanError
+from rayfcp.values import ClusterSpec, InfeasiblePlanError
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +29,18 @@ def plain(text: str) -> str:
 
 
 class WorkerFailedError(RuntimeError):
-    """A worker raised or died; the message names the rank and holds the worker's own traceback or reason."""
+    """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
 
 
 class Crew:
-    """Worker actors in rank order: those of one node are neighbours."""
+    """Worker actors in the order of their devices: those of one node are neighbours."""
 
     def __init__(
         self, workers: Sequence[Any], groups: Sequence[PlacementGroup], *, facts: Sequence[DeviceFacts]
     ) -> None:
         self.workers, self._groups, self.facts = list(workers), list(groups), list(facts)
+        self._names = [f"rank {number}" for number in range(len(self.workers))]
+        self._waiting: list[Any] = []
         self.waited_s = 0.0
         """Seconds spent waiting for workers, in total."""
 
@@ -72,44 +75,51 @@ class Crew:
     def __len__(self) -> int:
         return len(self.workers)
 
+    def use(self, cluster: ClusterSpec) -> int:
+        """Go on with the devices of the cluster; how many others stand by: they are told nothing and end with these."""
+        self._names = device_names(cluster)
+        self._waiting = self.workers[cluster.num_devices :]
+        self.workers, self.facts = self.workers[: cluster.num_devices], self.facts[: cluster.num_devices]
+        return len(self._waiting)
+
     def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        """`call(rank, worker)` gives a reference for every worker; their values in rank order.
+        """`call(number, worker)` gives a reference for every device; their values in order.
 
         Raises:
-            WorkerFailedError: names the rank and the cause.
+            WorkerFailedError: names the device and the cause.
         """
-        return self.gather([call(rank, worker) for rank, worker in enumerate(self.workers)])
+        return self.gather([call(number, worker) for number, worker in enumerate(self.workers)])
 
     def gather(self, refs: Sequence[Any]) -> list[Any]:
-        """Values of one reference per rank. The first that failed is raised at once, while others may
+        """Values of one reference per device. The first that failed is raised at once, while others may
         still wait for it.
 
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker as they are.
-            WorkerFailedError: any other failure; names the rank and the cause.
+            WorkerFailedError: any other failure; names the device and the cause.
         """
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        number_of = {ref: number for number, ref in enumerate(refs)}
         waiting, values = list(refs), [None] * len(refs)
         while waiting:
             start_s = time.perf_counter()
             done, waiting = ray.wait(waiting, num_returns=1)
             self.waited_s += time.perf_counter() - start_s
             for ref in done:
-                values[rank_of[ref]] = self._get(ref, rank=rank_of[ref])
+                values[number_of[ref]] = self._get(ref, name=self._names[number_of[ref]])
         return values
 
     def end(self) -> None:
         """Kill the workers by handle and give their devices back."""
-        for worker in self.workers:
+        for worker in (*self.workers, *self._waiting):
             ray.kill(worker, no_restart=True)
         release(self._groups)
 
-    def _get(self, ref: Any, *, rank: int) -> Any:
+    def _get(self, ref: Any, *, name: str) -> Any:
         try:
             return ray.get(ref)
         except RayTaskError as error:
             if isinstance(error.cause, ConfigError | InfeasiblePlanError):
                 raise error.cause from error
-            raise WorkerFailedError(f"rank {rank} failed: {error.cause!r}\n{plain(str(error))}") from error
+            raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{plain(str(error))}") from error
         except RayActorError as error:
-            raise WorkerFailedError(f"rank {rank} died: {error}") from error
+            raise WorkerFailedError(f"{name} died: {error}") from error

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayfcp.cluster.layout import device_model
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
+from rayfcp.plan.costs.analytic import ShardTraffic
 from rayfcp.plan.profiles.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
 from rayfcp.values import ClusterSpec, ModelProfile
 
@@ -32,12 +34,19 @@ class Measured:
         return mean_error(self.fit.cost, [self.passes[at] for at in self.held_out])
 
 
-def analytic_cost(config: Config, model: ModelProfile, *, device: str, num_ranks: int) -> CostModel:
-    """From the device's named profile: a first guess, and what an unmeasured plan is made with."""
+def analytic_cost(
+    config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec, memory_bytes: int | None = None
+) -> CostModel:
+    """From the device's named profile: a first guess, and what an unmeasured plan is made with. Of a rank's device of
+    each stage, with `memory_bytes`: sums over tensor-parallel devices are left out, and measured."""
     return CostModel.from_profiles(
-        model,
+        device_model(model, cluster.tensor_parallel),
         hardware_profile(BASE_HARDWARE[device]),
-        num_ranks=num_ranks,
+        num_ranks=cluster.num_ranks,
+        num_stages=cluster.num_stages,
+        layers_of_stage=cluster.layers_of_stage,
+        memory_bytes=memory_bytes,
+        gather_every=config.train.gather_every,
         recomputed_layers=config.train.recompute_layers,
         bytes_per_element=BYTES[config.model.dtype],
         reduce_every=config.train.reduce_every,
@@ -47,10 +56,12 @@ def analytic_cost(config: Config, model: ModelProfile, *, device: str, num_ranks
 def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
     """What measured coefficients depend on: with all of it equal, an earlier profile still holds."""
     about = {
+        "cluster": [cluster.num_stages, cluster.tensor_parallel, *cluster.layers_of_stage],
         "device": device,
         "dtype": config.model.dtype,
         "model": dataclasses.asdict(model) | {"name": ""},
         "node_of_rank": list(cluster.node_of_rank),
+        "gather_every": config.train.gather_every,
         "primitives": list(config.plan.primitives),
         "recompute_layers": config.train.recompute_layers,
         "reduce_every": config.train.reduce_every,
@@ -60,9 +71,10 @@ def about_run(config: Config, model: ModelProfile, *, device: str, cluster: Clus
 
 
 def ranks_per_node(cluster: ClusterSpec) -> int:
-    """Ranks of the largest node."""
-    nodes = cluster.node_of_rank
-    return max(nodes.count(node) for node in set(nodes)) if nodes else cluster.num_ranks
+    """Ranks of one stage on the largest node that it has."""
+    nodes, size = cluster.node_of_rank, cluster.num_ranks
+    stages = [nodes[start : start + size] for start in range(0, len(nodes), size)]
+    return max((stage.count(node) for stage in stages for node in set(stage)), default=size)
 
 
 def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
@@ -87,7 +99,23 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
     fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
     fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
+    fit = dataclasses.replace(fit, cost=_with_stages(fit.cost, guess))
     return Measured(fit=fit, passes=tuple(passes), held_out=held_out)
+
+
+def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:
+    """What was timed went through all stages, one after the other: its seconds are those of all layers, with the
+    hops between stages and the traffic of parameters. The head's share of the linear layers stays the guess's."""
+    if guess.pipeline is None:
+        return fitted
+    scale = fitted.linear_s_per_token / guess.linear_s_per_token
+    still = ShardTraffic(**{field.name: 0.0 for field in dataclasses.fields(ShardTraffic)})
+    pipeline = dataclasses.replace(
+        guess.pipeline,
+        head_s_per_token=guess.pipeline.head_s_per_token * scale,
+        traffic=(still,) * guess.pipeline.num_stages,
+    )
+    return dataclasses.replace(fitted, pipeline=pipeline)
 
 
 def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:

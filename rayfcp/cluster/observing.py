@@ -24,7 +24,10 @@ PlannedGroups = tuple[tuple[PlannedGroup, ...], ...]
 
 
 def planned_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> PlannedGroups:
-    """Nothing of microbatches whose blocks are placed freely: their groups are not what takes the time."""
+    """Nothing of microbatches whose blocks are placed freely, whose groups are not what takes the time, nor with
+    stages, which run several microbatches at once."""
+    if plan.pipelines:
+        return ()
     nodes = cluster.node_of_rank or (0,) * cluster.num_ranks
     by_id = {sequence.id: sequence for sequence in sequences}
     return tuple(

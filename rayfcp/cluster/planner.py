@@ -60,7 +60,8 @@ class Planner:
     def plan(
         self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel
     ) -> tuple[PlanRecord | RankProgram, ...]:
-        """The record, then one program per rank; none leaves before the static check passed.
+        """The record, then one program per rank of each stage, as `lower` orders them; none leaves before the static
+        check passed.
 
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
@@ -94,7 +95,8 @@ class Planner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step ready to be dispatched. `programs[r]` refers to rank r's program; `wait_s` was spent waiting."""
+    """A step ready to be dispatched. `programs[p x N + r]` refers to the program of stage p's rank r of N; `wait_s` was
+    spent waiting."""
 
     batch: GlobalBatch
     batch_ref: Any
@@ -114,7 +116,7 @@ class PlanQueue:
         """Plan `[first_step, last_step]` for these ranks; what was in flight for others is dropped."""
         self._flying.clear()
         self._next, self._last = first_step, last_step
-        self._num_ranks = cluster.num_ranks
+        self._num_programs = cluster.num_stages * cluster.num_ranks
         self._cluster_ref, self._cost_ref = ray.put(cluster), ray.put(cost)
         self.refill()
 
@@ -140,6 +142,6 @@ class PlanQueue:
             batch = self._sampler.batch(self._next)
             batch_ref = ray.put(batch)
             planner = self._planners[self._next % len(self._planners)]
-            call = planner.plan.options(num_returns=1 + self._num_ranks)
+            call = planner.plan.options(num_returns=1 + self._num_programs)
             self._flying.append((batch, batch_ref, call.remote(batch_ref, self._cluster_ref, cost=self._cost_ref)))
             self._next += 1

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rayfcp.cluster.capacity import cluster_spec
+from rayfcp.cluster.capacity import cluster_spec, device_memory
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.files import prepared_data
@@ -23,14 +23,16 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     check_runnable(config)
     data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
     model, sequences = data.model, sequences_of(data.sampler.batch(step))
-    device, num_ranks = device_kind(config.cluster.device), config.cluster.max_workers
+    device = device_kind(config.cluster.device)
     memory_bytes = total_memory_bytes(device) or hardware_profile(BASE_HARDWARE[device]).memory_bytes
     here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
     profile = Path(config.run_dir) / "profile.json"
-    guess = analytic_cost(config, model, device=device, num_ranks=num_ranks)
+    facts = [here] * config.cluster.max_workers
+    cluster = cluster_spec(config, model, facts=facts, generation=0)
+    guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
     plan = plan_batch(
         sequences,
-        cluster=cluster_spec(config, model, facts=[here] * num_ranks, generation=0),
+        cluster=cluster,
         cost=read_cost(profile) if profile.exists() else guess,
         strategy=config.plan.strategy,
         options=config.plan,

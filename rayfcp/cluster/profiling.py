@@ -30,7 +30,7 @@ from rayfcp.cluster.placement import resolved_device
 from rayfcp.cluster.simulated import simulation_error, without_shards
 from rayfcp.cluster.startup import device_peak_flops, join_devices
 from rayfcp.cluster.trainer import check_runnable
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
 from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.device import measured_hardware
@@ -74,9 +74,9 @@ def start_cost(
 ) -> Measured:
     """A cost model from few short passes of the primitives that plans may use: what a run that was not profiled starts
     with."""
-    exchanges = exchange_degrees(guess, num_ranks=len(crew), primitives=primitives)
+    exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
     tokens = min(START_TOKENS[crew.facts[0].device], max_seqlen, cluster.max_tokens_per_rank)
-    shapes = few_shapes(len(crew), max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
+    shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
 
 
@@ -91,6 +91,12 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         WorkerFailedError: a worker raised or died.
     """
     check_runnable(config)
+    for field in ("pipeline_stages", "tensor_parallel"):
+        if getattr(config.cluster, field) > 1:
+            raise ConfigError(
+                f"cluster.{field} is {getattr(config.cluster, field)}, must be 1 for rayfcp profile; leave it out: a "
+                "run with it measures itself when it starts"
+            )
     config = with_absolute_paths(config)
     folder = Path(out_dir or config.run_dir).absolute()
     started_here = connect(config)
@@ -125,7 +131,7 @@ class _Profiler:
         self._say("attention, linear layers, messages and gathers alone")
         parts = slowest(crew.each(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
         guess = dataclasses.replace(
-            analytic_cost(self._config, model, device=self._device, num_ranks=len(crew)),
+            analytic_cost(self._config, model, device=self._device, cluster=self._cluster),
             ranks_per_node=ranks_per_node(self._cluster),
             attention_half_tokens=attention_half_tokens(parts.attention_s),
         )

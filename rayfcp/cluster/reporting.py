@@ -68,9 +68,9 @@ class Journal:
         self._productive_s += report.step_s
         self.metrics.observe_step(report)
         self.metrics.set_goodput(min(1.0, self._productive_s / (time.monotonic() - self._began_s)))
-        for rank in ranks:
-            self.metrics.set_worker(rank.rank, step_s=rank.step_s, memory_bytes=rank.memory_bytes)
-        self._spans.append(tuple(span for rank in ranks for span in rank.spans))
+        for each in ranks:
+            self.metrics.set_worker(each.number, step_s=each.step_s, memory_bytes=each.memory_bytes)
+        self._spans.append(tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans))
 
     def close(self) -> None:
         """Write trace and report, stop serving metrics. A report that cannot be written is logged, no more:

@@ -56,7 +56,7 @@ class Saver:
         """Commit what is on disk by now; begin a new write where one is due."""
         for report in ranks:
             if report.saved_s is not None:
-                self._waiting.discard(report.rank)
+                self._waiting.discard(report.number)
                 self._seconds = max(self._seconds, report.saved_s)
         if self._pending is not None and not self._waiting:
             self._commit(len(ranks), metrics)

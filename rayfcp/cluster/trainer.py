@@ -9,6 +9,7 @@ import ray
 from rayfcp.cluster.capacity import configured_bound
 from rayfcp.cluster.controller import Controller, Outcome, Poll
 from rayfcp.cluster.files import prepared_data, with_absolute_paths
+from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.local import CONTROLLER_CPUS, connect
 from rayfcp.cluster.placement import CapacityError
 from rayfcp.config import Config, ConfigError, parse_config
@@ -124,12 +125,7 @@ def check_runnable(config: Config) -> None:
     if config.plan.strategy not in strategy_names():
         known = ", ".join(strategy_names())
         raise ConfigError(f"plan.strategy is {config.plan.strategy!r}, must be one of {known}; choose one of these")
-    for field in ("pipeline_stages", "tensor_parallel"):
-        value = getattr(config.cluster, field)
-        if value != 1:
-            raise ConfigError(
-                f"cluster.{field} is {value}, must be 1 with plan.strategy={config.plan.strategy}; set it to 1"
-            )
+    check_layout(config)
     _check_model(config)
 
 
@@ -137,9 +133,11 @@ def _check_model(config: Config) -> None:
     """Model and tokenizer exist, can run, and fit."""
     from rayfcp.models.describe import check_limits, model_config, profile_of
     from rayfcp.models.selfcheck import check_supported
+    from rayfcp.models.tensor_parallel import check_tensor_parallel
 
     library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
     check_limits(library, config)
+    check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library)
     configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import ray
 
-from rayfcp.cluster.capacity import cluster_spec, configured_bound
+from rayfcp.cluster.capacity import cluster_spec, configured_bound, device_memory
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import Finished
@@ -34,6 +34,7 @@ from rayfcp.config import Config, dump_config
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan.bound import check_longest
 from rayfcp.plan.profiles.refit import Refit
+from rayfcp.plan.strategies import slices
 from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,9 @@ class TrainingRun:
         self._say(f"{len(data.index)} sequences of {data.index.num_tokens} tokens{left_out}")
         bound = configured_bound(self._config, data.model)
         if bound is not None:
-            self._check_longest(ClusterSpec(num_ranks=self._config.cluster.max_workers, max_tokens_per_rank=bound))
+            layout = self._config.cluster
+            most = layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel)
+            self._check_longest(ClusterSpec(num_ranks=most, max_tokens_per_rank=bound))
         self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict())
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
@@ -124,10 +127,13 @@ class TrainingRun:
         ending.callback(crew.end)
         self._cluster = cluster_spec(config, data.model, facts=crew.facts, generation=GENERATION)
         self._check_longest(self._cluster)
+        left = crew.use(self._cluster)
+        if left:
+            self._say(f"{left} of {left + len(crew)} devices stand by: {self._cluster.num_ranks} ranks need the others")
         self._planners = start_planners(config, data.model)
         for planner in self._planners:
             ending.callback(ray.kill, planner, no_restart=True)
-        self._say(f"joining {len(crew)} ranks")
+        self._say(f"joining {len(crew)} devices as {self._cluster.num_ranks} ranks")
         self._store, joined = join_devices(crew, self._cluster)
         first_step = self._saver.first_step
         journal = self._journal = Journal(
@@ -154,7 +160,13 @@ class TrainingRun:
             self._say(f"cost model of {COMMAND} in {self._profile_path}")
         else:
             guess = dataclasses.replace(
-                analytic_cost(config, model, device=device, num_ranks=len(crew)),
+                analytic_cost(
+                    config,
+                    model,
+                    device=device,
+                    cluster=self._cluster,
+                    memory_bytes=device_memory(config, crew.facts),
+                ),
                 ranks_per_node=ranks_per_node(self._cluster),
             )
             measured = start_cost(
@@ -196,8 +208,12 @@ class TrainingRun:
         """Dispatch a step; while it runs, ask for the next plans and write down the step before."""
         start_s = time.perf_counter()
         refs = [
-            worker.step.remote(program, planned.batch_ref, plan_hash=planned.record.plan_hash)
-            for worker, program in zip(self._crew.workers, planned.programs, strict=True)
+            worker.step.remote(
+                planned.programs[number // self._cluster.tensor_parallel],
+                planned.batch_ref,
+                plan_hash=planned.record.plan_hash,
+            )
+            for number, worker in enumerate(self._crew.workers)
         ]
         plans.refill()
         self._commit(before)
@@ -224,8 +240,10 @@ class TrainingRun:
         )
 
     def _check_longest(self, cluster: ClusterSpec) -> None:
-        longest = SequenceSpec(id=0, num_tokens=int(self._data.index.lengths.max()), num_targets=0)
-        check_longest([longest], cluster=cluster)
+        """Strategies that slice sequences over microbatches fit any length in."""
+        if not slices(self._config.plan.strategy):
+            longest = SequenceSpec(id=0, num_tokens=int(self._data.index.lengths.max()), num_targets=0)
+            check_longest([longest], cluster=cluster)
 
     def _say(self, text: str) -> None:
         """Tell the user what comes next, unless nothing shall come."""

@@ -84,7 +84,7 @@ class RankEngine:
             waited=self._gathered_s,
         )
         return Joined(
-            rank=place.device,
+            number=place.device,
             process_groups=world.cache.num_joined + 1,  # and the default group
             process_group_s=world.cache.seconds,
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
@@ -132,7 +132,10 @@ class RankEngine:
             stop_s=time.time(),
         )
         return RankReport(
-            rank=program.rank,
+            number=self.place.device,
+            stage=self.place.stage,
+            rank=self.place.rank,
+            tensor_rank=self.place.tensor_rank,
             step=batch.step,
             loss=loss,
             grad_norm=norm,

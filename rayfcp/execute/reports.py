@@ -1,4 +1,4 @@
-"""What a rank tells the controller. Plain values: reading them needs no torch."""
+"""What a device tells the controller. Plain values: reading them needs no torch."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from rayfcp.values import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What a rank knows once it is part of a generation."""
+    """What device `number` knows once it is part of a generation."""
 
-    rank: int
+    number: int
     process_groups: int
     process_group_s: float
     num_parameters: int
@@ -17,15 +17,18 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one rank did in one step. `loss` and `grad_norm` are global, the same on every rank.
+    """What one device, number `number`, did in one step. `loss` and `grad_norm` are global, the same on every one.
 
-    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other ranks:
-    for messages of attention, gathers and reductions; NaN on accelerators, whose host does not wait.
+    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
+    of attention and of other stages, gathers and reductions; NaN on accelerators, whose host does not wait.
     `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
     `saved_s`: seconds of a checkpoint write that ended since the last report, None if none did.
     """
 
+    number: int
+    stage: int
     rank: int
+    tensor_rank: int
     step: int
     loss: float
     grad_norm: float

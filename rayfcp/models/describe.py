@@ -50,11 +50,16 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
 def check_limits(library: PreTrainedConfig, config: Config) -> None:
     """
     Raises:
-        ConfigError: the run asks for more positions or recomputed layers than its model has.
+        ConfigError: the run asks for more positions, stages or recomputed layers than its model has.
     """
     positions = getattr(library, "max_position_embeddings", None)
     if positions and config.data.max_seqlen > positions:
         raise ConfigError(f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it")
+    if config.cluster.pipeline_stages > library.num_hidden_layers:
+        raise ConfigError(
+            f"cluster.pipeline_stages is {config.cluster.pipeline_stages}, must be at most the model's "
+            f"{library.num_hidden_layers} layers; lower it"
+        )
     if config.train.recompute_layers > library.num_hidden_layers:
         raise ConfigError(
             f"train.recompute_layers is {config.train.recompute_layers}, the model has {library.num_hidden_layers} "

@@ -1,0 +1,79 @@
+"""How a run's devices make up stages, ranks and tensor-parallel devices."""
+
+import dataclasses
+
+from rayfcp.config import Config, ConfigError
+from rayfcp.plan.costs.stages import split_by_cost, split_layers
+from rayfcp.values import ClusterSpec, ModelProfile
+
+STAGED = frozenset({"elastic-pipeline", "seq1f1b", "dapple"})
+"""Strategies that are about stages."""
+
+BATCHED = frozenset({"flex-ring", "flex-block", "static-cp"})
+"""Strategies that also run with stages."""
+
+SLICED = frozenset({"elastic-pipeline", "seq1f1b"})
+"""Strategies that choose for each stage and microbatch what is recomputed."""
+
+
+def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
+    """What one of a rank's tensor-parallel devices holds and computes of each layer, as a model of its own: its
+    heads and its part of the MLP. Hidden states, embedding and head are whole on each."""
+    return dataclasses.replace(
+        model,
+        num_heads=model.num_heads // tensor_parallel,
+        num_kv_heads=model.num_kv_heads // tensor_parallel,
+        ffn_size=model.ffn_size // tensor_parallel,
+    )
+
+
+def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
+    """Layers of each stage as `cluster.layer_split` says; none with one stage."""
+    stages = config.cluster.pipeline_stages
+    if stages == 1:
+        return ()
+    if config.cluster.layer_split == "even":
+        return split_layers(model.num_layers, stages)
+    return split_by_cost(device_model(model, config.cluster.tensor_parallel), stages)
+
+
+def device_names(cluster: ClusterSpec) -> list[str]:
+    """What each device in use is called in messages, by its number.
+
+    >>> device_names(ClusterSpec(num_ranks=2, max_tokens_per_rank=1, num_stages=2))[3]
+    'stage 1, rank 1'
+    """
+    return [
+        ", ".join(
+            [f"stage {stage}"] * (cluster.num_stages > 1)
+            + [f"rank {rank}"]
+            + [f"tensor rank {tensor}"] * (cluster.tensor_parallel > 1)
+        )
+        for stage in range(cluster.num_stages)
+        for rank in range(cluster.num_ranks)
+        for tensor in range(cluster.tensor_parallel)
+    ]
+
+
+def check_layout(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: the strategy cannot run with these stages, or chooses itself what is recomputed.
+    """
+    strategy, stages = config.plan.strategy, config.cluster.pipeline_stages
+    if stages == 1 and strategy in STAGED:
+        raise ConfigError(
+            f"cluster.pipeline_stages is 1, must be at least 2 with plan.strategy={strategy}; raise it or choose "
+            "another strategy"
+        )
+    if stages > 1 and strategy not in STAGED | BATCHED:
+        others = ", ".join(sorted(STAGED | BATCHED))
+        raise ConfigError(
+            f"cluster.pipeline_stages is {stages}, must be 1 with plan.strategy={strategy}; set it to 1 or choose one "
+            f"of {others}"
+        )
+    if strategy in SLICED and config.train.recompute_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}, must be 0 with plan.strategy={strategy}: it "
+            "chooses layers for each stage and microbatch; set it to 0 (see plan.pipeline.recompute)"
+        )
