@@ -80,8 +80,14 @@ class RankWorker:
             place,
             store=lambda: _store(meeting, timeout_s=self._config.elastic.start_timeout_s),
             make_model=lambda world: sharded_model(
-                library, run=self._config.model, seed=self._config.run.seed, world=world
+                library,
+                run=self._config.model,
+                seed=self._config.run.seed,
+                world=world,
+                layers_of_stage=meeting.layers_of_stage,
             ),
+            hidden_size=library.hidden_size,
+            layers_of_stage=meeting.layers_of_stage or (library.num_hidden_layers,),
         )
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:

@@ -1,5 +1,7 @@
-"""Timed passes on the workers themselves, all ranks at once, to which the cost model is fitted."""
+"""Timed passes on the workers themselves, all devices at once, to which the cost model is fitted."""
 
+import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,6 +12,7 @@ from rayfcp.execute.interfaces import IGNORED, Tokens
 from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.shapes import PassShape, pass_plan
 from rayfcp.program import RankProgram, lower
+from rayfcp.values import Action, BatchPlan, PipelinePlan
 
 
 class _Zeros:
@@ -25,7 +28,8 @@ class _Zeros:
 def time_passes(
     engine: RankEngine, shapes: Sequence[PassShape], *, clock: Callable[[], float] = time.perf_counter
 ) -> list[Timing]:
-    """One pass of each shape, in order; every rank must call it. Parameters stay as they are.
+    """One pass of each shape, in order, through all stages; every device must call it. Parameters stay as they are.
+    The first stage's seconds are those of the whole pass: it begins and ends there.
 
     The first time that an engine meets a shape it takes longer: call once and throw that away. Further calls
     are rounds through all shapes, so that what drifts meanwhile touches all of them alike.
@@ -50,5 +54,33 @@ def _timed(engine: RankEngine, program: RankProgram, *, clock: Callable[[], floa
 
 def pass_program(engine: RankEngine, shape: PassShape) -> RankProgram:
     """This rank's part of a pass."""
-    plan, sequences = pass_plan(shape, num_ranks=engine.place.num_ranks, recomputed_layers=engine.recomputed_layers)
-    return lower(plan, sequences)[engine.place.rank]
+    place, recomputed = engine.place, engine.recomputed_layers
+    plan, sequences = pass_plan(shape, num_ranks=place.num_ranks, recomputed_layers=recomputed)
+    if place.num_stages > 1:
+        plan = through_stages(plan, layers_of_stage=engine.layers_of_stage)
+    return lower(plan, sequences)[place.stage * place.num_ranks + place.rank]
+
+
+def through_stages(plan: BatchPlan, *, layers_of_stage: Sequence[int]) -> BatchPlan:
+    """A plan of one microbatch, as that passes all stages alone: forward to the last, backward to the first. The
+    layers that it recomputes, the model's first, are recomputed where they are.
+
+    >>> from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+    >>> plan, _ = pass_plan(PassShape(degree=1, lengths=(4,)), num_ranks=1, recomputed_layers=3)
+    >>> through_stages(plan, layers_of_stage=(2, 2)).pipelines[0].recomputed_layers
+    ((2,), (1,))
+    """
+    starts = itertools.accumulate(layers_of_stage, initial=0)
+    recomputed = tuple(
+        (min(max(plan.recomputed_layers - start, 0), layers),)
+        for start, layers in zip(starts, layers_of_stage, strict=False)
+    )
+    passes = (Action(microbatch=0), Action(microbatch=0, backward=True))
+    alone = PipelinePlan(
+        start=0,
+        stop=1,
+        actions=(passes,) * len(layers_of_stage),
+        recomputed_layers=recomputed,
+        predicted_s=plan.predicted_s,
+    )
+    return dataclasses.replace(plan, recomputed_layers=0, pipelines=(alone,))

@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every rank writes its own part in the background, any number of ranks reads them."""
+"""Sharded checkpoints: every device writes its own part in the background, any world of devices reads them."""
 
 import os
 import time
@@ -12,6 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+_BY_NAME = StateDictOptions(strict=True, flatten_optimizer_state_dict=True)
+"""What the optimizer knows is kept by parameter, not by its place in groups, which differ from stage to stage. What
+two stages hold has one name, and is written once."""
 
 
 class CheckpointWriter:
@@ -34,7 +38,7 @@ class CheckpointWriter:
         if not optimizer.state:
             # Before the first update the library makes an empty state, but only without gradients.
             optimizer.zero_grad(set_to_none=True)
-        model_state, optimizer_state = get_state_dict(module, optimizer)
+        model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
         self._future = dcp.async_save(  # type: ignore[assignment]
             {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=self._group
         )
@@ -66,7 +70,7 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
     Raises:
         ValueError: the checkpoint is of another model.
     """
-    model_state, optimizer_state = get_state_dict(module, optimizer)
+    model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
@@ -77,7 +81,7 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=StateDictOptions(strict=True),
+        options=_BY_NAME,
     )
 
 

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from rayfcp.config import Config
 from rayfcp.data import TokenReader
 from rayfcp.execute.checkpoint import CheckpointWriter, load
 from rayfcp.execute.device import memory_bytes
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Channels, Place, World, join_world, leave_world
 from rayfcp.execute.interfaces import Tokens, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
@@ -27,6 +27,7 @@ from rayfcp.execute.optimization import (
     sum_with_peer,
 )
 from rayfcp.execute.parts import PartTimer
+from rayfcp.execute.pipes import Pipes
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.execute.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
 from rayfcp.execute.transport import DistributedTransport
@@ -58,16 +59,23 @@ class RankEngine:
         self._world: World | None = None
 
     def join(
-        self, place: Place, *, store: Callable[[], dist.Store], make_model: Callable[[World], StageModule]
+        self,
+        place: Place,
+        *,
+        store: Callable[[], dist.Store],
+        make_model: Callable[[World], StageModule],
+        hidden_size: int,
+        layers_of_stage: Sequence[int],
     ) -> Joined:
         """Meet the other devices at the store, make channels, model and optimizer.
 
-        `make_model` gives this device's shard of the model.
+        `make_model` gives this device's shard of its stage of the model, which has `hidden_size` and
+        `layers_of_stage`.
         """
         world = join_world(
             place=place, store=store, device=self.device, timeout_s=self._config.elastic.collective_timeout_s
         )
-        self._world, self.place = world, place
+        self._world, self.place, self.layers_of_stage = world, place, tuple(layers_of_stage)
         self.transport = DistributedTransport(world.channels.attend)
         self._module = make_model(world)
         if self._config.train.gather_every == "step":
@@ -80,6 +88,7 @@ class RankEngine:
             transport=self.transport,
             kernel=pick_kernel(self.device.type),
             model=self._model,
+            pipes=self._pipes(world.channels, hidden_size=hidden_size),
             device=self.device,
             waited=self._gathered_s,
         )
@@ -88,6 +97,17 @@ class RankEngine:
             process_groups=world.cache.num_joined + 1,  # and the default group
             process_group_s=world.cache.seconds,
             num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
+        )
+
+    def _pipes(self, channels: Channels, *, hidden_size: int) -> Pipes | None:
+        if channels.pipe_forward is None or channels.pipe_backward is None:
+            return None
+        return Pipes(
+            activations=DistributedTransport(channels.pipe_forward),
+            gradients=DistributedTransport(channels.pipe_backward),
+            hidden_size=hidden_size,
+            dtype=getattr(torch, self._config.model.dtype),
+            device=self.device,
         )
 
     def rehearse(self, program: RankProgram, tokens: TokenSource) -> None:

@@ -122,7 +122,13 @@ class Alone:
         prepare_local(config.data, out_dir=data_dir)
         self.data = open_dataset(config, data_dir=data_dir)
         self.engine = RankEngine(config, device=torch.device("cpu"), data_dir=data_dir)
-        self.engine.join(Place(rank=0, num_ranks=1), store=dist.HashStore, make_model=self._make)
+        self.engine.join(
+            Place(rank=0, num_ranks=1),
+            store=dist.HashStore,
+            make_model=self._make,
+            hidden_size=48,
+            layers_of_stage=(2,),
+        )
 
     def _make(self, world: World) -> StageModule:
         self.model = sharded_model(self.data.library, run=self.config.model, seed=0, world=world)

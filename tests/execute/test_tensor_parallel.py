@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
@@ -24,20 +23,9 @@ from rayfcp.models.describe import model_config
 from rayfcp.models.tensor_parallel import check_tensor_parallel
 from rayfcp.program import lower
 from rayfcp.values import Primitive
+from tests.execute.calls import Calls
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens, assert_same, reference
 from tests.execute.gloo import listening_store
-
-
-class Sums(TorchDispatchMode):
-    """Counts sums over tensor-parallel devices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "_c10d_functional.all_reduce" in str(function)
-        return function(*args, **(kwargs or {}))
 
 
 def architecture(family: str, *, tied: bool) -> ArchitectureConfig:
@@ -133,7 +121,7 @@ def _run(run: Run, world: World) -> dict[str, Any]:
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[place.rank]
-    with Sums() as sums:
+    with Calls("_c10d_functional.all_reduce") as sums:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     if world.channels.tensor is not None:
         parameters = dict(model.named_parameters())

@@ -1,0 +1,180 @@
+"""Engines of one run on one world after another, each going on from the checkpoint of the one before: the losses of a
+run on one device. On real gloo processes."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rayfcp.cluster.dataset import Dataset, open_dataset
+from rayfcp.cluster.planner import sequences_of
+from rayfcp.config import Config
+from rayfcp.data.prepare import prepare_local
+from rayfcp.execute.engine import RankEngine
+from rayfcp.execute.groups import Place
+from rayfcp.execute.sharding import parameter_groups, sharded_modules
+from rayfcp.models.build import sharded_model
+from rayfcp.plan import plan_batch
+from rayfcp.program import Forward, RankProgram, lower
+from rayfcp.values import ClusterSpec
+from tests.cluster.runs import run_config, write_texts
+from tests.execute.calls import Calls
+from tests.execute.gloo import listening_store
+from tests.execute.pipelined import pipelined
+from tests.plan.helpers import UNIT
+
+CPU = torch.device("cpu")
+
+WORLDS = ((2, 2, 1), (1, 2, 2), (3, 1, 1), (2, 1, 2), (1, 1, 1))
+"""Stages, ranks, tensor-parallel devices."""
+
+STEPS = 2
+"""On each world."""
+
+NUM_PROCESSES = max(math.prod(world) for world in WORLDS)
+
+LAYERS = {1: (3,), 2: (2, 1), 3: (1, 1, 1)}
+"""Of each stage, by their number."""
+
+
+def config_of(folder: Path, *, gather_every: str) -> Config:
+    architecture = {"num_layers": 3, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
+    return run_config(
+        folder,
+        name="worlds",
+        model={"architecture": architecture | {"ffn_size": 96, "tied_embeddings": True}},
+        train={"steps": STEPS * len(WORLDS), "grad_clip": 0.5, "gather_every": gather_every},
+    )
+
+
+class Engine:
+    """A `RankEngine` on one device of a world."""
+
+    def __init__(self, config: Config, data: Dataset, *, number: int, world: tuple[int, int, int]) -> None:
+        self._data, (stages, ranks, tensor) = data, world
+        self.place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+        self._config = config
+        self.engine = RankEngine(config, device=CPU, data_dir=str(Path(config.run_dir).parent / "shards"))
+
+    def join(self, store: dist.Store) -> None:
+        layers = LAYERS[self.place.num_stages]
+
+        def make(world: Any) -> Any:
+            self.model = sharded_model(
+                self._data.library, run=self._config.model, seed=0, world=world, layers_of_stage=layers
+            )
+            return self.model
+
+        self.engine.join(self.place, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
+
+    def step(self, number: int) -> dict[str, Any]:
+        program, batch = self._program(number), self._data.sampler.batch(number)
+        with Calls("c10d._allgather_base_") as gathers:
+            report = self.engine.run_step(program, batch, plan_hash=program.plan_hash)
+        groups = [group for part in sharded_modules(self.model) for group in parameter_groups(part)]
+        return {
+            "loss": report.loss,
+            "norm": report.grad_norm,
+            "place": (report.number, report.stage, report.rank, report.tensor_rank),
+            "stages": sorted({span.stage for span in report.spans}),
+            "gathered": sum(group.is_unsharded for group in groups),
+            "groups": len(groups),
+            "gathers": gathers.count,
+            "microbatches": sum(isinstance(item, Forward) for item in program.instructions),
+            "kept": self._config.train.gather_every == "step",
+        }
+
+    def _program(self, number: int) -> RankProgram:
+        place, sequences = self.place, sequences_of(self._data.sampler.batch(number))
+        if place.num_stages == 1:
+            cluster = ClusterSpec(num_ranks=place.num_ranks, max_tokens_per_rank=256)
+            plan = plan_batch(sequences, cluster=cluster, cost=UNIT)
+        else:
+            plan = pipelined(
+                sequences,
+                num_stages=place.num_stages,
+                num_ranks=place.num_ranks,
+                recomputed=LAYERS[place.num_stages],
+            )
+        return lower(plan, sequences)[place.stage * place.num_ranks + place.rank]
+
+
+@pytest.fixture(scope="module", params=["microbatch", "step"])
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
+    """`found[process]`: what each step reported there; the last process runs all steps alone."""
+    folder = tmp_path_factory.mktemp("worlds")
+    write_texts(folder)
+    prepare_local(config_of(folder, gather_every=request.param).data, out_dir=str(folder / "shards"))
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder), request.param), nprocs=NUM_PROCESSES + 1)
+    return [torch.load(folder / f"{number}.pt") for number in range(NUM_PROCESSES + 1)]
+
+
+def _process(number: int, port: int, folder: str, gather_every: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    config = config_of(Path(folder), gather_every=gather_every)
+    data = open_dataset(config, data_dir=str(Path(folder) / "shards"))
+    done = []
+    if number == NUM_PROCESSES:
+        alone = Engine(config, data, number=0, world=(1, 1, 1))
+        alone.join(dist.HashStore())
+        done = [alone.step(step) for step in range(1, STEPS * len(WORLDS) + 1)]
+        alone.engine.close()
+    for index, world in enumerate(WORLDS):
+        if number < math.prod(world):
+            made = Engine(config, data, number=number, world=world)
+            made.join(dist.PrefixStore(str(index), client))
+            if index:
+                made.engine.load(str(Path(folder) / f"saved-{index - 1}"))
+            done += [made.step(STEPS * index + each) | {"world": index} for each in range(1, STEPS + 1)]
+            made.engine.begin_save(str(Path(folder) / f"saved-{index}"))
+            made.engine.close()
+        client.set(f"left-{index}-{number}", "1")
+        client.wait([f"left-{index}-{other}" for other in range(NUM_PROCESSES + 1)])
+    torch.save(done, Path(folder) / f"{number}.pt")
+
+
+def test_losses_and_norms_of_one_device(found: list[list[dict[str, Any]]]) -> None:
+    """On every device, whatever the worlds on the way."""
+    alone, devices = found[-1], found[:-1]
+    assert len(devices[0]) == len(alone)
+    assert alone[-1]["loss"] < alone[0]["loss"] - 0.2
+    for number, device in enumerate(devices):
+        steps = [step for index, world in enumerate(WORLDS) if number < math.prod(world) for step in _steps(index)]
+        for have, step in zip(device, steps, strict=True):
+            assert have["loss"] == pytest.approx(alone[step]["loss"], rel=1e-4), (number, step)
+            assert have["norm"] == pytest.approx(alone[step]["norm"], rel=1e-3), (number, step)
+
+
+def _steps(world: int) -> range:
+    return range(STEPS * world, STEPS * (world + 1))
+
+
+def test_reports_say_where_they_are_from(found: list[list[dict[str, Any]]]) -> None:
+    for number, device in enumerate(found[:-1]):
+        for report in device:
+            stages, ranks, tensor = WORLDS[report["world"]]
+            place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+            assert report["place"] == (number, place.stage, place.rank, place.tensor_rank)
+            assert report["stages"] == [place.stage]
+
+
+def test_parameters_are_gathered_as_often_as_asked_and_in_shards_between_steps(
+    found: list[list[dict[str, Any]]],
+) -> None:
+    """Once a step; or layers of every microbatch for each of its passes."""
+    for device in found[:-1]:
+        for report in device:
+            assert report["gathered"] == 0 and report["groups"] > 1
+            layers, microbatches = report["groups"] - 1, report["microbatches"]
+            if WORLDS[report["world"]][1] == 1:
+                assert report["gathers"] == 0
+            elif report["kept"]:
+                assert report["gathers"] == report["groups"]
+            else:
+                assert report["gathers"] >= 2 * layers * microbatches
