@@ -138,7 +138,7 @@ def _check_model(config: Config) -> None:
     library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
-    check_supported(library)
+    check_supported(library, num_stages=config.cluster.pipeline_stages)
     configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
 
 

@@ -1,7 +1,9 @@
-"""Does our attention inside a model of this family compute what the library computes? Asked before a run starts.
+"""Does our attention inside a model of this family compute what the library computes? Do its pipeline stages? Asked
+before a run starts.
 
-Families differ in how they take positions, in what they pass on to their attention, and in what they apply
-around it. Nothing of that shows in a configuration, so a tiny model of the same family is run both ways.
+Families differ in how they take positions, in what they pass on to their attention, in what they apply
+around it, and around their layers. Nothing of that shows in a configuration, so a tiny model of the same family is run
+both ways.
 """
 
 import copy
@@ -20,8 +22,11 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.schedule import make_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.stages import stages_of
 from rayfcp.models.tiny import VOCAB_SIZE, narrowed
 from rayfcp.plan import lay_out
+from rayfcp.plan.costs.stages import split_layers
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, MicrobatchPlan, SequenceSpec
 
@@ -30,41 +35,48 @@ TOLERANCE = 1e-4
 
 _LENGTHS = (13, 22)
 _NUM_LAYERS = 2
+_NUM_STAGES = 3
+"""First, last and between."""
 _RECOMPUTED_LAYERS = 1
 
 
-def check_supported(config: PreTrainedConfig) -> None:
+def check_supported(config: PreTrainedConfig, *, num_stages: int = 1) -> None:
     """Compare loss and gradient norm of two packed sequences, by our attention, with the library's own
-    attention (sdpa), one sequence at a time, on a tiny model of the same family, in fp32 on the CPU.
+    attention (sdpa), one sequence at a time, on a tiny model of the same family, in fp32 on the CPU; with several
+    stages on a model cut into up to three as well.
 
     The global random state stays as it is.
 
     Raises:
         ConfigError: they differ, or the model cannot be run this way.
     """
+    stages = min(num_stages, _NUM_STAGES)
+    remedy = "choose another model" + (" or set cluster.pipeline_stages=1" if stages > 1 else "")
     try:
         with torch.random.fork_rng(devices=[]):
-            ours, theirs = _both_ways(narrowed(config, _NUM_LAYERS))
+            found, want = _both_ways(narrowed(config, max(_NUM_LAYERS, stages)), num_stages=stages)
     except Exception as error:
         # Whatever a family's code raises here it would raise in every worker.
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"model: {config.model_type} cannot be trained, a tiny one fails with {type(error).__name__}: {first}; "
-            "choose another model"
+            f"{remedy}"
         ) from error
-    for what, found, want in zip(("loss", "gradient norm"), ours, theirs, strict=True):
-        if not math.isclose(found, want, rel_tol=TOLERANCE):
-            raise ConfigError(
-                f"model: {config.model_type} cannot be trained, {what} of a tiny one is {found:.6g} with packed "
-                f"sequences and {want:.6g} in transformers, must agree to {TOLERANCE:g}; choose another model"
-            )
+    for how, ours in found.items():
+        for what, own, theirs in zip(("loss", "gradient norm"), ours, want, strict=True):
+            if not math.isclose(own, theirs, rel_tol=TOLERANCE):
+                raise ConfigError(
+                    f"model: {config.model_type} cannot be trained, {what} of a tiny one is {own:.6g} with {how} "
+                    f"and {theirs:.6g} in transformers, must agree to {TOLERANCE:g}; {remedy}"
+                )
 
 
 Result = tuple[float, float]
 """Loss and gradient norm."""
 
 
-def _both_ways(config: PreTrainedConfig) -> tuple[Result, Result]:
+def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, Result], Result]:
+    """Ours by what is special about them, and the library's."""
     # The library keeps the choice of attention in the configuration, which its models share.
     own = copy.deepcopy(config)
     generator = torch.Generator().manual_seed(0)
@@ -73,20 +85,39 @@ def _both_ways(config: PreTrainedConfig) -> tuple[Result, Result]:
     _disturb(ours, generator)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
     theirs.load_state_dict(ours.model.state_dict())
-    context = _one_rank(_LENGTHS)
-    packed = ours(
-        torch.cat(rows),
-        torch.cat([torch.arange(len(row)) for row in rows]),
-        torch.cat([_shifted(row) for row in rows]),
-        context,
-    )
-    if context.traffic.cells != len(ours.layers) * sum(n * (n + 1) // 2 for n in _LENGTHS):
-        raise ValueError("some of its layers do not use our attention")
+    found = {"packed sequences": _result(_packed([ours], rows), [ours])}
+    if num_stages > 1:
+        stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
+        found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows), stages)
     alone = [
         F.cross_entropy(theirs(input_ids=row[None], use_cache=False).logits[0], _shifted(row), reduction="sum")
         for row in rows
     ]
-    return _result(packed, ours), _result(torch.stack(alone).sum(), theirs)
+    return found, _result(torch.stack(alone).sum(), [theirs])
+
+
+def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[CausalLM]:
+    """Its stages, with its weights."""
+    weights = whole.state_dict()
+    models = []
+    for stage in stages_of(split_layers(config.num_hidden_layers, num_stages)):
+        model = random_model(config, dtype="float32", seed=0, stage=stage)
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        models.append(model)
+    return models
+
+
+def _packed(stages: Sequence[CausalLM], rows: Sequence[Tensor]) -> Tensor:
+    """Loss of packed sequences, passed on from stage to stage."""
+    context = _one_rank(_LENGTHS)
+    passed = torch.cat(list(rows))
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    for model in stages:
+        passed = model(passed, positions, torch.cat([_shifted(row) for row in rows]), context)
+    num_layers = sum(len(model.layers) for model in stages)
+    if context.traffic.cells != num_layers * sum(n * (n + 1) // 2 for n in _LENGTHS):
+        raise ValueError("some of its layers do not use our attention")
+    return passed
 
 
 @torch.no_grad()
@@ -115,7 +146,13 @@ def _one_rank(lengths: Sequence[int]) -> AttentionContext:
     )
 
 
-def _result(loss: Tensor, model: nn.Module) -> Result:
+def _result(loss: Tensor, models: Sequence[nn.Module]) -> Result:
+    """Differentiates; a matrix that several stages hold counts once, with the sum of their gradients."""
     loss.backward()
-    squares = [parameter.grad.double().square().sum() for parameter in model.parameters() if parameter.grad is not None]
+    gradients: dict[str, Tensor] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                gradients[name] = gradients.get(name, torch.zeros(())) + parameter.grad.double()
+    squares = [gradient.square().sum() for gradient in gradients.values()]
     return float(loss.detach()), math.sqrt(float(torch.stack(squares).sum()))
