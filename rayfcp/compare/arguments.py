@@ -9,6 +9,8 @@ distribution (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia).
 Examples:
   rayfcp compare --lengths lengths.txt --model qwen3-8b --hardware ascend-910c --devices 64 \\
       --global-batch 512 --batches 3 --max-seqlen 131072 --strategies all --seed 0 --html compare.html
+  rayfcp compare --lengths dist:github --model gpt-13b --hardware a800 --devices 32 --stages 4 \\
+      --global-batch 512 --batches 1 --max-seqlen 98304 --strategies elastic-pipeline,seq1f1b,flexsp --seed 0
   rayfcp compare --lengths dist:github --model llama3-8b --hardware h100 --devices 16 \\
       --global-batch 128 --batches 2 --max-seqlen 65536 --strategies flex-ring,static-cp,ulysses --seed 0
 """
@@ -22,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needed.add_argument("--model", required=True, metavar="NAME", help="model profile, by name or YAML path")
     needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile, by name or YAML path")
     needed.add_argument("--devices", required=True, type=positive, metavar="D", help="devices of the cluster")
-    needed.add_argument("--stages", type=positive, default=1, metavar="P", help="pipeline stages (default: 1)")
+    needed.add_argument(
+        "--stages", type=positive, default=1, metavar="P", help="pipeline stages of those that have any (default: 1)"
+    )
     needed.add_argument(
         "--tensor-parallel", type=positive, default=1, metavar="T", help="devices that share each layer (default: 1)"
     )
@@ -57,12 +61,18 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         "--recompute-layers",
         type=count_or_auto,
         metavar="auto|N",
-        help="layers whose activations are recomputed (default: auto, the best of none, half and all, per strategy)",
+        help="layers whose activations are recomputed (default: auto, the best of none, half and all, per strategy; "
+        "planners of pipeline stages choose their own, for each stage and microbatch)",
     )
     memory.add_argument(
         "--reduce-every",
         choices=("auto", "step", "microbatch"),
         help="when gradients are reduced (default: auto, the better of both, per strategy)",
+    )
+    memory.add_argument(
+        "--gather-every",
+        choices=("auto", "step", "microbatch"),
+        help="when the parameters of pipeline stages are gathered (default: auto, the better of both, per strategy)",
     )
 
 

@@ -18,6 +18,7 @@ PARTS = (
     ("sharding", "kind-sharding", "sharded parameters and gradients"),
     ("all_to_all", "kind-all-to-all", "all-to-all"),
     ("ring", "kind-exchange", "rings"),
+    ("hop", "kind-hop", "between stages"),
     ("bubble", "kind-idle", "waiting"),
 )
 LONGEST = 3.0
@@ -53,7 +54,7 @@ def degree_bars(comparison: Comparison) -> str:
     across = Scale(low=0.0, high=1.0, start=LEFT, stop=WIDTH - RIGHT)
     parts = []
     for row, entry in enumerate(entries):
-        slots = comparison.case.num_ranks * (entry.num_microbatches or 1)
+        slots = entry.num_ranks * (entry.num_microbatches or 1)
         shares = {
             name: (_share(entry, low, high) / slots, f"ramp{at + 1}") for at, (name, low, high) in enumerate(bands)
         }

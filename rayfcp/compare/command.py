@@ -50,6 +50,7 @@ def inputs_of(arguments: argparse.Namespace) -> Inputs:
         max_tokens_per_rank=arguments.max_tokens_per_rank,
         recompute_layers=arguments.recompute_layers,
         reduce_every=None if arguments.reduce_every == "auto" else arguments.reduce_every,
+        gather_every=None if arguments.gather_every == "auto" else arguments.gather_every,
         packing=arguments.packing,
         degrees=arguments.degrees,
         strategies=tuple(name.strip() for name in arguments.strategies.split(",") if name.strip()),

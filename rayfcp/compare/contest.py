@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rayfcp.compare.families import Family, family_of
 from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import draw_batches, sequences_of
 from rayfcp.compare.measure import Scene, measure
 from rayfcp.compare.names import chosen, missing
 from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
 from rayfcp.compare.results import Entry, Measured, averaged, best_baseline
-from rayfcp.compare.setting import Setting, rank_profile, settings_of
+from rayfcp.compare.setting import Setting, rank_profile
 from rayfcp.config import ConfigError
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
@@ -22,15 +23,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What all strategies are given. `hardware` is that of a rank, i.e. of `tensor_parallel` devices together."""
+    """What all strategies are given. `hardware` is that of a rank (on a stage), i.e. of `tensor_parallel` devices
+    together; `num_ranks` where there are no stages."""
 
     model: ModelProfile
     hardware: HardwareProfile
     num_ranks: int
     batches: tuple[tuple[int, ...], ...]
-    settings: tuple[Setting, ...]
     options: PlanConfig
-    why_none: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,10 @@ def _case(inputs: Inputs, *, say: Say) -> Case:
             f"--devices is {inputs.devices}, must be at least --stages x --tensor-parallel "
             f"({inputs.stages} x {inputs.tensor_parallel} = {inputs.stages * inputs.tensor_parallel}); add devices"
         )
-    num_ranks = inputs.devices // inputs.tensor_parallel
+    if inputs.stages > model.num_layers:
+        raise ConfigError(
+            f"--stages is {inputs.stages}, must be at most the model's {model.num_layers} layers; lower it"
+        )
     batches = draw_batches(
         inputs.lengths,
         num_batches=inputs.batches,
@@ -87,49 +90,44 @@ def _case(inputs: Inputs, *, say: Say) -> Case:
         seed=inputs.seed,
     )
     say(f"{sum(map(sum, batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
-    settings: tuple[Setting, ...] = ()
-    why_none = ""
-    try:
-        longest = max(map(max, batches))
-        settings = settings_of(inputs, model=model, hardware=hardware, num_ranks=num_ranks, longest=longest)
-    except InfeasiblePlanError as error:
-        why_none = str(error)
     return Case(
         model=model,
         hardware=hardware,
-        num_ranks=num_ranks,
+        num_ranks=inputs.devices // inputs.tensor_parallel,
         batches=batches,
-        settings=settings,
         options=options_of(inputs),
-        why_none=why_none,
     )
 
 
 def _contest(name: str, *, case: Case, inputs: Inputs, say: Say) -> tuple[Entry, Scene | None]:
     """The entry of one strategy, and the scene of its first batch."""
-    why = missing(name, num_stages=inputs.stages) or case.why_none
+    longest = max(map(max, case.batches))
+    family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest)
+    place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
+    why = missing(name, num_stages=inputs.stages) or family.why_none
     if why:
-        return Entry(strategy=name, feasible=False, reason=why, num_ranks=case.num_ranks), None
+        return Entry(strategy=name, feasible=False, reason=why, **place), None
     try:
         say(f"{name}: choosing a setting")
-        setting = best_setting(name, case.batches[0], settings=case.settings, options=case.options)
-        measured, scene, reason = _run(name, setting, case=case, say=say)
+        setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
+        measured, scene, reason = _run(name, setting, case=case, family=family, say=say)
     except InfeasiblePlanError as error:
-        return Entry(strategy=name, feasible=False, reason=str(error), num_ranks=case.num_ranks), None
+        return Entry(strategy=name, feasible=False, reason=str(error), **place), None
     entry = Entry(
         strategy=name,
         feasible=True,
         reason=reason,
-        num_ranks=case.num_ranks,
-        recomputed_layers=setting.recomputed_layers,
+        **place,
+        recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
         reduce_every=setting.reduce_every,
+        gather_every=setting.gather_every,
         max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
         **averaged(measured),
     )
     return entry, scene
 
 
-def _run(name: str, setting: Setting, *, case: Case, say: Say) -> tuple[Sequence[Measured], Scene, str]:
+def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -> tuple[Sequence[Measured], Scene, str]:
     """Figures of all batches, the scene of the first, and why its plan is as it is."""
     figures, scenes, plans = [], [], []
     for number, batch in enumerate(case.batches):
@@ -143,7 +141,7 @@ def _run(name: str, setting: Setting, *, case: Case, say: Say) -> tuple[Sequence
             model=case.model,
             hardware=case.hardware,
             setting=setting,
-            bound_s=bound_s(batch, settings=case.settings, placed_freely=_is_free(plan)),
+            bound_s=bound_s(batch, settings=family.settings, placed_freely=_is_free(plan)),
             plan_s=plan_s,
         )
         figures.append(measured)

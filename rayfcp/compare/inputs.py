@@ -13,7 +13,8 @@ class Inputs:
     """The arguments of `rayfcp compare`.
 
     `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. None: `memory_gib` of the
-    hardware, no fixed `max_tokens_per_rank`, the best `recompute_layers` and `reduce_every` for each strategy.
+    hardware, no fixed `max_tokens_per_rank`, the best `recompute_layers`, `reduce_every` and (with stages)
+    `gather_every` for each strategy.
     `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two stages.
     """
 
@@ -30,6 +31,7 @@ class Inputs:
     max_tokens_per_rank: int | None = None
     recompute_layers: int | None = None
     reduce_every: ReduceEvery | None = None
+    gather_every: ReduceEvery | None = None
     packing: Packing = "joint"
     degrees: Degrees = "exact"
     strategies: tuple[str, ...] = ("all",)
@@ -38,6 +40,6 @@ class Inputs:
     def as_json(self) -> dict[str, Any]:
         """The fields by name, `auto` for what each strategy chooses."""
         given = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("recompute_layers", "reduce_every"):
+        for name in ("recompute_layers", "reduce_every", "gather_every"):
             given[name] = "auto" if given[name] is None else given[name]
         return {**given, "strategies": list(self.strategies)}

@@ -29,9 +29,16 @@ def measure(
     bound_s: float,
     plan_s: float,
 ) -> tuple[Measured, Scene]:
-    """Figures and scene of a plan; `hardware` is that of a rank."""
+    """Figures and scene of a plan; `hardware` is that of a rank (on a stage)."""
     programs = lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
-    timeline = simulate(programs, model=model, hardware=hardware, node_of_rank=setting.cluster.node_of_rank)
+    timeline = simulate(
+        programs,
+        model=model,
+        hardware=hardware,
+        node_of_rank=setting.cluster.node_of_rank,
+        layers_of_stage=setting.cluster.layers_of_stage,
+        gather_every=setting.gather_every,
+    )
     measured = Measured(
         num_tokens=timeline.num_tokens,
         num_ranks=timeline.num_ranks,

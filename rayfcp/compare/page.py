@@ -16,12 +16,14 @@ LEVEL = 1.005
 """Times as fast from which one is called faster than the other."""
 
 OWN_STYLE = """
+:root { --hop: #2a8c82; }
 :root { --exchange: #d97a2b; --sharding: #b8860b; --all-to-all: #b53a5b; --idle: #e2ded6; --count: #b9b4aa; }
 @media (prefers-color-scheme: dark) {
+  :root { --hop: #7fc8c0; }
   :root { --exchange: #f0a05a; --sharding: #dcb451; --all-to-all: #ea7f9b; --idle: #55575f; --count: #6f6b63; }
 }
 .kind-compute { fill: var(--c1); } .kind-exchange { fill: var(--exchange); } .kind-idle { fill: var(--idle); }
-.kind-sharding { fill: var(--sharding); }
+.kind-sharding { fill: var(--sharding); } .kind-hop { fill: var(--hop); }
 .kind-all-to-all { fill: var(--all-to-all); } .kind-count { fill: var(--count); }
 .kind-bound { fill: var(--ink); } .bound { stroke: var(--ink); stroke-width: 1.5; stroke-dasharray: 3 3; }
 .name { fill: var(--ink); font-size: 13px; } .value { fill: var(--soft); font-size: 13px; }
@@ -49,8 +51,8 @@ def render(comparison: Comparison) -> str:
         parts += [
             f'<h2>Where the time goes</h2><div class="stack">{iteration_bars(comparison)}</div>',
             f"<h2>All figures</h2>{_table(comparison)}",
-            "<h2>One batch, rank by rank</h2><p>The first batch; every row is a rank. Point at a block for its "
-            "group and sequences. Kinds are drawn one after the other; communication that computation "
+            "<h2>One batch, rank by rank</h2><p>The first batch; every row is a rank (of a stage). Point at a block "
+            "for its group and sequences. Kinds are drawn one after the other; communication that computation "
             f"hides is not drawn.</p>{pictures(_in_order(comparison))}",
             f'<h2>Batches</h2><div class="stack">{degree_bars(comparison)}{length_bars(lengths)}</div>',
         ]
@@ -103,6 +105,7 @@ def _subtitle(comparison: Comparison) -> str:
         f"cut to {given.max_seqlen:,} tokens",
         f"seed {given.seed}",
     ]
+    facts += [f"{given.stages} pipeline stages where there are any"] if given.stages > 1 else []
     facts += [f"{given.tensor_parallel} devices a layer"] if given.tensor_parallel > 1 else []
     return " · ".join(facts)
 

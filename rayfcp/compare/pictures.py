@@ -1,4 +1,5 @@
-"""Time x rank pictures: what every rank does in one simulated batch, one rectangle a group and microbatch."""
+"""Time x rank pictures: what every rank does in one simulated batch, one rectangle a group and microbatch (of
+pipelines: a pass and stage)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -6,6 +7,7 @@ from html import escape
 
 from rayfcp.compare.bands import band_of, degree_bands
 from rayfcp.compare.measure import Scene
+from rayfcp.compare.stage_pictures import stage_drawing
 from rayfcp.simulate import Timeline
 from rayfcp.telemetry.charts import key_mark
 from rayfcp.telemetry.scales import Scale, ticks
@@ -38,26 +40,41 @@ def pictures(scenes: Sequence[Scene]) -> str:
     if not times:
         return ""
     shared = max(each for each in times if each <= OWN_SCALE * min(times))
-    names = {f"ramp{at + 1}": name for at, (name, _, _) in enumerate(degree_bands(scenes[0].timeline.num_ranks))}
-    legend = "".join(f"<li>{key_mark(colour)}compute, degree {name}</li>" for colour, name in names.items())
-    legend += f"<li>{key_mark('kind-exchange')}communication that nothing hides</li>"
+    legend = _legend(scenes)
     legend += f"<li>{key_mark('kind-idle')}waiting</li>"
     figures = [_figure(scene, stop_s=max(shared, scene.timeline.iteration_s), shared_s=shared) for scene in scenes]
     return f'<ul class="legend">{legend}</ul><div class="stack">{"".join(figures)}</div>'
 
 
+def _legend(scenes: Sequence[Scene]) -> str:
+    plain = [scene.timeline.num_ranks for scene in scenes if scene.timeline.num_stages == 1]
+    legend = ""
+    if plain:
+        names = {f"ramp{at + 1}": name for at, (name, _, _) in enumerate(degree_bands(max(plain)))}
+        legend += "".join(f"<li>{key_mark(colour)}compute, degree {name}</li>" for colour, name in names.items())
+        legend += f"<li>{key_mark('kind-exchange')}communication that nothing hides</li>"
+    if len(plain) < len(scenes):
+        legend += f"<li>{key_mark('kind-forward')}forward</li><li>{key_mark('kind-backward')}backward</li>"
+    return legend
+
+
 def _figure(scene: Scene, *, stop_s: float, shared_s: float) -> str:
     timeline = scene.timeline
-    plot = min(max(timeline.num_ranks * ROW, SHORTEST), TALLEST)
+    plot = min(max(timeline.num_devices * ROW, SHORTEST), TALLEST)
     across = Scale(low=0.0, high=stop_s, start=LEFT, stop=WIDTH - RIGHT)
-    down = Scale(low=0, high=timeline.num_ranks, start=0.0, stop=plot)
+    down = Scale(low=0, high=timeline.num_devices, start=0.0, stop=plot)
     parts = list(_axes(timeline, across=across, down=down, stop_s=stop_s))
-    for cell in cells(scene):
-        parts += _drawn(cell, scene=scene, across=across, down=down)
+    if timeline.num_stages > 1:
+        parts += stage_drawing(scene, across=across, down=down)
+    else:
+        for cell in cells(scene):
+            parts += _drawn(cell, scene=scene, across=across, down=down)
     note = f"{seconds(timeline.iteration_s)}, {_counted(len(scene.plan.microbatches), 'microbatch', 'es')}"
+    if timeline.num_stages > 1:
+        note += f", {timeline.num_stages} stages of {_counted(timeline.num_ranks, 'rank', 's')}"
     if stop_s > shared_s:
         note += "; on a scale of its own"
-    label = f"{scene.plan.strategy}: what {timeline.num_ranks} ranks do over {seconds(timeline.iteration_s)}"
+    label = f"{scene.plan.strategy}: what {timeline.num_devices} devices do over {seconds(timeline.iteration_s)}"
     return (
         f"<figure><figcaption><h3>{escape(scene.plan.strategy)}</h3><p>{escape(note)}</p></figcaption>"
         f'<div class="scroll"><svg class="chart timeline" viewBox="0 0 {WIDTH} {plot + AXIS:.0f}" role="img" '
@@ -66,13 +83,13 @@ def _figure(scene: Scene, *, stop_s: float, shared_s: float) -> str:
 
 
 def _axes(timeline: Timeline, *, across: Scale, down: Scale, stop_s: float) -> Iterator[str]:
-    bottom = down(timeline.num_ranks)
+    bottom = down(timeline.num_devices)
     for mark in ticks(0.0, stop_s, count=8):
         if mark <= stop_s:
             x = across(mark)
             yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom:.2f}"/>'
             yield f'<text class="tick" x="{x:.2f}" y="{bottom + 18:.2f}" text-anchor="middle">{seconds(mark)}</text>'
-    for rank in sorted({0, timeline.num_ranks - 1}):
+    for rank in sorted({0, timeline.num_ranks - 1}) if timeline.num_stages == 1 else ():
         y = (down(rank) + down(rank + 1)) / 2 + 4
         y = min(max(y, 9.0), bottom)
         yield f'<text class="tick" x="{LEFT - 8}" y="{y:.2f}" text-anchor="end">rank {rank}</text>'

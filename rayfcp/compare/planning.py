@@ -8,6 +8,7 @@ from rayfcp.compare.lengths import sequences_of
 from rayfcp.compare.setting import Setting
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound
+from rayfcp.plan.pipelines.bound import pipeline_bound
 from rayfcp.plan.strategies import get
 from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 
@@ -43,9 +44,10 @@ def plan_timed(
         generation=setting.cluster.generation,
         microbatches=proposal.microbatches,
         recomputed_layers=setting.recomputed_layers,
-        predicted_s=sum(microbatch.predicted_s for microbatch in proposal.microbatches),
+        predicted_s=sum(each.predicted_s for each in proposal.pipelines or proposal.microbatches),
         lower_bound_s=0.0,
         reason=proposal.reason,
+        pipelines=proposal.pipelines,
     )
     return plan, time.process_time() - start_s
 
@@ -85,7 +87,9 @@ def bound_s(lengths: Sequence[int], *, settings: Sequence[Setting], placed_freel
     of each group. `placed_freely`: the family is that of plans with layouts of their own."""
     sequences = sequences_of(tuple(lengths))
     return min(
-        lower_bound(
+        pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
+        if setting.cluster.num_stages > 1
+        else lower_bound(
             sequences,
             cluster=setting.cluster,
             cost=setting.cost,

@@ -11,7 +11,7 @@ from rayfcp.simulate import Breakdown
 from rayfcp.values import Imbalance
 
 RESOURCES = ("compute", "attention", "memory", "communication")
-PARTS = ("compute", "sharding", "all_to_all", "ring", "bubble")
+PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,7 @@ class Entry:
     feasible: bool
     reason: str
     num_ranks: int
+    num_stages: int = 1
     iteration_s: float | None = None
     lower_bound_s: float | None = None
     gap: float | None = None
@@ -65,6 +66,7 @@ class Entry:
     degrees: dict[int, float] | None = None
     recomputed_layers: int | None = None
     reduce_every: str | None = None
+    gather_every: str | None = None
     max_tokens_per_rank: int | None = None
     per_batch: tuple[Measured, ...] = ()
 

@@ -1,4 +1,5 @@
-"""What the trainer is free to choose beside the plan: recomputed layers, and when gradients are reduced."""
+"""What the trainer is free to choose beside the plan: recomputed layers, and when gradients are reduced and parameters
+gathered."""
 
 from dataclasses import dataclass, replace
 
@@ -12,12 +13,13 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One choice, and the cluster and cost that come of it."""
+    """One choice, and the cluster and cost that come of it. With several stages, plans say what is recomputed."""
 
     recomputed_layers: int
     reduce_every: ReduceEvery
     cluster: ClusterSpec
     cost: CostModel
+    gather_every: ReduceEvery = "microbatch"
 
 
 def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:

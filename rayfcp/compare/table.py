@@ -62,7 +62,7 @@ def footnotes(comparison: Comparison) -> list[str]:
     return [
         f"speedup {over}gap: iteration over lower bound; attention: MFU of attention alone;",
         "imbalance: of compute, (max - mean) / max; planning: CPU time of one core a batch; degrees: groups a batch;",
-        "setting: layers recomputed, when gradients are reduced",
+        "setting: layers recomputed, when gradients are reduced (of stages: when parameters are gathered as well)",
     ]
 
 
@@ -79,5 +79,8 @@ def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:
 
 
 def setting_text(entry: Entry) -> str:
-    """Recomputed layers and when gradients are reduced, e.g. `18, microbatch`."""
+    """Recomputed layers and when gradients are reduced, e.g. `18, microbatch`; of stages, when gradients are reduced
+    and parameters gathered, e.g. `4 stages, step, microbatch`."""
+    if entry.num_stages > 1:
+        return f"{entry.num_stages} stages, {entry.reduce_every}, {entry.gather_every}"
     return f"{entry.recomputed_layers}, {entry.reduce_every}"

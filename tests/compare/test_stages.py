@@ -1,0 +1,86 @@
+"""Strategies with pipeline stages beside strategies without."""
+
+from pathlib import Path
+
+import pytest
+
+from rayfcp.compare.contest import compare
+from rayfcp.compare.families import family_of
+from rayfcp.compare.measure import Scene, measure
+from rayfcp.compare.pictures import pictures
+from rayfcp.compare.stage_pictures import pass_cells
+from rayfcp.config import ConfigError
+from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.values import Slice
+from tests.compare.cases import small
+from tests.compare.test_page import sound
+from tests.simulate.helpers import specs
+from tests.simulate.pipelines import gpipe, pipeline, plan_of_chunks
+
+MODEL, HARDWARE = model_profile("llama3.2-1b"), hardware_profile("h100")
+
+
+def test_pipelines_share_out_the_devices_and_others_take_them_all(tmp_path: Path) -> None:
+    inputs = small(tmp_path, devices=9, stages=4, max_tokens_per_rank=None)
+    staged, plain = (
+        family_of(name, inputs, model=MODEL, hardware=HARDWARE, longest=100) for name in ("dapple", "flex-ring")
+    )
+    assert (staged.num_ranks, staged.num_stages, plain.num_ranks, plain.num_stages) == (2, 4, 9, 1)
+    assert {(each.reduce_every, each.gather_every) for each in staged.settings} == {
+        (one, other) for one in ("step", "microbatch") for other in ("step", "microbatch")
+    }
+    for setting in staged.settings:
+        assert setting.cluster.num_devices == 8 and setting.cluster.layers_of_stage == (4, 4, 4, 4)
+        assert setting.cost.pipeline is not None and setting.cost.pipeline.gather_every == setting.gather_every
+    assert all(each.cost.pipeline is None for each in plain.settings)
+    fixed = small(tmp_path, devices=8, stages=4, reduce_every="step", gather_every="microbatch")
+    (setting,) = family_of("dapple", fixed, model=MODEL, hardware=HARDWARE, longest=100).settings
+    assert (setting.reduce_every, setting.gather_every, setting.cluster.max_tokens_per_rank) == (
+        "step",
+        "microbatch",
+        6_000,
+    )
+
+
+def test_stages_that_do_not_fit_say_why(tmp_path: Path) -> None:
+    tight = small(tmp_path, devices=8, stages=4, max_tokens_per_rank=None, memory_gib=2.0)
+    family = family_of("dapple", tight, model=MODEL, hardware=HARDWARE, longest=100)
+    assert family.settings == () and "stage" in family.why_none and "GiB" in family.why_none
+    with pytest.raises(ConfigError, match="--stages is 17, must be at most the model's 16 layers"):
+        compare(small(tmp_path, stages=17, devices=17))
+
+
+def scene_of(folder: Path) -> Scene:
+    """Two slices and a short sequence over two stages of two ranks."""
+    inputs = small(folder, stages=2, max_tokens_per_rank=None)
+    setting = family_of("dapple", inputs, model=MODEL, hardware=HARDWARE, longest=4000).settings[0]
+    cuts = [Slice(sequence=0, start=0, stop=2500), Slice(sequence=0, start=2500, stop=4000)]
+    plan = plan_of_chunks(
+        [[cuts[0]], [cuts[1], 1]], num_ranks=2, pipelines=[pipeline(gpipe(2, 2), recomputed=[[0, 3], [0, 0]])]
+    )
+    measured, scene = measure(
+        plan, specs([4000, 300]), model=MODEL, hardware=HARDWARE, setting=setting, bound_s=1e-3, plan_s=0.0
+    )
+    assert measured.num_ranks == 2 and measured.num_tokens == 4300 and measured.breakdown.hop > 0
+    assert measured.peak_memory_gib > 0 and 0 < measured.bubble < 1
+    return scene
+
+
+def test_a_pipeline_is_drawn_stage_by_stage(tmp_path: Path) -> None:
+    scene = scene_of(tmp_path)
+    cells = list(pass_cells(scene))
+    passed = {(cell.stage, cell.microbatch, cell.backward) for cell in cells}
+    assert passed == {(stage, at, way) for stage in (0, 1) for at in (0, 1) for way in (False, True)}
+    for stage in (0, 1):
+        for at in (0, 1):
+            ranks = [
+                rank
+                for cell in cells
+                if (cell.stage, cell.microbatch, cell.backward) == (stage, at, True)
+                for rank in range(cell.first, cell.last + 1)
+            ]
+            assert ranks == [0, 1]
+    assert all(0 <= cell.start_s < cell.stop_s <= scene.timeline.iteration_s for cell in cells)
+    drawn = sound(f"<main>{pictures([scene])}</main><style>prefers-color-scheme: dark</style>")
+    assert "stage 1</text>" in drawn and "3 layers recomputed" in drawn and "slice [2,500, 4,000) of 0" in drawn
+    assert "2 stages of 2 ranks" in drawn and "compute, degree" not in drawn
