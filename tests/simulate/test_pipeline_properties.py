@@ -1,15 +1,17 @@
 """What holds for every pipeline on every machine."""
 
 import itertools
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayfcp.plan import CostModel
+from rayfcp.plan.pipelines.bound import pipeline_bound
 from rayfcp.program import lower
-from rayfcp.simulate import simulate
-from rayfcp.values import BatchPlan, HardwareProfile, Primitive, SequenceSpec, Slice
+from rayfcp.simulate import simulate, simulate_plan
+from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, Primitive, SequenceSpec, Slice
 from tests.simulate.helpers import MODEL, specs
 from tests.simulate.pipelines import gpipe, one_f_one_b, pipeline, plan_of_chunks
 from tests.simulate.test_properties import machines
@@ -44,6 +46,28 @@ def pipelines(draw: st.DrawFn) -> tuple[BatchPlan, list[SequenceSpec]]:
         parts.append(pipeline(shifted, start=start, recomputed=[layers] * num_stages))
     primitive = draw(st.sampled_from(Primitive))
     return plan_of_chunks(chunks, num_ranks=num_ranks, pipelines=parts, primitive=primitive), specs(lengths)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines(), machines, st.sampled_from(["step", "microbatch"]), st.sampled_from([0.0, 25.0]))
+def test_no_pipeline_beats_the_lower_bound(
+    drawn: tuple[BatchPlan, list[SequenceSpec]], hardware: HardwareProfile, gather_every: str, half_tokens: float
+) -> None:
+    plan, sequences = drawn
+    hardware = replace(hardware, attention_half_tokens=half_tokens, memory_bytes=1 << 40)
+    cost = CostModel.from_profiles(
+        MODEL,
+        hardware,
+        num_ranks=plan.num_ranks,
+        num_stages=plan.num_stages,
+        bytes_per_element=2,
+        reduce_every="step",
+        gather_every=gather_every,  # type: ignore[arg-type]
+    )
+    most = max(sum(row) for row in simulate_plan(plan, sequences, model=MODEL, hardware=hardware).loads.num_tokens)
+    cluster = ClusterSpec(num_ranks=plan.num_ranks, num_stages=plan.num_stages, max_tokens_per_rank=int(most))
+    timeline = simulate_plan(plan, sequences, model=MODEL, hardware=hardware, gather_every=gather_every)  # type: ignore[arg-type]
+    assert timeline.iteration_s >= pipeline_bound(sequences, cluster=cluster, cost=cost) * (1 - 1e-9)
 
 
 @settings(max_examples=80, deadline=None)
