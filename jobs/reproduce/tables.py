@@ -16,12 +16,20 @@ Columns = Sequence[tuple[str, str, str]]
 """Head, key of the row, format of the value; what is None shows as -."""
 
 
-def parser_of(doc: str | None, *, model: str | None = None, lengths: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """A parser with the options that most scripts take; `model` and `lengths` (several) are defaults."""
+def parser_of(
+    doc: str | None,
+    *,
+    model: str | None = None,
+    lengths: Sequence[str] = (),
+    hardware: str = "ascend-910c",
+    batches: int = 3,
+    max_seqlen: int = 131_072,
+) -> argparse.ArgumentParser:
+    """A parser with the options that most scripts take; the keywords (of lengths several) are defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if model is not None:
         parser.add_argument("--model", default=model, help=f"name or YAML path (default: {model})")
-    parser.add_argument("--hardware", default="ascend-910c", help="name or YAML path (default: ascend-910c)")
+    parser.add_argument("--hardware", default=hardware, help=f"name or YAML path (default: {hardware})")
     parser.add_argument(
         "--lengths",
         nargs="+",
@@ -30,8 +38,12 @@ def parser_of(doc: str | None, *, model: str | None = None, lengths: Sequence[st
         help=f"files of lengths, or dist:NAME (default: {' '.join(lengths)})",
     )
     parser.add_argument("--global-batch", type=int, default=512, help="sequences in a batch (default: 512)")
-    parser.add_argument("--batches", type=int, default=3, help="batches that figures are means of (default: 3)")
-    parser.add_argument("--max-seqlen", type=int, default=131_072, help="longer ones are cut (default: 131072)")
+    parser.add_argument(
+        "--batches", type=int, default=batches, help=f"batches that figures are means of (default: {batches})"
+    )
+    parser.add_argument(
+        "--max-seqlen", type=int, default=max_seqlen, help=f"longer ones are cut (default: {max_seqlen})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="file for inputs and rows")
     return parser

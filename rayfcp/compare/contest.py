@@ -52,8 +52,9 @@ class Comparison:
         }
 
 
-def compare(inputs: Inputs, *, say: Say = lambda _: None) -> Comparison:
-    """Plan, check and simulate every strategy on the same batches; `say` is told what comes next.
+def compare(inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | None = None) -> Comparison:
+    """Plan, check and simulate every strategy on the same batches; `say` is told what comes next. `options` take the
+    place of what `inputs` say on how plans are made.
 
     Plans, and all figures but `plan_s`, are the same for the same inputs.
 
@@ -61,7 +62,7 @@ def compare(inputs: Inputs, *, say: Say = lambda _: None) -> Comparison:
         ConfigError: inputs that cannot be used, in one line.
     """
     names = chosen(inputs.strategies)
-    case = _case(inputs, say=say)
+    case = _case(inputs, say=say, options=options or options_of(inputs))
     entries, scenes = [], []
     for name in names:
         entry, scene = _contest(name, case=case, inputs=inputs, say=say)
@@ -70,7 +71,7 @@ def compare(inputs: Inputs, *, say: Say = lambda _: None) -> Comparison:
     return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
 
 
-def _case(inputs: Inputs, *, say: Say) -> Case:
+def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
     model = model_profile(inputs.model)
     hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=inputs.tensor_parallel)
     if inputs.devices < inputs.stages * inputs.tensor_parallel:
@@ -95,7 +96,7 @@ def _case(inputs: Inputs, *, say: Say) -> Case:
         hardware=hardware,
         num_ranks=inputs.devices // inputs.tensor_parallel,
         batches=batches,
-        options=options_of(inputs),
+        options=options,
     )
 
 

@@ -1,0 +1,78 @@
+"""Figure 8 of InfiniPipe: iteration time by model, lengths and context, and the speedup over each system.
+
+    python jobs/reproduce/pipeline_figure8.py
+    python jobs/reproduce/pipeline_figure8.py --models gpt-30b --contexts 98304 196608 --lengths my_lengths.txt
+
+Simulated seconds, means over batches; `over`: how many times the iteration of InfiniPipe another system's takes.
+`bubble`, `gap`: of InfiniPipe, the share of an iteration in which devices wait, and iteration over lower bound.
+The paper's bars are in a picture; its text has the highest speedups.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from pipelines import OURS, SYSTEMS, K, pipeline_parser, race, seconds, share, speedup
+from tables import exit_code, lengths_name, say, show, table, write_json
+
+RIVALS = tuple(name for name in SYSTEMS if name != OURS)
+PAPER = {"Megatron": 2.60, "DeepSpeed": 2.07, "FlexSP": 1.69, "Seq1F1B": 1.40}
+COLUMNS = (
+    ("model", "model", "s"),
+    ("lengths", "lengths", "s"),
+    ("context", "context", "s"),
+    *((f"{name} s", f"{name}_s", ".2f") for name in SYSTEMS),
+    *((f"over {name}", f"{name}_speedup", ".2f") for name in RIVALS),
+    ("bubble %", "bubble", ".1f"),
+    ("gap", "gap", ".3f"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """A row for each model, source of lengths and context."""
+    parser = pipeline_parser(__doc__)
+    parser.add_argument("--models", nargs="+", default=["gpt-7b", "gpt-13b", "gpt-30b"], help="names or YAML paths")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[48 * K, 96 * K], help="longest sequences")
+    args = parser.parse_args(argv)
+    rows = [
+        _row(args, model, source, context)
+        for model in args.models
+        for source in args.lengths
+        for context in args.contexts
+    ]
+    show(f"{args.devices} x {args.hardware}, {args.stages} stages, batches of {args.global_batch}\n")
+    show(table(rows, COLUMNS))
+    show(_summary(rows))
+    write_json(args.json, args=args, rows=rows)
+
+
+def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
+    say(f"{model}, {lengths_name(source)}, {context:,} tokens")
+    entries = race(args, source=source, model=model, max_seqlen=context)
+    ours = entries[OURS]
+    return {
+        "model": model,
+        "lengths": lengths_name(source),
+        "context": f"{context // K}K" if context % K == 0 else str(context),
+        **{f"{name}_s": seconds(entry) for name, entry in entries.items()},
+        **{f"{name}_speedup": speedup(entries, name) for name in RIVALS},
+        "bubble": share(ours, "bubble"),
+        "gap": ours.gap,
+        "reasons": {name: entry.reason for name, entry in entries.items() if not entry.feasible},
+    }
+
+
+def _summary(rows: Sequence[dict[str, Any]]) -> str:
+    lines = []
+    for name in RIVALS:
+        found = [row[f"{name}_speedup"] for row in rows if row[f"{name}_speedup"] is not None]
+        told = f"{min(found):.2f} to {max(found):.2f}" if found else "not feasible"
+        lines.append(f"over {name}: {told} (paper: up to {PAPER[name]:.2f})")
+    bubbles = [row["bubble"] for row in rows if row["bubble"] is not None]
+    if bubbles:
+        lines.append(f"bubble: {min(bubbles):.1f} to {max(bubbles):.1f} % (paper: under 20 %)")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))

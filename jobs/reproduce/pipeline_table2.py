@@ -1,0 +1,72 @@
+"""Table 2 of InfiniPipe: how even chunks are in time and in length.
+
+    python jobs/reproduce/pipeline_table2.py
+    python jobs/reproduce/pipeline_table2.py --max-seqlen 98304 --lengths my_lengths.txt
+
+Relative standard deviation in percent over the chunks of the plan of the first batch, of the seconds of a chunk's
+forward and backward by the cost model, without recomputation, and of its tokens. The paper's rows are for balance
+by time alone and for balance by time and length; ours are for the balanced chunks of the whole method and for chunks
+of one length.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pipelines import ablated, pipeline_parser
+from tables import exit_code, lengths_name, say, show, table, write_json
+
+from rayfcp.compare.families import family_of
+from rayfcp.compare.lengths import sequences_of
+from rayfcp.config.plan import PipelineOptions
+from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
+
+PAPER: list[dict[str, Any]] = [
+    {"lengths": "paper", "chunks": "balance time", "time": 5.9, "length": 35.2, "count": None},
+    {"lengths": "paper", "chunks": "balance time & length", "time": 6.2, "length": 5.5, "count": None},
+]
+VARIANTS = {"balanced": PipelineOptions(), "one length": PipelineOptions(chunking="fixed")}
+COLUMNS = (
+    ("lengths", "lengths", "s"),
+    ("chunks", "chunks", "s"),
+    ("time %", "time", ".1f"),
+    ("length %", "length", ".1f"),
+    ("number", "count", "d"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The paper's rows, then two for each source of lengths."""
+    parser = pipeline_parser(__doc__, model="gpt-13b")
+    args = parser.parse_args(argv)
+    rows = [*PAPER, *(_row(args, source, name) for source in args.lengths for name in VARIANTS)]
+    show(f"{args.model}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
+    show(table(rows, COLUMNS))
+    write_json(args.json, args=args, rows=rows)
+
+
+def _row(args: Any, source: str, name: str) -> dict[str, Any]:
+    say(f"{lengths_name(source)}, {name}")
+    found = ablated(args, source=source, pipeline=VARIANTS[name])
+    (entry,) = found.entries
+    row: dict[str, Any] = {"lengths": lengths_name(source), "chunks": name, "time": None, "length": None, "count": None}
+    if not entry.feasible:
+        say(f"{name}: {entry.reason}")
+        return row
+    case, (scene,) = found.case, found.scenes
+    setting = family_of(entry.strategy, found.inputs, model=case.model, hardware=case.hardware, longest=1).settings[0]
+    sequences = sequences_of(case.batches[0])
+    columns = chunks_of(scene.plan.microbatches, by_id={each.id: each for each in sequences})
+    group = scene.plan.microbatches[0].groups[0]
+    passes = chunk_passes(columns, cost=setting.cost, degree=group.degree, primitive=group.primitive)
+    times = passes.forward_s + passes.backward_s
+    return row | {"time": _rsd(times), "length": _rsd(columns.tokens), "count": len(columns.tokens)}
+
+
+def _rsd(values: Any) -> float:
+    return float(100 * np.std(values) / np.mean(values))
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code(main))
