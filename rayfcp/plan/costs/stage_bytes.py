@@ -27,6 +27,11 @@ class StageBytes(NamedTuple):
     layers: Floats
     room: Floats
 
+    def part(self, start: int, stop: int) -> "StageBytes":
+        """Microbatches `[start, stop)`."""
+        columns = {name: getattr(self, name)[..., start:stop] for name in self._fields[:-2]}
+        return self._replace(**columns)
+
 
 def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Primitive) -> StageBytes:
     """Of chunks on groups of `degree` ranks.

@@ -18,6 +18,10 @@ class StageTimes(NamedTuple):
     layer_s: Floats
     transfer_s: Floats
 
+    def part(self, start: int, stop: int) -> "StageTimes":
+        """Microbatches `[start, stop)`."""
+        return StageTimes(*(column[..., start:stop] for column in self))
+
     def recomputing(self, layers: Floats) -> Floats:
         """Backward passes of which each recomputes `layers[stage, microbatch]`."""
         return self.backward_s + layers * self.layer_s

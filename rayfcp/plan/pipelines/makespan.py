@@ -1,9 +1,9 @@
 """Exact replay of a pipeline's passes: when each ends, how long stages wait, and what they hold."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rayfcp.plan.costs.chunks import Floats
 from rayfcp.plan.costs.stage_bytes import StageBytes
@@ -44,7 +44,7 @@ def run(order: Order, *, forward_s: Floats, backward_s: Floats, transfer_s: Floa
     return Run(float(ends.max(initial=0.0)), np.sum(forward_s, axis=1) + np.sum(backward_s, axis=1), ends)
 
 
-def peak_bytes(order: Order, *, held: StageBytes, recomputed: Sequence[Sequence[int]] | Floats | int = 0) -> Floats:
+def peak_bytes(order: Order, *, held: StageBytes, recomputed: npt.ArrayLike = 0) -> Floats:
     """The most bytes that a rank of each stage holds beside its states, with `recomputed[stage, microbatch]` layers."""
     from rayfcp.plan.pipelines.kernels.events import peak_bytes as peaks_of  # compiled: loaded where it is needed
 

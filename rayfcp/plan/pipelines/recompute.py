@@ -87,6 +87,16 @@ def uniform(order: Order, *, held: StageBytes) -> Recomputed:
     raise infeasible(order, held=held)
 
 
+def least_layers(order: Order, *, held: StageBytes) -> float:
+    """A quick lower bound on the sum of C: rows that share no column, each covered by its largest entries alone.
+
+    Infinite where some pass needs more than everything.
+    """
+    from rayfcp.plan.pipelines.kernels.covering import least_sum_of, rows_of  # compiled: loaded where a plan is made
+
+    return float(least_sum_of(rows_of(order, held), float(held.layers.max())))
+
+
 def on_stages(counts: Floats, order: Order, *, held: StageBytes) -> npt.NDArray[np.int64]:
     """`layers[stage, microbatch]` of C (Eq. 16)."""
     num_stages = len(order)
@@ -94,16 +104,17 @@ def on_stages(counts: Floats, order: Order, *, held: StageBytes) -> npt.NDArray[
     place = np.empty(len(backward), np.int64)
     place[backward] = np.arange(len(backward))
     columns = place + (num_stages - 1 - np.arange(num_stages))[:, None]
-    return np.minimum(counts[columns], held.layers[:, None]).astype(np.int64)
+    return np.asarray(np.minimum(counts[columns], held.layers[:, None]), np.int64)
 
 
-def infeasible(order: Order, *, held: StageBytes) -> InfeasiblePlanError:
-    """Of the stage that is fullest when everything is recomputed."""
-    again = np.broadcast_to(held.layers[:, None], held.kept.shape)
-    peaks = peak_bytes(order, held=held, recomputed=again)
+def infeasible(order: Order, *, held: StageBytes, layers: int | None = None) -> InfeasiblePlanError:
+    """Of the stage that lacks most with that many layers recomputed everywhere, all of them if absent."""
+    most = held.layers if layers is None else np.minimum(layers, held.layers)
+    peaks = peak_bytes(order, held=held, recomputed=np.broadcast_to(most[:, None], held.kept.shape))
     stage = int(np.argmax(peaks - held.room))
+    how = "with every layer recomputed" if layers is None else f"with {layers} layers recomputed"
     return InfeasiblePlanError(
         f"stage {stage} has {held.room[stage] / GIB:.3g} GiB beside its states, the microbatches that it holds at a "
-        f"time need {peaks[stage] / GIB:.3g} GiB with every layer recomputed; add memory or ranks, lower "
-        "data.max_seqlen, or raise plan.pipeline.max_slices"
+        f"time need {peaks[stage] / GIB:.3g} GiB {how}; add memory or ranks, lower data.max_seqlen, or raise "
+        "plan.pipeline.max_slices"
     )

@@ -4,7 +4,7 @@ Chunks that hold slices of one sequence are a run: their backward passes go in r
 the order of forward, so runs of more chunks come first: then what is due backward has always passed forward.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ def run_lengths(microbatches: Sequence[MicrobatchPlan]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def one_forward_one_backward(runs: Iterable[int], *, num_stages: int, ahead: int = 1, shrinking: bool = True) -> Order:
+def one_forward_one_backward(runs: Sequence[int], *, num_stages: int, ahead: int = 1, shrinking: bool = True) -> Order:
     """Every stage's order of the microbatches of runs of these lengths.
 
     Before its i-th backward pass the last stage has passed forward what that needs, and every stage before it `ahead`
@@ -40,26 +40,51 @@ def one_forward_one_backward(runs: Iterable[int], *, num_stages: int, ahead: int
     >>> one_forward_one_backward([2, 1], num_stages=2).tolist()
     [[0, 1, 2, -2, -1, -3], [0, 1, -2, -1, 2, -3]]
     """
-    lengths = np.array(list(runs), np.int64)
-    count = int(lengths.sum())
+    least = least_leads(runs, shrinking=shrinking)
+    return order_of_leads(leads_of_stages(least, num_stages=num_stages, ahead=ahead), runs=runs)
+
+
+def least_leads(runs: Sequence[int], *, shrinking: bool = True) -> Order:
+    """[i]: forward passes that the last stage has behind it before its i-th backward pass."""
+    lengths = np.array(runs, np.int64)
     starts = np.cumsum(lengths) - lengths
     stops = np.repeat(starts + lengths, lengths)
-    index = np.arange(count)
-    backward = np.repeat(2 * starts + lengths - 1, lengths) - index
+    index = np.arange(len(stops))
     window = np.repeat(np.maximum.accumulate(lengths[::-1])[::-1], lengths)
     if shrinking:
         window = np.where(np.isin(index, starts), window, np.append(window[1:], 0))
     else:
         window[:] = lengths.max(initial=0)
-    needed = np.maximum.accumulate(np.maximum(stops, index + window))
+    return np.asarray(np.minimum(np.maximum.accumulate(np.maximum(stops, index + window)), len(stops)), np.int64)
+
+
+def backward_order(runs: Sequence[int]) -> Order:
+    """The microbatch of each backward pass.
+
+    >>> backward_order([2, 1]).tolist()
+    [1, 0, 2]
+    """
+    lengths = np.array(runs, np.int64)
+    starts = np.cumsum(lengths) - lengths
+    return np.asarray(np.repeat(2 * starts + lengths - 1, lengths) - np.arange(int(lengths.sum())), np.int64)
+
+
+def leads_of_stages(least: Order, *, num_stages: int, ahead: int) -> Order:
+    """[stage, i]: `least` of the last stage, and `ahead` microbatches more with each stage before it, while there are
+    any."""
+    return np.asarray(np.minimum(least + ahead * np.arange(num_stages)[::-1, None], len(least)), np.int64)
+
+
+def order_of_leads(leads: Order, *, runs: Sequence[int]) -> Order:
+    """The order in which stage p has `leads[p, i]` forward passes before its i-th backward pass."""
+    num_stages, count = leads.shape
+    backward, index = backward_order(runs), np.arange(count)
     order = np.empty((num_stages, 2 * count), np.int64)
     for stage in range(num_stages):
-        before = np.minimum(needed + ahead * (num_stages - 1 - stage), count)
-        at = before + index
-        order[stage] = -1
-        order[stage, at] = -1 - backward
+        at = leads[stage] + index
         forward = np.ones(2 * count, np.bool_)
         forward[at] = False
+        order[stage, at] = -1 - backward
         order[stage, forward] = index
     return order
 

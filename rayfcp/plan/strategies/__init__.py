@@ -4,11 +4,13 @@ from rayfcp.plan.profiles.words import pick
 from rayfcp.plan.strategies import (
     bytescale,
     dynamic_cp,
+    elastic_pipeline,
     flex_block,
     flex_ring,
     flexsp,
     magi,
     ring,
+    seq1f1b,
     static_cp,
     ulysses,
     wlb,
@@ -18,6 +20,8 @@ from rayfcp.plan.strategies.interface import Proposal, Strategy
 _STRATEGIES: dict[str, Strategy] = {
     "flex-ring": flex_ring.propose,
     "flex-block": flex_block.propose,
+    "elastic-pipeline": elastic_pipeline.propose,
+    "seq1f1b": seq1f1b.propose,
     "static-cp": static_cp.propose,
     "dynamic-cp": dynamic_cp.propose,
     "flexsp": flexsp.propose,

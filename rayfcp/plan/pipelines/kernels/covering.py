@@ -112,6 +112,38 @@ def _passed(codes: Ints, at: int, held: StageBytes, stage: int) -> bool:
 
 
 @compiled
+def least_sum_of(rows: Rows, most: float) -> float:
+    """A sum that no columns that cover the rows are below: of rows of one stage in turn, each the first that shares no
+    column with those before, what the largest entries must do at least; the largest such sum of a stage. Infinite
+    where a row asks for more than `most` of everything."""
+    best, total, stage, reach = 0.0, 0.0, -1, -1
+    for row in range(len(rows.needed)):
+        if rows.stage[row] != stage:
+            stage, total, reach = rows.stage[row], 0.0, -1
+        first, last = rows.starts[row], rows.starts[row + 1]
+        if rows.column[first:last].min() <= reach:
+            continue
+        least = _least(np.sort(rows.value[first:last])[::-1], rows.needed[row], most)
+        total += least
+        reach = rows.column[first:last].max()
+        best = max(best, total)
+    return best
+
+
+@inner
+def _least(values: Floats, needed: float, most: float) -> float:
+    """Layers, `most` of each value, largest values first, that make up `needed`."""
+    layers: float = 0.0
+    for value in values:
+        if value * most >= needed:
+            layers += max(needed, 0.0) / value
+            return layers
+        needed -= value * most
+        layers += most
+    return np.inf
+
+
+@compiled
 def cover(rows: Rows, counts: Floats, most: float) -> bool:
     """Raise `counts`, whole numbers of at most `most`, one layer at a time where that mends most, until all rows are
     covered; then lower what is not needed, the last columns first. False if rows stay uncovered."""
@@ -150,7 +182,7 @@ def _gains(rows: Rows, counts: Floats, gain: Floats) -> bool:
 
 @inner
 def _slack(rows: Rows, row: int, counts: Floats) -> float:
-    covered = -rows.needed[row]
+    covered: float = -rows.needed[row]
     for entry in range(rows.starts[row], rows.starts[row + 1]):
         covered += rows.value[entry] * min(counts[rows.column[entry]], rows.most[row])
     if rows.own[row] >= 0 and counts[rows.own[row]] >= rows.most[row]:

@@ -1,0 +1,187 @@
+"""The pipeline planner: how to chunk, how to group, what to recompute, by which primitive.
+
+Every recipe is chunked and estimated (Eq. 17 on the run without recomputation); the most promising are solved and
+replayed exactly, the best of them also in several pipelines. Work is counted in recipes and nodes, never in seconds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rayfcp.config.plan import PipelineOptions, PlanConfig
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.pipelines.assemble import microbatches_of
+from rayfcp.plan.pipelines.chunks import Chunked, chunk
+from rayfcp.plan.pipelines.evaluate import Loads, Piped, Place, estimate_s, loads_of, piped
+from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
+from rayfcp.plan.pipelines.pool import Pool, Work
+from rayfcp.plan.pipelines.recipes import recipes
+from rayfcp.plan.pipelines.schedule import pipeline_plan
+from rayfcp.plan.placement import node_of_ranks
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, Primitive, SequenceSpec
+
+WORSE = 1.2
+"""Shorter chunks are not tried any more when they seem to take so many times the best found, `TRIES` times."""
+
+TRIES = 3
+
+
+class Draft(NamedTuple):
+    """Chunks that look as if they took `estimate_s`."""
+
+    estimate_s: float
+    pool: Pool
+    place: Place
+    chunked: Chunked
+    loads: Loads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best plan, what it was chosen from, and how far its recomputation may be above the least."""
+
+    microbatches: tuple[MicrobatchPlan, ...]
+    pipelines: tuple[PipelinePlan, ...]
+    num_recipes: int
+    longest_run: int
+    bubble: float
+    gap: float
+
+
+def plan_pipelines(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Found:
+    """The fastest plan found.
+
+    Raises:
+        InfeasiblePlanError: memory permits none.
+    """
+    drafts, num_recipes = _drafts(sequences, cluster=cluster, cost=cost, options=options)
+    if not drafts:
+        raise _nothing(sequences, cluster=cluster)
+    drafts.sort(key=lambda draft: draft.estimate_s)
+    best: tuple[float, Draft, tuple[Piped, ...]] | None = None
+    why = None
+    for number, draft in enumerate(drafts):
+        if best and (number >= options.pipeline.candidates or draft.estimate_s >= best[0]):
+            break
+        try:
+            found = _solved(draft, options=options.pipeline)
+        except InfeasiblePlanError as error:
+            why = why or error
+            continue
+        seconds = sum(each.makespan_s for each in found)
+        if best is None or seconds < best[0]:
+            best = seconds, draft, found
+    if best is None:
+        assert why is not None
+        raise why
+    return _assembled(best[1], best[2], num_recipes=num_recipes)
+
+
+def _drafts(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> tuple[list[Draft], int]:
+    """All recipes' chunks that fit the ranks, and how many recipes were tried."""
+    drafts: list[Draft] = []
+    num_recipes = 0
+    most_tokens = float(cluster.num_ranks * cluster.max_tokens_per_rank)
+    for place in _places(cluster, cost=cost, options=options):
+        work = Work.of(cost, degree=place.num_ranks, primitive=place.primitive, crosses=place.crosses)
+        pool = Pool.of(sequences, work=work)
+        best_s, worse = np.inf, 0
+        for alike in recipes(
+            pool, work=work, num_ranks=place.num_ranks, most_tokens=most_tokens, options=options.pipeline
+        ):
+            num_recipes += len(alike)
+            tried = [chunk(pool, recipe, work=work) for recipe in alike]
+            found = [
+                _draft(pool, place, each, options=options.pipeline)
+                for each in tried
+                if each.chunks.tokens.max() <= most_tokens
+            ]
+            drafts += found
+            least_s = min((draft.estimate_s for draft in found), default=np.inf)
+            worse = worse + 1 if least_s > WORSE * best_s else 0
+            best_s = min(best_s, least_s)
+            if worse == TRIES:
+                break
+    return drafts, num_recipes
+
+
+def _draft(pool: Pool, place: Place, chunked: Chunked, *, options: PipelineOptions) -> Draft:
+    loads = loads_of(chunked.chunks, chunked.runs, place=place)
+    return Draft(estimate_s(loads, options=options), pool, place, chunked, loads)
+
+
+def _places(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Place]:
+    """All ranks of a stage, by each primitive that they may use."""
+    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
+    crosses = any(
+        len({nodes[at * cluster.num_ranks + rank] for rank in range(cluster.num_ranks)}) > 1
+        for at in range(len(nodes) // cluster.num_ranks)
+    )
+    used = [Primitive(name) for name in options.primitives]
+    if cluster.num_ranks == 1:
+        used = [Primitive.RING]  # one rank exchanges nothing
+    return [
+        Place(cost=cost, num_ranks=cluster.num_ranks, primitive=primitive, crosses=crosses)
+        for primitive in used
+        if np.isfinite(cost.terms(cluster.num_ranks, primitive=primitive)[0].moved_s)
+    ]
+
+
+def _solved(draft: Draft, *, options: PipelineOptions) -> tuple[Piped, ...]:
+    """One pipeline, or the best grouping if it recomputes."""
+    whole = piped(draft.loads, options=options)
+    kinds = kinds_of(draft.loads.runs)
+    if options.pipelines == 1 or len(kinds) == 1 or not whole.recomputed.total:
+        return (whole,)
+
+    def cost(first: int, last: int) -> float:
+        return estimate_s(draft.loads.part(kinds[first][0], kinds[last - 1][1]), options=options)
+
+    groups = best_groups(cost, num_kinds=len(kinds), most=options.pipelines)
+    if len(groups) < 2:
+        return (whole,)
+    parts = [draft.loads.part(kinds[first][0], kinds[last - 1][1]) for first, last in groups]
+    apart = tuple(piped(each, options=options) for each in parts)
+    return apart if sum(each.makespan_s for each in apart) < whole.makespan_s else (whole,)
+
+
+def _assembled(draft: Draft, found: tuple[Piped, ...], *, num_recipes: int) -> Found:
+    layers = np.concatenate([each.recomputed.layers for each in found], axis=1)
+    times = draft.loads.times
+    seconds = times.forward_s.max(axis=0) + times.recomputing(layers.astype(np.float64)).max(axis=0)
+    starts = np.cumsum([0, *[each.order.shape[1] // 2 for each in found]]).tolist()
+    total_s = sum(each.makespan_s for each in found)
+    total, bound = (sum(getattr(each.recomputed, name) for each in found) for name in ("total", "bound"))
+    return Found(
+        microbatches=microbatches_of(
+            draft.chunked,
+            draft.pool,
+            num_ranks=draft.place.num_ranks,
+            primitive=draft.place.primitive,
+            seconds=seconds.tolist(),
+        ),
+        pipelines=tuple(
+            pipeline_plan(each.order, start=start, recomputed=each.recomputed.layers, predicted_s=each.makespan_s)
+            for each, start in zip(found, starts, strict=False)
+        ),
+        num_recipes=num_recipes,
+        longest_run=max(draft.loads.runs),
+        bubble=sum(each.bubble * each.makespan_s for each in found) / total_s if total_s > 0 else 0.0,
+        gap=total / bound - 1 if bound else 0.0,
+    )
+
+
+def _nothing(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> InfeasiblePlanError:
+    longest = max(sequences, key=lambda each: (each.num_tokens, -each.id))
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    return InfeasiblePlanError(
+        f"sequence {longest.id} has {longest.num_tokens} tokens, a chunk holds at most {room} on {cluster.num_ranks} "
+        f"ranks ({cluster.max_tokens_per_rank} each) and plan.pipeline permits no more slices; raise "
+        "plan.pipeline.max_slices, lower data.max_seqlen, or add memory"
+    )

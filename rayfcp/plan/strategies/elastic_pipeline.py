@@ -1,0 +1,49 @@
+"""InfiniPipe (Wang et al., 2025): split, batched and hybrid chunks through 1F1B pipelines, recomputed as memory asks.
+
+Ours, beyond the paper: the window of chunks in flight shrinks as sequences get shorter, so that one pipeline
+recomputes little where the paper needs several; stages run further ahead of each other where memory has room, which
+hides transfers and uneven chunks; buckets may hold more tokens than slices; and every candidate is replayed
+exactly. Within a stage all ranks share each chunk, by the faster of the primitives that are allowed (the paper:
+Ulysses).
+"""
+
+from collections.abc import Sequence
+
+from rayfcp.config.plan import PipelineOptions, PlanConfig
+from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """The fastest plan found with `options.pipeline`.
+
+    Raises:
+        InfeasiblePlanError: there is one stage; or memory permits no plan.
+    """
+    return propose_pipelines(sequences, cluster=cluster, cost=cost, options=options, strategy="elastic-pipeline")
+
+
+def propose_pipelines(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig, strategy: str
+) -> Proposal:
+    """The pipeline planner's answer, with options of `options.pipeline`."""
+    from rayfcp.plan.pipelines.planner import plan_pipelines  # compiled: loaded where a plan is made
+
+    if cost.pipeline is None:
+        raise InfeasiblePlanError(
+            f"strategy {strategy} passes microbatches through pipeline stages, cluster.pipeline_stages is 1; set it to "
+            "2 or more"
+        )
+    found = plan_pipelines(sequences, cluster=cluster, cost=cost, options=options)
+    return Proposal(
+        microbatches=found.microbatches, reason=_reason(found.longest_run, options.pipeline), pipelines=found.pipelines
+    )
+
+
+def _reason(slices: int, options: PipelineOptions) -> str:
+    cut = f"the longest sequence in {slices} slices" if slices > 1 else "sequences whole"
+    how = {"balanced": "chunks of equal time", "fixed": "chunks of equal tokens"}[options.chunking]
+    return f"{how}, {cut}, the best that was replayed"

@@ -1,0 +1,76 @@
+"""Grouping against all ways to cut the kinds, and forward passes as early as memory permits."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
+from rayfcp.plan.pipelines.kernels.eager import eager_leads
+from rayfcp.plan.pipelines.makespan import peak_bytes, run
+from rayfcp.plan.pipelines.schedule import backward_order, leads_of_stages, least_leads, order_of_leads
+from tests.plan.pipelines.helpers import descending
+from tests.plan.pipelines.test_recompute import held_bytes
+
+
+@given(num_kinds=st.integers(1, 6), most=st.integers(1, 4), seed=st.integers(0, 10_000))
+def test_the_best_of_all_groupings(num_kinds: int, most: int, seed: int) -> None:
+    table = np.random.default_rng(seed).integers(0, 20, (num_kinds + 1, num_kinds + 1)).astype(float)
+    table[table == 0] = np.inf
+
+    def cost(first: int, last: int) -> float:
+        return float(table[first, last])
+
+    least = min(
+        sum(cost(*group) for group in itertools.pairwise([0, *cuts, num_kinds]))
+        for count in range(most)
+        for cuts in itertools.combinations(range(1, num_kinds), count)
+    )
+    found = best_groups(cost, num_kinds=num_kinds, most=most)
+    assert bool(found) == np.isfinite(least)
+    if found:
+        assert sum(cost(*group) for group in found) == pytest.approx(least)
+        assert len(found) <= most
+        assert [at for group in found for at in group] == [0, *sorted([at for _, at in found[:-1]] * 2), num_kinds]
+
+
+@given(runs=descending)
+def test_kinds_are_runs_of_one_length(runs: list[int]) -> None:
+    kinds = kinds_of(runs)
+    assert [at for kind in kinds for at in runs[slice(*kind)]] == runs
+    assert all(len(set(runs[slice(*kind)])) == 1 for kind in kinds)
+    assert len(kinds) == len(set(runs))
+
+
+@given(data=st.data(), runs=descending, num_stages=st.integers(1, 4), ahead=st.integers(1, 4))
+@settings(deadline=None)
+def test_early_passes_stay_within_the_room(data: st.DataObject, runs: list[int], num_stages: int, ahead: int) -> None:
+    held = data.draw(held_bytes(runs=runs, layers=[2] * num_stages))
+    base = least_leads(runs)
+    least, most = (leads_of_stages(base, num_stages=num_stages, ahead=more) for more in (1, ahead))
+    before = peak_bytes(order_of_leads(least, runs=runs), held=held)
+    shape = held.kept.shape
+    leads = eager_leads(
+        least,
+        most,
+        backward_order(runs),
+        held.kept,
+        np.tile(held.working, (num_stages, 1)),
+        np.zeros(shape),
+        2 * np.tile(held.begun, (num_stages, 1)),
+        2 * np.tile(held.summed, (num_stages, 1)),
+        held.room,
+    )
+    assert (least <= leads).all()
+    assert (leads <= most).all()
+    order = order_of_leads(leads, runs=runs)
+    after = peak_bytes(order, held=held)
+    assert (after <= np.maximum(before, held.room)).all()
+    ones = np.ones(shape)
+    assert (
+        run(order, forward_s=ones, backward_s=ones, transfer_s=np.zeros(shape[1])).makespan_s > 0
+    )  # none waits for ever
+    if (held.room >= held.kept.sum(axis=1) + 2 * held.summed.sum() + 6).all():
+        assert np.array_equal(leads, most), "memory for everything: as early as is asked"
