@@ -3,17 +3,23 @@
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rayfcp.values import (
     Action,
     BatchPlan,
+    Block,
+    Context,
     Group,
+    Layout,
     Mask,
     MicrobatchPlan,
     PipelinePlan,
     Primitive,
+    Round,
     SequenceSpec,
     Slice,
+    Transfer,
 )
 
 
@@ -164,3 +170,64 @@ def _link(
 def _new(sequences: list[SequenceSpec], num_tokens: int, *, mask: Mask = Mask.CAUSAL) -> int:
     sequences.append(SequenceSpec(id=len(sequences), num_tokens=num_tokens, num_targets=num_tokens - 1, mask=mask))
     return sequences[-1].id
+
+
+def sliced_over_runs(seed: int, *, num_runs: int, heads: int) -> tuple[BatchPlan, list[SequenceSpec]]:
+    """A sequence in slices over runs of ranks that share out heads, the last slice beside a short sequence; keys and
+    values of a run, context included, go to every other run."""
+    rng = random.Random(seed)
+    num_ranks, sequences = num_runs * heads, list[SequenceSpec]()
+    bounds = [0, *itertools.accumulate(rng.randrange(1, 40) for _ in range(rng.randrange(1, 5)))]
+    number, short = _new(sequences, bounds[-1]), _new(sequences, rng.randrange(1, 20))
+    microbatches, layouts = list[MicrobatchPlan](), list[Layout]()
+    for start, stop in itertools.pairwise(bounds):
+        held = {number: (start, stop)} | ({short: (0, sequences[short].num_tokens)} if stop == bounds[-1] else {})
+        blocks = [block for run in range(num_runs) for block in _of_run(held, run, num_runs=num_runs, heads=heads)]
+        context = tuple(
+            Context(microbatch=at, blocks=tuple(each for each in layout.blocks if each.sequence == number))
+            for at, layout in enumerate(layouts)
+        )
+        layouts.append(_all_to_all(tuple(blocks), context, num_runs=num_runs, heads=heads))
+        group = Group(ranks=tuple(range(num_ranks)), sequences=tuple(held))
+        piece = Slice(sequence=number, start=start, stop=stop)
+        microbatches.append(replace(chunk([group], [piece]), layout=layouts[-1]))
+    count = len(microbatches)
+    only = pipeline(microbatches, start=0, stop=count, recomputed_layers=[[1] * count] * 2)
+    return plan_of(microbatches, [only], num_ranks=num_ranks), sequences
+
+
+def _of_run(held: Mapping[int, tuple[int, int]], run: int, *, num_runs: int, heads: int) -> list[Block]:
+    """A run's part of each sequence, laid end to end and cut over its ranks."""
+    parts = []
+    for sequence, (start, stop) in held.items():
+        size = stop - start
+        parts.append((sequence, start + size * run // num_runs, start + size * (run + 1) // num_runs))
+    total = sum(stop - start for _, start, stop in parts)
+    blocks, at = list[Block](), 0
+    for sequence, start, stop in parts:
+        cuts = [start + total * share // heads - at for share in range(heads + 1)]
+        for share, (begin, end) in enumerate(itertools.pairwise(cuts)):
+            first, last = max(begin, start), min(end, stop)
+            if first < last:
+                blocks.append(Block(sequence=sequence, start=first, stop=last, rank=run * heads + share))
+        at += stop - start
+    return blocks
+
+
+def _all_to_all(blocks: tuple[Block, ...], context: tuple[Context, ...], *, num_runs: int, heads: int) -> Layout:
+    layout = Layout(blocks=blocks, rounds=(), heads=heads, context=context)
+    owned = [
+        tuple(index for index, block in enumerate(layout.all_blocks) if block.rank // heads == run)
+        for run in range(num_runs)
+    ]
+    rounds = tuple(
+        Round(
+            transfers=tuple(
+                Transfer(blocks=mine, source=run, target=(run + turn) % num_runs)
+                for run, mine in enumerate(owned)
+                if mine
+            )
+        )
+        for turn in range(1, num_runs)
+    )
+    return replace(layout, rounds=rounds)

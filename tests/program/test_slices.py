@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rayfcp.program import Forward, HeadProgram, Load, Payload, RankProgram, check_plan, check_programs, lower
 from rayfcp.values import BatchPlan, ClusterSpec, Mask, PipelinePlan, Primitive, Slice
 from tests.program.helpers import assert_one_change_is_found
-from tests.program.pipelines import actions, random_pipelines, split_split_hybrid
+from tests.program.pipelines import actions, random_pipelines, sliced_over_runs, split_split_hybrid
 from tests.program.test_layouts import Token, due
 
 Slots = dict[int, list[Token]]
@@ -73,6 +73,16 @@ def test_random_slices_pass_counted_one_by_one(seed: int, num_stages: int, num_r
     check_plan(plan, sequences, cluster=cluster_of(plan))
     members = {sequence for each in plan.microbatches for group in each.groups for sequence in group.sequences}
     assert counted(lower(plan, sequences)[:num_ranks]) == due(sequences, members)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 3), heads=st.integers(2, 3))
+def test_slices_over_runs_that_share_out_heads(seed: int, num_runs: int, heads: int) -> None:
+    plan, sequences = sliced_over_runs(seed, num_runs=num_runs, heads=heads)
+    check_plan(plan, sequences, cluster=cluster_of(plan))
+    programs = lower(plan, sequences)
+    assert counted(programs[: plan.num_ranks]) == due(sequences, {0, 1})
+    assert_one_change_is_found(programs, sequences, seed=seed)
 
 
 @settings(max_examples=150, deadline=None)
