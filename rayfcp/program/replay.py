@@ -106,13 +106,10 @@ class Replay:
         return self._partials[source].pop(sent.slot, Counter())
 
     def _attend(self, attends: Attends, *, rank: int, index: int) -> None:
-        queries = self._content(rank, 0)
-        column = attends.columns[:, 2]
-        for slot in np.unique(column).tolist():
-            of_slot = (
-                attends if column[0] == slot and (column == slot).all() else Attends(attends.columns[column == slot])
-            )
-            self._cells.append(cells_of(of_slot, queries=queries, keys=self._content(rank, slot), rank=rank))
+        used = np.unique(attends.columns[:, 2]).tolist()
+        slots = {slot: self._content(rank, slot) for slot in (0, *used)}
+        self._cells.append(cells_of(attends, slots=slots, rank=rank))
+        for slot in used:
             self.partials.append((rank, index, slot))
             self._partials[rank][slot][rank, index, slot] += 1
 

@@ -1,6 +1,6 @@
 """Tokens in a row and the cells that attends on them compute, in columns of numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -89,9 +89,22 @@ def expanded(counts: Column) -> tuple[Column, Column]:
     return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def cells_of(attends: Attends, *, queries: Tokens, keys: Tokens, rank: int) -> Column:
-    """The cells that attends to one slot compute, `[cells, 6]`: sequence, query start and stop, key start and
-    stop, and whether only those with key <= query (0 or 1).
+def beside(slots: Sequence[Tokens]) -> tuple[Tokens, Column]:
+    """The tokens of several slots in a row, and where each slot begins; the last entry is behind them."""
+    begins = np.cumsum([0, *(slot.num_tokens for slot in slots)])
+    if len(slots) == 1:
+        return slots[0], begins
+    row = Tokens.__new__(Tokens)  # not joined: neighbours in different slots do not touch
+    row.sequence, row.start, row.stop = (
+        np.concatenate([getattr(slot, name) for slot in slots]) for name in ("sequence", "start", "stop")
+    )
+    row.offset = np.concatenate(([0], np.cumsum(row.stop - row.start)))
+    return row, begins
+
+
+def cells_of(attends: Attends, *, slots: Mapping[int, Tokens], rank: int) -> Column:
+    """The cells that attends compute, `[cells, 6]`: sequence, query start and stop, key start and stop, and whether
+    only those with key <= query (0 or 1). Queries are in slot 0; `slots` has all that attends name.
 
     Raises:
         ValueError: a range is not within its slot; an attend mixes sequences, or is causal and its two sides
@@ -102,6 +115,13 @@ def cells_of(attends: Attends, *, queries: Tokens, keys: Tokens, rank: int) -> C
     if unequal.any():
         wrong = attends[int(np.argmax(unequal))]
         raise ValueError(f"rank {rank}: causal attend {wrong} does not hold the same tokens on both sides")
+    numbers, place = np.unique(slot, return_inverse=True)
+    queries, (keys, begins) = slots[0], beside([slots[number] for number in numbers.tolist()])
+    outside = (key_begin < 0) | (key_end > np.diff(begins)[place])
+    if outside.any():
+        wrong = attends[int(np.argmax(outside))]
+        raise ValueError(f"rank {rank}: keys of attend {wrong} end beyond the tokens of their slot")
+    key_begin, key_end = key_begin + begins[place], key_end + begins[place]
     query_first, query_last = queries.within(begin, end)
     key_first, key_last = keys.within(key_begin, key_end)
     num_keys = key_last - key_first + 1
