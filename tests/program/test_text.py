@@ -1,5 +1,6 @@
 """Programs of pipelines as text: golden files, and what is printed parses back."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,3 +47,12 @@ def test_programs_of_pipelines_survive_text(seed: int, num_stages: int, num_rank
 def test_broken_lines_between_stages_are_named(line: str) -> None:
     with pytest.raises(ValueError, match="line 2"):
         from_text(f"program rank=0/1 stage=0/2 plan=00\n{line}\n~\n")
+
+
+def test_examples_of_the_architecture_page_print_what_stands_there(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    codes = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(codes) == 2
+    for code in codes:
+        exec(code, {})
+        assert f"```\n{capsys.readouterr().out}```" in page
