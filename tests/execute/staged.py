@@ -19,10 +19,10 @@ from rayfcp.models.causal_lm import CausalLM, WholeModel
 from rayfcp.models.describe import model_config
 from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
-from rayfcp.values import BatchPlan, Mask, SequenceSpec
+from rayfcp.values import BatchPlan, Group, Mask, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
 from tests.execute.test_attention import run_ranks
-from tests.program.pipelines import random_pipelines
+from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
 
 HIDDEN_SIZE = 32
 
@@ -89,6 +89,49 @@ def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) 
         layers_of_stage=layers_of_stage,
         is_tied=rng.random() < 0.5,
         reduce_every=rng.choice(["step", "microbatch"]),
+    )
+
+
+def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...], is_tied: bool) -> StagedCase:
+    """Two pipelines on groups of all ranks, rings for even seeds: split chunks, a hybrid one and a batched one; split
+    chunks with a tail, and a batched one. Recomputed are as many layers as seed, stage and chunk add up to."""
+    primitive = list(Primitive)[seed % 2]
+    lengths = (45 + seed, 7, 19, 1, 5, 29, 11)
+    chunks = (  # of sequence 0, then 5, the end of the slice; and whole sequences
+        (0, 20, ()),
+        (0, 33 + seed % 3, ()),
+        (0, lengths[0], (1,)),
+        (None, 0, (2, 3, 4)),
+        (5, 22, ()),
+        (5, lengths[5], ()),
+        (None, 0, (6,)),
+    )
+    microbatches, at = [], {0: 0, 5: 0}
+    for cut, stop, whole in chunks:
+        slices = () if cut is None else (Slice(sequence=cut, start=at[cut], stop=stop),)
+        at |= {each.sequence: each.stop for each in slices}
+        held = (*(each.sequence for each in slices), *whole)
+        microbatches.append(chunk([Group(ranks=tuple(range(num_ranks)), sequences=held, primitive=primitive)], slices))
+    settings = [
+        [(seed + stage + chunk) % (layers + 1) for chunk in range(len(chunks))]
+        for stage, layers in enumerate(layers_of_stage)
+    ]
+    pipelines = [
+        pipeline(
+            microbatches,
+            start=start,
+            stop=stop,
+            recomputed_layers=[each[start:stop] for each in settings],
+            ahead=start > 0,
+        )
+        for start, stop in ((0, 4), (4, 7))
+    ]
+    return StagedCase(
+        plan=plan_of(microbatches, pipelines, num_ranks=num_ranks),
+        sequences=tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)),
+        layers_of_stage=layers_of_stage,
+        is_tied=is_tied,
+        reduce_every=("step", "microbatch")[seed // 2 % 2],
     )
 
 

@@ -1,0 +1,117 @@
+"""Batches on pipeline stages on real processes over gloo: FSDP2 inside a stage, pipes between stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rayfcp.execute.groups import Channels, Place, World, join_world, leave_world
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.pipes import Pipes
+from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.models.build import DTYPES, sharded_model
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.describe import model_config
+from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.gloo import listening_store
+from tests.execute.staged import HIDDEN_SIZE, StagedCase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Steps of one model, a plan each, all of one shape. `is_kept`: parameters stay gathered in a step."""
+
+    steps: tuple[StagedCase, ...]
+    dtype: str = "float64"
+    is_kept: bool = False
+
+    @property
+    def num_ranks(self) -> int:
+        return self.steps[0].plan.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.steps[0].layers_of_stage)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.num_stages
+
+
+Found = dict[int, list[tuple[float, Gradients]]]
+
+
+def run_on_gloo(runs: Sequence[Run]) -> Found:
+    """By run, then step: loss and whole gradients; from as many processes as the largest run needs."""
+    with TemporaryDirectory() as folder:
+        store = listening_store()
+        mp.spawn(_process, args=(store.port, tuple(runs), folder), nprocs=max(run.num_devices for run in runs))
+        return torch.load(Path(folder) / "found.pt", weights_only=True)
+
+
+def _process(number: int, port: int, runs: Sequence[Run], folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found: Found = {}
+    for index, run in enumerate(runs):
+        if number < run.num_devices:
+            place = Place.of(number, num_ranks=run.num_ranks, num_stages=run.num_stages)
+            store = dist.PrefixStore(f"{index}", client)
+            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+            found[index] = _run(run, world)
+            leave_world(world)
+    if number == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    client.set(f"done-{number}", "1")
+    client.wait([f"done-{other}" for other in range(max(run.num_devices for run in runs))])
+
+
+def _run(run: Run, world: World) -> list[tuple[float, Gradients]]:
+    first = run.steps[0]
+    library = model_config(first.run, vocab_size=VOCAB)
+    settings = first.run.model_copy(update={"dtype": run.dtype})
+    model = sharded_model(library, run=settings, seed=SEED, world=world, layers_of_stage=first.layers_of_stage)
+    if run.is_kept:
+        keep_gathered(model)
+    interpreter = Interpreter(
+        transport=DistributedTransport(world.channels.attend),
+        kernel=pick_kernel("cpu"),
+        model=ShardedModel(model),
+        pipes=pipes_of(world.channels, dtype=run.dtype),
+    )
+    results = []
+    for case in run.steps:
+        model.zero_grad(set_to_none=True)
+        scale = 1.0 / case.num_targets
+        done = interpreter.run(case.programs[world.place.device], CaseTokens(case), loss_scale=scale)
+        if run.is_kept:
+            release(model)
+        total = world.sum(torch.tensor(done.loss_sum, dtype=torch.float64))
+        results.append((float(total) * scale, gathered(model, world)))
+    return results
+
+
+def pipes_of(channels: Channels, *, dtype: str) -> Pipes | None:
+    if channels.pipe_forward is None or channels.pipe_backward is None:
+        return None
+    activations, gradients = (DistributedTransport(each) for each in (channels.pipe_forward, channels.pipe_backward))
+    return Pipes(activations=activations, gradients=gradients, hidden_size=HIDDEN_SIZE, dtype=DTYPES[dtype])
+
+
+def gathered(model: CausalLM, world: World) -> Gradients:
+    """Whole gradients of all stages; a matrix on two stages has the sum of theirs."""
+    own = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    everyone: list[Any] = [None] * world.place.num_devices
+    dist.all_gather_object(everyone, own, group=world.channels.control)
+    gradients: Gradients = {}
+    for stage in range(world.place.num_stages):
+        for name, gradient in everyone[world.place.at(stage, 0, tensor_rank=0)].items():
+            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
+    return gradients
