@@ -46,8 +46,18 @@ def ranks_of_nodes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[list[in
 
 
 def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ...]:
-    """The node of each rank; where the cluster does not say, `ranks_per_node` ranks in a row share one."""
-    return cluster.node_of_rank or tuple(rank // max(ranks_per_node, 1) for rank in range(cluster.num_ranks))
+    """The node of each rank; where the cluster does not say, `ranks_per_node` ranks in a row share one.
+
+    With several stages, two ranks share a node where they do so on every stage: a group is the same ranks on all.
+    """
+    count = cluster.num_ranks
+    devices = cluster.node_of_rank or tuple(
+        number // max(ranks_per_node, 1) for number in range(count * cluster.num_stages)
+    )
+    if cluster.num_stages == 1:
+        return devices
+    numbers: dict[tuple[int, ...], int] = {}
+    return tuple(numbers.setdefault(devices[rank::count], len(numbers)) for rank in range(count))
 
 
 def node_sizes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[int]:

@@ -3,10 +3,14 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from rayfcp.plan.costs.chunks import Floats, Passes, head_s, layer_s
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.pipeline import PipelineCost
+
+Flags = npt.NDArray[np.bool_]
+"""By microbatch."""
 
 
 class StageTimes(NamedTuple):
@@ -30,36 +34,53 @@ class StageTimes(NamedTuple):
 def stage_times(
     passes: Passes, *, cost: CostModel, gathers: int | None = None, reduces: int | None = None
 ) -> StageTimes:
-    """Stage p has its share of the layers, the last one the head beside them.
+    """What is computed (`computed_times`) beside traffic of parameters and gradients: of every microbatch, or, once a
+    step, of the forward pass of microbatch `gathers` and the backward pass of `reduces` (None: of another pipeline of
+    the step)."""
+    count = np.arange(len(passes.rank_tokens))
+    return beside_traffic(
+        computed_times(passes, cost=cost),
+        cost=cost,
+        gathered=np.equal(count, -1 if gathers is None else gathers),
+        reduced=np.equal(count, -1 if reduces is None else reduces),
+    )
 
-    Traffic of parameters and gradients hides behind its pass, save the first gathers and last reductions: of
-    every microbatch, or, once a step, of the forward pass of microbatch `gathers` and the backward pass of
-    `reduces` (None: of another pipeline of the step).
-    """
+
+def computed_times(passes: Passes, *, cost: CostModel) -> StageTimes:
+    """Stage p has its share of the layers, the last one the head beside them."""
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
-    count = len(passes.rank_tokens)
     head_forward_s, head_backward_s = head_s(passes.rank_tokens, cost=cost)
     share = np.array(pipeline.layers_of_stage)[:, None] / pipeline.num_layers
     last = np.zeros((pipeline.num_stages, 1))
     last[-1] = 1.0
-    forward_s = share * (passes.forward_s - head_forward_s) + last * head_forward_s
-    backward_s = share * (passes.backward_s - head_backward_s) + last * head_backward_s
-    every = np.ones(count)
-    gathered = every if pipeline.gather_every == "microbatch" else np.arange(count) == gathers
-    reduced = every if pipeline.reduce_every == "microbatch" else np.arange(count) == reduces
-    again = float(pipeline.gather_every == "microbatch")
-    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = _traffic(pipeline)
     return StageTimes(
-        forward_s=_beside(forward_s, gathered * gather_s, gathered * shown_s, overlap=cost.overlap),
+        forward_s=share * (passes.forward_s - head_forward_s) + last * head_forward_s,
+        backward_s=share * (passes.backward_s - head_backward_s) + last * head_backward_s,
+        layer_s=layer_s(passes.forward_s, passes.rank_tokens, cost=cost),
+        transfer_s=pipeline.transfer_s + pipeline.transfer_s_per_token * passes.rank_tokens,
+    )
+
+
+def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Flags, reduced: Flags) -> StageTimes:
+    """Traffic of parameters and gradients hides behind its pass, save the first gathers and last reductions.
+
+    Once a step, only `gathered` microbatches gather for forward, and only `reduced` ones reduce.
+    """
+    pipeline = cost.pipeline
+    assert pipeline is not None, "stages have a cost"
+    again = pipeline.gather_every == "microbatch"
+    gathered = gathered | again
+    reduced = reduced | (pipeline.reduce_every == "microbatch")
+    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = _traffic(pipeline)
+    return times._replace(
+        forward_s=_beside(times.forward_s, gathered * gather_s, gathered * shown_s, overlap=cost.overlap),
         backward_s=_beside(
-            backward_s,
+            times.backward_s,
             again * back_s + reduced * reduce_s,
             again * back_shown_s + reduced * reduce_shown_s,
             overlap=cost.overlap,
         ),
-        layer_s=layer_s(passes.forward_s, passes.rank_tokens, cost=cost),
-        transfer_s=pipeline.transfer_s + pipeline.transfer_s_per_token * passes.rank_tokens,
     )
 
 

@@ -29,19 +29,22 @@ def run_lengths(microbatches: Sequence[MicrobatchPlan]) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def one_forward_one_backward(runs: Sequence[int], *, num_stages: int, ahead: int = 1, shrinking: bool = True) -> Order:
+def one_forward_one_backward(
+    runs: Sequence[int], *, num_stages: int, ahead: int = 1, most: int | None = None, shrinking: bool = True
+) -> Order:
     """Every stage's order of the microbatches of runs of these lengths.
 
     Before its i-th backward pass the last stage has passed forward what that needs, and every stage before it `ahead`
-    microbatches more than the stage after it: 1 is 1F1B, in which with N slices of the longest sequence stage p
-    (from 0) holds num_stages - 1 - p + N microbatches at a time (Eq. 7); more hide transfers and uneven passes, and
-    hold more. Shrinking: that number falls as runs get shorter, by backward passes that no forward pass follows.
+    microbatches more than the stage after it, but at most `most` more than the last: 1 is 1F1B, in which with N
+    slices of the longest sequence stage p (from 0) holds num_stages - 1 - p + N microbatches at a time (Eq. 7); more
+    hide transfers and uneven passes, and hold more. Shrinking: that number falls as runs get shorter, by backward
+    passes that no forward pass follows.
 
     >>> one_forward_one_backward([2, 1], num_stages=2).tolist()
     [[0, 1, 2, -2, -1, -3], [0, 1, -2, -1, 2, -3]]
     """
     least = least_leads(runs, shrinking=shrinking)
-    return order_of_leads(leads_of_stages(least, num_stages=num_stages, ahead=ahead), runs=runs)
+    return order_of_leads(leads_of_stages(least, num_stages=num_stages, ahead=ahead, most=most), runs=runs)
 
 
 def least_leads(runs: Sequence[int], *, shrinking: bool = True) -> Order:
@@ -69,10 +72,12 @@ def backward_order(runs: Sequence[int]) -> Order:
     return np.asarray(np.repeat(2 * starts + lengths - 1, lengths) - np.arange(int(lengths.sum())), np.int64)
 
 
-def leads_of_stages(least: Order, *, num_stages: int, ahead: int) -> Order:
-    """[stage, i]: `least` of the last stage, and `ahead` microbatches more with each stage before it, while there are
-    any."""
-    return np.asarray(np.minimum(least + ahead * np.arange(num_stages)[::-1, None], len(least)), np.int64)
+def leads_of_stages(least: Order, *, num_stages: int, ahead: int, most: int | None = None) -> Order:
+    """[stage, i]: `least` of the last stage, and `ahead` microbatches more with each stage before it, in all at most
+    `most` more, while there are any."""
+    more = ahead * np.arange(num_stages)[::-1, None]
+    capped = more if most is None else np.minimum(more, most)
+    return np.asarray(np.minimum(least + capped, len(least)), np.int64)
 
 
 def order_of_leads(leads: Order, *, runs: Sequence[int]) -> Order:

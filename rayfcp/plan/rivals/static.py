@@ -4,6 +4,7 @@ N ranks are N / d groups of d ranks. Sequences are packed, packs are dealt to th
 the same number of microbatches; those without a pack left run one padding token.
 """
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -81,6 +82,25 @@ def best_static(
     return Static(degree=best.degree, microbatches=best.microbatches, num_packings=num_packings)
 
 
+def dealt_into(
+    batch: Columns,
+    *,
+    degree: int,
+    primitive: Primitive,
+    counts: Iterable[int],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Iterator[tuple[MicrobatchPlan, ...]]:
+    """Plans of at most so many microbatches at one degree, at which a group holds the longest sequence, packed as
+    `best_static` does; none where memory does not permit so few."""
+    search = _Search(batch, degree=degree, primitive=primitive, cluster=cluster, cost=cost)
+    for count in counts:
+        if search.fewest <= count:
+            for owners in search.packings(count, by_time=options.packing != "bfd"):
+                yield search.dealt(owners)
+
+
 class _Search:
     """Packings of a batch at one degree."""
 
@@ -104,18 +124,22 @@ class _Search:
 
     def run(self, options: PlanConfig, *, limit_s: float) -> Owners | None:
         """The pack of each sequence in the cheapest packing; None if none can be below `limit_s`."""
-        packed = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=self.room) or []
-        fewest = -(-(max(packed) + 1) // self.num_groups)
         best_s, best = limit_s, None
-        for count in range(fewest, min(fewest + options.max_microbatches, len(packed)) + 1):
+        for count in range(self.fewest, min(self.fewest + options.max_microbatches, len(self.batch.ids)) + 1):
             if self._least_s(count) >= best_s:
                 break
-            for owners in self._packings(count, by_time=options.packing != "bfd"):
+            for owners in self.packings(count, by_time=options.packing != "bfd"):
                 self.num_packings += 1
                 seconds = self.cost.batch_s(self._makespans(owners))
                 if seconds < best_s:
                     best_s, best = seconds, owners
         return best
+
+    @functools.cached_property
+    def fewest(self) -> int:
+        """Microbatches that best-fit decreasing needs."""
+        packed = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=self.room) or []
+        return -(-(max(packed) + 1) // self.num_groups)
 
     def dealt(self, owners: Owners) -> tuple[MicrobatchPlan, ...]:
         """Packs of like time side by side: the longest of all groups in one microbatch, and so on."""
@@ -132,7 +156,7 @@ class _Search:
         dealt = [drafts[start : start + self.num_groups] for start in range(0, len(drafts), self.num_groups)]
         return assemble(dealt, batch=self.batch, cluster=self.cluster, cost=self.cost)
 
-    def _packings(self, count: int, *, by_time: bool) -> Iterator[Owners]:
+    def packings(self, count: int, *, by_time: bool) -> Iterator[Owners]:
         yield self._by_length(count * self.num_groups)
         balanced = self._by_time(count * self.num_groups) if by_time else None
         if balanced is not None:

@@ -3,6 +3,7 @@
 from rayfcp.plan.profiles.words import pick
 from rayfcp.plan.strategies import (
     bytescale,
+    dapple,
     dynamic_cp,
     elastic_pipeline,
     flex_block,
@@ -16,20 +17,22 @@ from rayfcp.plan.strategies import (
     wlb,
 )
 from rayfcp.plan.strategies.interface import Proposal, Strategy
+from rayfcp.plan.strategies.staged import in_stages
 
 _STRATEGIES: dict[str, Strategy] = {
-    "flex-ring": flex_ring.propose,
-    "flex-block": flex_block.propose,
+    "flex-ring": in_stages(flex_ring.propose, recompute="each"),
+    "flex-block": in_stages(flex_block.propose, recompute="each"),
     "elastic-pipeline": elastic_pipeline.propose,
     "seq1f1b": seq1f1b.propose,
     "static-cp": static_cp.propose,
-    "dynamic-cp": dynamic_cp.propose,
-    "flexsp": flexsp.propose,
+    "dynamic-cp": in_stages(dynamic_cp.propose),
+    "flexsp": in_stages(flexsp.propose),
     "ulysses": ulysses.propose,
-    "ring": ring.propose,
-    "bytescale": bytescale.propose,
-    "wlb": wlb.propose,
-    "magi": magi.propose,
+    "ring": in_stages(ring.propose),
+    "bytescale": in_stages(bytescale.propose),
+    "wlb": in_stages(wlb.propose),
+    "magi": in_stages(magi.propose),
+    "dapple": dapple.propose,
 }
 
 _SLICING = frozenset({"elastic-pipeline", "seq1f1b"})

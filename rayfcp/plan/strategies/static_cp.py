@@ -11,6 +11,7 @@ at its best: best-fit decreasing by length, at the least capacity that needs no 
 packs are also balanced by time, which Megatron-LM does not do, and the better is taken. Packs are dealt
 by time, so that groups that wait for each other hold packs of like time.
 The degree is chosen per batch, not once for a run: the strongest that a static planner could be.
+Over several pipeline stages, packs pass by 1F1B; degree and microbatch count are chosen by the pipeline's makespan.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.primitives import require
+from rayfcp.plan.rivals.staged import static_in_stages
 from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
@@ -30,13 +32,20 @@ def propose(
     """The cheapest degree; N itself always holds the longest sequence.
 
     Raises:
-        InfeasiblePlanError: rings are not allowed.
+        InfeasiblePlanError: rings are not allowed; or stages do not have the memory.
     """
     require(Primitive.RING, options=options, strategy="static-cp")
+    degrees = divisors(cluster.num_ranks)
+    if cluster.num_stages > 1:
+        staged = static_in_stages(
+            sequences, degrees=degrees, primitive=Primitive.RING, cluster=cluster, cost=cost, options=options
+        )
+        assert staged is not None
+        return staged
     batch = columns_of(sequences, cost=cost)
     found = best_static(
         batch,
-        degrees=divisors(cluster.num_ranks),
+        degrees=degrees,
         primitive=Primitive.RING,
         cluster=cluster,
         cost=cost,

@@ -15,6 +15,7 @@ from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.primitives import require
+from rayfcp.plan.rivals.staged import static_in_stages
 from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
@@ -36,15 +37,8 @@ def propose(
         for degree in divisors(cluster.num_ranks)
         if np.isfinite(cost.terms(degree, primitive=Primitive.ULYSSES)[0].moved_s)
     ]
-    found = best_static(
-        batch,
-        degrees=degrees,
-        primitive=Primitive.ULYSSES,
-        cluster=cluster,
-        cost=cost,
-        options=options,
-    )
-    if found is None:
+    proposal = _best(sequences, degrees, cluster=cluster, cost=cost, options=options)
+    if proposal is None:
         room = cluster.max_tokens_per_rank
         raise InfeasiblePlanError(
             f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest Ulysses group holds "
@@ -52,6 +46,31 @@ def propose(
             f"heads, agree with {cost.num_kv_heads} key/value heads and divide {cluster.num_ranks} ranks); lower "
             "data.max_seqlen, add memory, or use a strategy of rings"
         )
+    return proposal
+
+
+def _best(
+    sequences: Sequence[SequenceSpec],
+    degrees: Sequence[int],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Proposal | None:
+    if cluster.num_stages > 1:
+        return static_in_stages(
+            sequences, degrees=degrees, primitive=Primitive.ULYSSES, cluster=cluster, cost=cost, options=options
+        )
+    found = best_static(
+        columns_of(sequences, cost=cost),
+        degrees=degrees,
+        primitive=Primitive.ULYSSES,
+        cluster=cluster,
+        cost=cost,
+        options=options,
+    )
+    if found is None:
+        return None
     return Proposal(
         microbatches=found.microbatches,
         reason=f"degree {found.degree} over heads is the best of {found.num_packings} ways to pack the batch",
