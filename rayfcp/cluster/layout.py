@@ -7,13 +7,7 @@ from rayfcp.plan.costs.stages import split_by_cost, split_layers
 from rayfcp.values import ClusterSpec, ModelProfile
 
 STAGED = frozenset({"elastic-pipeline", "seq1f1b", "dapple"})
-"""Strategies that are about stages."""
-
-BATCHED = frozenset({"flex-ring", "flex-block", "static-cp"})
-"""Strategies that also run with stages."""
-
-SLICED = frozenset({"elastic-pipeline", "seq1f1b"})
-"""Strategies that choose for each stage and microbatch what is recomputed."""
+"""Strategies that pass microbatches through stages; others do so too, and run without."""
 
 
 def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
@@ -58,7 +52,7 @@ def device_names(cluster: ClusterSpec) -> list[str]:
 def check_layout(config: Config) -> None:
     """
     Raises:
-        ConfigError: the strategy cannot run with these stages, or chooses itself what is recomputed.
+        ConfigError: the strategy cannot run with these stages, or the run fixes what plans with stages choose.
     """
     strategy, stages = config.plan.strategy, config.cluster.pipeline_stages
     if stages == 1 and strategy in STAGED:
@@ -66,14 +60,8 @@ def check_layout(config: Config) -> None:
             f"cluster.pipeline_stages is 1, must be at least 2 with plan.strategy={strategy}; raise it or choose "
             "another strategy"
         )
-    if stages > 1 and strategy not in STAGED | BATCHED:
-        others = ", ".join(sorted(STAGED | BATCHED))
+    if stages > 1 and config.train.recompute_layers:
         raise ConfigError(
-            f"cluster.pipeline_stages is {stages}, must be 1 with plan.strategy={strategy}; set it to 1 or choose one "
-            f"of {others}"
-        )
-    if strategy in SLICED and config.train.recompute_layers:
-        raise ConfigError(
-            f"train.recompute_layers is {config.train.recompute_layers}, must be 0 with plan.strategy={strategy}: it "
-            "chooses layers for each stage and microbatch; set it to 0 (see plan.pipeline.recompute)"
+            f"train.recompute_layers is {config.train.recompute_layers}, must be 0 with cluster.pipeline_stages "
+            f"{stages}: plans choose layers for each stage and microbatch; set it to 0"
         )

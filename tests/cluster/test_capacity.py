@@ -72,15 +72,15 @@ def test_as_many_tokens_as_fit_and_not_one_more(
     element = {"float32": 4, "bfloat16": 2}[dtype]
     fixed = state_bytes(MODEL, num_devices=num_devices, bytes_per_element=element, reduce_every=reduce_every)
     each = token_bytes(MODEL, recomputed_layers=recomputed, bytes_per_element=element)
-    found = tokens_that_fit(config, MODEL, num_devices=num_devices, memory_bytes=memory_gib * GIB)
+    found = tokens_that_fit(config, MODEL, num_ranks=num_devices, memory_bytes=memory_gib * GIB)
     assert fixed + found * each <= memory_gib * GIB < fixed + (found + 1) * each
-    more = tokens_that_fit(config, MODEL, num_devices=num_devices + 1, memory_bytes=memory_gib * GIB)
+    more = tokens_that_fit(config, MODEL, num_ranks=num_devices + 1, memory_bytes=memory_gib * GIB)
     assert more >= found, "shards get smaller with each device"
 
 
 def test_a_model_that_does_not_fit_is_refused_with_numbers() -> None:
     with pytest.raises(InfeasiblePlanError, match=r"memory per device is 1 GiB, model qwen3-1\.7b on 2 devices"):
-        tokens_that_fit(config_of(), MODEL, num_devices=2, memory_bytes=GIB)
+        tokens_that_fit(config_of(), MODEL, num_ranks=2, memory_bytes=GIB)
     with pytest.raises(InfeasiblePlanError, match="add devices or memory"):
         cluster_spec(config_of(memory_gib=1.0), MODEL, facts=facts_of("a", "b"), generation=0)
 
@@ -91,12 +91,12 @@ def test_ranks_in_the_order_of_facts() -> None:
     assert spec.num_ranks == 5
     assert spec.node_of_rank == (0, 0, 1, 2, 2)
     assert spec.generation == 3
-    assert spec.max_tokens_per_rank == tokens_that_fit(config, MODEL, num_devices=5, memory_bytes=64 * GIB)
+    assert spec.max_tokens_per_rank == tokens_that_fit(config, MODEL, num_ranks=5, memory_bytes=64 * GIB)
 
 
 def test_the_bound_before_anything_starts_is_that_of_all_workers() -> None:
     assert configured_bound(config_of(), MODEL) is None
     config = config_of(memory_gib=48.0, workers=[2, 8])
-    assert configured_bound(config, MODEL) == tokens_that_fit(config, MODEL, num_devices=8, memory_bytes=48 * GIB)
+    assert configured_bound(config, MODEL) == tokens_that_fit(config, MODEL, num_ranks=8, memory_bytes=48 * GIB)
     with pytest.raises(InfeasiblePlanError):
         configured_bound(config_of(memory_gib=0.0001), MODEL)

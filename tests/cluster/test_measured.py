@@ -32,7 +32,11 @@ def config_of(**sections: dict) -> Config:
 
 
 def guess_of(num_ranks: int) -> CostModel:
-    return analytic_cost(config_of(), MODEL, device="cpu", num_ranks=num_ranks)
+    return analytic_cost(config_of(), MODEL, device="cpu", cluster=cluster_of(num_ranks))
+
+
+def cluster_of(num_ranks: int) -> ClusterSpec:
+    return ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=64)
 
 
 @pytest.mark.parametrize("device", BASE_HARDWARE)
@@ -41,7 +45,7 @@ def test_the_first_guess_is_the_named_profile(device: str) -> None:
         model={"dtype": "bfloat16", "architecture": {"num_layers": 28}},
         train={"recompute_layers": 7, "reduce_every": "microbatch"},
     )
-    assert analytic_cost(config, MODEL, device=device, num_ranks=6) == CostModel.from_profiles(
+    assert analytic_cost(config, MODEL, device=device, cluster=cluster_of(6)) == CostModel.from_profiles(
         MODEL,
         hardware_profile(BASE_HARDWARE[device]),
         num_ranks=6,

@@ -35,7 +35,10 @@ def reports(*, host_waits: bool = True) -> list[RankReport]:
                 )
         found.append(
             RankReport(
+                number=rank,
+                stage=0,
                 rank=rank,
+                tensor_rank=0,
                 step=1,
                 loss=1.0,
                 grad_norm=1.0,
