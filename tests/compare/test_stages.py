@@ -4,15 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.compare.contest import compare
+from rayfcp.compare.contest import Comparison, compare
 from rayfcp.compare.families import family_of
 from rayfcp.compare.measure import Scene, measure
+from rayfcp.compare.page import render
 from rayfcp.compare.pictures import pictures
 from rayfcp.compare.stage_pictures import pass_cells
+from rayfcp.compare.table import format_table
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import Slice
 from tests.compare.cases import small
+from tests.compare.test_contest import FIELDS, results
 from tests.compare.test_page import sound
 from tests.simulate.helpers import specs
 from tests.simulate.pipelines import gpipe, pipeline, plan_of_chunks
@@ -84,3 +87,37 @@ def test_a_pipeline_is_drawn_stage_by_stage(tmp_path: Path) -> None:
     drawn = sound(f"<main>{pictures([scene])}</main><style>prefers-color-scheme: dark</style>")
     assert "stage 1</text>" in drawn and "3 layers recomputed" in drawn and "slice [2,500, 4,000) of 0" in drawn
     assert "2 stages of 2 ranks" in drawn and "compute, degree" not in drawn
+
+
+NAMES = ("elastic-pipeline", "seq1f1b", "flex-ring", "ulysses")
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    folder = tmp_path_factory.mktemp("stages")
+    return compare(
+        small(folder, stages=2, max_tokens_per_rank=None, memory_gib=12.0, max_seqlen=16_384, strategies=NAMES)
+    )
+
+
+def test_pipelines_have_the_contract_s_fields(comparison: Comparison) -> None:
+    for name, entry in results(comparison).items():
+        assert entry["feasible"], entry["reason"]
+        assert all(isinstance(entry[field], kind) for field, kind in FIELDS.items())
+        assert entry["gap"] >= 1 - 1e-6 and 0 <= entry["bubble"] < 1 and entry["mfu"] < 1
+        assert entry["peak_memory_gib"] <= 12.0, name
+        staged = name in ("elastic-pipeline", "seq1f1b")
+        assert (entry["num_stages"], entry["num_ranks"]) == ((2, 2) if staged else (1, 4))
+        assert (entry["recomputed_layers"] is None) == staged
+        assert sum(entry["breakdown"].values()) == pytest.approx(entry["iteration_s"])
+        assert (entry["breakdown"]["hop"] > 0) == staged
+    found = results(comparison)
+    assert found["elastic-pipeline"]["iteration_s"] <= found["seq1f1b"]["iteration_s"] * 1.01
+
+
+def test_table_and_page_show_stages(comparison: Comparison) -> None:
+    page = sound(render(comparison))
+    assert all(f"<h3>{name}</h3>" in page for name in NAMES)
+    assert "2 stages of 2 ranks" in page and "stage 1</text>" in page and "compute, degree 1" in page
+    assert "2 pipeline stages where there are any" in page
+    assert "2 stages, step" in format_table(comparison) or "2 stages, microbatch" in format_table(comparison)
