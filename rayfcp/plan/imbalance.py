@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
-from rayfcp.plan.layout import lay_out
+from rayfcp.plan.layout import layouts_of
 from rayfcp.values import BatchPlan, Block, Group, Imbalance, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]
@@ -24,8 +24,8 @@ def imbalance(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostM
     """
     by_id = {sequence.id: sequence for sequence in sequences}
     maxima, means = np.zeros(4), np.zeros(4)
-    for microbatch in plan.microbatches:
-        loads = _loads(microbatch, lay_out(microbatch, sequences), by_id=by_id, cost=cost, num_ranks=plan.num_ranks)
+    for microbatch, layout in zip(plan.microbatches, layouts_of(plan, sequences), strict=True):
+        loads = _loads(microbatch, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks)
         maxima += loads.max(axis=1)
         means += loads.mean(axis=1)
     excess = np.maximum(maxima - means, 0.0) / np.where(maxima > 0, maxima, 1.0)
@@ -52,6 +52,10 @@ def _loads(
         np.bincount(ranks, each, minlength=num_ranks).astype(np.float64)
         for each in (block_tokens, cells_of_block, slower)
     )
+    earlier = [block for each in layout.context for block in each.blocks]
+    context = np.bincount(
+        [block.rank for block in earlier], [block.num_tokens for block in earlier], minlength=num_ranks
+    )
     if microbatch.layout is not None:
         traffic = hop_heads(cost, heads=layout.heads) * round_tokens(layout, num_ranks=num_ranks)
         for run in layout.runs(num_ranks) if layout.heads > 1 else ():
@@ -67,7 +71,7 @@ def _loads(
             cells[held] = cells[held].mean()
             traffic[held] = exchanged_heads(tokens[held], cost)
         elif microbatch.layout is None:
-            traffic[held] = hop_heads(cost) * ring_tokens(tokens[held])
+            traffic[held] = hop_heads(cost) * ring_tokens(tokens[held] + context[held])
         if by_heads or microbatch.layout is None:
             extra[held] = _extra_cells(group, float(tokens[held].sum()), cost=cost) * (cells[held] > 0)
     compute = cost.attention_s_per_cell * (cells + extra) + cost.linear_s_per_token * tokens
