@@ -53,7 +53,7 @@ class PipelineOptions(Section):
     slices: Count | None = Field(default=None, description="of the longest sequence; searched if absent")
     max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
     pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
-    candidates: Count = Field(default=6, description="of all tried, how many are replayed exactly")
+    candidates: Count = Field(default=12, description="of all tried, how many are replayed exactly")
     milp_nodes: int = Field(
         default=100,
         ge=0,

@@ -22,6 +22,10 @@ ROWS = 16
 """Slices of fewer tokens than this for each end that they are rounded to end anywhere."""
 
 
+Run = tuple[list["Piece | None"], list[list[int]]]
+"""Of each chunk of a run, the slice and the whole sequences."""
+
+
 class Piece(NamedTuple):
     """Tokens `[start, stop)` of the sequence at `position` of the pool, behind slices of `earlier` tokens."""
 
@@ -35,12 +39,17 @@ class Piece(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """How to chunk: slices of the longest sequence end at `ends` tokens; buckets have room for `room` tokens and,
-    where chunks are `balanced`, about as many seconds as the others. `target_s`: of a slice."""
+    where chunks are `balanced`, about as many seconds as the others. `target_s`: of a slice. `first` and `last`: what
+    share of that the first and the last chunks have, if buckets without a slice can be these: pipelines fill and
+    drain as fast as their first and last chunks pass.
+    """
 
     ends: tuple[int, ...]
     target_s: float
     room: float
     balanced: bool
+    first: tuple[float, ...] = ()
+    last: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +91,16 @@ def chunk(pool: Pool, recipe: Recipe, *, work: Work) -> Chunked:
     whole[list(splits)] = False
     tails = [pieces[-1] for pieces in splits.values()]
     short = np.flatnonzero(whole)
-    owners = _pack(pool, short, tails, recipe, work=work)
+    owners, num_filling = _pack(pool, short, tails, recipe, work=work)
     members: list[list[int]] = [[] for _ in range(max([len(tails), *(owners + 1).tolist()]))]
     for position, owner in zip(short.tolist(), owners.tolist(), strict=True):
         members[owner].append(position)
-    runs: list[tuple[list[Piece | None], list[list[int]]]] = []
+    runs: list[Run] = []
     for pieces, added in zip(splits.values(), members, strict=False):
         runs.append(([*pieces], [*[[] for _ in pieces[1:]], added]))
-    runs += [([None], [added]) for added in members[len(tails) :] if added]
-    return _ordered(pool, runs, work=work)
+    batched: list[Run] = [([None], [added]) for added in members[len(tails) :] if added]
+    filling = _sorted(pool, batched[:num_filling], work=work)[::-1]
+    return _listed(pool, [*filling, *_sorted(pool, runs + batched[num_filling:], work=work)])
 
 
 def _split(pool: Pool, recipe: Recipe, *, work: Work) -> dict[int, list[Piece]]:
@@ -121,8 +131,9 @@ def _piece_s(cut: list[float], *, work: Work) -> float:
 
 def _pack(
     pool: Pool, short: npt.NDArray[np.int64], tails: list[Piece], recipe: Recipe, *, work: Work
-) -> npt.NDArray[np.int64]:
-    """The bucket of each short sequence; bucket t begins with tail t."""
+) -> tuple[npt.NDArray[np.int64], int]:
+    """The bucket of each short sequence, and how many buckets fill the pipeline, those after the ones of tails; bucket
+    t begins with tail t."""
     from rayfcp.plan.pipelines.kernels.packing import pack_balanced, pack_equal  # compiled
 
     seconds = np.array([_piece_s([tail.start, tail.stop], work=work) for tail in tails], np.float64)
@@ -134,30 +145,47 @@ def _pack(
         by_tokens = np.argsort(-pool.tokens[short], kind="stable")
         owners = np.empty(len(short), np.int64)
         owners[by_tokens] = pack_equal(bucket_tokens, pool.tokens[short][by_tokens], recipe.room)
-        return owners
+        return owners, 0
     all_s, all_tokens = seconds.sum() + pool.seconds[short].sum(), tokens.sum() + pool.tokens[short].sum()
-    count = max(len(tails), int(np.ceil(all_s / recipe.target_s)), int(np.ceil(all_tokens / recipe.room)))
-    bucket_tokens[len(tails) : min(count, len(tails) + len(short))] = 0.0
-    return pack_balanced(
-        bucket_s, bucket_tokens, pool.seconds[short], pool.tokens[short], all_s / max(count, 1), recipe.room
-    )
+    shares = np.array([*recipe.first, *recipe.last])
+    most = len(tails) + len(short)
+    count = min(max(len(tails), _buckets(all_s, all_tokens, recipe, less=float((1 - shares).sum()))), most)
+    if count - len(tails) <= len(shares):
+        shares = shares[:0]
+        count = min(max(len(tails), _buckets(all_s, all_tokens, recipe, less=0.0)), most)
+    less = np.zeros(space)  # as if it were in the bucket
+    less[len(tails) : len(tails) + len(shares)] = 1 - shares
+    limit_s, mean_tokens = (each / max(count - less.sum(), 1.0) for each in (all_s, all_tokens))
+    bucket_tokens[len(tails) : count] = 0.0
+    bucket_s += less * limit_s
+    bucket_tokens += less * mean_tokens
+    owners = pack_balanced(bucket_s, bucket_tokens, pool.seconds[short], pool.tokens[short], limit_s, recipe.room)
+    return owners, len(recipe.first) if len(shares) else 0
 
 
-def _ordered(pool: Pool, runs: list[tuple[list[Piece | None], list[list[int]]]], *, work: Work) -> Chunked:
+def _buckets(seconds: float, tokens: float, recipe: Recipe, *, less: float) -> int:
+    """How many of them hold so much, each as much as a slice takes, of which `less` buckets are left empty."""
+    return int(np.ceil(max(seconds / recipe.target_s, tokens / recipe.room) + less))
+
+
+def _sorted(pool: Pool, runs: list[Run], *, work: Work) -> list[Run]:
     """Runs of more chunks first, of more seconds among equals."""
     seconds = [
         sum(_piece_s([each.start, each.stop], work=work) for each in pieces if each)
         + sum(float(pool.seconds[added].sum()) for added in members if added)
         for pieces, members in runs
     ]
-    order = sorted(range(len(runs)), key=lambda at: (-len(runs[at][0]), -seconds[at], at))
-    pieces = [piece for at in order for piece in runs[at][0]]
-    members = [tuple(added) for at in order for added in runs[at][1]]
+    return [runs[at] for at in sorted(range(len(runs)), key=lambda at: (-len(runs[at][0]), -seconds[at], at))]
+
+
+def _listed(pool: Pool, runs: list[Run]) -> Chunked:
+    pieces = [piece for each, _ in runs for piece in each]
+    members = [tuple(added) for _, each in runs for added in each]
     return Chunked(
         chunks=_columns(pool, pieces, members),
         pieces=tuple(pieces),
         members=tuple(members),
-        runs=tuple(len(runs[at][0]) for at in order),
+        runs=tuple(len(each) for each, _ in runs),
     )
 
 

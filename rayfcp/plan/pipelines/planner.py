@@ -5,7 +5,8 @@ replayed exactly, the best of them also in several pipelines. Work is counted in
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +18,8 @@ from rayfcp.plan.pipelines.chunks import Chunked, chunk
 from rayfcp.plan.pipelines.evaluate import Loads, Piped, Place, estimate_s, loads_of, piped
 from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
 from rayfcp.plan.pipelines.pool import Pool, Work
-from rayfcp.plan.pipelines.recipes import recipes
+from rayfcp.plan.pipelines.recipes import Recipes
+from rayfcp.plan.pipelines.recompute import Recomputed
 from rayfcp.plan.pipelines.schedule import pipeline_plan
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, Primitive, SequenceSpec
@@ -26,6 +28,9 @@ WORSE = 1.2
 """Shorter chunks are not tried any more when they seem to take so many times the best found, `TRIES` times."""
 
 TRIES = 3
+
+GRAINS = 4
+"""Grains of which every room and taper is tried."""
 
 
 class Draft(NamedTuple):
@@ -61,14 +66,14 @@ def plan_pipelines(
     drafts, num_recipes = _drafts(sequences, cluster=cluster, cost=cost, options=options)
     if not drafts:
         raise _nothing(sequences, cluster=cluster)
-    drafts.sort(key=lambda draft: draft.estimate_s)
+    rough = options.pipeline.model_copy(update={"milp_nodes": 0})
     best: tuple[float, Draft, tuple[Piped, ...]] | None = None
     why = None
     for number, draft in enumerate(drafts):
         if best and (number >= options.pipeline.candidates or draft.estimate_s >= best[0]):
             break
         try:
-            found = _solved(draft, options=options.pipeline)
+            found = _solved(draft, options=rough)
         except InfeasiblePlanError as error:
             why = why or error
             continue
@@ -78,42 +83,63 @@ def plan_pipelines(
     if best is None:
         assert why is not None
         raise why
-    return _assembled(best[1], best[2], num_recipes=num_recipes)
+    return _assembled(best[1], _polished(best[1], best[2], options=options.pipeline), num_recipes=num_recipes)
+
+
+def _polished(draft: Draft, found: tuple[Piped, ...], *, options: PipelineOptions) -> tuple[Piped, ...]:
+    """The same pipelines with the search for less recomputation."""
+    if not (options.milp_nodes and any(each.recomputed.gap for each in found)):
+        return found
+    starts = np.cumsum([0, *[each.order.shape[1] // 2 for each in found]])
+    runs = np.searchsorted(np.cumsum([0, *draft.loads.runs]), starts)
+    polished = (piped(draft.loads.part(first, last), options=options) for first, last in pairwise(runs.tolist()))
+    return tuple(
+        better if better.makespan_s <= each.makespan_s else each._replace(recomputed=_certified(each, better))
+        for better, each in zip(polished, found, strict=True)
+    )
+
+
+def _certified(kept: Piped, searched: Piped) -> Recomputed:
+    """What is kept, with the better bound."""
+    return replace(kept.recomputed, bound=max(kept.recomputed.bound, searched.recomputed.bound))
 
 
 def _drafts(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> tuple[list[Draft], int]:
-    """All recipes' chunks that fit the ranks, and how many recipes were tried."""
-    drafts: list[Draft] = []
-    num_recipes = 0
+    """Chunks that fit the ranks, the most promising first, and how many recipes were tried: of every grain, and of
+    the best grains with every room and taper."""
+    tried: dict[tuple[int, int, float, int], Draft] = {}
     most_tokens = float(cluster.num_ranks * cluster.max_tokens_per_rank)
-    for place in _places(cluster, cost=cost, options=options):
+    kitchens = []
+    for number, place in enumerate(_places(cluster, cost=cost, options=options)):
         work = Work.of(cost, degree=place.num_ranks, primitive=place.primitive, crosses=place.crosses)
         pool = Pool.of(sequences, work=work)
+        cook = Recipes.of(pool, work=work, num_ranks=place.num_ranks, most_tokens=most_tokens, options=options.pipeline)
+        kitchens.append((place, cook))
         best_s, worse = np.inf, 0
-        for alike in recipes(
-            pool, work=work, num_ranks=place.num_ranks, most_tokens=most_tokens, options=options.pipeline
-        ):
-            num_recipes += len(alike)
-            tried = [chunk(pool, recipe, work=work) for recipe in alike]
-            found = [
-                _draft(pool, place, each, options=options.pipeline)
-                for each in tried
-                if each.chunks.tokens.max() <= most_tokens
-            ]
-            drafts += found
-            least_s = min((draft.estimate_s for draft in found), default=np.inf)
-            worse = worse + 1 if least_s > WORSE * best_s else 0
-            best_s = min(best_s, least_s)
+        for grain in range(len(cook.grains)):
+            draft = _draft(place, cook, grain, room=cook.rooms[0], taper=cook.tapers[0], options=options.pipeline)
+            tried[number, grain, cook.rooms[0], cook.tapers[0]] = draft
+            worse = worse + 1 if draft.estimate_s > WORSE * best_s else 0
+            best_s = min(best_s, draft.estimate_s)
             if worse == TRIES:
                 break
-    return drafts, num_recipes
+    for number, grain, _, _ in sorted(tried, key=lambda key: tried[key].estimate_s)[:GRAINS]:
+        place, cook = kitchens[number]
+        for room in cook.rooms:
+            for taper in cook.tapers:
+                if (number, grain, room, taper) not in tried:
+                    draft = _draft(place, cook, grain, room=room, taper=taper, options=options.pipeline)
+                    tried[number, grain, room, taper] = draft
+    fit = [draft for draft in tried.values() if draft.chunked.chunks.tokens.max() <= most_tokens]
+    return sorted(fit, key=lambda draft: draft.estimate_s), len(tried)
 
 
-def _draft(pool: Pool, place: Place, chunked: Chunked, *, options: PipelineOptions) -> Draft:
+def _draft(place: Place, cook: Recipes, grain: int, *, room: float, taper: int, options: PipelineOptions) -> Draft:
+    chunked = chunk(cook.pool, cook.recipe(grain, room=room, taper=taper), work=cook.work)
     loads = loads_of(chunked.chunks, chunked.runs, place=place)
-    return Draft(estimate_s(loads, options=options), pool, place, chunked, loads)
+    return Draft(estimate_s(loads, options=options), cook.pool, place, chunked, loads)
 
 
 def _places(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Place]:

@@ -1,6 +1,7 @@
-"""Ways to chunk a batch that the planner tries: how long a slice is, and how many tokens a bucket may hold."""
+"""Ways to chunk a batch that the planner tries: how long a slice is, how many tokens a bucket may hold, and how the
+first and the last chunks taper off."""
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,41 +14,71 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56
 
 DEPTHS = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.25)
 
-ROOMS = (1.0, 1.4, 2.0)
+ROOMS = (1.4, 1.0, 2.0)
 """Tokens of a bucket, in those of a slice: 1 is the paper's, with more a bucket of short sequences takes as long."""
+
+TAPERS = (8, 0, 4, 14, 20)
+"""Chunks at either end that are shorter than the others, in equal steps."""
 
 ROWS = 2
 """Ends that a rank's part of a ring has in each sequence: slices of whole rows are equal on all ranks."""
 
 
-def recipes(
-    pool: Pool, *, work: Work, num_ranks: int, most_tokens: float, options: PipelineOptions
-) -> Iterator[tuple[Recipe, ...]]:
-    """Recipes from long chunks to short ones, those with slices of one length together. `most_tokens`: of a chunk."""
-    sliced = pool.tokens[pool.sliced]
-    longest = int(sliced.max(initial=0)) or int(pool.tokens.max())
-    balanced = options.chunking == "balanced"
-    for depth, count in _grains(longest, options=options):
-        rows = ROWS * num_ranks
-        ends = (
-            balanced_ends(longest, count, work=work, rows=rows) if balanced else equal_ends(longest, count, rows=rows)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipes:
+    """All recipes of a batch: by grain (from long chunks to short ones), room and taper, the usual ones first."""
+
+    pool: Pool
+    work: Work
+    grains: tuple[tuple[float, tuple[int, ...]], ...]
+    rooms: tuple[float, ...]
+    tapers: tuple[int, ...]
+    most_tokens: float
+    balanced: bool
+
+    @classmethod
+    def of(cls, pool: Pool, *, work: Work, num_ranks: int, most_tokens: float, options: PipelineOptions) -> "Recipes":
+        """`most_tokens`: of a chunk."""
+        sliced = pool.tokens[pool.sliced]
+        longest = int(sliced.max(initial=0)) or int(pool.tokens.max())
+        balanced, rows = options.chunking == "balanced", ROWS * num_ranks
+        grains = []
+        for depth, count in _grains(longest, options=options):
+            ends = (
+                balanced_ends(longest, count, work=work, rows=rows)
+                if balanced
+                else equal_ends(longest, count, rows=rows)
+            )
+            if ends[0] <= most_tokens:
+                grains.append((depth, ends))
+        return cls(
+            pool=pool,
+            work=work,
+            grains=tuple(grains),
+            rooms=ROOMS if balanced else (1.0,),
+            tapers=TAPERS if balanced and options.order == "elastic" else (0,),
+            most_tokens=most_tokens,
+            balanced=balanced,
         )
-        if ends[0] > most_tokens:
-            continue
-        seconds = work.cell_s * ends[0] * (ends[0] + 1) / 2 + work.token_s * ends[0]
-        rooms = np.unique(np.minimum(np.array(ROOMS if balanced else (1.0,)) * depth * ends[0], most_tokens))
-        yield tuple(
-            Recipe(ends=ends, target_s=depth * seconds, room=room, balanced=balanced) for room in rooms.tolist()
+
+    def recipe(self, grain: int, *, room: float, taper: int) -> Recipe:
+        """The recipe of the grain with that number."""
+        depth, ends = self.grains[grain]
+        seconds = self.work.cell_s * ends[0] * (ends[0] + 1) / 2 + self.work.token_s * ends[0]
+        shares = np.arange(1, taper + 1) / (taper + 1)
+        return Recipe(
+            ends=ends,
+            target_s=depth * seconds,
+            room=min(room * depth * ends[0], self.most_tokens),
+            balanced=self.balanced,
+            first=tuple(shares.tolist()),
+            last=tuple(shares[::-1].tolist()),
         )
 
 
-def _grains(longest: int, *, options: PipelineOptions) -> Iterator[tuple[float, int]]:
+def _grains(longest: int, *, options: PipelineOptions) -> list[tuple[float, int]]:
     """Times that a bucket is as long as a slice, and slices."""
     if options.slices is not None:
-        yield 1.0, min(options.slices, longest)
-        return
-    for depth in DEPTHS:
-        yield depth, 1
-    for count in COUNTS:
-        if count <= min(options.max_slices, longest):
-            yield 1.0, count
+        return [(1.0, min(options.slices, longest))]
+    counts = [(1.0, count) for count in COUNTS if count <= min(options.max_slices, longest)]
+    return [*((depth, 1) for depth in DEPTHS), *counts]

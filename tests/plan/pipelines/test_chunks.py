@@ -23,14 +23,17 @@ works = st.builds(
 
 
 def made(
-    batch: list[SequenceSpec], *, work: Work, count: int, balanced: bool, room: float
+    batch: list[SequenceSpec], *, work: Work, count: int, balanced: bool, room: float, taper: int = 0
 ) -> tuple[Pool, Recipe, Chunked]:
     pool = Pool.of(batch, work=work)
     longest = int(pool.tokens[pool.sliced].max(initial=1))
     count = min(count, longest)
     ends = balanced_ends(longest, count, work=work, rows=2) if balanced else equal_ends(longest, count, rows=2)
     target_s = work.cell_s * ends[0] * (ends[0] + 1) / 2 + work.token_s * ends[0]
-    recipe = Recipe(ends=ends, target_s=target_s, room=room * ends[0], balanced=balanced)
+    shares = tuple(at / (taper + 1) for at in range(1, taper + 1))
+    recipe = Recipe(
+        ends=ends, target_s=target_s, room=room * ends[0], balanced=balanced, first=shares, last=shares[::-1]
+    )
     return pool, recipe, chunk(pool, recipe, work=work)
 
 
@@ -40,12 +43,13 @@ def made(
     count=st.integers(1, 6),
     balanced=st.booleans(),
     room=st.sampled_from([1.0, 1.5, 100.0]),
+    taper=st.sampled_from([0, 0, 1, 3]),
 )
 @settings(deadline=None, max_examples=150)
 def test_every_token_is_in_one_chunk(
-    batch: list[SequenceSpec], work: Work, count: int, balanced: bool, room: float
+    batch: list[SequenceSpec], work: Work, count: int, balanced: bool, room: float, taper: int
 ) -> None:
-    pool, recipe, found = made(batch, work=work, count=count, balanced=balanced, room=room)
+    pool, recipe, found = made(batch, work=work, count=count, balanced=balanced, room=room, taper=taper)
     by_id = {each.id: each for each in batch}
     microbatches = microbatches_of(
         found, pool, num_ranks=2, primitive=Primitive.ULYSSES, seconds=[0.0] * len(found.pieces)
@@ -63,7 +67,8 @@ def test_every_token_is_in_one_chunk(
         assert held[-1][1] == by_id[sequence].num_tokens
     assert spans.keys() == by_id.keys()
     assert found.runs == run_lengths(microbatches)
-    assert list(found.runs) == sorted(found.runs, reverse=True)
+    later = found.runs[taper:] if found.runs[:taper] == (1,) * taper else found.runs
+    assert list(later) == sorted(later, reverse=True), "behind those that fill the pipeline, most chunks first"
     for ours, theirs in zip(found.chunks, chunks_of(microbatches, by_id=by_id), strict=True):
         assert ours == pytest.approx(theirs)
     for tokens, members, piece in zip(found.chunks.tokens, found.members, found.pieces, strict=True):
@@ -124,3 +129,22 @@ def test_equal_buckets_are_at_most_full(sizes: list[int], tail: int) -> None:
     held[0] += tail
     assert (held <= 20).all()
     assert np.array_equal(held, np.maximum(buckets, 0.0))
+
+
+def test_first_and_last_chunks_taper_off() -> None:
+    work = Work(cell_s=0.0, token_s=1.0, context_s=0.0)
+    batch = [SequenceSpec(id=at, num_tokens=2, num_targets=1) for at in range(1000)]
+    pool, recipe, found = made(
+        [*batch, SequenceSpec(id=1000, num_tokens=200, num_targets=1)],
+        work=work,
+        count=1,
+        balanced=True,
+        room=2.0,
+        taper=3,
+    )
+    sizes = found.chunks.tokens
+    assert sizes[:3] == pytest.approx([50, 100, 150], rel=0.1)
+    assert sizes[-3:] == pytest.approx([150, 100, 50], rel=0.1)
+    assert sizes[3:-3] == pytest.approx([200] * (len(sizes) - 6), rel=0.1)
+    assert (recipe.first, recipe.last) == ((0.25, 0.5, 0.75), (0.75, 0.5, 0.25))
+    assert pool.tokens.sum() == sizes.sum()
