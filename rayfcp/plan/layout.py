@@ -1,6 +1,7 @@
 """From groups to blocks and rounds: what a group's primitive means, written out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from rayfcp.plan.zigzag import zigzag
 from rayfcp.values import (
@@ -30,19 +31,24 @@ def layouts_of(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> tuple[Layo
         ValueError: a group or a slice names an unknown sequence.
     """
     layouts: list[Layout] = []
-    for microbatch in plan.microbatches:
-        context = [
-            Context(microbatch=earlier, blocks=blocks)
-            for earlier, layout in enumerate(layouts)
-            for piece in sorted(microbatch.slices, key=lambda each: each.sequence)
-            if (blocks := _blocks_before(piece, layout))
-        ]
+    left: dict[int, list[Context]] = {}
+    for number, microbatch in enumerate(plan.microbatches):
+        pieces = sorted(microbatch.slices, key=lambda piece: piece.sequence)
+        context = [each for piece in pieces for each in _before(piece, left.get(piece.sequence, ()))]
+        context.sort(key=lambda each: each.microbatch)
         layouts.append(lay_out(microbatch, sequences, context=context))
+        for piece in pieces:
+            mine = tuple(block for block in layouts[-1].blocks if block.sequence == piece.sequence)
+            left.setdefault(piece.sequence, []).append(Context(microbatch=number, blocks=mine))
     return tuple(layouts)
 
 
-def _blocks_before(piece: Slice, layout: Layout) -> tuple[Block, ...]:
-    return tuple(block for block in layout.blocks if block.sequence == piece.sequence and block.stop <= piece.start)
+def _before(piece: Slice, left: Sequence[Context]) -> Iterator[Context]:
+    """What earlier microbatches left of a slice's sequence."""
+    for each in left:
+        blocks = tuple(block for block in each.blocks if block.stop <= piece.start)
+        if blocks:
+            yield replace(each, blocks=blocks)
 
 
 def lay_out(

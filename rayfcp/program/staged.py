@@ -1,6 +1,6 @@
 """The instructions of one rank on one stage, in the order of the plan's actions."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rayfcp.program.instructions import (
     AttentionProgram,
@@ -33,21 +33,33 @@ def staged(
     """
     actions = _actions(plan, stage)
     last = [action.microbatch for action, _ in actions if action.backward][-1]
+    before, after = _neighbours(stage, num_stages=plan.num_stages)
     instructions: list[Instruction] = []
     for action, recomputed_layers in actions:
         at, program = action.microbatch, attention[action.microbatch]
+        taken, given, flow = (after, before, Flow.GRADIENT) if action.backward else (before, after, Flow.ACTIVATION)
         if not action.backward:
             instructions.append(Load(microbatch=at, pieces=pieces[at]))
-            instructions += _received(plan, stage - 1, at, flow=Flow.ACTIVATION, program=program)
+        if taken is not None:
+            instructions.append(Receive(microbatch=at, flow=flow, stage=taken, num_tokens=program.num_tokens))
+        if action.backward:
+            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
+        else:
             instructions.append(Forward(microbatch=at, attention=program, recomputed_layers=recomputed_layers))
-            instructions += _sent(plan, stage + 1, at, flow=Flow.ACTIVATION, program=program)
-            continue
-        instructions += _received(plan, stage + 1, at, flow=Flow.GRADIENT, program=program)
-        instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
-        instructions += _sent(plan, stage - 1, at, flow=Flow.GRADIENT, program=program)
-        if program.inner.kept:
+        if given is not None:
+            instructions.append(Send(microbatch=at, flow=flow, stage=given, num_tokens=program.num_tokens))
+        if action.backward and program.inner.kept:
             instructions.append(Free(microbatch=at))
     return tuple(instructions)
+
+
+def _neighbours(stage: int, *, num_stages: int) -> tuple[int | None, int | None]:
+    """The stage before and the stage after, if any.
+
+    >>> _neighbours(0, num_stages=2), _neighbours(1, num_stages=2)
+    ((None, 1), (0, None))
+    """
+    return stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < num_stages else None
 
 
 def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
@@ -63,17 +75,3 @@ def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
         for pipeline in plan.pipelines
         for action in pipeline.actions[stage]
     ]
-
-
-def _received(
-    plan: BatchPlan, stage: int, microbatch: int, *, flow: Flow, program: AttentionProgram | HeadProgram
-) -> Iterator[Receive]:
-    if 0 <= stage < plan.num_stages:
-        yield Receive(microbatch=microbatch, flow=flow, stage=stage, num_tokens=program.num_tokens)
-
-
-def _sent(
-    plan: BatchPlan, stage: int, microbatch: int, *, flow: Flow, program: AttentionProgram | HeadProgram
-) -> Iterator[Send]:
-    if 0 <= stage < plan.num_stages:
-        yield Send(microbatch=microbatch, flow=flow, stage=stage, num_tokens=program.num_tokens)
