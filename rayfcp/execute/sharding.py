@@ -110,7 +110,8 @@ class ShardedModel:
         attention: AttentionContext,
         keep_logits: bool = True,
     ) -> Tensor:
-        return self.module(inputs, positions, targets, attention, keep_logits)  # type: ignore[no-any-return]
+        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits)
+        return output.squeeze(0)  # here, since FSDP's hooks want no view
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]

@@ -64,15 +64,17 @@ class CausalLM(StageModule):
         keep_logits: bool = True,
     ) -> Tensor:
         """Sum of cross entropies in fp32 over targets that are not -100; before the last stage activations instead,
-        `[tokens, hidden]`. `inputs`: token ids, after the first stage such activations; the others `[tokens]`.
+        `[1, tokens, hidden]`. `inputs`: token ids, after the first stage activations `[tokens, hidden]`; the others
+        `[tokens]`.
 
         `keep_logits`: until backward, if they are few; otherwise they are computed again.
         """
         given = {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
         output = self.decoder(**given, position_ids=positions.unsqueeze(0), use_cache=False, **{KEYWORD: attention})
-        hidden: Tensor = output.last_hidden_state.squeeze(0)
+        hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
             return hidden
+        hidden = hidden.squeeze(0)
         assert targets is not None
         head = self.model.get_output_embeddings()
         parts = zip(hidden.split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS), strict=True)
@@ -108,7 +110,8 @@ class WholeModel:
         attention: AttentionContext,
         keep_logits: bool = True,
     ) -> Tensor:
-        return self.module(inputs, positions, targets, attention, keep_logits)  # type: ignore[no-any-return]
+        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits)
+        return output.squeeze(0)
 
     def set_reduce(self, reduce: bool) -> None:
         """Nothing is sharded, so nothing is reduced."""

@@ -113,7 +113,7 @@ def _packed(stages: Sequence[CausalLM], rows: Sequence[Tensor]) -> Tensor:
     passed = torch.cat(list(rows))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     for model in stages:
-        passed = model(passed, positions, torch.cat([_shifted(row) for row in rows]), context)
+        passed = model(passed, positions, torch.cat([_shifted(row) for row in rows]), context).squeeze(0)
     num_layers = sum(len(model.layers) for model in stages)
     if context.traffic.cells != num_layers * sum(n * (n + 1) // 2 for n in _LENGTHS):
         raise ValueError("some of its layers do not use our attention")

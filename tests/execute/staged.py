@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from rayfcp.execute.interfaces import Execution
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.pipes import Pipes
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.transport import Fabric
 from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.causal_lm import CausalLM, WholeModel
 from rayfcp.models.describe import model_config
@@ -21,21 +22,32 @@ from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, Group, Mask, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.live import UncountedTransport
 from tests.execute.test_attention import run_ranks
 from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
 
 HIDDEN_SIZE = 32
+ARCHITECTURE: dict[str, Any] = {
+    "hidden_size": HIDDEN_SIZE,
+    "num_heads": 12,
+    "num_kv_heads": 6,
+    "head_dim": 8,
+    "ffn_size": 48,
+    "vocab_size": VOCAB,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedCase:
-    """A plan with pipelines and the model that runs it; heads divide by 1, 2 and 3."""
+    """A plan with pipelines and the model that runs it; heads divide by 1, 2 and 3. `shape`: of the model, where it
+    differs."""
 
     plan: BatchPlan
     sequences: tuple[SequenceSpec, ...]
     layers_of_stage: tuple[int, ...]
     is_tied: bool
     reduce_every: str = "step"
+    shape: tuple[tuple[str, int | str], ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -47,18 +59,8 @@ class StagedCase:
 
     @property
     def run(self) -> ModelConfig:
-        return ModelConfig(
-            architecture=ArchitectureConfig(
-                num_layers=sum(self.layers_of_stage),
-                hidden_size=HIDDEN_SIZE,
-                num_heads=12,
-                num_kv_heads=6,
-                head_dim=8,
-                ffn_size=48,
-                vocab_size=VOCAB,
-                tied_embeddings=self.is_tied,
-            )
-        )
+        shape = ARCHITECTURE | {"num_layers": sum(self.layers_of_stage), "tied_embeddings": self.is_tied}
+        return ModelConfig(architecture=ArchitectureConfig(**shape | dict(self.shape)))
 
     def models(self, dtype: str) -> list[CausalLM]:
         """By stage."""
@@ -161,9 +163,9 @@ class Fabrics:
         for fabric in (*self.attend, *(each for pair in self.pipes for each in pair)):
             fabric.abort()
 
-    def pipes_of(self, rank: int, *, stage: int, dtype: str) -> Pipes:
-        activations, gradients = (InProcessTransport(fabric, stage) for fabric in self.pipes[rank])
-        return Pipes(activations=activations, gradients=gradients, hidden_size=HIDDEN_SIZE, dtype=DTYPES[dtype])
+    def pipes_of(self, rank: int, *, stage: int, dtype: str, hidden_size: int = HIDDEN_SIZE) -> Pipes:
+        activations, gradients = (UncountedTransport(fabric, stage) for fabric in self.pipes[rank])
+        return Pipes(activations=activations, gradients=gradients, hidden_size=hidden_size, dtype=DTYPES[dtype])
 
 
 def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list[Execution]]:
@@ -176,7 +178,7 @@ def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list
     def work(device: int) -> None:
         stage, rank = divmod(device, num_ranks)
         interpreter = Interpreter(
-            transport=InProcessTransport(fabrics.attend[stage], rank),
+            transport=UncountedTransport(fabrics.attend[stage], rank),
             kernel=pick_kernel("cpu"),
             model=WholeModel(models[rank][stage]),
             pipes=fabrics.pipes_of(rank, stage=stage, dtype=dtype) if num_stages > 1 else None,

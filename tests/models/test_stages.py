@@ -64,7 +64,8 @@ def test_loss_and_gradients_are_exactly_the_wholes(split: tuple[int, ...]) -> No
     for model in models:
         targets = torch.cat([shifted(row) for row in rows]) if model.stage.is_last else None
         passed = model(passed, positions, targets, context_of(lengths, recomputed_layers=1))
-        assert passed.shape == (() if model.stage.is_last else (len(positions), config.hidden_size))
+        assert passed.shape == (() if model.stage.is_last else (1, len(positions), config.hidden_size))
+        passed = passed.squeeze(0)
     passed.backward()
     assert float(passed.detach()) == float(want.detach())
     for name, parameter in whole.named_parameters():
