@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import OURS, SYSTEMS, K, pipeline_parser, race, share, speedup, tokens_per_s
+from pipelines import MODELS, OURS, SYSTEMS, K, model_name, pipeline_parser, race, share, speedup, tokens_per_s
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 RIVALS = tuple(name for name in SYSTEMS if name != OURS)
@@ -27,7 +27,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """A row for each source of lengths, context and batch."""
-    parser = pipeline_parser(__doc__, model="gpt-13b")
+    parser = pipeline_parser(__doc__, model=MODELS[1])
     parser.add_argument(
         "--contexts", type=int, nargs="+", default=[64 * K, 96 * K, 128 * K, 192 * K], help="longest sequences"
     )
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     points = [(context, max(args.global_batches)) for context in args.contexts]
     points += [(min(args.contexts), batch) for batch in args.global_batches if batch != max(args.global_batches)]
     rows = [_row(args, source, context, batch) for source in args.lengths for context, batch in points]
-    show(f"{args.model}, {args.devices} x {args.hardware}, tokens a second of each device\n")
+    show(f"{model_name(args.model)}, {args.devices} x {args.hardware}, tokens a second of each device\n")
     show(table(rows, COLUMNS))
     show(
         "paper, 64K to 192K: 1.30 to 1.37 over FlexSP, 1.23 to 1.63 over Seq1F1B; "

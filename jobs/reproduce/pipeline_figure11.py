@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import ablated, pipeline_parser
+from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 from rayfcp.compare.results import Entry
@@ -38,11 +38,11 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """A row for each source of lengths, batch and variant."""
-    parser = pipeline_parser(__doc__, model="gpt-13b")
+    parser = pipeline_parser(__doc__, model=MODELS[1])
     parser.add_argument("--global-batches", type=int, nargs="+", default=[128, 256, 512], help="default: 128 256 512")
     args = parser.parse_args(argv)
     rows = [row for source in args.lengths for batch in args.global_batches for row in _rows(args, source, batch)]
-    show(f"{args.model}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
+    show(f"{model_name(args.model)}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
     show(table(rows, COLUMNS))
     write_json(args.json, args=args, rows=rows)
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import OURS, pipeline_parser, race, speedup
+from pipelines import MODELS, OURS, model_name, pipeline_parser, race, speedup
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 PARTS = {
@@ -38,10 +38,10 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """A row for each source of lengths and system."""
-    parser = pipeline_parser(__doc__, model="gpt-13b")
+    parser = pipeline_parser(__doc__, model=MODELS[1])
     args = parser.parse_args(argv)
     rows = [row for source in args.lengths for row in _rows(args, source)]
-    show(f"{args.model}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
+    show(f"{model_name(args.model)}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
     show(table(rows, COLUMNS))
     show("paper, InfiniPipe: ZeRO and all-to-all 17 % of an iteration, bubbles and P2P under 20 %\n")
     write_json(args.json, args=args, rows=rows)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pipelines import ablated, pipeline_parser
+from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 from rayfcp.compare.families import family_of
@@ -38,10 +38,10 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The paper's rows, then two for each source of lengths."""
-    parser = pipeline_parser(__doc__, model="gpt-13b")
+    parser = pipeline_parser(__doc__, model=MODELS[1])
     args = parser.parse_args(argv)
     rows = [*PAPER, *(_row(args, source, name) for source in args.lengths for name in VARIANTS)]
-    show(f"{args.model}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
+    show(f"{model_name(args.model)}, {args.devices} x {args.hardware}, sequences up to {args.max_seqlen:,} tokens\n")
     show(table(rows, COLUMNS))
     write_json(args.json, args=args, rows=rows)
 

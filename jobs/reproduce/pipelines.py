@@ -2,22 +2,35 @@
 
 Megatron-LM is `static-cp` with the best of several degrees of tensor parallelism, DeepSpeed is `ulysses`; both pack by
 time, a stronger baseline than the paper's. Pipelines have `stages` stages, all others take every device as a rank.
-Recomputation, degrees, and when gradients are reduced are searched for each.
+Recomputation, degrees, and when gradients are reduced are searched for each. `configured` fixes their degrees as the
+caption of Figure 8 does.
+
+Under the caption's degrees 32 divides the heads, which it does not in the profiles gpt-13b and gpt-30b: `models/` has
+the same shapes with 64 heads.
 """
 
 import argparse
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tables import inputs_of, parser_of, say
 
 from rayfcp.compare.contest import Comparison, compare
+from rayfcp.compare.families import family_of
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.planning import options_of
+from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.planning import OPTIONS, options_of
 from rayfcp.compare.results import Entry
+from rayfcp.compare.setting import Setting, rank_profile
 from rayfcp.config import ConfigError
 from rayfcp.config.plan import PipelineOptions
+from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.rivals.static import best_static
+from rayfcp.simulate import simulate_plan
+from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, Primitive
 
 SYSTEMS = {
     "Megatron": "static-cp",
@@ -29,6 +42,9 @@ SYSTEMS = {
 OURS = "InfiniPipe"
 LENGTHS = ("dist:commoncrawl", "dist:github")
 K = 1024
+
+_OWN = Path(__file__).parent / "models"
+MODELS = ("gpt-7b", str(_OWN / "gpt-13b.yaml"), str(_OWN / "gpt-30b.yaml"))
 
 Entries = dict[str, Entry]
 """By system; an entry is not feasible where the strategy has no plan."""
@@ -61,6 +77,84 @@ def ablated(args: argparse.Namespace, *, source: str, pipeline: PipelineOptions,
         args, source=source, devices=args.devices, stages=args.stages, strategies=(SYSTEMS[OURS],), **chosen
     )
     return compare(inputs, options=options_of(inputs).model_copy(update={"pipeline": pipeline}))
+
+
+def configured(
+    args: argparse.Namespace, *, source: str, strategy: str, degree: int, tensor_parallel: int, **chosen: Any
+) -> float | None:
+    """Simulated seconds of the first batch where every group has this degree; None if that is not feasible. Packs,
+    recomputation and when gradients are reduced are searched."""
+    inputs = inputs_of(
+        args,
+        source=source,
+        devices=args.devices,
+        strategies=(strategy,),
+        tensor_parallel=tensor_parallel,
+        **chosen,
+    )
+    model = model_profile(inputs.model)
+    if inputs.devices < tensor_parallel * degree:
+        return None
+    try:
+        hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=tensor_parallel)
+    except ConfigError as error:
+        say(f"{strategy}: {error}")
+        return None
+    lengths = draw_batches(
+        source,
+        num_batches=inputs.batches,
+        global_batch=inputs.global_batch,
+        max_seqlen=inputs.max_seqlen,
+        seed=inputs.seed,
+    )[0]
+    family = family_of(strategy, inputs, model=model, hardware=hardware, longest=max(lengths))
+    primitive = Primitive.ULYSSES if strategy == "ulysses" else Primitive.RING
+    plans = [
+        (plan, setting)
+        for setting in family.settings
+        if (plan := _static(lengths, setting=setting, degree=degree, primitive=primitive)) is not None
+    ]
+    if not plans:
+        return None
+    return min(_simulated(plan, lengths, setting, model=model, hardware=hardware) for plan, setting in plans)
+
+
+def _static(lengths: Sequence[int], *, setting: Setting, degree: int, primitive: Primitive) -> BatchPlan | None:
+    cluster, cost = setting.cluster, setting.cost
+    if cluster.num_ranks % degree:
+        return None
+    found = best_static(
+        columns_of(sequences_of(tuple(lengths)), cost=cost),
+        degrees=[degree],
+        primitive=primitive,
+        cluster=cluster,
+        cost=cost,
+        options=OPTIONS,
+    )
+    return found and BatchPlan(
+        strategy=f"degree {degree}",
+        num_ranks=cluster.num_ranks,
+        generation=0,
+        microbatches=found.microbatches,
+        recomputed_layers=setting.recomputed_layers,
+        predicted_s=found.predicted_s,
+        lower_bound_s=0.0,
+        reason="",
+    )
+
+
+def _simulated(
+    plan: BatchPlan, lengths: Sequence[int], setting: Setting, *, model: ModelProfile, hardware: HardwareProfile
+) -> float:
+    timeline = simulate_plan(
+        plan, sequences_of(tuple(lengths)), model=model, hardware=hardware, reduce_every=setting.reduce_every
+    )
+    return timeline.iteration_s
+
+
+def model_name(name_or_path: str) -> str:
+    """`gpt-13b` of `some/gpt-13b.yaml`."""
+    return name_or_path if "/" not in name_or_path else Path(name_or_path).stem
 
 
 def seconds(entry: Entry) -> float | None:
