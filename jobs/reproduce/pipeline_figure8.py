@@ -5,8 +5,8 @@
 
 Simulated seconds, means over batches; `over`: how many times the iteration of InfiniPipe another system's takes.
 `over M*`, `over D*`: over Megatron-LM and DeepSpeed with the degrees in the caption of the figure (first batch): tensor
-parallelism of 8 and context parallelism of 2 for the smallest model, 4 for the others, all-to-all over heads of degree
-16 for the smallest, 32 for the others. `bubble`, `gap`: of InfiniPipe, the share of an iteration in which devices wait,
+parallelism of 8 and context parallelism of 2 for 7B, 4 for larger models, all-to-all over heads of degree 16 for 7B, 32
+for larger ones. `bubble`, `gap`: of InfiniPipe, the share of an iteration in which devices wait,
 and iteration over lower bound. The paper's bars are in a picture; its text has the highest speedups.
 """
 
@@ -17,9 +17,13 @@ from typing import Any
 from pipelines import MODELS, OURS, SYSTEMS, K, configured, model_name, pipeline_parser, race, seconds, share, speedup
 from tables import exit_code, lengths_name, say, show, table, write_json
 
+from rayfcp.plan import model_profile
+
 RIVALS = tuple(name for name in SYSTEMS if name != OURS)
 DEGREES = {"Megatron*": ("static-cp", 8, 2, 4), "DeepSpeed*": ("ulysses", 1, 16, 32)}
 """Strategy, tensor parallelism, degree of the smallest model and of the others."""
+SMALL = 10e9
+"""Parameters up to which a model takes the smallest one's degrees."""
 PAPER = {"Megatron": 2.60, "DeepSpeed": 2.07, "FlexSP": 1.69, "Seq1F1B": 1.40}
 COLUMNS = (
     ("model", "model", "s"),
@@ -37,9 +41,7 @@ COLUMNS = (
 def main(argv: Sequence[str] | None = None) -> None:
     """A row for each model, source of lengths and context."""
     parser = pipeline_parser(__doc__)
-    parser.add_argument(
-        "--models", nargs="+", default=MODELS, help="names or YAML paths, the smallest first (default: the paper's)"
-    )
+    parser.add_argument("--models", nargs="+", default=MODELS, help="names or YAML paths (default: the paper's)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[48 * K, 96 * K], help="longest sequences")
     args = parser.parse_args(argv)
     rows = [
@@ -64,7 +66,7 @@ def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
             args,
             source=source,
             strategy=strategy,
-            degree=degrees[model != args.models[0]],
+            degree=degrees[model_profile(model).num_parameters > SMALL],
             tensor_parallel=tensor_parallel,
             model=model,
             max_seqlen=context,
