@@ -1,0 +1,187 @@
+"""A bound that no plan of ring groups gets below, for batches too large to try every plan, and how far plans are from
+it.
+
+python jobs/bench/certified.py --lengths FILE
+
+Beyond `lower_bound` it knows that a sequence takes a degree at which it is within its microbatch's time, and pays for
+that degree; that every microbatch has its own fixed cost, and memory for so many tokens; and that ranks meet twice,
+after the slowest forward and after the slowest backward, whose ratio differs between long and short sequences.
+
+Proof. Let F and B be the slowest forward and backward of a microbatch: it takes c(F + B) = F + B + (1 - overlap) x
+traffic + exposed seconds at least, by a constant more if it is the last. Let n_d be its number of groups of d ranks and
+x_kd be 1 where sequence k is in one. Of what a ring moves all but the tail hides at most, so forward of a group takes
+f0_d + sum of f_kd at least, linear in what it holds, and backward likewise. Added up over the groups of d ranks:
+(1) sum over k of f_kd x_kd <= n_d (F - f0_d), of b_kd x_kd <= n_d (B - b0_d), of tokens x_kd <= n_d d room; sum of
+d n_d <= N;
+(2) x_kd = 0 unless memory permits d and k alone takes at most F and B there: others only add to that.
+Take any prices v_k >= 0 and s such that, whatever F and B are, what (1) and (2) permit has
+(3) sum of v_k x_kd <= c(F + B) - s.
+Summed over the microbatches of a plan, each sequence in one: M microbatches take at least sum of v_k + M s. If s >= 0,
+more than M do too.
+(3) is checked on cells of (F, B) that cover all of them. In a cell let F', B' be the largest. For weights a_d, b_d, c_d
+of sum 1 and r >= 0 let u_k = min over d of d a_d f_kd / (F' - f0_d) + d b_d b_kd / (B' - b0_d) + c_d tokens_k / room,
+over the d that (2) permits there. By (1), with z_d = 1 - a_d (F' - F) / (F' - f0_d) - b_d (B' - B) / (B' - b0_d), sum
+of u_k x_kd <= sum of d n_d z_d. So sum of v_k x_kd <= r N max(0, max over d of z_d) + sum of max(v_k - r u_k, 0). That
+less F + B is convex in (F, B), hence largest at a corner. Cells where it is too much are halved; what is too much in
+the end is taken off s. A microbatch of more seconds than the best plan known is in no better plan.
+v and s are the dual solution of a linear programme over a few (F, B); poor ones make the bound low, never wrong.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+from kinds import Cell, Floats, excess_s, weights
+from mixes import Case, Prices, case_of, solved
+
+from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
+from rayfcp.values import ClusterSpec, SequenceSpec
+
+SHARES = (0.288, 0.296, 0.304, 0.312, 0.322, 0.333)  # of forward, of the first kinds of microbatches
+EDGES = (0.0, 0.27, *np.arange(0.28, 0.346, 0.01).tolist(), 0.36, 1.0)  # of shares, of the first cells
+SPANS, FIRST_CELLS = 16, 20
+HALVINGS, FEWER = 12, 3  # of a cell in the last round, and how many fewer in those before, which only look for kinds
+ENOUGH = 1e-3  # of the bound: closer to the linear programme it need not be
+WORST = 12  # of the cells that are missed by most, apart, become kinds of the linear programme
+ROUNDS = 3
+
+
+def certified_s(
+    sequences: list[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    best_s: float,
+    rounds: int = ROUNDS,
+    halvings: int = HALVINGS,
+) -> float:
+    """No plan of ring groups takes less, given that one takes `best_s`.
+
+    Raises:
+        ValueError: microbatches have no fixed cost, so that there may be any number of them.
+    """
+    if cost.fixed_s <= 0.0:
+        raise ValueError(f"fixed_s is {cost.fixed_s}, must be more than 0; measure it")
+    case = case_of(sequences, cluster=cluster, cost=cost, best_s=best_s)
+    room = cluster.num_ranks * cluster.max_tokens_per_rank
+    count = -(-sum(each.num_tokens for each in sequences) // room)
+    found = best_s
+    while True:
+        prices = _best_prices(case, count, rounds, halvings)
+        found = min(found, _bound_s(case, prices, count))
+        if prices.extra_s >= 0.0 or count >= len(sequences):
+            return found * (1 - 1e-9)
+        count += 1
+
+
+def _bound_s(case: Case, prices: Prices, count: int) -> float:
+    return float(prices.each.sum()) + prices.extra_s * count + case.last_s
+
+
+def _best_prices(case: Case, count: int, rounds: int, halvings: int) -> Prices:
+    """Proven prices for `count` microbatches: of the linear programme over more and more kinds, where they matter."""
+    spans = np.geomspace(max(1.2 * case.least_s, 0.04 * case.best_s), case.best_s, SPANS)
+    kinds = {(float(each), share) for each in spans for share in SHARES}
+    best = None
+    for turn in range(rounds):
+        hoped, used = solved(case, sorted(kinds), count)
+        prices, missed = _proven(case, hoped, count, halvings - (FEWER if turn < rounds - 1 else 0))
+        if best is None or _bound_s(case, prices, count) > _bound_s(case, best, count):
+            best = prices
+        hoped_s = float(hoped.classes @ case.classes.count) + hoped.extra_s * count
+        if _bound_s(case, prices, count) > (1 - ENOUGH) * hoped_s:
+            break
+        near = [(a, b) for s, p in used for a, b in ((1.04 * s, p), (0.96 * s, p), (s, p + 0.003), (s, p - 0.003))]
+        kinds |= {(round(seconds, 5), round(share, 5)) for seconds, share in missed + near}
+    assert best is not None
+    return best
+
+
+def _proven(case: Case, hoped: Prices, count: int, most: int) -> tuple[Prices, list[tuple[float, float]]]:
+    """The same prices with as much less for a microbatch as they exceed what some cell permits; and the worst cells."""
+    longest_s = max(case.best_s, 2 * case.least_s)
+    edges = [case.least_s, *np.geomspace(1.5 * case.least_s, longest_s, FIRST_CELLS)]
+    worst = 0.3 * ENOUGH * case.best_s / count
+    none = np.full((3, len(case.loads.degrees)), np.nan)
+    cells = [
+        (Cell(*seconds, *shares), none, 0)
+        for seconds in itertools.pairwise(edges)
+        for shares in itertools.pairwise(EDGES)
+    ]
+    missed = []
+    while cells:
+        cell, hints, halvings = cells.pop()
+        over_s = _over_s(case, hoped, cell, hints)
+        if over_s > worst:
+            hints = weights(case.classes, hoped.classes, cell.far)
+            over_s = _over_s(case, hoped, cell, hints)
+        if over_s > worst and halvings < most:
+            cells += [(half, hints, halvings + 1) for half in cell.halves()]
+        elif over_s > worst:
+            worst = over_s
+            missed.append((cell.stop_s, (cell.low + cell.high) / 2))
+    return hoped._replace(extra_s=hoped.extra_s - worst), missed[-4 * WORST :: 4]
+
+
+def _over_s(case: Case, hoped: Prices, cell: Cell, hints: Floats) -> float:
+    return excess_s(case.loads, hoped.each, cell, hints) - case.beside_s + hoped.extra_s
+
+
+def main() -> None:
+    """Print the ratios of every batch, and their means."""
+    args = _parser().parse_args()
+    model, hardware = model_profile(args.model), hardware_profile(args.hardware)
+    cost = CostModel.from_profiles(
+        model, hardware, num_ranks=args.ranks, bytes_per_element=hardware.dtype_bytes, reduce_every=args.reduce_every
+    )
+    cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=args.max_tokens_per_rank)
+    drawn = draw_batches(
+        str(args.lengths),
+        num_batches=args.batches,
+        global_batch=args.sequences,
+        max_seqlen=args.max_seqlen,
+        seed=args.seed,
+    )
+    rows = []
+    for number, lengths in enumerate(drawn):
+        sequences = sequences_of(lengths)
+        options = PlanConfig(search_moves=args.search_moves)
+        plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
+        bound_s = lower_bound(sequences, cluster=cluster, cost=cost)
+        proven_s = max(certified_s(sequences, cluster=cluster, cost=cost, best_s=plan_s), bound_s)
+        rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
+        _say(f"batch {number}", rows[-1])
+    _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
+
+
+def _say(name: str, ratios: tuple[float, ...]) -> None:
+    sys.stdout.write(
+        "{}: plan / lower bound {:.4f}, certified / lower bound {:.4f}, plan / certified {:.4f}\n".format(name, *ratios)
+    )
+    sys.stdout.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = PlanConfig()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=17_329)
+    parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--search-moves", type=int, default=defaults.search_moves)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--hardware", default="ascend-910c")
+    parser.add_argument("--max-seqlen", type=int, default=131_072)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
