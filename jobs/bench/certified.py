@@ -44,8 +44,8 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 
 SHARES = (0.288, 0.296, 0.304, 0.312, 0.322, 0.333)  # of forward, of the first kinds of microbatches
 EDGES = (0.0, 0.27, *np.arange(0.28, 0.346, 0.01).tolist(), 0.36, 1.0)  # of shares, of the first cells
-SPANS, FIRST_CELLS = 16, 20
-HALVINGS, FEWER = 12, 3  # of a cell in the last round, and how many fewer in those before, which only look for kinds
+SPANS, FIRST_CELLS = 16, 40
+HALVINGS, FEWER = 11, 3  # of a cell in the last round, and how many fewer in those before, which only look for kinds
 ENOUGH = 1e-3  # of the bound: closer to the linear programme it need not be
 WORST = 12  # of the cells that are missed by most, apart, become kinds of the linear programme
 ROUNDS = 3
