@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.placement import place_groups
+from rayfcp.plan.placement import node_of_ranks, place_groups
 from rayfcp.values import ClusterSpec
 
 
@@ -35,3 +35,11 @@ def test_groups_larger_than_a_node_take_what_the_others_leave() -> None:
     cluster = ClusterSpec(num_ranks=16, max_tokens_per_rank=1)
     placed = place_groups([7, 3, 3, 3], cluster=cluster, ranks_per_node=4)
     assert [len({rank // 4 for rank in ranks}) for ranks in placed] == [4, 1, 1, 1]
+
+
+def test_ranks_share_a_node_where_they_do_so_on_every_stage() -> None:
+    """Four devices a node: stage 0 has three of the first one, stage 1 its last and two of the next."""
+    staged = ClusterSpec(num_ranks=3, max_tokens_per_rank=1, num_stages=2)
+    assert node_of_ranks(staged, ranks_per_node=4) == (0, 1, 1)
+    named = ClusterSpec(num_ranks=3, max_tokens_per_rank=1, num_stages=2, node_of_rank=(5, 5, 7, 6, 6, 6))
+    assert node_of_ranks(named, ranks_per_node=4) == (0, 0, 1)

@@ -65,21 +65,23 @@ class Arranger:
         return self._arranged(order, next(_turns(self._costs)))
 
     def starts(self) -> list[Arrangement] | Shortfall:
-        """A few orders by 1F1B, and with stages further ahead if memory permits; if it does not even permit 1F1B, less
-        far ahead, down to one microbatch at a time. The best come first."""
-        for windows in (
-            [(ahead, None) for ahead in AHEAD],
-            [(1, most) for most in range(self._num_stages - 2, -1, -1)],
-        ):
-            found = []
-            for ahead, most in windows:
-                order = one_forward_one_backward([1] * self._count, num_stages=self._num_stages, ahead=ahead, most=most)
-                found += [each for turns in _turns(self._costs) if (each := self._arranged(order, turns))]
-                if found and most is not None:
-                    break
-            if found:
-                return sorted(found, key=lambda each: each.makespan_s)
-        return self._shortfall(order)
+        """A few orders by 1F1B and with stages further ahead, and, where that is not without recomputation, less far
+        ahead, down to one microbatch at a time. The best come first."""
+        found: list[Arrangement] = []
+        for ahead, most in [(each, None) for each in AHEAD] + [(1, most) for most in self._fewer()]:
+            if most is not None and any(not each.recomputed.any() for each in found):
+                break
+            order = one_forward_one_backward([1] * self._count, num_stages=self._num_stages, ahead=ahead, most=most)
+            found += [each for turns in _turns(self._costs) if (each := self._arranged(order, turns))]
+        return sorted(found, key=lambda each: each.makespan_s) if found else self._shortfall(order)
+
+    def _fewer(self) -> list[int]:
+        """By how many microbatches stages may be ahead of the last at most: ever fewer, none in the end."""
+        most, found = self._num_stages - 1, []
+        while most:
+            most //= 2
+            found.append(most)
+        return found
 
     def improved(self, found: Arrangement) -> Arrangement:
         """With the order improved by local search, bounded in work."""

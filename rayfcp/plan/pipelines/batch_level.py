@@ -22,6 +22,8 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Pipe
 
 ARRANGED = 4
 """Candidates that are tried in several orders, the best in the usual order."""
+MUCH = 1.02
+"""Times the best."""
 IMPROVED = 4
 """Orders, of one or several candidates, that local search goes on from, the best first."""
 
@@ -48,8 +50,11 @@ def best_pipeline(
     cluster: ClusterSpec,
     cost: CostModel,
     recompute: Recompute = "alike",
+    patience: int | None = None,
 ) -> Piped:
-    """The candidate with the least makespan, each in the best order found; those that are best in the usual order.
+    """The candidate with the least makespan, those that are best in the usual order each in the best order found.
+
+    Candidates that come after `patience` in a row which are much worse than the best are not looked at.
 
     Raises:
         InfeasiblePlanError: none fits the memory of all stages, whatever is recomputed; names stage, bytes and remedy.
@@ -61,6 +66,9 @@ def best_pipeline(
         arranger = Arranger(costs, cost=cost, recompute=recompute)
         usual = arranger.usual()
         entries.append(_Entry(candidate, costs, arranger, usual.makespan_s if usual else math.inf))
+        least_s = min(entry.usual_s for entry in entries)
+        if patience and all(entry.usual_s > MUCH * least_s for entry in entries[-patience:]):
+            break
     entries.sort(key=lambda each: each.usual_s)
     starts, short = _starts(entries)
     if not starts:

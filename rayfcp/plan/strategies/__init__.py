@@ -21,7 +21,7 @@ from rayfcp.plan.strategies.staged import in_stages
 
 _STRATEGIES: dict[str, Strategy] = {
     "flex-ring": in_stages(flex_ring.propose, recompute="each"),
-    "flex-block": in_stages(flex_block.propose, recompute="each"),
+    "flex-block": in_stages(flex_block.propose, recompute="each", patience=1),
     "elastic-pipeline": elastic_pipeline.propose,
     "seq1f1b": seq1f1b.propose,
     "static-cp": static_cp.propose,

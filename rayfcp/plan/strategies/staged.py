@@ -25,7 +25,7 @@ MANY = 16
 """Microbatches a stage: more do not make bubbles much smaller."""
 
 
-def in_stages(base: Strategy, *, recompute: "Recompute" = "alike") -> Strategy:
+def in_stages(base: Strategy, *, recompute: "Recompute" = "alike", patience: int = 2) -> Strategy:
     """`base` with one stage; with several, batch-level 1F1B over the microbatches that it proposes."""
 
     def propose(
@@ -36,7 +36,7 @@ def in_stages(base: Strategy, *, recompute: "Recompute" = "alike") -> Strategy:
         from rayfcp.plan.pipelines.batch_level import best_pipeline  # compiled: loaded where a plan is made
 
         candidates = _candidates(base, sequences, cluster=cluster, cost=cost, options=options)
-        found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute=recompute)
+        found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute=recompute, patience=patience)
         return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
 
     return propose
@@ -52,6 +52,7 @@ def _candidates(
     """
     whole, num_ranks = as_if_whole(cost, num_stages=cluster.num_stages), cluster.num_ranks
     needed = -(-max(sequence.num_tokens for sequence in sequences) // num_ranks)
+    share = options.model_copy(update={"search_moves": max(options.search_moves // COUNTS, 1)})
     first: InfeasiblePlanError | None = None
     any_plan = False
     for room in rooms(sequences, cluster=cluster):
@@ -59,7 +60,7 @@ def _candidates(
         rest = [sequence for sequence in sequences if sequence.num_tokens <= num_ranks * room]
         try:
             parts = [
-                base(part, cluster=replace(cluster, max_tokens_per_rank=tokens), cost=whole, options=options)
+                base(part, cluster=replace(cluster, max_tokens_per_rank=tokens), cost=whole, options=share)
                 for part, tokens in ((rest, room), (long, needed))
                 if part
             ]

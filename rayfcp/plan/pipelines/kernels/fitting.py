@@ -10,31 +10,40 @@ from rayfcp.plan.pipelines.kernels.events import Floats, Ints
 @compiled
 def fit(order: Ints, held: StageBytes, layer_s: Floats, recomputed: Ints) -> bool:
     """Fills `recomputed[stage, microbatch]`: a layer more of the microbatch that mends most bytes a second, as long as
-    a pass holds more than the stage's room; then a layer less of what was not needed, the slowest microbatches first.
-    False if memory does not suffice. Microbatches of whole sequences: no gradients are summed up.
+    a pass holds more than the stage's room, or all layers; then a layer less of what was not needed, the slowest
+    microbatches first. False if memory does not suffice. Microbatches of whole sequences: no gradients are summed up.
     """
     slowest = np.argsort(-layer_s)
     for stage in range(len(order)):
         layers = recomputed[stage]
         layers[:] = 0
-        spans = _spans(order[stage], len(layers))
         slack = np.empty(order.shape[1])
-        while _slack(order[stage], held, stage, layers, slack):
-            best, most = -1, 0.0
-            for m in range(len(layers)):
-                if layers[m] < held.layers[stage]:
-                    gain = _mended(slack, spans[m], held.freed[m]) / layer_s[m]
-                    if gain > most:
-                        best, most = m, gain
-            if best < 0:
+        if not _raised(order[stage], held, stage, layer_s, layers):
+            layers[:] = int(held.layers[stage])
+            if _slack(order[stage], held, stage, layers, slack):
                 return False
-            layers[best] += 1
         for m in slowest:
             while layers[m] > 0:
                 layers[m] -= 1
                 if _slack(order[stage], held, stage, layers, slack):
                     layers[m] += 1
                     break
+    return True
+
+
+@compiled
+def _raised(codes: Ints, held: StageBytes, stage: int, layer_s: Floats, layers: Ints) -> bool:
+    spans, slack = _spans(codes, len(layers)), np.empty(len(codes))
+    while _slack(codes, held, stage, layers, slack):
+        best, most = -1, 0.0
+        for m in range(len(layers)):
+            if layers[m] < held.layers[stage]:
+                gain = _mended(slack, spans[m], held.freed[m]) / layer_s[m]
+                if gain > most:
+                    best, most = m, gain
+        if best < 0:
+            return False
+        layers[best] += 1
     return True
 
 
