@@ -14,7 +14,7 @@ from rayfcp.plan.costs.stage_bytes import chunk_bytes
 from rayfcp.plan.costs.stage_times import stage_times
 from rayfcp.plan.pipelines.makespan import peak_bytes, run
 from rayfcp.plan.pipelines.schedule import order_of, run_lengths
-from rayfcp.program import lower
+from rayfcp.program import check_programs, lower
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
 from tests.plan.helpers import batch_of, batches
 from tests.plan.pipelines.helpers import staged_cost
@@ -49,7 +49,8 @@ def check(plan: BatchPlan, batch: list[SequenceSpec], *, cost: CostModel) -> Non
     assert plan.predicted_s == pytest.approx(sum(each.predicted_s for each in plan.pipelines))
     assert plan.lower_bound_s <= plan.predicted_s * (1 + 1e-9)
     assert plan.recomputed_layers == 0
-    lower(plan, sorted(batch, key=lambda each: each.id))
+    ordered = sorted(batch, key=lambda each: each.id)
+    check_programs(lower(plan, ordered), ordered)
 
 
 def replays(plan: BatchPlan, by_id: dict[int, SequenceSpec], *, cost: CostModel) -> Iterator[float]:
@@ -94,7 +95,7 @@ def replays(plan: BatchPlan, by_id: dict[int, SequenceSpec], *, cost: CostModel)
     primitives=st.sampled_from([("ring",), ("ulysses",), ("ring", "ulysses")]),
     every=st.sampled_from(["microbatch", "step"]),
 )
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_plans_keep_what_they_promise(
     batch: list[SequenceSpec],
     num_stages: int,

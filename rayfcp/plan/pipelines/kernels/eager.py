@@ -50,7 +50,21 @@ def eager_leads(
                 work[at] = max(work[at], working[stage, done])
                 done += 1
             leads[stage, at] = done
+    _meet(leads)
     return leads
+
+
+@inner
+def _meet(leads: Ints) -> None:
+    """Lower what stages could wait for each other for ever by, where hand-overs of one flow complete in order on both
+    sides: a stage takes the next microbatch when its successor has taken the one before, and goes on with backward
+    when its predecessor has taken the last gradient. So before its i-th backward pass a stage between others has at
+    most one forward pass more than its successor has before its backward pass i + 1. The first stage takes no
+    microbatches, the last one no gradients."""
+    num_stages, count = leads.shape
+    for stage in range(num_stages - 3, 0, -1):
+        for at in range(count - 1):
+            leads[stage, at] = min(leads[stage, at], leads[stage + 1, at + 1] + 1)
 
 
 @inner
