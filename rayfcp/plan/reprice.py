@@ -24,8 +24,10 @@ def reprice(
     might use, for the bound.
 
     Raises:
-        ValueError: the plan is for another number of ranks.
+        ValueError: the plan is for another number of ranks, or of several stages: pipelines are planned anew.
     """
+    if plan.pipelines:
+        raise ValueError(f"plan has {plan.num_stages} stages, only plans of 1 can be priced anew; plan the batch again")
     if plan.num_ranks != cluster.num_ranks:
         raise ValueError(
             f"plan is for {plan.num_ranks} ranks, cluster.num_ranks is {cluster.num_ranks}; price it on its own"

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound, plan_batch
+from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.plan.reprice import reprice
-from rayfcp.values import ClusterSpec
+from rayfcp.values import ClusterSpec, SequenceSpec
 from tests.plan.helpers import UNIT, batch_of, batches
 
 CLUSTER = ClusterSpec(num_ranks=4, max_tokens_per_rank=64)
@@ -47,3 +48,12 @@ def test_another_number_of_ranks_is_refused() -> None:
     plan = plan_batch(batch, cluster=CLUSTER, cost=UNIT, options=OPTIONS)
     with pytest.raises(ValueError, match="plan is for 4 ranks"):
         reprice(plan, batch, cluster=dataclasses.replace(CLUSTER, num_ranks=3), cost=UNIT)
+
+
+def test_pipelines_are_not_priced_anew() -> None:
+    plan = plan_batch([SequenceSpec(id=0, num_tokens=8, num_targets=7)], cluster=CLUSTER, cost=UNIT, options=OPTIONS)
+    order = one_forward_one_backward([1], num_stages=2)
+    piped = pipeline_plan(order, start=0, recomputed=[[0], [0]], predicted_s=1.0)
+    staged = dataclasses.replace(plan, pipelines=(piped,))
+    with pytest.raises(ValueError, match="plan has 2 stages"):
+        reprice(staged, [], cluster=CLUSTER, cost=UNIT)

@@ -132,8 +132,13 @@ class CostModel:
         return cls(**{**fields, "pipeline": PipelineCost.of_fields(pipeline) if pipeline else None})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
-        """The same model with measured coefficients in place of those named."""
-        return dataclasses.replace(self, **measured)  # type: ignore[arg-type]
+        """The same model with measured coefficients in place of those named. The head keeps its share of linear
+        layers."""
+        pipeline, linear_s = self.pipeline, measured.get("linear_s_per_token")
+        if pipeline and linear_s is not None and self.linear_s_per_token > 0:
+            head_s = pipeline.head_s_per_token * (linear_s / self.linear_s_per_token)
+            pipeline = dataclasses.replace(pipeline, head_s_per_token=head_s)
+        return dataclasses.replace(self, **measured, pipeline=pipeline)  # type: ignore[arg-type]
 
     def compute_s(self, cells: Amount, num_tokens: Amount) -> Amount:
         """Seconds of attention and linear layers on one rank, without the fixed cost (Eq. 8); on d ranks the

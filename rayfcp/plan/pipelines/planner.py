@@ -65,7 +65,7 @@ def plan_pipelines(
     """
     drafts, num_recipes = _drafts(sequences, cluster=cluster, cost=cost, options=options)
     if not drafts:
-        raise _nothing(sequences, cluster=cluster)
+        raise _nothing(sequences, cluster=cluster, cost=cost, options=options)
     rough = options.pipeline.model_copy(update={"milp_nodes": 0})
     best: tuple[float, Draft, tuple[Piped, ...]] | None = None
     why = None
@@ -203,7 +203,14 @@ def _assembled(draft: Draft, found: tuple[Piped, ...], *, num_recipes: int) -> F
     )
 
 
-def _nothing(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> InfeasiblePlanError:
+def _nothing(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> InfeasiblePlanError:
+    if not _places(cluster, cost=cost, options=options):
+        return InfeasiblePlanError(
+            f"plan.primitives is {', '.join(options.primitives)}, the {cluster.num_ranks} ranks of a stage cannot "
+            f"share out {cost.num_heads} heads and {cost.num_kv_heads} key/value heads; add ring to plan.primitives"
+        )
     longest = max(sequences, key=lambda each: (each.num_tokens, -each.id))
     room = cluster.num_ranks * cluster.max_tokens_per_rank
     return InfeasiblePlanError(

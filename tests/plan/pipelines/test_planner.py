@@ -202,3 +202,26 @@ def test_the_faster_primitive_is_taken() -> None:
     assert best == min(plan.predicted_s for plan in plans.values())
     used = {group.primitive for each in plans[("ulysses",)].microbatches for group in each.groups}
     assert used == {Primitive.ULYSSES}
+
+
+def test_heads_that_cannot_be_shared_out_are_named() -> None:
+    cost = staged_cost(num_stages=2, num_ranks=3)
+    ulysses = PlanConfig(primitives=("ulysses",))
+    with pytest.raises(InfeasiblePlanError, match=r"3 ranks of a stage cannot share out 32 heads .* add ring"):
+        plan_batch(
+            batch_of([8]),
+            cluster=cluster_of(cost, num_ranks=3),
+            cost=cost,
+            strategy="elastic-pipeline",
+            options=ulysses,
+        )
+
+
+def test_measured_linear_layers_keep_the_head_s_share() -> None:
+    cost = staged_cost(num_stages=2)
+    faster = cost.with_coefficients(linear_s_per_token=cost.linear_s_per_token / 50)
+    assert cost.pipeline is not None
+    assert faster.pipeline is not None
+    assert faster.pipeline.head_s_per_token == pytest.approx(cost.pipeline.head_s_per_token / 50)
+    plan = plan_batch(LONG, cluster=cluster_of(cost), cost=faster, strategy="elastic-pipeline")
+    check(plan, LONG, cost=faster)
