@@ -19,7 +19,6 @@ from rayfcp.plan.pipelines.schedule import (
     backward_order,
     leads_of_stages,
     least_leads,
-    one_forward_one_backward,
     order_of_leads,
 )
 from rayfcp.values import Primitive
@@ -79,19 +78,16 @@ def loads_of(chunks: Chunks, runs: Sequence[int], *, place: Place) -> Loads:
 
 
 def estimate_s(loads: Loads, *, options: PipelineOptions) -> float:
-    """About the least that one pipeline of the chunks takes: their run without recomputation, and the time of one
-    layer for each that memory asks for (Eq. 17). Infinite where memory cannot do."""
+    """What one pipeline of the chunks takes, exactly where memory asks for no recomputation; else about the least: its
+    run without, and the time of one layer for each that memory asks for (Eq. 17). Infinite where memory cannot do."""
     shrinking = options.order == "elastic"
-    num_stages = len(loads.held.layers)
-    order = one_forward_one_backward(loads.runs, num_stages=num_stages, shrinking=shrinking)
-    runs_in = order
-    if shrinking:
-        runs_in = one_forward_one_backward(loads.runs, num_stages=num_stages, ahead=AHEAD)
-    free_s = _run_s(loads, runs_in, 0)[0]
+    least = leads_of_stages(least_leads(loads.runs, shrinking=shrinking), num_stages=len(loads.held.layers), ahead=1)
+    order = order_of_leads(least, runs=loads.runs)
+    if options.recompute != "full" and (peak_bytes(order, held=loads.held) <= loads.held.room).all():
+        return _timed(loads, order, none_needed(order), least=least if shrinking else None).makespan_s
+    free_s = _run_s(loads, order, 0)[0]
     if options.recompute == "full":
         return free_s + float(loads.times.layer_s.sum()) * float(loads.held.layers.max())
-    if (peak_bytes(order, held=loads.held) <= loads.held.room).all():
-        return free_s
     return free_s + least_layers(order, held=loads.held) * float(loads.times.layer_s.mean())
 
 
@@ -106,13 +102,17 @@ def piped(loads: Loads, *, options: PipelineOptions) -> Piped:
     least = leads_of_stages(least_leads(loads.runs, shrinking=shrinking), num_stages=num_stages, ahead=1)
     order = order_of_leads(least, runs=loads.runs)
     recomputed = _recomputed(order, loads.held, options=options)
-    best = Piped(order, recomputed, *_run_s(loads, order, recomputed.layers))
-    if shrinking:
-        order = order_of_leads(_eager(loads, least, recomputed.layers), runs=loads.runs)
-        eager = Piped(order, recomputed, *_run_s(loads, order, recomputed.layers))
-        if eager.makespan_s < best.makespan_s:
-            return eager
-    return best
+    return _timed(loads, order, recomputed, least=least if shrinking else None)
+
+
+def _timed(loads: Loads, order: Order, recomputed: Recomputed, *, least: Order | None) -> Piped:
+    """In this order or, if `least` is given, as early as memory has room, whichever is faster."""
+    usual = Piped(order, recomputed, *_run_s(loads, order, recomputed.layers))
+    if least is None:
+        return usual
+    order = order_of_leads(_eager(loads, least, recomputed.layers), runs=loads.runs)
+    eager = Piped(order, recomputed, *_run_s(loads, order, recomputed.layers))
+    return eager if eager.makespan_s < usual.makespan_s else usual
 
 
 def _recomputed(order: Order, held: StageBytes, *, options: PipelineOptions) -> Recomputed:

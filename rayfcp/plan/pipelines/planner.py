@@ -6,7 +6,7 @@ replayed exactly, the best of them also in several pipelines. Work is counted in
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from rayfcp.plan.pipelines.chunks import Chunked, chunk
 from rayfcp.plan.pipelines.evaluate import Loads, Piped, Place, estimate_s, loads_of, piped
 from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
 from rayfcp.plan.pipelines.pool import Pool, Work
-from rayfcp.plan.pipelines.recipes import Recipes
+from rayfcp.plan.pipelines.recipes import STRETCHES, Recipes
 from rayfcp.plan.pipelines.recompute import Recomputed
 from rayfcp.plan.pipelines.schedule import pipeline_plan
 from rayfcp.plan.placement import node_of_ranks
@@ -31,6 +31,9 @@ TRIES = 3
 
 GRAINS = 4
 """Grains of which every room and taper is tried."""
+
+STRETCHED = 4
+"""Recipes of which buckets of other lengths are tried."""
 
 
 class Draft(NamedTuple):
@@ -63,7 +66,8 @@ def plan_pipelines(
     Raises:
         InfeasiblePlanError: memory permits none.
     """
-    drafts, num_recipes = _drafts(sequences, cluster=cluster, cost=cost, options=options)
+    search = Search(sequences, cluster=cluster, cost=cost, options=options)
+    drafts, num_recipes = search.run(), len(search.tried)
     if not drafts:
         raise _nothing(sequences, cluster=cluster, cost=cost, options=options)
     rough = options.pipeline.model_copy(update={"milp_nodes": 0})
@@ -104,42 +108,70 @@ def _certified(kept: Piped, searched: Piped) -> Recomputed:
     return replace(kept.recomputed, bound=max(kept.recomputed.bound, searched.recomputed.bound))
 
 
-def _drafts(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
-) -> tuple[list[Draft], int]:
-    """Chunks that fit the ranks, the most promising first, and how many recipes were tried: of every grain, and of
-    the best grains with every room and taper."""
-    tried: dict[tuple[int, int, float, int], Draft] = {}
-    most_tokens = float(cluster.num_ranks * cluster.max_tokens_per_rank)
-    kitchens = []
-    for number, place in enumerate(_places(cluster, cost=cost, options=options)):
-        work = Work.of(cost, degree=place.num_ranks, primitive=place.primitive, crosses=place.crosses)
-        pool = Pool.of(sequences, work=work)
-        cook = Recipes.of(pool, work=work, num_ranks=place.num_ranks, most_tokens=most_tokens, options=options.pipeline)
-        kitchens.append((place, cook))
-        best_s, worse = np.inf, 0
-        for grain in range(len(cook.grains)):
-            draft = _draft(place, cook, grain, room=cook.rooms[0], taper=cook.tapers[0], options=options.pipeline)
-            tried[number, grain, cook.rooms[0], cook.tapers[0]] = draft
-            worse = worse + 1 if draft.estimate_s > WORSE * best_s else 0
-            best_s = min(best_s, draft.estimate_s)
-            if worse == TRIES:
-                break
-    for number, grain, _, _ in sorted(tried, key=lambda key: tried[key].estimate_s)[:GRAINS]:
-        place, cook = kitchens[number]
-        for room in cook.rooms:
-            for taper in cook.tapers:
-                if (number, grain, room, taper) not in tried:
-                    draft = _draft(place, cook, grain, room=room, taper=taper, options=options.pipeline)
-                    tried[number, grain, room, taper] = draft
-    fit = [draft for draft in tried.values() if draft.chunked.chunks.tokens.max() <= most_tokens]
-    return sorted(fit, key=lambda draft: draft.estimate_s), len(tried)
+class Choice(NamedTuple):
+    """A recipe of one of the places."""
+
+    place: int
+    grain: int
+    room: float
+    taper: int
+    stretch: float
 
 
-def _draft(place: Place, cook: Recipes, grain: int, *, room: float, taper: int, options: PipelineOptions) -> Draft:
-    chunked = chunk(cook.pool, cook.recipe(grain, room=room, taper=taper), work=cook.work)
-    loads = loads_of(chunked.chunks, chunked.runs, place=place)
-    return Draft(estimate_s(loads, options=options), cook.pool, place, chunked, loads)
+class Search:
+    """Recipes that were tried, and what came of them."""
+
+    def __init__(
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    ) -> None:
+        self.options, self.most_tokens = options.pipeline, float(cluster.num_ranks * cluster.max_tokens_per_rank)
+        self.places = _places(cluster, cost=cost, options=options)
+        self.tried: dict[Choice, Draft] = {}
+        self.recipes = []
+        for place in self.places:
+            work = Work.of(cost, degree=place.num_ranks, primitive=place.primitive, crosses=place.crosses)
+            self.recipes.append(
+                Recipes.of(
+                    Pool.of(sequences, work=work),
+                    work=work,
+                    num_ranks=place.num_ranks,
+                    most_tokens=self.most_tokens,
+                    options=self.options,
+                )
+            )
+
+    def run(self) -> list[Draft]:
+        """Chunks that fit the ranks, the most promising first: of every grain, of the best grains with every room and
+        taper, and of the best of these with buckets longer or shorter."""
+        for number, recipes in enumerate(self.recipes):
+            best_s, worse = np.inf, 0
+            for grain in range(len(recipes.grains)):
+                draft = self._try(Choice(number, grain, recipes.rooms[0], recipes.tapers[0], 1.0))
+                worse = worse + 1 if draft.estimate_s > WORSE * best_s else 0
+                best_s = min(best_s, draft.estimate_s)
+                if worse == TRIES:
+                    break
+        for choice in self._best(GRAINS):
+            recipes = self.recipes[choice.place]
+            for room, taper in product(recipes.rooms, recipes.tapers):
+                self._try(choice._replace(room=room, taper=taper))
+        for choice in self._best(STRETCHED):
+            for stretch in STRETCHES if self.recipes[choice.place].balanced else ():
+                self._try(choice._replace(stretch=stretch))
+        fit = (draft for draft in self.tried.values() if draft.chunked.chunks.tokens.max() <= self.most_tokens)
+        return sorted(fit, key=lambda draft: draft.estimate_s)
+
+    def _best(self, count: int) -> list[Choice]:
+        return sorted(self.tried, key=lambda choice: self.tried[choice].estimate_s)[:count]
+
+    def _try(self, choice: Choice) -> Draft:
+        if choice not in self.tried:
+            place, recipes = self.places[choice.place], self.recipes[choice.place]
+            recipe = recipes.recipe(choice.grain, room=choice.room, taper=choice.taper, stretch=choice.stretch)
+            chunked = chunk(recipes.pool, recipe, work=recipes.work)
+            loads = loads_of(chunked.chunks, chunked.runs, place=place)
+            self.tried[choice] = Draft(estimate_s(loads, options=self.options), recipes.pool, place, chunked, loads)
+        return self.tried[choice]
 
 
 def _places(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Place]:

@@ -20,6 +20,9 @@ ROOMS = (1.4, 1.0, 2.0)
 TAPERS = (8, 0, 4, 14, 20)
 """Chunks at either end that are shorter than the others, in equal steps."""
 
+STRETCHES = (1.0, 0.8, 0.9, 1.1, 1.2)
+"""How many times as long as a slice a bucket may be."""
+
 ROWS = 2
 """Ends that a rank's part of a ring has in each sequence: slices of whole rows are equal on all ranks."""
 
@@ -61,9 +64,10 @@ class Recipes:
             balanced=balanced,
         )
 
-    def recipe(self, grain: int, *, room: float, taper: int) -> Recipe:
-        """The recipe of the grain with that number."""
+    def recipe(self, grain: int, *, room: float, taper: int, stretch: float) -> Recipe:
+        """The recipe of the grain with that number, buckets `stretch` times as long as slices."""
         depth, ends = self.grains[grain]
+        depth *= stretch
         seconds = self.work.cell_s * ends[0] * (ends[0] + 1) / 2 + self.work.token_s * ends[0]
         shares = np.arange(1, taper + 1) / (taper + 1)
         return Recipe(
