@@ -12,7 +12,7 @@ The programs of all ranks and stages are replayed together, without tags:
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rayfcp.program.instructions import Backward, Flow, Forward, Free, Load, RankProgram, Receive, Send
 from rayfcp.program.meeting import check_meeting
@@ -50,6 +50,15 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
         raise ValueError(f"plan_hash differs between ranks ({', '.join(sorted(hashes))}); lower one plan for all ranks")
     _check_meetings(programs[: programs[0].num_ranks])
     _Replay(programs).run()
+
+
+def hand_overs_end(programs: Sequence[RankProgram]) -> bool:
+    """Whether the stages of one rank, alone, run to their end; `programs[p]` is that of stage p, each in order."""
+    try:
+        _Replay([replace(program, num_ranks=1) for program in programs]).run()
+    except ValueError:
+        return False
+    return True
 
 
 def _check_meetings(programs: Sequence[RankProgram]) -> None:

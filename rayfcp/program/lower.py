@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.context import Order
+from rayfcp.program.deadlock import hand_overs_end
 from rayfcp.program.heads import lower_heads, slot_order
-from rayfcp.program.instructions import AttentionProgram, HeadProgram, Piece, RankProgram
+from rayfcp.program.instructions import AttentionProgram, Backward, Forward, HeadProgram, Piece, RankProgram
 from rayfcp.program.staged import staged
+from rayfcp.program.turns import Turns, in_turns, turns_of
 from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 
 RUNTIME_PRIMITIVES = frozenset({Primitive.RING, Primitive.ULYSSES})
@@ -30,7 +32,8 @@ def lower(
     backward pass (`reduce_every="step"`) or in each (`"microbatch"`). All ranks run the same number of
     passes: a rank without tokens in a microbatch runs one padding token. A group of one rank exchanges
     nothing, so that its primitive does not matter. That heads divide is the planner's to see to. All stages run the
-    same attention; only what they recompute, the order of their passes and their neighbours differ (`staged`).
+    same attention; only what they recompute, the order of their passes and their neighbours differ (`staged`). Sends
+    follow their pass, or come somewhat later where stages would otherwise wait for each other (`turns`).
 
     Raises:
         ValueError: a group of several ranks has a primitive that is not in `primitives`; or a layout cannot be
@@ -41,7 +44,7 @@ def lower(
     passes = _Passes(plan, layouts, masks={sequence.id: sequence.mask for sequence in sequences}).all()
     loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
-    return tuple(
+    programs = tuple(
         RankProgram(
             rank=rank,
             num_ranks=plan.num_ranks,
@@ -59,6 +62,20 @@ def lower(
         for stage in range(plan.num_stages)
         for rank in range(plan.num_ranks)
     )
+    return programs if hand_overs_end(programs[:: plan.num_ranks]) else _in_turns(programs, turns_of(plan))
+
+
+def _in_turns(programs: Sequence[RankProgram], turns: Turns) -> tuple[RankProgram, ...]:
+    """With sends where they hold nobody up; as they are where stages wait for each other however these are posted."""
+    if len(turns) < programs[0].num_stages * _num_passes(programs[0]):
+        return tuple(programs)
+    return tuple(
+        replace(each, instructions=in_turns(each.instructions, stage=each.stage, turns=turns)) for each in programs
+    )
+
+
+def _num_passes(program: RankProgram) -> int:
+    return sum(isinstance(item, Forward | Backward) for item in program.instructions)
 
 
 def _check_primitives(plan: BatchPlan, primitives: Collection[Primitive]) -> None:
