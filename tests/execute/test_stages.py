@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rayfcp.program import check_programs
 from tests.execute.cases import assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo
 from tests.execute.staged import expected, random_case, run_in_process, typical_case
@@ -24,8 +25,10 @@ def test_in_process(seed: int, num_stages: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_typical_chunks(num_stages: int, num_ranks: int) -> None:
+    """And their programs pass the static check."""
     for seed, dtype in ((num_ranks, "float32"), (num_ranks + 1, "float64")):
         case = typical_case(seed, num_ranks=num_ranks, layers_of_stage=LAYERS[num_stages], is_tied=seed % 3 == 0)
+        check_programs(case.programs, case.sequences)
         loss, gradients, _ = run_in_process(case, dtype)
         assert_same(loss, gradients, want=expected(case, dtype), dtype=dtype, what=(seed,))
 
