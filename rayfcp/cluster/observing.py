@@ -73,7 +73,7 @@ def observations(groups: PlannedGroups, ranks: Sequence[RankReport]) -> list[Obs
 
 
 def _of_step(groups: PlannedGroups, ranks: Sequence[RankReport]) -> list[Observation]:
-    if not all(groups):
+    if not groups or not all(groups):
         return []
     slowest = tuple(max(held, key=lambda group: group.predicted_s).part for held in groups)
     return [Observation(parts=slowest, seconds=max(report.step_s for report in ranks))]

@@ -75,6 +75,56 @@ def test_same_losses_on_more_ranks(
     assert {report.world_size for report in steps_of(config)} == {num_workers}
 
 
+LAYOUTS = (
+    (4, {"num_workers": 5, "pipeline_stages": 2}, {"strategy": "elastic-pipeline", "pipeline": {"slices": 3}}, 4),
+    (7, {"num_workers": 4, "tensor_parallel": 2}, {"strategy": "flex-ring"}, 4),
+    (10, {"num_workers": 2, "pipeline_stages": 2, "layer_split": "even"}, {"strategy": "elastic-pipeline"}, 2),
+)
+"""Until which step, on which devices, planned how, and how many devices are in use."""
+
+
+def test_same_losses_on_stages_and_split_layers_each_resumed_on_the_next(
+    folder: Path, alone: tuple[StepReport, ...]
+) -> None:
+    """A device that makes no rank stands by."""
+    for last_step, cluster, plan, num_devices in LAYOUTS:
+        config = run_config(
+            folder,
+            name="layouts",
+            cluster={"device": "cpu", **cluster},
+            plan=plan,
+            train={"steps": last_step, "gather_every": "step"},
+        )
+        heard = Heard()
+        FlexTrainer(config).fit(watcher=heard)
+        stand_by = [line for line in heard.lines if "stand by" in line]
+        assert (
+            stand_by
+            == (["1 of 5 devices stand by: 2 ranks need the others"] if num_devices == 4 else [])[
+                : cluster["num_workers"] - num_devices
+            ]
+        )
+    reports = steps_of(config)
+    assert_same_run(reports, alone)
+    assert [report.world_size for report in reports] == [4] * 7 + [2] * 3
+    assert {report.strategy for report in reports[:4]} == {"elastic-pipeline"}
+    assert all(0 < report.bubble < 1 and 0 < report.mfu <= 1 for report in reports)
+    assert any(report.num_microbatches >= 3 for report in reports[:4]), "slices"
+
+
+class Heard:
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def update(self, report: StepReport) -> None:
+        """Steps are read from the file."""
+
+
 def test_same_losses_where_heads_are_shared_out(folder: Path, alone: tuple[StepReport, ...]) -> None:
     """Passes of Ulysses groups are timed at start, so that plans have them for what they cost."""
     config = run_config(folder, name="heads", plan={"primitives": ["ulysses"]}, train={"recompute_layers": 1})
@@ -216,7 +266,13 @@ def test_configuration_is_checked_before_anything_starts(folder: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"plan\.strategy is 'nothing'"):
         trainer(plan={"strategy": "nothing"})
-    with pytest.raises(ConfigError, match="pipeline_stages is 2"):
-        trainer(cluster={"num_workers": 2, "pipeline_stages": 2})
+    with pytest.raises(ConfigError, match=r"pipeline_stages is 1, must be at least 2 with plan\.strategy=dapple"):
+        trainer(plan={"strategy": "dapple"})
+    with pytest.raises(ConfigError, match=r"pipeline_stages is 3, must be at most the model's 2 layers"):
+        trainer(cluster={"num_workers": 3, "pipeline_stages": 3})
+    with pytest.raises(ConfigError, match=r"recompute_layers is 1, must be 0 with cluster\.pipeline_stages 2"):
+        trainer(cluster={"num_workers": 2, "pipeline_stages": 2}, train={"recompute_layers": 1})
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 4, must divide the model's num_key_value_heads \(2\)"):
+        trainer(cluster={"num_workers": 4, "tensor_parallel": 4})
     with pytest.raises(ValueError, match="memory per device"):
         trainer(cluster={"num_workers": 2, "memory_gib_per_device": 0.0001})
