@@ -34,7 +34,7 @@ def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceF
     return ClusterSpec(
         num_ranks=num_ranks,
         max_tokens_per_rank=tokens_that_fit(
-            config, model, num_ranks=num_ranks, memory_bytes=device_memory(config, facts)
+            config, model, num_ranks=num_ranks, memory_bytes=device_memory(config, used)
         ),
         node_of_rank=tuple(nodes.index(fact.node_id) for fact in used[:: cluster.tensor_parallel]),
         num_stages=cluster.pipeline_stages,

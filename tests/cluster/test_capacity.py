@@ -1,5 +1,7 @@
 """From devices and memory to what a plan may put on a rank."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +16,10 @@ from rayfcp.cluster.capacity import (
     tokens_that_fit,
 )
 from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.layout import device_names, layers_of_stage
 from rayfcp.config import Config
 from rayfcp.plan import model_profile
-from rayfcp.plan.costs.memory import state_bytes, token_bytes
+from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.values import InfeasiblePlanError
 
 MODEL = model_profile("qwen3-1.7b")
@@ -92,6 +95,99 @@ def test_ranks_in_the_order_of_facts() -> None:
     assert spec.node_of_rank == (0, 0, 1, 2, 2)
     assert spec.generation == 3
     assert spec.max_tokens_per_rank == tokens_that_fit(config, MODEL, num_ranks=5, memory_bytes=64 * GIB)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    nodes=st.lists(st.sampled_from("abc"), min_size=4, max_size=14).map(sorted),
+    stages=st.integers(1, 2),
+    tensor_parallel=st.sampled_from([1, 2]),
+)
+def test_devices_are_numbered_by_stage_rank_and_tensor_rank(
+    nodes: list[str], stages: int, tensor_parallel: int
+) -> None:
+    """In the order of facts; what makes no whole rank is left over."""
+    cluster = {"pipeline_stages": stages, "tensor_parallel": tensor_parallel, "num_workers": 4}
+    config = config_of(model={"architecture": {"num_layers": MODEL.num_layers}})
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
+    spec = cluster_spec(config, MODEL, facts=facts_of(*nodes, gib=2000), generation=1)
+    assert len(nodes) - stages * tensor_parallel < spec.num_devices <= len(nodes)
+    assert (spec.num_stages, spec.tensor_parallel) == (stages, tensor_parallel)
+    assert sum(spec.layers_of_stage) == (MODEL.num_layers if stages > 1 else 0)
+    names = device_names(spec)
+    assert len(set(names)) == len(names) == spec.num_devices
+    order = list(dict.fromkeys(nodes))
+    for number, name in enumerate(names):
+        at, tensor_rank = divmod(number, tensor_parallel)
+        stage, rank = divmod(at, spec.num_ranks)
+        if tensor_rank == 0:
+            assert order[spec.node_of_rank[at]] == nodes[number]
+        said = {word for word in name.split(", ")}
+        assert f"rank {rank}" in said
+        assert (f"stage {stage}" in said) == (stages > 1)
+        assert (f"tensor rank {tensor_rank}" in said) == (tensor_parallel > 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    stages=st.integers(2, 5),
+    tensor_parallel=st.sampled_from([1, 2, 4]),
+    num_ranks=st.integers(1, 8),
+    gather_every=st.sampled_from(["step", "microbatch"]),
+    split=st.sampled_from(["even", "cost"]),
+)
+def test_what_fits_a_stage_and_not_one_token_more(
+    stages: int, tensor_parallel: int, num_ranks: int, gather_every: str, split: str
+) -> None:
+    """Of a microbatch alone that keeps only inputs of layers, on the fullest stage; a device has its heads, its
+    part of the MLP, and the whole vocabulary."""
+    config = config_of(train={"gather_every": gather_every}, model={"architecture": {"num_layers": MODEL.num_layers}})
+    cluster = {"pipeline_stages": stages, "tensor_parallel": tensor_parallel, "layer_split": split}
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
+    own = dataclasses.replace(
+        MODEL,
+        num_heads=MODEL.num_heads // tensor_parallel,
+        num_kv_heads=MODEL.num_kv_heads // tensor_parallel,
+        ffn_size=MODEL.ffn_size // tensor_parallel,
+    )
+    layers, each = layers_of_stage(config, MODEL), layer_bytes(own, bytes_per_element=4)
+    found = tokens_that_fit(config, MODEL, num_ranks=num_ranks, memory_bytes=80 * GIB)
+
+    def needed(tokens: int) -> int:
+        return max(
+            stage_state_bytes(
+                own,
+                layers_of_stage=layers,
+                stage=stage,
+                num_ranks=num_ranks,
+                bytes_per_element=4,
+                reduce_every="step",
+                gather_every=gather_every,  # type: ignore[arg-type]
+            )
+            + tokens * (each.kept * count + each.head + each.working + each.buffers)
+            for stage, count in enumerate(layers)
+        )
+
+    assert needed(found) <= 80 * GIB < needed(found + 1)
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    config = config_of(model={"architecture": {"num_layers": MODEL.num_layers}}, workers=2)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"pipeline_stages": 2})})
+    with pytest.raises(InfeasiblePlanError, match=r"memory per device is 2 GiB, stage [01] of model qwen3-1\.7b"):
+        tokens_that_fit(config, MODEL, num_ranks=1, memory_bytes=2 * GIB)
+
+
+def test_parameters_that_stay_gathered_take_room() -> None:
+    architecture = {"architecture": {"num_layers": MODEL.num_layers}}
+    kept = tokens_that_fit(
+        config_of(train={"gather_every": "step"}, model=architecture), MODEL, num_ranks=4, memory_bytes=80 * GIB
+    )
+    passing = tokens_that_fit(config_of(model=architecture), MODEL, num_ranks=4, memory_bytes=80 * GIB)
+    more = (MODEL.num_layers - 2) * MODEL.layer_matmul_parameters * 4
+    assert (passing - kept) * token_bytes(MODEL, recomputed_layers=0, bytes_per_element=4) == pytest.approx(
+        more, rel=0.01
+    )
 
 
 def test_the_bound_before_anything_starts_is_that_of_all_workers() -> None:

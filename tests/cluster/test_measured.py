@@ -78,6 +78,25 @@ def test_the_slowest_rank_of_each_round_and_the_median_over_rounds() -> None:
     assert combine(rounds) == per_rank([[3.0] * count])[0]
 
 
+def test_measured_with_stages_is_of_all_layers_and_of_its_traffic(tmp_path: Path) -> None:
+    """The head keeps its share of the linear layers; what stages gather is in the seconds, and not counted again."""
+    config = config_of(model={"architecture": {"num_layers": MODEL.num_layers}})
+    cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=64, num_stages=2, layers_of_stage=(15, 13))
+    guess = analytic_cost(config, MODEL, device="cpu", cluster=cluster, memory_bytes=1 << 40)
+    assert guess.pipeline is not None and guess.pipeline.layers_of_stage == (15, 13)
+    twice = [dataclasses.replace(each, seconds=2 * each.seconds) for each in timings_of(guess_of(4), degrees=(2, 4))]
+    cost = measure_cost(guess, twice).fit.cost
+    assert cost.pipeline is not None
+    assert cost.linear_s_per_token == pytest.approx(2 * guess.linear_s_per_token, rel=0.05)
+    share = guess.pipeline.head_s_per_token / guess.linear_s_per_token
+    assert cost.pipeline.head_s_per_token / cost.linear_s_per_token == pytest.approx(share)
+    assert all(not any(dataclasses.astuple(each)) for each in cost.pipeline.traffic) and cost.shard_s == 0
+    assert cost.pipeline.room_bytes == guess.pipeline.room_bytes
+    path = tmp_path / "profile.json"
+    write_measured(path, measure_cost(guess, twice), about=about())
+    assert read_cost(path) == cost
+
+
 def test_written_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     passes = per_rank([[1.0] * len(timings_of(guess_of(4), degrees=(2, 4)))])[0]

@@ -110,6 +110,8 @@ def test_same_losses_on_stages_and_split_layers_each_resumed_on_the_next(
     assert {report.strategy for report in reports[:4]} == {"elastic-pipeline"}
     assert all(0 < report.bubble < 1 and 0 < report.mfu <= 1 for report in reports)
     assert any(report.num_microbatches >= 3 for report in reports[:4]), "slices"
+    export_run(folder / "layouts", out_dir=folder / "exported from stages")
+    assert (folder / "exported from stages" / "model.safetensors").exists()
 
 
 class Heard:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.models import ArchitectureConfig, ModelConfig, TrainConfig
 from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.optimization import is_split, local_squares, sum_copies
+from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies
 from rayfcp.execute.sharding import ShardedModel
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.models.build import random_model, sharded_model
@@ -50,10 +50,11 @@ class Run:
     family: str = "qwen3"
     tied: bool = True
     tensor_parallel: int = 2
+    dtype: str = "float64"
 
     @property
     def model(self) -> ModelConfig:
-        return ModelConfig(dtype="float64", architecture=architecture(self.family, tied=self.tied))
+        return ModelConfig(dtype=self.dtype, architecture=architecture(self.family, tied=self.tied))
 
     @property
     def num_devices(self) -> int:
@@ -81,6 +82,7 @@ RUNS = (
     Run(case=RING, family="qwen2", tied=False),
     Run(case=HEADS, family="llama"),
     Run(case=RING, tensor_parallel=1),
+    Run(case=HEADS, dtype="float32"),
 )
 """Norms of heads, biases of split matrices, neither; heads shared out twice; embeddings tied and not."""
 
@@ -137,12 +139,16 @@ def _run(run: Run, world: World) -> dict[str, Any]:
         "squares": float(totals[1]),
         "gradients": {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()},
         "all_reduce": sums.count,
+        "meshes": [
+            len({parameter.device_mesh for parameter in group["params"]})
+            for group in make_optimizer(model, TrainConfig()).param_groups
+        ],
         "held": sum(parameter.to_local().numel() for parameter in model.layers.parameters()),
     }
 
 
 def whole(run: Run) -> CausalLM:
-    return random_model(model_config(run.model, vocab_size=VOCAB), dtype="float64", seed=SEED)
+    return random_model(model_config(run.model, vocab_size=VOCAB), dtype=run.dtype, seed=SEED)
 
 
 @pytest.mark.parametrize("index", range(len(RUNS)))
@@ -150,9 +156,9 @@ def test_loss_and_gradients_of_a_single_process(index: int, found: list[dict[str
     """And the norm counts every parameter once."""
     run, have = RUNS[index], found[index]
     want = reference(whole(run), run.case)
-    assert_same(have["loss"], have["gradients"], want=want, dtype="float64")
+    assert_same(have["loss"], have["gradients"], want=want, dtype=run.dtype)
     squares = sum(float(gradient.square().sum()) for gradient in want[1].values())
-    assert have["squares"] == pytest.approx(squares, rel=1e-10)
+    assert have["squares"] == pytest.approx(squares, rel=1e-10 if run.dtype == "float64" else 1e-5)
 
 
 @pytest.mark.parametrize("index", range(len(RUNS)))
@@ -174,6 +180,14 @@ def test_two_sums_a_layer_each_way(index: int, found: list[dict[str, Any]]) -> N
     matrices = sum(each.numel() for each in parameters if each.ndim == 2)
     held = found[index]["held"] * case.num_ranks
     assert matrices / run.tensor_parallel <= held < 1.05 * matrices / run.tensor_parallel
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)))
+def test_parameters_that_are_updated_at_once_lie_on_one_mesh(index: int, found: list[dict[str, Any]]) -> None:
+    """Matrices split and whole, vectors split and whole, as far as a family has them."""
+    meshes, run = found[index]["meshes"], RUNS[index]
+    assert set(meshes) == {1}
+    assert len(meshes) == (2 if run.tensor_parallel == 1 else 4 if run.family == "qwen2" else 3)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
