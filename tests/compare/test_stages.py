@@ -7,6 +7,7 @@ import pytest
 from rayfcp.compare.contest import Comparison, compare
 from rayfcp.compare.families import family_of
 from rayfcp.compare.measure import Scene, measure
+from rayfcp.compare.names import PIPELINES
 from rayfcp.compare.page import render
 from rayfcp.compare.pictures import pictures
 from rayfcp.compare.stage_pictures import pass_cells
@@ -89,7 +90,7 @@ def test_a_pipeline_is_drawn_stage_by_stage(tmp_path: Path) -> None:
     assert "2 stages of 2 ranks" in drawn and "compute, degree" not in drawn
 
 
-NAMES = ("elastic-pipeline", "seq1f1b", "flex-ring", "ulysses")
+NAMES = ("elastic-pipeline", "seq1f1b", "dapple", "flex-ring", "ulysses")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_pipelines_have_the_contract_s_fields(comparison: Comparison) -> None:
         assert all(isinstance(entry[field], kind) for field, kind in FIELDS.items())
         assert entry["gap"] >= 1 - 1e-6 and 0 <= entry["bubble"] < 1 and entry["mfu"] < 1
         assert entry["peak_memory_gib"] <= 12.0, name
-        staged = name in ("elastic-pipeline", "seq1f1b")
+        staged = name in PIPELINES
         assert (entry["num_stages"], entry["num_ranks"]) == ((2, 2) if staged else (1, 4))
         assert (entry["recomputed_layers"] is None) == staged
         assert sum(entry["breakdown"].values()) == pytest.approx(entry["iteration_s"])
