@@ -163,6 +163,6 @@ def _check(plan: BatchPlan, batch: tuple[int, ...], *, setting: Setting) -> None
         RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
     """
     try:
-        check_plan(plan, sequences_of(batch), cluster=setting.cluster)
+        check_plan(plan, sequences_of(batch), cluster=setting.cluster, cost=setting.cost)
     except ValueError as error:
         raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
