@@ -1,4 +1,4 @@
-"""A bound that no plan of ring groups gets below, for batches too large to try every plan, and how far plans are from
+"""A bound that no plan of groups gets below, for batches too large to try every plan, and how far plans are from
 it.
 
 python jobs/bench/certified.py --lengths FILE
@@ -9,7 +9,7 @@ after the slowest forward and after the slowest backward, whose ratio differs be
 
 Proof. Let F and B be the slowest forward and backward of a microbatch: it takes c(F + B) = F + B + (1 - overlap) x
 traffic + exposed seconds at least, by a constant more if it is the last. Let n_d be its number of groups of d ranks and
-x_kd be 1 where sequence k is in one. Of what a ring moves all but the tail hides at most, so forward of a group takes
+x_kd be 1 where sequence k is in one. Of what a ring moves, all but the tail may hide at most. So forward of a group takes
 f0_d + sum of f_kd at least, linear in what it holds, and backward likewise. Added up over the groups of d ranks:
 (1) sum over k of f_kd x_kd <= n_d (F - f0_d), of b_kd x_kd <= n_d (B - b0_d), of tokens x_kd <= n_d d room; sum of
 d n_d <= N;
@@ -40,7 +40,7 @@ from mixes import Case, Prices, case_of, solved
 from rayfcp.compare.lengths import draw_batches, sequences_of
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 SHARES = (0.288, 0.296, 0.304, 0.312, 0.322, 0.333)  # of forward, of the first kinds of microbatches
 EDGES = (0.0, 0.27, *np.arange(0.28, 0.346, 0.01).tolist(), 0.36, 1.0)  # of shares, of the first cells
@@ -57,17 +57,18 @@ def certified_s(
     cluster: ClusterSpec,
     cost: CostModel,
     best_s: float,
+    primitives: tuple[Primitive, ...] = (Primitive.RING,),
     rounds: int = ROUNDS,
     halvings: int = HALVINGS,
 ) -> float:
-    """No plan of ring groups takes less, given that one takes `best_s`.
+    """No plan of groups of these primitives takes less, given that one takes `best_s`.
 
     Raises:
         ValueError: microbatches have no fixed cost, so that there may be any number of them.
     """
     if cost.fixed_s <= 0.0:
         raise ValueError(f"fixed_s is {cost.fixed_s}, must be more than 0; measure it")
-    case = case_of(sequences, cluster=cluster, cost=cost, best_s=best_s)
+    case = case_of(sequences, cluster=cluster, cost=cost, primitives=primitives, best_s=best_s)
     room = cluster.num_ranks * cluster.max_tokens_per_rank
     count = -(-sum(each.num_tokens for each in sequences) // room)
     found = best_s
@@ -147,13 +148,14 @@ def main() -> None:
         max_seqlen=args.max_seqlen,
         seed=args.seed,
     )
-    rows = []
+    rows, used = [], tuple(Primitive(each) for each in args.primitives)
     for number, lengths in enumerate(drawn):
         sequences = sequences_of(lengths)
-        options = PlanConfig(search_moves=args.search_moves)
+        options = PlanConfig(search_moves=args.search_moves, primitives=args.primitives)
         plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
-        bound_s = lower_bound(sequences, cluster=cluster, cost=cost)
-        proven_s = max(certified_s(sequences, cluster=cluster, cost=cost, best_s=plan_s), bound_s)
+        bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
+        proven_s = certified_s(sequences, cluster=cluster, cost=cost, primitives=used, best_s=plan_s)
+        proven_s = max(proven_s, bound_s)
         rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
         _say(f"batch {number}", rows[-1])
     _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
@@ -172,7 +174,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
     parser.add_argument("--sequences", type=int, default=512)
     parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=17_329)
+    parser.add_argument("--max-tokens-per-rank", type=int, default=8102)
+    parser.add_argument("--primitives", nargs="+", choices=("ring", "ulysses"), default=defaults.primitives)
     parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)

@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from rayfcp.plan import CostModel
-from rayfcp.values import ClusterSpec
+from rayfcp.values import ClusterSpec, Primitive
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -85,21 +85,32 @@ class Loads:
         return found
 
 
-def loads_of(tokens: Floats, cells: Floats, count: Floats, *, cluster: ClusterSpec, cost: CostModel) -> Loads:
-    """Of ring groups that lie as few nodes apart as may be."""
+def loads_of(
+    tokens: Floats,
+    cells: Floats,
+    count: Floats,
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: tuple[Primitive, ...],
+) -> Loads:
+    """Of groups that span as few nodes as may be, by whichever primitive takes less."""
     degrees = np.arange(1, cluster.num_ranks + 1)
     tokens, cells = tokens[:, None], cells[:, None]
     least: list[Floats] = []
-    for crosses in (degrees > cost.ranks_per_node, np.ones(len(degrees), np.bool_)):
+    nearness = degrees > cost.ranks_per_node, np.ones(len(degrees), np.bool_)
+    for primitive, crosses in itertools.product(primitives, nearness):
         found: list[Floats] = []
-        for terms in cost.terms(degrees, crosses=crosses):
-            seen = 1 - terms.hidden
+        for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
+            seen, never = 1 - terms.hidden, ~np.isfinite(terms.moved_s)
             linear = terms.attention_s_per_token + terms.linear_s_per_token
             moved = seen * terms.moved_s_per_token + terms.hidden * terms.tail_s_per_token
+            fixed_s = terms.fixed_s + seen * np.where(never, 0.0, terms.moved_s) + terms.hidden * terms.tail_s
+            no_room = tokens > degrees * cluster.max_tokens_per_rank
             found += [
-                terms.attention_s_per_cell * cells + (linear + moved) * tokens,
-                terms.fixed_s + seen * terms.moved_s + terms.hidden * terms.tail_s,
-                np.where(tokens <= degrees * cluster.max_tokens_per_rank, terms.seconds(cells, tokens), np.inf),
+                np.where(never, np.inf, terms.attention_s_per_cell * cells + (linear + moved) * tokens),
+                np.where(never, np.inf, fixed_s),
+                np.where(no_room | never, np.inf, terms.seconds(cells, tokens)),
             ]
         least = [np.minimum(*pair) for pair in zip(least, found, strict=True)] if least else found
     return Loads(

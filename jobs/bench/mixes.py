@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from rayfcp.plan import CostModel
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 SINGLE, CLASSES = 25, 25  # the longest sequences, one by one, and classes of the others
 STEPS = (0, 1, 2, 3, 4, 6, 8)  # degrees beyond the least that a class is offered
@@ -39,7 +39,14 @@ class Case:
     last_s: float
 
 
-def case_of(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, best_s: float) -> Case:
+def case_of(
+    sequences: list[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: tuple[Primitive, ...],
+    best_s: float,
+) -> Case:
     ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
     tokens = np.array([each.num_tokens for each in ordered], np.float64)
     cells = np.array([each.attention_cells for each in ordered], np.float64)
@@ -51,8 +58,8 @@ def case_of(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMo
         max(cost.shard_s - cost.exposed_s + more, 0.0) for more in (0.0, cost.reduce_s - cost.reduce_exposed_s)
     )
     return Case(
-        loads=loads_of(tokens, cells, np.ones(len(ordered)), cluster=cluster, cost=cost),
-        classes=loads_of(*means, count, cluster=cluster, cost=cost),
+        loads=loads_of(tokens, cells, np.ones(len(ordered)), cluster=cluster, cost=cost, primitives=primitives),
+        classes=loads_of(*means, count, cluster=cluster, cost=cost, primitives=primitives),
         class_of=np.repeat(np.arange(len(parts)), count.astype(int)),
         best_s=best_s,
         least_s=cost.fixed_s,
