@@ -9,15 +9,15 @@ after the slowest forward and after the slowest backward, whose ratio differs be
 
 Proof. Let F and B be the slowest forward and backward of a microbatch: it takes c(F + B) = F + B + (1 - overlap) x
 traffic + exposed seconds at least, by a constant more if it is the last. Let n_d be its number of groups of d ranks and
-x_kd be 1 where sequence k is in one. Of what a ring moves, all but the tail may hide at most. So forward of a group takes
+x_kd be 1 where sequence k is in one. Of what a ring moves all but the tail may hide. So forward of a group takes
 f0_d + sum of f_kd at least, linear in what it holds, and backward likewise. Added up over the groups of d ranks:
 (1) sum over k of f_kd x_kd <= n_d (F - f0_d), of b_kd x_kd <= n_d (B - b0_d), of tokens x_kd <= n_d d room; sum of
 d n_d <= N;
 (2) x_kd = 0 unless memory permits d and k alone takes at most F and B there: others only add to that.
 Take any prices v_k >= 0 and s such that, whatever F and B are, what (1) and (2) permit has
 (3) sum of v_k x_kd <= c(F + B) - s.
-Summed over the microbatches of a plan, each sequence in one: M microbatches take at least sum of v_k + M s. If s >= 0,
-more than M do too.
+Summed over the microbatches of a plan, each sequence in one: M microbatches take at least sum of v_k + M s, and if s is
+not negative more than M do too. Of several prices the best may be taken for each M.
 (3) is checked on cells of (F, B) that cover all of them. In a cell let F', B' be the largest. For weights a_d, b_d, c_d
 of sum 1 and r >= 0 let u_k = min over d of d a_d f_kd / (F' - f0_d) + d b_d b_kd / (B' - b0_d) + c_d tokens_k / room,
 over the d that (2) permits there. By (1), with z_d = 1 - a_d (F' - F) / (F' - f0_d) - b_d (B' - B) / (B' - b0_d), sum
@@ -70,14 +70,13 @@ def certified_s(
         raise ValueError(f"fixed_s is {cost.fixed_s}, must be more than 0; measure it")
     case = case_of(sequences, cluster=cluster, cost=cost, primitives=primitives, best_s=best_s)
     room = cluster.num_ranks * cluster.max_tokens_per_rank
-    count = -(-sum(each.num_tokens for each in sequences) // room)
-    found = best_s
-    while True:
-        prices = _best_prices(case, count, rounds, halvings)
-        found = min(found, _bound_s(case, prices, count))
-        if prices.extra_s >= 0.0 or count >= len(sequences):
-            return found * (1 - 1e-9)
-        count += 1
+    fewest = -(-sum(each.num_tokens for each in sequences) // room)
+    tried: list[Prices] = []
+    while not tried or (tried[-1].extra_s < 0.0 and fewest + len(tried) <= len(sequences)):
+        tried.append(_best_prices(case, fewest + len(tried), rounds, halvings))
+    more = fewest + len(tried)
+    found = [max(_bound_s(case, prices, count) for prices in tried) for count in range(fewest, more)]
+    return min(best_s, *found, _bound_s(case, tried[-1], more)) * (1 - 1e-9)
 
 
 def _bound_s(case: Case, prices: Prices, count: int) -> float:
