@@ -74,13 +74,10 @@ def _candidates(
 
 
 def rooms(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> list[int]:
-    """Tokens of a rank that make about so many microbatches (`counts`), no more than memory permits."""
-    total = sum(sequence.num_tokens for sequence in sequences)
-    found = {
-        min(-(-total // (cluster.num_ranks * count)), cluster.max_tokens_per_rank)
-        for count in counts(sequences, cluster=cluster)
-    }
-    return sorted(found, reverse=True)
+    """Tokens of a rank: what memory permits, and what makes about so many microbatches (`counts`)."""
+    total, most = sum(sequence.num_tokens for sequence in sequences), cluster.max_tokens_per_rank
+    fewer = {min(-(-total // (cluster.num_ranks * count)), most) for count in counts(sequences, cluster=cluster)}
+    return sorted(fewer | {most}, reverse=True)
 
 
 def counts(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> list[int]:

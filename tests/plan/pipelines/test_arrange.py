@@ -118,7 +118,7 @@ def test_memory_is_kept_or_one_microbatch_alone_does_not_fit(
         assert found.recomputed.flat[0] in (0, 2, 4) and len(np.unique(found.recomputed)) == 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=60)
 @given(seconds=st.lists(st.integers(1, 9), min_size=1, max_size=3), room=st.floats(5.0, 60.0))
 def test_recomputation_is_near_the_least_of_all(seconds: list[int], room: float) -> None:
     costs = costs_of(seconds, num_stages=2, room=room, num_layers=3)

@@ -10,7 +10,7 @@ from rayfcp.plan.pipelines.kernels.events import Floats, Ints
 @compiled
 def fit(order: Ints, held: StageBytes, layer_s: Floats, recomputed: Ints) -> bool:
     """Fills `recomputed[stage, microbatch]`: a layer more of the microbatch that mends most bytes a second, as long as
-    a pass holds more than the stage's room, or all layers; then a layer less of what was not needed, the slowest
+    a pass holds more than the stage's room, or about all; then a layer less of what was not needed, the slowest
     microbatches first. False if memory does not suffice. Microbatches of whole sequences: no gradients are summed up.
     """
     slowest = np.argsort(-layer_s)
@@ -18,10 +18,8 @@ def fit(order: Ints, held: StageBytes, layer_s: Floats, recomputed: Ints) -> boo
         layers = recomputed[stage]
         layers[:] = 0
         slack = np.empty(order.shape[1])
-        if not _raised(order[stage], held, stage, layer_s, layers):
-            layers[:] = int(held.layers[stage])
-            if _slack(order[stage], held, stage, layers, slack):
-                return False
+        if not _raised(order[stage], held, stage, layer_s, layers) and not _all_but(order[stage], held, stage, layers):
+            return False
         for m in slowest:
             while layers[m] > 0:
                 layers[m] -= 1
@@ -44,6 +42,20 @@ def _raised(codes: Ints, held: StageBytes, stage: int, layer_s: Floats, layers: 
         if best < 0:
             return False
         layers[best] += 1
+    return True
+
+
+@compiled
+def _all_but(codes: Ints, held: StageBytes, stage: int, layers: Ints) -> bool:
+    """All layers, but one where a microbatch does not fit because the layer that it recomputes is whole."""
+    slack = np.empty(len(codes))
+    layers[:] = int(held.layers[stage])
+    while _slack(codes, held, stage, layers, slack):
+        at = int(np.argmin(slack))
+        m = -1 - codes[at]
+        if codes[at] >= 0 or layers[m] < held.layers[stage]:
+            return False
+        layers[m] -= 1
     return True
 
 
