@@ -59,10 +59,11 @@ class Arranger:
         self._costs, self._cost, self._recompute = costs, cost, recompute
         self._count, self._num_stages = costs.held.kept.shape[1], len(costs.held.layers)
 
-    def usual(self) -> Arrangement | None:
-        """The longest in the middle, by 1F1B; None if memory does not permit it."""
+    def by_1f1b(self) -> Arrangement | None:
+        """The best of a few orders by 1F1B; None if memory does not permit it."""
         order = one_forward_one_backward([1] * self._count, num_stages=self._num_stages)
-        return self._arranged(order, next(_turns(self._costs)))
+        found = [each for turns in _turns(self._costs) if (each := self._arranged(order, turns))]
+        return min(found, key=lambda each: each.makespan_s, default=None)
 
     def starts(self) -> list[Arrangement] | Shortfall:
         """A few orders by 1F1B and with stages further ahead, and, where that is not without recomputation, less far

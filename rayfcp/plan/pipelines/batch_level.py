@@ -20,11 +20,11 @@ from rayfcp.plan.pipelines.schedule import pipeline_plan
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, SequenceSpec
 
-ARRANGED = 4
-"""Candidates that are tried in several orders, the best in the usual order."""
+ARRANGED = 8
+"""Candidates that are tried with stages further ahead or less far, the best by 1F1B."""
 MUCH = 1.02
 """Times the best."""
-IMPROVED = 4
+IMPROVED = 8
 """Orders, of one or several candidates, that local search goes on from, the best first."""
 
 
@@ -40,7 +40,7 @@ class _Entry(NamedTuple):
     candidate: Proposal
     costs: WholeCosts
     arranger: Arranger
-    usual_s: float
+    first_s: float
 
 
 def best_pipeline(
@@ -52,7 +52,7 @@ def best_pipeline(
     recompute: Recompute = "alike",
     patience: int | None = None,
 ) -> Piped:
-    """The candidate with the least makespan, those that are best in the usual order each in the best order found.
+    """The candidate with the least makespan, those that are best by 1F1B each in the best order found.
 
     Candidates that come after `patience` in a row which are much worse than the best are not looked at.
 
@@ -64,12 +64,12 @@ def best_pipeline(
     for candidate in candidates:
         costs = whole_costs(candidate.microbatches, by_id=by_id, cluster=cluster, cost=cost)
         arranger = Arranger(costs, cost=cost, recompute=recompute)
-        usual = arranger.usual()
-        entries.append(_Entry(candidate, costs, arranger, usual.makespan_s if usual else math.inf))
-        least_s = min(entry.usual_s for entry in entries)
-        if patience and all(entry.usual_s > MUCH * least_s for entry in entries[-patience:]):
+        first = arranger.by_1f1b()
+        entries.append(_Entry(candidate, costs, arranger, first.makespan_s if first else math.inf))
+        least_s = min(entry.first_s for entry in entries)
+        if patience and all(entry.first_s > MUCH * least_s for entry in entries[-patience:]):
             break
-    entries.sort(key=lambda each: each.usual_s)
+    entries.sort(key=lambda each: each.first_s)
     starts, short = _starts(entries)
     if not starts:
         raise _too_little(min(short, key=lambda each: each.excess), cluster=cluster)
@@ -89,10 +89,10 @@ def best_pipeline(
 
 
 def _starts(entries: Sequence[_Entry]) -> tuple[list[tuple[Arrangement, _Entry]], list[Shortfall]]:
-    """Of the first entries, all where the first cannot pass in the usual order; the best first."""
+    """Of the first entries, all where none can pass by 1F1B; the best first."""
     starts: list[tuple[Arrangement, _Entry]] = []
     short: list[Shortfall] = []
-    for entry in entries[:ARRANGED] if entries[0].usual_s < math.inf else entries:
+    for entry in entries[:ARRANGED] if entries[0].first_s < math.inf else entries:
         found = entry.arranger.starts()
         if isinstance(found, Shortfall):
             short.append(found)
