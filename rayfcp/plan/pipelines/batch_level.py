@@ -22,8 +22,10 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Pipe
 
 ARRANGED = 8
 """Candidates that are tried with stages further ahead or less far, the best by 1F1B."""
+SURE = 5
+"""Candidates that are looked at anyway."""
 MUCH = 1.02
-"""Times the best."""
+"""Times the best: that much worse."""
 IMPROVED = 8
 """Orders, of one or several candidates, that local search goes on from, the best first."""
 
@@ -54,7 +56,8 @@ def best_pipeline(
 ) -> Piped:
     """The candidate with the least makespan, those that are best by 1F1B each in the best order found.
 
-    Candidates that come after `patience` in a row which are much worse than the best are not looked at.
+    Beyond the first few, candidates that come after `patience` in a row which are much worse than the best are not
+    looked at.
 
     Raises:
         InfeasiblePlanError: none fits the memory of all stages, whatever is recomputed; names stage, bytes and remedy.
@@ -67,7 +70,7 @@ def best_pipeline(
         first = arranger.by_1f1b()
         entries.append(_Entry(candidate, costs, arranger, first.makespan_s if first else math.inf))
         least_s = min(entry.first_s for entry in entries)
-        if patience and all(entry.first_s > MUCH * least_s for entry in entries[-patience:]):
+        if patience and len(entries) >= SURE and all(entry.first_s > MUCH * least_s for entry in entries[-patience:]):
             break
     entries.sort(key=lambda each: each.first_s)
     starts, short = _starts(entries)
