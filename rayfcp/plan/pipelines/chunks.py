@@ -22,10 +22,6 @@ ROWS = 16
 """Slices of fewer tokens than this for each end that they are rounded to end anywhere."""
 
 
-Run = tuple[list["Piece | None"], list[list[int]]]
-"""Of each chunk of a run, the slice and the whole sequences."""
-
-
 class Piece(NamedTuple):
     """Tokens `[start, stop)` of the sequence at `position` of the pool, behind slices of `earlier` tokens."""
 
@@ -53,14 +49,46 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Splits:
+    """Sequences that are cut, those of more slices first, of more seconds among equals. `lengths`: slices of each;
+    `columns`: what `Chunks` says of each slice; `tail_s`, of each sequence's last slice; `short`: positions of the
+    others."""
+
+    pieces: tuple[Piece, ...]
+    lengths: tuple[int, ...]
+    columns: Floats
+    tail_s: Floats
+    short: npt.NDArray[np.int64]
+
+    @property
+    def tail_tokens(self) -> Floats:
+        """Of each sequence's last slice."""
+        return np.asarray(self.columns[0, self.tails])
+
+    @property
+    def tails(self) -> npt.NDArray[np.int64]:
+        """Numbers of the last slices."""
+        return np.cumsum(np.array(self.lengths, np.int64)) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunked:
     """Chunks in the order of their forward passes, runs of more chunks first. `pieces[m]`: the slice that chunk m
-    holds of a sequence that is cut, or None; `members[m]`: positions of whole sequences. `runs`: lengths."""
+    holds of a sequence that is cut, or None; `owners[k]`: the chunk of whole sequence `short[k]`. `runs`: lengths."""
 
     chunks: Chunks
     pieces: tuple[Piece | None, ...]
-    members: tuple[tuple[int, ...], ...]
+    short: npt.NDArray[np.int64]
+    owners: npt.NDArray[np.int64]
     runs: tuple[int, ...]
+
+    @property
+    def members(self) -> list[list[int]]:
+        """Positions of the whole sequences of each chunk."""
+        members: list[list[int]] = [[] for _ in self.pieces]
+        for position, owner in zip(self.short.tolist(), self.owners.tolist(), strict=True):
+            members[owner].append(position)
+        return members
 
 
 def balanced_ends(longest: int, count: int, *, work: Work, rows: int) -> tuple[int, ...]:
@@ -83,128 +111,123 @@ def _rounded(ends: Floats, *, rows: int) -> tuple[int, ...]:
     return tuple(whole[whole > 0].tolist())
 
 
-def chunk(pool: Pool, recipe: Recipe, *, work: Work) -> Chunked:
-    """Every token of the pool in one slice or whole sequence of one chunk; slices of a sequence in ascending chunks,
-    and no chunk with slices of two sequences."""
-    splits = _split(pool, recipe, work=work)
-    whole = np.ones(len(pool.ids), np.bool_)
-    whole[list(splits)] = False
-    tails = [pieces[-1] for pieces in splits.values()]
-    short = np.flatnonzero(whole)
-    owners, num_filling = _pack(pool, short, tails, recipe, work=work)
-    members: list[list[int]] = [[] for _ in range(max([len(tails), *(owners + 1).tolist()]))]
-    for position, owner in zip(short.tolist(), owners.tolist(), strict=True):
-        members[owner].append(position)
-    runs: list[Run] = []
-    for pieces, added in zip(splits.values(), members, strict=False):
-        runs.append(([*pieces], [*[[] for _ in pieces[1:]], added]))
-    batched: list[Run] = [([None], [added]) for added in members[len(tails) :] if added]
-    filling = _sorted(pool, batched[:num_filling], work=work)[::-1]
-    return _listed(pool, [*filling, *_sorted(pool, runs + batched[num_filling:], work=work)])
-
-
-def _split(pool: Pool, recipe: Recipe, *, work: Work) -> dict[int, list[Piece]]:
-    """Slices of each sequence that is cut, by position. A sequence behind the last end goes on with slices as long
-    as the last one."""
-    ends = np.array(recipe.ends, np.float64)
-    splits: dict[int, list[Piece]] = {}
-    for position in np.flatnonzero(pool.sliced & (pool.tokens > ends[0])).tolist():
+def split(pool: Pool, ends: tuple[int, ...], *, work: Work, merges: bool) -> Splits:
+    """Slices of each sequence that is longer than the first end; a tail that is not worth one `merges`."""
+    stops = np.array(ends, np.float64)
+    least_s = LEAST_TAIL * _seconds(0.0, stops[0], work=work) if merges else 0.0
+    found: list[tuple[int, float, list[Piece]]] = []
+    for position in np.flatnonzero(pool.sliced & (pool.tokens > stops[0])).tolist():
         length = float(pool.tokens[position])
-        cuts = [0.0, *ends[ends < length].tolist(), length]
-        if len(cuts) > 2 and recipe.balanced and _piece_s(cuts[-2:], work=work) < LEAST_TAIL * recipe.target_s:
+        cuts = [0.0, *stops[stops < length].tolist(), length]
+        if len(cuts) > 2 and _seconds(cuts[-2], length, work=work) < least_s:
             del cuts[-2]
-        if len(cuts) == 2:
-            continue
-        sizes = [int(stop - start) for start, stop in pairwise(cuts)]
-        splits[position] = [
-            Piece(position, int(start), int(stop), tuple(sizes[:at]), at == len(sizes) - 1)
-            for at, (start, stop) in enumerate(pairwise(cuts))
-        ]
-    return splits
+        if len(cuts) > 2:
+            found.append((len(cuts), float(pool.seconds[position]), _pieces(position, cuts)))
+    found.sort(key=lambda each: (-each[0], -each[1]))
+    pieces = [piece for _, _, run in found for piece in run]
+    whole = np.ones(len(pool.ids), np.bool_)
+    whole[[run[0].position for _, _, run in found]] = False
+    tails = [run[-1] for _, _, run in found]
+    return Splits(
+        pieces=tuple(pieces),
+        lengths=tuple(len(run) for _, _, run in found),
+        columns=np.array([_column(piece) for piece in pieces], np.float64).reshape(-1, len(Chunks._fields)).T,
+        tail_s=np.array([_seconds(tail.start, tail.stop, work=work) for tail in tails], np.float64),
+        short=np.flatnonzero(whole),
+    )
 
 
-def _piece_s(cut: list[float], *, work: Work) -> float:
-    start, stop = cut
+def _pieces(position: int, cuts: list[float]) -> list[Piece]:
+    sizes = [int(stop - start) for start, stop in pairwise(cuts)]
+    return [
+        Piece(position, int(start), int(stop), tuple(sizes[:at]), at == len(sizes) - 1)
+        for at, (start, stop) in enumerate(pairwise(cuts))
+    ]
+
+
+def _seconds(start: float, stop: float, *, work: Work) -> float:
     size = stop - start
     return work.cell_s * (size * (size + 1) / 2 + size * start) + work.token_s * size + work.context_s * start
 
 
-def _pack(
-    pool: Pool, short: npt.NDArray[np.int64], tails: list[Piece], recipe: Recipe, *, work: Work
-) -> tuple[npt.NDArray[np.int64], int]:
-    """The bucket of each short sequence, and how many buckets fill the pipeline, those after the ones of tails; bucket
-    t begins with tail t."""
+def _column(piece: Piece) -> tuple[float, ...]:
+    """Fields of `Chunks`."""
+    size = piece.stop - piece.start
+    return (
+        size,
+        size * (size + 1) // 2 + size * piece.start,
+        sum(max(size, each) for each in piece.earlier),
+        piece.start,
+        max(piece.earlier, default=0),
+        0 if piece.last else size,
+        piece.start if piece.last else 0,
+    )
+
+
+def chunk(pool: Pool, recipe: Recipe, *, splits: Splits) -> Chunked:
+    """Every token of the pool in one slice or whole sequence of one chunk; slices of a sequence in ascending chunks,
+    and no chunk with slices of two sequences. Order: what fills the pipeline, shortest first; what is cut; then
+    buckets of short sequences, longest first."""
+    owners, bucket_s, num_filling = _pack(pool, recipe, splits)
+    num_tails = len(splits.lengths)
+    used = np.unique(owners[owners >= num_tails])
+    longest_first = np.argsort(-bucket_s[used], kind="stable")
+    batched = used[longest_first]
+    fills = batched < num_tails + num_filling
+    order = np.concatenate([batched[fills][::-1], batched[~fills]])
+    filling = int(fills.sum())
+    place = np.empty(len(bucket_s), np.int64)
+    place[:num_tails] = filling + splits.tails
+    place[order] = np.arange(len(order)) + np.where(np.arange(len(order)) < filling, 0, len(splits.pieces))
+    chunk_of = place[owners]
+    count = len(order) + len(splits.pieces)
+    columns = np.zeros((len(Chunks._fields), count))
+    columns[:, filling : filling + len(splits.pieces)] = splits.columns
+    chunks = Chunks(*columns)
+    chunks.tokens[:] += np.bincount(chunk_of, pool.tokens[splits.short], minlength=count)
+    chunks.cells[:] += np.bincount(chunk_of, pool.cells[splits.short], minlength=count)
+    left = len(order) - filling
+    return Chunked(
+        chunks=chunks,
+        pieces=(*[None] * filling, *splits.pieces, *[None] * left),
+        short=splits.short,
+        owners=chunk_of,
+        runs=(*[1] * filling, *splits.lengths, *[1] * left),
+    )
+
+
+def _pack(pool: Pool, recipe: Recipe, splits: Splits) -> tuple[npt.NDArray[np.int64], Floats, int]:
+    """The bucket of each short sequence, what buckets take, and how many of them fill the pipeline, those after the
+    ones of tails; bucket t begins with tail t."""
     from rayfcp.plan.pipelines.kernels.packing import pack_balanced, pack_equal  # compiled
 
-    seconds = np.array([_piece_s([tail.start, tail.stop], work=work) for tail in tails], np.float64)
-    tokens = np.array([tail.stop - tail.start for tail in tails], np.float64)
-    space = len(tails) + 2 * len(short)
+    seconds, tokens = pool.seconds[splits.short], pool.tokens[splits.short]
+    num_tails, num_short = len(splits.lengths), len(splits.short)
+    space = num_tails + 2 * num_short
     bucket_s, bucket_tokens = np.zeros(space), np.full(space, -1.0)
-    bucket_s[: len(tails)], bucket_tokens[: len(tails)] = seconds, tokens
+    bucket_s[:num_tails], bucket_tokens[:num_tails] = splits.tail_s, splits.tail_tokens
     if not recipe.balanced:
-        by_tokens = np.argsort(-pool.tokens[short], kind="stable")
-        owners = np.empty(len(short), np.int64)
-        owners[by_tokens] = pack_equal(bucket_tokens, pool.tokens[short][by_tokens], recipe.room)
-        return owners, 0
-    all_s, all_tokens = seconds.sum() + pool.seconds[short].sum(), tokens.sum() + pool.tokens[short].sum()
+        by_tokens = np.argsort(-tokens, kind="stable")
+        owners = np.empty(num_short, np.int64)
+        owners[by_tokens] = pack_equal(bucket_tokens, tokens[by_tokens], recipe.room)
+        return owners, bucket_s + np.bincount(owners, seconds, minlength=space), 0
+    all_s, all_tokens = float(splits.tail_s.sum() + seconds.sum()), float(splits.tail_tokens.sum() + tokens.sum())
     shares = np.array([*recipe.first, *recipe.last])
-    most = len(tails) + len(short)
-    count = min(max(len(tails), _buckets(all_s, all_tokens, recipe, less=float((1 - shares).sum()))), most)
-    if count - len(tails) <= len(shares):
+    most = num_tails + num_short
+    count = min(max(num_tails, _buckets(all_s, all_tokens, recipe, less=float((1 - shares).sum()))), most)
+    if count - num_tails <= len(shares):
         shares = shares[:0]
-        count = min(max(len(tails), _buckets(all_s, all_tokens, recipe, less=0.0)), most)
+        count = min(max(num_tails, _buckets(all_s, all_tokens, recipe, less=0.0)), most)
     less = np.zeros(space)  # as if it were in the bucket
-    less[len(tails) : len(tails) + len(shares)] = 1 - shares
+    less[num_tails : num_tails + len(shares)] = 1 - shares
     limit_s, mean_tokens = (each / max(count - less.sum(), 1.0) for each in (all_s, all_tokens))
-    bucket_tokens[len(tails) : count] = 0.0
+    bucket_tokens[num_tails:count] = 0.0
     bucket_s += less * limit_s
     bucket_tokens += less * mean_tokens
-    owners = pack_balanced(bucket_s, bucket_tokens, pool.seconds[short], pool.tokens[short], limit_s, recipe.room)
-    return owners, len(recipe.first) if len(shares) else 0
+    owners = pack_balanced(bucket_s, bucket_tokens, seconds, tokens, limit_s, recipe.room)
+    return owners, bucket_s - less * limit_s, len(recipe.first) if len(shares) else 0
 
 
 def _buckets(seconds: float, tokens: float, recipe: Recipe, *, less: float) -> int:
     """How many of them hold so much, each as much as a slice takes, of which `less` buckets are left empty."""
     return int(np.ceil(max(seconds / recipe.target_s, tokens / recipe.room) + less))
-
-
-def _sorted(pool: Pool, runs: list[Run], *, work: Work) -> list[Run]:
-    """Runs of more chunks first, of more seconds among equals."""
-    seconds = [
-        sum(_piece_s([each.start, each.stop], work=work) for each in pieces if each)
-        + sum(float(pool.seconds[added].sum()) for added in members if added)
-        for pieces, members in runs
-    ]
-    return [runs[at] for at in sorted(range(len(runs)), key=lambda at: (-len(runs[at][0]), -seconds[at], at))]
-
-
-def _listed(pool: Pool, runs: list[Run]) -> Chunked:
-    pieces = [piece for each, _ in runs for piece in each]
-    members = [tuple(added) for _, each in runs for added in each]
-    return Chunked(
-        chunks=_columns(pool, pieces, members),
-        pieces=tuple(pieces),
-        members=tuple(members),
-        runs=tuple(len(each) for each, _ in runs),
-    )
-
-
-def _columns(pool: Pool, pieces: list[Piece | None], members: list[tuple[int, ...]]) -> Chunks:
-    count = len(pieces)
-    owner = np.repeat(np.arange(count), [len(each) for each in members])
-    held = np.array([position for each in members for position in each], np.int64)
-    chunks = Chunks(*np.zeros((len(Chunks._fields), count)))
-    chunks.tokens[:] = np.bincount(owner, pool.tokens[held], minlength=count)
-    chunks.cells[:] = np.bincount(owner, pool.cells[held], minlength=count)
-    for at, piece in enumerate(pieces):
-        if piece is None:
-            continue
-        size = piece.stop - piece.start
-        chunks.tokens[at] += size
-        chunks.cells[at] += size * (size + 1) // 2 + size * piece.start
-        chunks.sides[at] = sum(max(size, each) for each in piece.earlier)
-        chunks.context[at] = piece.start
-        chunks.longest[at] = max(piece.earlier, default=0)
-        chunks.kept[at] = 0.0 if piece.last else size
-        chunks.finished[at] = piece.start if piece.last else 0.0
-    return chunks

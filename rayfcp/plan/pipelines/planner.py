@@ -14,7 +14,7 @@ import numpy as np
 from rayfcp.config.plan import PipelineOptions, PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.pipelines.assemble import microbatches_of
-from rayfcp.plan.pipelines.chunks import Chunked, chunk
+from rayfcp.plan.pipelines.chunks import Chunked
 from rayfcp.plan.pipelines.evaluate import Loads, Piped, Place, estimate_s, loads_of, piped
 from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
 from rayfcp.plan.pipelines.pool import Pool, Work
@@ -29,10 +29,10 @@ WORSE = 1.2
 
 TRIES = 3
 
-GRAINS = 4
+GRAINS = 5
 """Grains of which every room and taper is tried."""
 
-STRETCHED = 4
+STRETCHED = 8
 """Recipes of which buckets of other lengths are tried."""
 
 
@@ -167,8 +167,7 @@ class Search:
     def _try(self, choice: Choice) -> Draft:
         if choice not in self.tried:
             place, recipes = self.places[choice.place], self.recipes[choice.place]
-            recipe = recipes.recipe(choice.grain, room=choice.room, taper=choice.taper, stretch=choice.stretch)
-            chunked = chunk(recipes.pool, recipe, work=recipes.work)
+            chunked = recipes.chunked(choice.grain, room=choice.room, taper=choice.taper, stretch=choice.stretch)
             loads = loads_of(chunked.chunks, chunked.runs, place=place)
             self.tried[choice] = Draft(estimate_s(loads, options=self.options), recipes.pool, place, chunked, loads)
         return self.tried[choice]

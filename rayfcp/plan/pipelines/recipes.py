@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.config.plan import PipelineOptions
-from rayfcp.plan.pipelines.chunks import Recipe, balanced_ends, equal_ends
+from rayfcp.plan.pipelines.chunks import Chunked, Recipe, Splits, balanced_ends, chunk, equal_ends, split
 from rayfcp.plan.pipelines.pool import Pool, Work
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256)
@@ -17,7 +17,7 @@ DEPTHS = (8.0, 6.0, 5.0, 4.0, 3.0, 2.5, 2.0, 1.5, 1.25)
 ROOMS = (1.4, 1.0, 2.0)
 """Tokens of a bucket, in those of a slice: 1 is the paper's, with more a bucket of short sequences takes as long."""
 
-TAPERS = (8, 0, 4, 14, 20)
+TAPERS = (8, 0, 2, 4, 6, 12, 18, 26)
 """Chunks at either end that are shorter than the others, in equal steps."""
 
 STRETCHES = (1.0, 0.8, 0.9, 1.1, 1.2)
@@ -34,6 +34,7 @@ class Recipes:
     pool: Pool
     work: Work
     grains: tuple[tuple[float, tuple[int, ...]], ...]
+    splits: dict[tuple[int, ...], Splits]
     rooms: tuple[float, ...]
     tapers: tuple[int, ...]
     most_tokens: float
@@ -58,11 +59,17 @@ class Recipes:
             pool=pool,
             work=work,
             grains=tuple(grains),
+            splits={ends: split(pool, ends, work=work, merges=balanced) for ends in {ends for _, ends in grains}},
             rooms=ROOMS if balanced else (1.0,),
             tapers=TAPERS if balanced and options.order == "elastic" else (0,),
             most_tokens=most_tokens,
             balanced=balanced,
         )
+
+    def chunked(self, grain: int, *, room: float, taper: int, stretch: float) -> Chunked:
+        """The chunks of a recipe."""
+        recipe = self.recipe(grain, room=room, taper=taper, stretch=stretch)
+        return chunk(self.pool, recipe, splits=self.splits[recipe.ends])
 
     def recipe(self, grain: int, *, room: float, taper: int, stretch: float) -> Recipe:
         """The recipe of the grain with that number, buckets `stretch` times as long as slices."""
