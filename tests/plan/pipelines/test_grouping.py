@@ -78,6 +78,17 @@ def test_early_passes_stay_within_the_room(data: st.DataObject, runs: list[int],
         assert np.array_equal(np.delete(leads, inner, axis=0), np.delete(most, inner, axis=0)), "room for everything"
 
 
+@pytest.mark.parametrize("runs", [[1] * 12, [4, 2, 1, 1, 1, 1, 1, 1], [3, 3, 2, 2, 1, 1]])
+@pytest.mark.parametrize("num_stages", [4, 5])
+def test_stages_far_ahead_would_wait_for_ever(runs: list[int], num_stages: int) -> None:
+    least, most = (leads_of_stages(least_leads(runs), num_stages=num_stages, ahead=ahead) for ahead in (1, 3))
+    assert not meets(order_of_leads(most, runs=runs))
+    nothing = np.zeros((num_stages, sum(runs)))
+    leads = eager_leads(least, most, backward_order(runs), *[nothing] * 5, np.ones(num_stages))
+    assert meets(order_of_leads(leads, runs=runs))
+    assert (leads > least).any()
+
+
 def meets(order: Order) -> bool:
     """Whether all stages come to their end when a stage takes what comes only after its own last send that way was
     taken."""
