@@ -52,8 +52,9 @@ class TrainableModel(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """What one rank did on one stage in one global batch. `loss_sum`: of its own tokens, 0 before the last stage.
-    `wait_s`: for messages, those of other stages included. `gather_s[m]`: what the interpreter's `waited` grew by in
-    microbatch m. `context_peak_bytes`: the most that microbatches kept for later ones beside what autograd holds."""
+    `bytes_sent`: to other ranks of the stage, by attention. `wait_s`: for messages, those of other stages included.
+    `gather_s[m]`: what the interpreter's `waited` grew by in microbatch m. `context_peak_bytes`: the most that
+    microbatches kept for later ones beside what autograd holds."""
 
     loss_sum: float
     spans: tuple[Span, ...]

@@ -87,4 +87,4 @@ class Passes:
             gradient = self._entered.pop(item.microbatch).grad
             assert gradient is not None
             tensor = gradient
-        self._pipes.send(item, tensor, traffic=self.traffic)
+        self._pipes.send(item, tensor)

@@ -38,7 +38,7 @@ class Pipes:
     def stage(self) -> int:
         return self._channels[Flow.ACTIVATION].rank
 
-    def send(self, item: Send, tensor: Tensor, *, traffic: Traffic) -> None:
+    def send(self, item: Send, tensor: Tensor) -> None:
         """Post `tensor`, `[tokens, hidden]`, and go on.
 
         Raises:
@@ -54,7 +54,6 @@ class Pipes:
         tensor = tensor.contiguous()
         pending = self._channels[item.flow].post([(item.stage, tensor)], [])
         self._leaving[item.flow, item.microbatch] = (pending, tensor)
-        traffic.bytes_sent += tensor.nbytes
 
     def receive(self, item: Receive, *, traffic: Traffic) -> Tensor:
         """Wait for `[tokens, hidden]`."""

@@ -6,8 +6,9 @@ from rayfcp.config.plan import PlanConfig
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.costs.memory import stage_state_bytes
-from rayfcp.program import check_plan
-from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
+from rayfcp.program import Forward, check_plan
+from rayfcp.simulate.simulate import simulate
+from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile, SequenceSpec
 from tests.execute.cases import VOCAB, assert_same
 from tests.execute.staged import StagedCase, expected, run_in_process
 
@@ -18,13 +19,11 @@ SEQUENCES = tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n
 
 def planned(strategy: str, *, room_bytes: int) -> BatchPlan:
     """For two stages of two ranks with so many bytes beside the states of the fuller stage."""
-    shape = StagedCase(plan=None, sequences=SEQUENCES, layers_of_stage=LAYERS, is_tied=False).run
-    profile = profile_of(model_config(shape, vocab_size=VOCAB), name="tiny")
     sizes = {"num_ranks": NUM_RANKS, "bytes_per_element": 8, "reduce_every": "step", "layers_of_stage": LAYERS}
-    states = [stage_state_bytes(profile, stage=stage, gather_every="microbatch", **sizes) for stage in (0, 1)]
+    states = [stage_state_bytes(profile(), stage=stage, gather_every="microbatch", **sizes) for stage in (0, 1)]
     memory_bytes = max(states) + room_bytes
     cost = CostModel.from_profiles(
-        profile, hardware_profile("cpu"), num_stages=len(LAYERS), memory_bytes=memory_bytes, **sizes
+        profile(), hardware_profile("cpu"), num_stages=len(LAYERS), memory_bytes=memory_bytes, **sizes
     )
     cluster = ClusterSpec(num_ranks=NUM_RANKS, max_tokens_per_rank=300, num_stages=len(LAYERS), layers_of_stage=LAYERS)
     options = PlanConfig(primitives=("ring", "ulysses"))
@@ -45,11 +44,24 @@ def planned(strategy: str, *, room_bytes: int) -> BatchPlan:
     ],
 )
 def test_planned_and_run(strategy: str, room_bytes: int) -> None:
-    """With little room long sequences come in slices, and layers are recomputed."""
+    """With little room long sequences come in slices, and layers are recomputed. Each device sends the bytes and
+    computes the cells that the simulator says."""
     plan = planned(strategy, room_bytes=room_bytes)
     is_tight = room_bytes < 2_000_000
     assert any(each.slices for each in plan.microbatches) == is_tight
     assert any(any(map(any, each.recomputed_layers)) for each in plan.pipelines) == is_tight
     case = StagedCase(plan=plan, sequences=SEQUENCES, layers_of_stage=LAYERS, is_tied=is_tight)
-    loss, gradients, _ = run_in_process(case, "float64")
+    loss, gradients, executions = run_in_process(case, "float64")
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64", what=(strategy,))
+    sizes = {"bytes_per_element": 8, "layers_of_stage": LAYERS}
+    timeline = simulate(case.programs, model=profile(), hardware=hardware_profile("cpu"), **sizes)
+    assert [each.bytes_sent for each in executions] == pytest.approx(timeline.sent_bytes)
+    for program, execution in zip(case.programs, executions, strict=True):
+        forwards = [item for item in program.instructions if isinstance(item, Forward)]
+        cells = [(2 * LAYERS[program.stage] + item.recomputed_layers) * item.attention.num_cells for item in forwards]
+        assert execution.num_cells == pytest.approx(sum(cells))
+
+
+def profile() -> ModelProfile:
+    shape = StagedCase(plan=None, sequences=SEQUENCES, layers_of_stage=LAYERS, is_tied=False).run
+    return profile_of(model_config(shape, vocab_size=VOCAB), name="tiny")
