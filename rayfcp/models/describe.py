@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
@@ -154,6 +155,8 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.hidden_size * head_dim * 2 * (heads + kv_heads)
+    layer = _layer_parameters(config)
+    matrices = sum(parameter.numel() for parameter in layer.values() if parameter.ndim > 1)
     return ModelProfile(
         name=name,
         num_layers=config.num_hidden_layers,
@@ -161,14 +164,15 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=round((_layer_matrix_parameters(config) - attention) / (3 * config.hidden_size)),
+        ffn_size=round((matrices - attention) / (3 * config.hidden_size)),
         vocab_size=config.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
+        head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
     )
 
 
-def _layer_matrix_parameters(config: PreTrainedConfig) -> int:
-    """Of the first layer, counted in the library's model.
+def _layer_parameters(config: PreTrainedConfig) -> dict[str, nn.Parameter]:
+    """Of the first layer of the library's model, by name.
 
     Raises:
         ConfigError: the library cannot make a layer of it.
@@ -176,10 +180,9 @@ def _layer_matrix_parameters(config: PreTrainedConfig) -> int:
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
-        parameters = list(model.get_decoder().layers.parameters())
+        return dict(model.get_decoder().layers.named_parameters())
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
             f"model: {config.model_type} layers cannot be made ({type(error).__name__}: {first}); choose another model"
         ) from error
-    return sum(parameter.numel() for parameter in parameters if parameter.ndim > 1)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
-    """Shape of a decoder-only transformer with a gated MLP."""
+    """Shape of a decoder-only transformer with a gated MLP. `head_norms`: queries and keys are normed before attention,
+    head by head or together."""
 
     name: str
     num_layers: int
@@ -16,6 +17,7 @@ class ModelProfile:
     ffn_size: int
     vocab_size: int
     tied_embeddings: bool = False
+    head_norms: bool = False
 
     @property
     def layer_matmul_parameters(self) -> int:

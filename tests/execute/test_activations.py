@@ -24,7 +24,7 @@ SHAPE = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 16,
 LAYERS = (4, 3)
 
 
-def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: bool) -> StagedCase:
+def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: bool, family: str) -> StagedCase:
     """A sequence in four slices, short ones beside the last, and a batched chunk."""
     lengths, cuts = (640, 90, 150, 100), (0, 200, 380, 540, 640)
 
@@ -43,7 +43,7 @@ def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: b
         sequences=tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)),
         layers_of_stage=LAYERS,
         is_tied=False,
-        shape=tuple((SHAPE | {"model_type": "llama"}).items()),
+        shape=tuple((SHAPE | {"model_type": family}).items()),
     )
 
 
@@ -99,8 +99,11 @@ def modelled(case: StagedCase, program: RankProgram) -> int:
 
 @pytest.mark.parametrize("primitive", list(Primitive))
 @pytest.mark.parametrize(("num_ranks", "recomputed", "ahead"), [(1, 0, False), (2, 2, True), (1, 4, True)])
-def test_peak_of_saved_activations(primitive: Primitive, num_ranks: int, recomputed: int, ahead: bool) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_peak_of_saved_activations(
+    primitive: Primitive, num_ranks: int, recomputed: int, ahead: bool, family: str
+) -> None:
     """Within a tenth; on top of what is modelled come tables of rotary factors, targets, an output until it is sent."""
-    case = long_case(num_ranks=num_ranks, primitive=primitive, recomputed=recomputed, ahead=ahead)
+    case = long_case(num_ranks=num_ranks, primitive=primitive, recomputed=recomputed, ahead=ahead, family=family)
     want = [modelled(case, program) for program in case.programs]
     assert measured(case) == pytest.approx(want, rel=0.1)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rayfcp.config import ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.models.describe import model_config, profile_of
+from rayfcp.plan import model_profile
 from tests.models.helpers import FAMILIES, VOCAB, architecture, library_config
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
@@ -31,6 +32,7 @@ def test_the_profile_counts_the_matrices_of_the_real_model(family: str, tied: bo
     assert (profile.num_layers, profile.hidden_size, profile.ffn_size) == (3, shape.hidden_size, shape.ffn_size)
     assert (profile.num_heads, profile.num_kv_heads, profile.head_dim) == (4, 2, 12)
     assert (profile.vocab_size, profile.tied_embeddings) == (VOCAB, tied)
+    assert profile.head_norms == (family == "qwen3")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
@@ -48,6 +50,11 @@ def test_the_profile_counts_mlps_of_two_matrices_too(family: str) -> None:
         model = AutoModelForCausalLM.from_config(config)
     assert profile.ffn_size == 32
     assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3-4b", "llama3.2-1b"])
+def test_a_model_by_name_has_the_profile_of_that_name(name: str) -> None:
+    assert profile_of(model_config(ModelConfig(name=name), vocab_size=VOCAB), name=name) == model_profile(name)
 
 
 def test_a_profile_of_what_has_no_layers_is_refused() -> None:

@@ -140,9 +140,12 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
     """Bytes that one layer saves for backward per token, flash attention and gated MLP, e bytes an element.
 
     Two norms: input in fp32, normalised input, output: 2 (4 + 2e) h. Attention: query, output, keys and
-    values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H. MLP: gate, up, activated gate, product: 4 e F.
+    values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
+    normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F.
     """
     e = bytes_per_element
     norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
     attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
+    if model.head_norms:
+        attention += (FP32_BYTES + e) * (model.num_heads + model.num_kv_heads) * model.head_dim
     return norms + attention + 4 * e * model.ffn_size
