@@ -19,6 +19,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
 COMMAND = "rayfcp profile"
 
+LEAST_SHARE = 0.1
+"""Of the guessed seconds of computation, where passes show none."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
@@ -99,8 +102,20 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
     fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
     fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
+    if fit.cost.linear_s_per_token == 0.0 and fit.cost.attention_s_per_cell == 0.0:
+        cost = _with_computation(fit.cost, guess)
+        fit = Fit(cost=cost, mean_error=mean_error(cost, fitted))
     fit = dataclasses.replace(fit, cost=_with_stages(fit.cost, guess))
     return Measured(fit=fit, passes=tuple(passes), held_out=held_out)
+
+
+def _with_computation(fitted: CostModel, guess: CostModel) -> CostModel:
+    """On a machine so noisy that nothing is seen of computation, a little of what the guess says of it: a plan for
+    which it is free is worthless."""
+    return fitted.with_coefficients(
+        linear_s_per_token=LEAST_SHARE * guess.linear_s_per_token,
+        attention_s_per_cell=LEAST_SHARE * guess.attention_s_per_cell,
+    )
 
 
 def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:

@@ -60,7 +60,7 @@ def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> Non
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
     for name, parameter in model.get_decoder().layers[0].named_parameters():
-        if parameter.ndim > 1 and name.rpartition(".")[0] not in plan:
+        if parameter.ndim > 1 and plan.get(name.rpartition(".")[0]) not in _STYLES:
             raise ConfigError(
                 f"cluster.tensor_parallel is {tensor_parallel}, must be 1 with {config.model_type}: transformers has "
                 f"no plan to split {name} of its layers; set it to 1"

@@ -78,6 +78,18 @@ def test_the_slowest_rank_of_each_round_and_the_median_over_rounds() -> None:
     assert combine(rounds) == per_rank([[3.0] * count])[0]
 
 
+def test_computation_that_noise_hides_is_not_free() -> None:
+    """Longer passes that took less: the fit sees a fixed cost alone."""
+    passes = [dataclasses.replace(each, seconds=1.0) for each in timings_of(guess_of(4), degrees=(2,))]
+    most = max(each.num_tokens for each in passes)
+    passes = [dataclasses.replace(each, seconds=2.0 - each.num_tokens / most) for each in passes]
+    assert fit_cost(guess_of(4), passes).cost.linear_s_per_token == 0.0
+    found = measure_cost(guess_of(4), passes).fit
+    assert 0 < found.cost.linear_s_per_token < guess_of(4).linear_s_per_token
+    assert 0 < found.cost.attention_s_per_cell < guess_of(4).attention_s_per_cell
+    assert found.mean_error == mean_error(found.cost, passes)
+
+
 def test_measured_with_stages_is_of_all_layers_and_of_its_traffic(tmp_path: Path) -> None:
     """The head keeps its share of the linear layers; what stages gather is in the seconds, and not counted again."""
     config = config_of(model={"architecture": {"num_layers": MODEL.num_layers}})

@@ -78,7 +78,7 @@ def test_same_losses_on_more_ranks(
 LAYOUTS = (
     (4, {"num_workers": 5, "pipeline_stages": 2}, {"strategy": "elastic-pipeline", "pipeline": {"slices": 3}}, 4),
     (7, {"num_workers": 4, "tensor_parallel": 2}, {"strategy": "flex-ring"}, 4),
-    (10, {"num_workers": 2, "pipeline_stages": 2, "layer_split": "even"}, {"strategy": "elastic-pipeline"}, 2),
+    (10, {"num_workers": 2, "pipeline_stages": 2, "layer_split": "even"}, {"strategy": "flex-ring"}, 2),
 )
 """Until which step, on which devices, planned how, and how many devices are in use."""
 
