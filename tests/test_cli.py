@@ -46,7 +46,8 @@ BEFORE_ANYTHING_STARTS = {
     "cluster.num_workers=0": "cluster.num_workers is 0, must be at least 1",
     "cluster.num_workers=[3, 2]": "must have min no greater than max",
     "cluster.memory_gib_per_device=0.0001": "memory per device is 0.0001 GiB",
-    "cluster.pipeline_stages=2": "cluster.pipeline_stages is 2, must be 1",
+    "cluster.pipeline_stages=3": "cluster.num_workers is 2, must be at least pipeline_stages x tensor_parallel (3 x 1",
+    "plan.strategy=dapple": "cluster.pipeline_stages is 1, must be at least 2 with plan.strategy=dapple",
     "plan.strategy=flex-rnig": "plan.strategy is 'flex-rnig', must be one of flex-ring",
     "data.paths=/not/here": "data.paths has '/not/here', which does not exist",
     "checkpoint.resume=/not/here": "checkpoint.resume has '/not/here', which does not exist",
@@ -170,6 +171,26 @@ def test_plan_prints_a_grid(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [row[:7] for row in rows] == ["rank  0", "rank  1", "rank  2"]
     assert "flex-ring" in printed[0]
     assert not (folder / "grid").exists(), "planning leaves no run behind"
+
+
+def test_plan_with_stages_has_a_row_for_each_rank_of_the_devices(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nine devices in two stages of two tensor-parallel devices are two ranks; one device is left."""
+    cluster = {"device": "cpu", "num_workers": 9, "pipeline_stages": 2, "tensor_parallel": 2}
+    config = write_config(folder, name="staged", cluster=cluster, plan={"strategy": "elastic-pipeline"})
+    assert main(["plan", config]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("elastic-pipeline on 2 ranks")
+    assert [line[:7] for line in lines if line.startswith("rank")] == ["rank  0", "rank  1"]
+
+
+def test_profile_takes_one_stage_and_whole_layers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(folder, name="profile", cluster={"device": "cpu", "num_workers": 2})
+    for field in ("pipeline_stages", "tensor_parallel"):
+        assert f"cluster.{field} is 2, must be 1 for rayfcp profile" in fails_with(
+            capsys, "profile", config, f"cluster.{field}=2"
+        )
 
 
 @pytest.mark.usefixtures("ray_cluster")
