@@ -122,6 +122,7 @@ def _contest(name: str, *, case: Case, inputs: Inputs, say: Say) -> tuple[Entry,
         recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
         reduce_every=setting.reduce_every,
         gather_every=setting.gather_every,
+        layers_of_stage=setting.cluster.layers_of_stage,
         max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
         **averaged(measured),
     )

@@ -9,6 +9,7 @@ from rayfcp.compare.names import PIPELINES
 from rayfcp.compare.setting import GIB, Setting, settings_of
 from rayfcp.plan import CostModel
 from rayfcp.plan.costs.pipeline import PipelineCost
+from rayfcp.plan.costs.stages import split_by_cost, split_layers
 from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
 
 UNBOUNDED_BYTES = 1 << 50
@@ -43,8 +44,8 @@ def family_of(name: str, inputs: Inputs, *, model: ModelProfile, hardware: Hardw
 def stage_settings(
     inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int
 ) -> tuple[Setting, ...]:
-    """All settings under which the states of every stage fit: gradients reduced and parameters gathered with each
-    microbatch or once a step. What is recomputed is the planner's own choice.
+    """All settings under which the states of every stage fit: layers split evenly or by cost, gradients reduced and
+    parameters gathered with each microbatch or once a step. What is recomputed is the planner's own choice.
 
     Raises:
         InfeasiblePlanError: there is none; told for the setting that needs the least memory.
@@ -53,39 +54,64 @@ def stage_settings(
     either: tuple[ReduceEvery, ...] = ("step", "microbatch")
     reductions = (inputs.reduce_every,) if inputs.reduce_every else either
     gathers = (inputs.gather_every,) if inputs.gather_every else either
+    splits = dict.fromkeys(split(model, inputs.stages) for split in (_evenly, split_by_cost))
     found, why = [], InfeasiblePlanError("no setting was tried")
-    for reduce_every, gather_every in product(reductions, gathers):
+    for layers, reduce_every, gather_every in product(splits, reductions, gathers):
         try:
-            cost = CostModel.from_profiles(
-                model,
-                hardware,
-                num_ranks=num_ranks,
-                num_stages=inputs.stages,
-                memory_bytes=_memory_bytes(inputs, hardware=hardware),
-                bytes_per_element=hardware.dtype_bytes,
-                reduce_every=reduce_every,
-                gather_every=gather_every,
+            found.append(
+                _setting(
+                    inputs,
+                    model=model,
+                    hardware=hardware,
+                    num_ranks=num_ranks,
+                    layers=layers,
+                    reduce_every=reduce_every,
+                    gather_every=gather_every,
+                )
             )
-            assert cost.pipeline is not None, "there are stages"
-            tokens = inputs.max_tokens_per_rank or _max_tokens(cost.pipeline)
         except InfeasiblePlanError as error:
             why = error
-            continue
-        cluster = ClusterSpec(
-            num_ranks=num_ranks,
-            max_tokens_per_rank=tokens,
-            num_stages=inputs.stages,
-            tensor_parallel=inputs.tensor_parallel,
-            layers_of_stage=cost.pipeline.layers_of_stage,
-        )
-        found.append(
-            Setting(
-                recomputed_layers=0, reduce_every=reduce_every, gather_every=gather_every, cluster=cluster, cost=cost
-            )
-        )
     if not found:
         raise why
     return tuple(found)
+
+
+def _setting(
+    inputs: Inputs,
+    *,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    num_ranks: int,
+    layers: tuple[int, ...],
+    reduce_every: ReduceEvery,
+    gather_every: ReduceEvery,
+) -> Setting:
+    cost = CostModel.from_profiles(
+        model,
+        hardware,
+        num_ranks=num_ranks,
+        num_stages=len(layers),
+        layers_of_stage=layers,
+        memory_bytes=_memory_bytes(inputs, hardware=hardware),
+        bytes_per_element=hardware.dtype_bytes,
+        reduce_every=reduce_every,
+        gather_every=gather_every,
+    )
+    assert cost.pipeline is not None, "there are stages"
+    cluster = ClusterSpec(
+        num_ranks=num_ranks,
+        max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
+        num_stages=len(layers),
+        tensor_parallel=inputs.tensor_parallel,
+        layers_of_stage=layers,
+    )
+    return Setting(
+        recomputed_layers=0, reduce_every=reduce_every, gather_every=gather_every, cluster=cluster, cost=cost
+    )
+
+
+def _evenly(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
+    return split_layers(model.num_layers, num_stages)
 
 
 def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:

@@ -67,6 +67,7 @@ class Entry:
     recomputed_layers: int | None = None
     reduce_every: str | None = None
     gather_every: str | None = None
+    layers_of_stage: tuple[int, ...] = ()
     max_tokens_per_rank: int | None = None
     per_batch: tuple[Measured, ...] = ()
 
