@@ -20,12 +20,11 @@ from rayfcp.plan.joint.stages import FIRST_FACTORS
 USUAL_SEQUENCES = 512  # a larger batch has more moves,
 GROWTH = 1.25  # by this power of its size
 FIRST_SHARE = 0.15  # of the budget: starts that take more are the last, but for
-SURE_CUTS = 4  # that are packed whatever the budget, half as many where memory is scarce;
+SURE_CUTS = 4  # that are packed whatever the budget, half as many beside microbatches filled in turn;
 STAGED_CUTS = 2  # of them as the paper does too
 MORE = 2  # microbatches than the fewest, for plans of one degree
 FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
-SEVERAL = 2  # microbatches at least: filling them in turn wastes the least memory;
-SCARCE = 4  # at least: memory is scarce
+SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it
 KEPT = 8  # states, the best
 IMPROVED = 3  # starts that local search goes on from
 IMPROVE_SHARE = 0.5  # of what is left goes to that
@@ -40,7 +39,7 @@ Found = tuple[float, int, State]
 class JointSearch:
     """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
 
-    Starts: where memory binds, microbatches filled in turn (`kernels.turns`); groups of one degree for the whole
+    Starts: where memory is scarce, microbatches filled in turn (`kernels.turns`); groups of one degree for the whole
     batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), and
     by the paper's two stages (`kernels.stages`); a cut whose floor is no better than what was found is passed over.
     The best starts are improved by moves and swaps (`kernels.improve`), the best of all by changes at random.
@@ -62,10 +61,11 @@ class JointSearch:
         """Seconds, number and state of the best plans, the best first."""
         world, counts = self._world, self._cuts.counts
         world.state.counts[MOVES] = 0
-        if world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SEVERAL:
+        forced = world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SCARCE
+        if forced:
             self._keep(fill_in_turn(world))
         self._keep(even(world, counts[0], min(counts[0] + MORE, counts[-1])))
-        self._pack_cuts(SURE_CUTS // 2 if counts[0] >= SCARCE else SURE_CUTS)
+        self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:
             self._keep(fill_in_turn(world))
         self._improve()
@@ -96,7 +96,7 @@ class JointSearch:
         for turn in range(TURNS):
             load(self._world, self._found[0][2])
             left = max(last - self.num_moves, 0)
-            change = ruin if turn % 2 == 0 else kick
+            change = kick if turn % 2 == 0 else ruin
             self._keep(change(self._world, self._trials(left // (TURNS - turn), nodes=NO_NODES)))
 
     def _trials(self, moves: int, *, nodes: Ints) -> Trials:
