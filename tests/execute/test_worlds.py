@@ -42,12 +42,18 @@ LAYERS = {1: (3,), 2: (2, 1), 3: (1, 1, 1)}
 
 
 def config_of(folder: Path, *, gather_every: str) -> Config:
+    """Gradients are reduced the other way than parameters are gathered."""
     architecture = {"num_layers": 3, "hidden_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12}
     return run_config(
         folder,
         name="worlds",
         model={"architecture": architecture | {"ffn_size": 96, "tied_embeddings": True}},
-        train={"steps": STEPS * len(WORLDS), "grad_clip": 0.5, "gather_every": gather_every},
+        train={
+            "steps": STEPS * len(WORLDS),
+            "grad_clip": 0.5,
+            "gather_every": gather_every,
+            "reduce_every": "step" if gather_every == "microbatch" else "microbatch",
+        },
     )
 
 
@@ -101,7 +107,8 @@ class Engine:
                 num_ranks=place.num_ranks,
                 recomputed=LAYERS[place.num_stages],
             )
-        return lower(plan, sequences)[place.stage * place.num_ranks + place.rank]
+        programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
+        return programs[place.stage * place.num_ranks + place.rank]
 
 
 @pytest.fixture(scope="module", params=["microbatch", "step"])
