@@ -2,9 +2,9 @@
 
 Ours, beyond the paper: the window of chunks in flight shrinks as sequences get shorter, so that one pipeline
 recomputes little where the paper needs several; stages run further ahead of each other where memory has room, which
-hides transfers and uneven chunks; buckets may hold more tokens than slices; and every candidate is replayed
-exactly. Within a stage all ranks share each chunk, by the faster of the primitives that are allowed (the paper:
-Ulysses).
+hides transfers and uneven chunks; buckets may hold more tokens than slices; the first and the last chunks taper off,
+so that pipelines fill and drain faster; and candidates are replayed exactly. Within a stage all ranks share each
+chunk, by the faster of the primitives that are allowed (the paper: Ulysses).
 """
 
 from collections.abc import Sequence
