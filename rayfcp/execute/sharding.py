@@ -115,6 +115,9 @@ class ShardedModel:
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]
+        # Otherwise each backward pass forgets the order of layers of forward passes whose turn is yet to come,
+        # and nothing is gathered ahead of time in theirs.
+        self.module.set_is_last_backward(reduce)  # type: ignore[operator]
 
 
 class HostWait:

@@ -1,13 +1,18 @@
 """Batches on pipeline stages give the loss and the gradients of a single process."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.program import check_programs
-from tests.execute.cases import assert_same
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.models.causal_lm import WholeModel
+from rayfcp.program import Flow, Send, check_programs
+from tests.execute.cases import CaseTokens, assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo
-from tests.execute.staged import expected, random_case, run_in_process, typical_case
+from tests.execute.staged import HIDDEN_SIZE, Fabrics, expected, random_case, run_in_process, typical_case
 
 LAYERS = {1: (3,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 1, 2, 1)}
 
@@ -59,3 +64,18 @@ def test_gloo_processes_sharded() -> None:
         for step, ((loss, gradients), case) in enumerate(zip(found[index], run.steps, strict=True)):
             want = expected(case, run.dtype)
             assert_same(loss, gradients, want=want, dtype=run.dtype, what=(index, step))
+
+
+def test_programs_of_other_stages_and_activations_of_other_shapes_are_named() -> None:
+    case = typical_case(0, num_ranks=1, layers_of_stage=(1, 1), is_tied=False)
+    fabrics = Fabrics(num_stages=2, num_ranks=1)
+    pipes = fabrics.pipes_of(0, stage=1, dtype="float32")
+    keywords = {"transport": InProcessTransport(Fabric(1), 0), "kernel": pick_kernel("cpu")}
+    model = WholeModel(case.models("float32")[0])
+    with pytest.raises(ValueError, match="program is for stage 0 of 2, this is stage 1 with others; send it there"):
+        Interpreter(**keywords, model=model, pipes=pipes).run(case.programs[0], CaseTokens(case))
+    with pytest.raises(ValueError, match="program is for stage 0 of 2, this is stage 0 without others"):
+        Interpreter(**keywords, model=model).run(case.programs[0], CaseTokens(case))
+    item = Send(microbatch=3, flow=Flow.GRADIENT, stage=0, num_tokens=5)
+    with pytest.raises(ValueError, match=r"gradient of microbatch 3 is \(4, 32\) in torch.float32, must be \(5, 32\)"):
+        pipes.send(item, torch.zeros(4, HIDDEN_SIZE))
