@@ -49,7 +49,7 @@ def test_planned_and_run(strategy: str, room_bytes: int) -> None:
     plan = planned(strategy, room_bytes=room_bytes)
     is_tight = room_bytes < 2_000_000
     assert any(each.slices for each in plan.microbatches) == is_tight
-    assert any(any(map(any, each.recomputed_layers)) for each in plan.pipelines) == is_tight
+    assert not is_tight or any(any(map(any, each.recomputed_layers)) for each in plan.pipelines)
     case = StagedCase(plan=plan, sequences=SEQUENCES, layers_of_stage=LAYERS, is_tied=is_tight)
     loss, gradients, executions = run_in_process(case, "float64")
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64", what=(strategy,))
