@@ -37,7 +37,8 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
     """Of chunks on groups of `degree` ranks.
 
     Under Ulysses a rank keeps its share of the heads of the group's keys and values, replicated beyond their number.
-    It adds a context's gradients one slice at a time; over a ring those of one rank's context fly with its own.
+    It adds a context's gradients one slice at a time; over a ring those of one rank's context fly with its own. Of a
+    slice a rank has less than a token more than its share.
     """
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
@@ -47,6 +48,9 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
     grown = np.maximum(np.ceil(chunks.tokens * shared) - tokens, 0.0) * each.kv
     whole = each.whole * tokens + grown
     later = np.ceil(chunks.kept * shared)
+    # what each slice adds is what its own backward pass takes away: to the last slice and back, nothing is left
+    rounding = 0.0 if shared == 1.0 else 1.0
+    summed = chunks.kept * shared + rounding * (chunks.kept > 0)
     beside = chunks.tokens + (chunks.context if ring and degree > 1 else 0.0)
     working = each.working * tokens + each.buffers * np.ceil(beside * shared)
     if not ring:
@@ -59,8 +63,8 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
         freed=np.maximum(whole - each.kept * tokens - each.kv * later, 0.0),
         working=working,
         again=whole,
-        summed=each.kv_gradients * later,
-        begun=each.kv_gradients * np.ceil(chunks.finished * shared),
+        summed=each.kv_gradients * summed,
+        begun=each.kv_gradients * (chunks.finished * shared + rounding * chunks.ended),
         layers=layers,
         room=np.array(pipeline.room_bytes, np.float64),
     )

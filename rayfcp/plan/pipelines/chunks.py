@@ -161,6 +161,7 @@ def _column(piece: Piece) -> tuple[float, ...]:
         max(piece.earlier, default=0),
         0 if piece.last else size,
         piece.start if piece.last else 0,
+        len(piece.earlier) if piece.last else 0,
     )
 
 

@@ -173,7 +173,7 @@ def test_groups_cost_what_chunks_of_whole_sequences_do(lengths: list[int], degre
     found = costs_of([microbatch], sequences, cluster=cluster, cost=cost)
     none = np.zeros(1)
     cells = np.array([sum(each.attention_cells for each in sequences)], float)
-    chunks = Chunks(np.array([float(sum(lengths))]), cells, none, none, none, none, none)
+    chunks = Chunks(np.array([float(sum(lengths))]), cells, none, none, none, none, none, none)
     wanted = computed_times(chunk_passes(chunks, cost=cost, degree=degree, primitive=primitive), cost=cost)
     held = chunk_bytes(chunks, cost=cost, degree=degree, primitive=primitive)
     for ours, theirs in zip((*found.times, *found.held), (*wanted, *held), strict=True):
