@@ -59,7 +59,7 @@ def analytic_cost(
 def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
     """What measured coefficients depend on: with all of it equal, an earlier profile still holds."""
     about = {
-        "cluster": [cluster.num_stages, cluster.tensor_parallel, *cluster.layers_of_stage],
+        "cluster": _layout(cluster),
         "device": device,
         "dtype": config.model.dtype,
         "model": dataclasses.asdict(model) | {"name": ""},
@@ -71,6 +71,11 @@ def about_run(config: Config, model: ModelProfile, *, device: str, cluster: Clus
         "threads_per_worker": config.train.threads_per_worker,
     }
     return about  # equal to itself after a round trip through JSON
+
+
+def _layout(cluster: ClusterSpec) -> list[int]:
+    """Into what a rank's layers are cut."""
+    return [cluster.num_stages, cluster.tensor_parallel, *cluster.layers_of_stage]
 
 
 def ranks_per_node(cluster: ClusterSpec) -> int:
@@ -164,6 +169,14 @@ def read_cost(profile_path: Path) -> CostModel:
     """The cost model that a run measured; after steps that were refitted, what they made of it."""
     profile = json.loads(profile_path.read_text())
     return CostModel.of_fields(profile.get("refitted") or profile["cost"])
+
+
+def cost_of_layout(profile_path: Path, cluster: ClusterSpec) -> CostModel | None:
+    """`read_cost` of a run with the same stages and tensor-parallel devices; None if there is none."""
+    if not profile_path.exists():
+        return None
+    about = json.loads(profile_path.read_text()).get("about", {})
+    return read_cost(profile_path) if about.get("cluster") == _layout(cluster) else None
 
 
 def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | None:

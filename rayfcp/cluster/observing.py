@@ -51,14 +51,16 @@ def planned_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluste
     )
 
 
-def observations(groups: PlannedGroups, ranks: Sequence[RankReport]) -> list[Observation]:
-    """What a step tells of the cost model; `ranks[r]` is rank r's report.
+def observations(groups: PlannedGroups, devices: Sequence[RankReport]) -> list[Observation]:
+    """What a step of one stage tells of the cost model, from the reports of all devices in order. Of a rank's
+    tensor-parallel devices, which wait for each other in every layer, the first speaks for it.
 
     On CPUs, one for each group of each microbatch: the median over its ranks of forward and backward, less
     their own gathers and reductions, in which a rank waits for slower groups, plus the shortest of any rank's, that
     of the slowest group, which is the traffic itself. Waiting for messages stays: that is the ring's own time.
     Where hosts do not wait, only the whole step has a time: that of the groups that decide its microbatches.
     """
+    ranks = [report for report in devices if report.tensor_rank == 0]
     if any(math.isnan(each) for report in ranks for each in report.gather_s):
         return _of_step(groups, ranks)
     found = []

@@ -6,7 +6,7 @@ from rayfcp.cluster.capacity import cluster_spec, device_memory
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.measured import BASE_HARDWARE, analytic_cost, read_cost
+from rayfcp.cluster.measured import BASE_HARDWARE, analytic_cost, cost_of_layout
 from rayfcp.cluster.planner import sequences_of
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
@@ -17,8 +17,8 @@ from rayfcp.plan import hardware_profile, plan_batch, render_grid
 def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     """The plan of step `step` (from 1) on `cluster.num_workers` ranks as a time x rank grid.
 
-    Costs are those that the run measured (`profile.json` in its folder), else those of the device's
-    named profile; so is the memory of a device that this machine does not have.
+    Costs are those that the run measured (`profile.json` in its folder) with as many stages and tensor-parallel
+    devices, else those of the device's named profile; so is the memory of a device that this machine does not have.
     """
     check_runnable(config)
     data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
@@ -33,7 +33,7 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     plan = plan_batch(
         sequences,
         cluster=cluster,
-        cost=read_cost(profile) if profile.exists() else guess,
+        cost=cost_of_layout(profile, cluster) or guess,
         strategy=config.plan.strategy,
         options=config.plan,
     )

@@ -76,6 +76,8 @@ def start_cost(
     with."""
     exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
     tokens = min(START_TOKENS[crew.facts[0].device], max_seqlen, cluster.max_tokens_per_rank)
+    if guess.pipeline:  # whose bound knows that plans recompute; these passes do not
+        tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
 

@@ -12,6 +12,7 @@ from rayfcp.cluster.measured import (
     about_run,
     analytic_cost,
     combine,
+    cost_of_layout,
     measure_cost,
     profiled_cost,
     read_cost,
@@ -105,8 +106,13 @@ def test_measured_with_stages_is_of_all_layers_and_of_its_traffic(tmp_path: Path
     assert all(not any(dataclasses.astuple(each)) for each in cost.pipeline.traffic) and cost.shard_s == 0
     assert cost.pipeline.room_bytes == guess.pipeline.room_bytes
     path = tmp_path / "profile.json"
-    write_measured(path, measure_cost(guess, twice), about=about())
+    config = config_of(cluster={"pipeline_stages": 2, "num_workers": 8})
+    write_measured(path, measure_cost(guess, twice), about=about_run(config, MODEL, device="cpu", cluster=cluster))
     assert read_cost(path) == cost
+    assert cost_of_layout(path, cluster) == cost
+    assert cost_of_layout(path, dataclasses.replace(cluster, tensor_parallel=2)) is None
+    assert cost_of_layout(path, ClusterSpec(num_ranks=4, max_tokens_per_rank=64)) is None
+    assert cost_of_layout(tmp_path / "none.json", cluster) is None
 
 
 def test_written_and_read_back(tmp_path: Path) -> None:

@@ -56,6 +56,21 @@ def reports(*, host_waits: bool = True) -> list[RankReport]:
     return found
 
 
+def test_the_first_tensor_parallel_device_speaks_for_its_rank() -> None:
+    alone = reports()
+    pairs = [
+        dataclasses.replace(
+            report,
+            number=2 * report.rank + tensor_rank,
+            tensor_rank=tensor_rank,
+            gather_s=tuple(100.0 * tensor_rank + each for each in report.gather_s),
+        )
+        for report in alone
+        for tensor_rank in (0, 1)
+    ]
+    assert observations(GROUPS, pairs) == observations(GROUPS, alone)
+
+
 def test_groups_are_those_of_the_plan() -> None:
     assert len(GROUPS) == len(PLAN.microbatches)
     tokens = sum(group.part.num_tokens for held in GROUPS for group in held)

@@ -20,7 +20,7 @@ class Chunks(NamedTuple):
     `sides`: the longer side, in tokens, of each meeting of a slice with an earlier one of its sequence, summed;
     `context`: tokens of those earlier ones, `longest`: of the longest of them; `kept`: tokens of slices that have later
     ones; `finished`: tokens of all earlier slices of sequences that end here, whose gradients begin to be summed in
-    this chunk's backward pass, `ended`: how many slices these are.
+    this chunk's backward pass. `earlier`: how many slices the context is in.
     """
 
     tokens: Floats
@@ -30,7 +30,7 @@ class Chunks(NamedTuple):
     longest: Floats
     kept: Floats
     finished: Floats
-    ended: Floats
+    earlier: Floats
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,7 +64,6 @@ def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, Seq
                 chunks.kept[at] += stop - start
             else:
                 chunks.finished[at] += start
-                chunks.ended[at] += len(earlier)
             earlier.append((at, stop - start))
     return chunks
 
@@ -77,6 +76,7 @@ def _add(chunks: Chunks, at: int, *, start: int, stop: int, earlier: Sequence[in
     chunks.sides[at] += sum(max(size, each) for each in earlier)
     chunks.context[at] += start
     chunks.longest[at] = max(chunks.longest[at], *earlier, 0)
+    chunks.earlier[at] += len(earlier)
 
 
 def chunk_passes(

@@ -41,6 +41,14 @@ class PipelineCost:
     def num_stages(self) -> int:
         return len(self.layers_of_stage)
 
+    @property
+    def tokens_alone(self) -> int:
+        """Tokens of a rank that every stage holds of a microbatch alone in its pipeline, with nothing recomputed."""
+        each = self.layer_bytes
+        sizes = [layers * each.whole + each.working + each.buffers for layers in self.layers_of_stage]
+        sizes[-1] += each.head
+        return min(room // size for room, size in zip(self.room_bytes, sizes, strict=True))
+
     @classmethod
     def from_profiles(
         cls,

@@ -45,14 +45,17 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
     each, ring = pipeline.layer_bytes, primitive is Primitive.RING or degree == 1
     shared = 1.0 / degree if ring else cost.kv_share(degree)
     tokens = np.ceil(chunks.tokens / degree)
-    grown = np.maximum(np.ceil(chunks.tokens * shared) - tokens, 0.0) * each.kv
+    gathered = chunks.tokens if ring else np.maximum(chunks.tokens, degree)  # a rank without tokens has one of padding
+    grown = np.maximum(np.ceil(gathered * shared) - tokens, 0.0) * each.kv
     whole = each.whole * tokens + grown
     later = np.ceil(chunks.kept * shared)
     # what each slice adds is what its own backward pass takes away: to the last slice and back, nothing is left
     rounding = 0.0 if shared == 1.0 else 1.0
     summed = chunks.kept * shared + rounding * (chunks.kept > 0)
-    beside = chunks.tokens + (chunks.context if ring and degree > 1 else 0.0)
-    working = each.working * tokens + each.buffers * np.ceil(beside * shared)
+    beside = np.ceil(gathered * shared)
+    if ring and degree > 1:
+        beside += np.ceil(chunks.context * shared) + chunks.earlier
+    working = each.working * tokens + each.buffers * beside
     if not ring:
         working += each.kv_gradients * np.ceil(chunks.longest * shared)
     layers = np.array(pipeline.layers_of_stage, np.float64)
@@ -64,7 +67,7 @@ def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Prim
         working=working,
         again=whole,
         summed=each.kv_gradients * summed,
-        begun=each.kv_gradients * (chunks.finished * shared + rounding * chunks.ended),
+        begun=each.kv_gradients * (chunks.finished * shared + rounding * (chunks.finished > 0) * chunks.earlier),
         layers=layers,
         room=np.array(pipeline.room_bytes, np.float64),
     )

@@ -111,15 +111,16 @@ def _rounded(ends: Floats, *, rows: int) -> tuple[int, ...]:
     return tuple(whole[whole > 0].tolist())
 
 
-def split(pool: Pool, ends: tuple[int, ...], *, work: Work, merges: bool) -> Splits:
-    """Slices of each sequence that is longer than the first end; a tail that is not worth one `merges`."""
+def split(pool: Pool, ends: tuple[int, ...], *, work: Work, merges: bool, most_tokens: float) -> Splits:
+    """Slices of each sequence that is longer than the first end; a tail that is not worth one `merges`, where the
+    slice before it has room: no slice has more than `most_tokens` if none of `ends` does."""
     stops = np.array(ends, np.float64)
     least_s = LEAST_TAIL * _seconds(0.0, stops[0], work=work) if merges else 0.0
     found: list[tuple[int, float, list[Piece]]] = []
     for position in np.flatnonzero(pool.sliced & (pool.tokens > stops[0])).tolist():
         length = float(pool.tokens[position])
         cuts = [0.0, *stops[stops < length].tolist(), length]
-        if len(cuts) > 2 and _seconds(cuts[-2], length, work=work) < least_s:
+        if len(cuts) > 2 and _seconds(cuts[-2], length, work=work) < least_s and length - cuts[-3] <= most_tokens:
             del cuts[-2]
         if len(cuts) > 2:
             found.append((len(cuts), float(pool.seconds[position]), _pieces(position, cuts)))
@@ -161,7 +162,7 @@ def _column(piece: Piece) -> tuple[float, ...]:
         max(piece.earlier, default=0),
         0 if piece.last else size,
         piece.start if piece.last else 0,
-        len(piece.earlier) if piece.last else 0,
+        len(piece.earlier),
     )
 
 

@@ -176,10 +176,7 @@ class Search:
 def _places(cluster: ClusterSpec, *, cost: CostModel, options: PlanConfig) -> list[Place]:
     """All ranks of a stage, by each primitive that they may use."""
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    crosses = any(
-        len({nodes[at * cluster.num_ranks + rank] for rank in range(cluster.num_ranks)}) > 1
-        for at in range(len(nodes) // cluster.num_ranks)
-    )
+    crosses = len(set(nodes)) > 1
     used = [Primitive(name) for name in options.primitives]
     if cluster.num_ranks == 1:
         used = [Primitive.RING]  # one rank exchanges nothing
@@ -204,7 +201,10 @@ def _solved(draft: Draft, *, options: PipelineOptions) -> tuple[Piped, ...]:
     if len(groups) < 2:
         return (whole,)
     parts = [draft.loads.part(kinds[first][0], kinds[last - 1][1]) for first, last in groups]
-    apart = tuple(piped(each, options=options) for each in parts)
+    try:
+        apart = tuple(piped(each, options=options) for each in parts)
+    except InfeasiblePlanError:
+        return (whole,)
     return apart if sum(each.makespan_s for each in apart) < whole.makespan_s else (whole,)
 
 

@@ -59,7 +59,10 @@ class Recipes:
             pool=pool,
             work=work,
             grains=tuple(grains),
-            splits={ends: split(pool, ends, work=work, merges=balanced) for ends in {ends for _, ends in grains}},
+            splits={
+                ends: split(pool, ends, work=work, merges=balanced, most_tokens=most_tokens)
+                for ends in {ends for _, ends in grains}
+            },
             rooms=ROOMS if balanced else (1.0,),
             tapers=TAPERS if balanced and options.order == "elastic" else (0,),
             most_tokens=most_tokens,

@@ -93,12 +93,11 @@ def dealt_into(
     options: PlanConfig,
 ) -> Iterator[tuple[MicrobatchPlan, ...]]:
     """Plans of at most so many microbatches at one degree, at which a group holds the longest sequence, packed as
-    `best_static` does; none where memory does not permit so few."""
+    `best_static` does; where memory does not permit so few, of the fewest."""
     search = _Search(batch, degree=degree, primitive=primitive, cluster=cluster, cost=cost)
-    for count in counts:
-        if search.fewest <= count:
-            for owners in search.packings(count, by_time=options.packing != "bfd"):
-                yield search.dealt(owners)
+    for count in sorted({max(count, search.fewest) for count in counts}):
+        for owners in search.packings(count, by_time=options.packing != "bfd"):
+            yield search.dealt(owners)
 
 
 class _Search:

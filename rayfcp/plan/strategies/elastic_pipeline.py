@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from rayfcp.config.plan import PipelineOptions, PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.plan.strategies.staged import check_stages
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 
@@ -37,6 +38,7 @@ def propose_pipelines(
             f"strategy {strategy} passes microbatches through pipeline stages, cluster.pipeline_stages is 1; set it to "
             "2 or more"
         )
+    check_stages(cost, num_stages=cluster.num_stages)
     found = plan_pipelines(sequences, cluster=cluster, cost=cost, options=options)
     return Proposal(
         microbatches=found.microbatches, reason=_reason(found.longest_run, options.pipeline), pipelines=found.pipelines

@@ -88,10 +88,8 @@ def counts(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> list[i
     return sorted({round(float(each)) for each in np.geomspace(fewest, most, COUNTS)})
 
 
-def as_if_whole(cost: CostModel, *, num_stages: int) -> CostModel:
-    """All layers on one stage, with traffic of parameters as much beside the seconds of all layers as each stage's is
-    beside its own.
-
+def check_stages(cost: CostModel, *, num_stages: int) -> None:
+    """
     Raises:
         ValueError: costs of another number of stages.
     """
@@ -101,6 +99,16 @@ def as_if_whole(cost: CostModel, *, num_stages: int) -> CostModel:
             f"cost is of {known} stages, cluster.num_stages is {num_stages}; make it with "
             f"CostModel.from_profiles(num_stages={num_stages})"
         )
+
+
+def as_if_whole(cost: CostModel, *, num_stages: int) -> CostModel:
+    """All layers on one stage, with traffic of parameters as much beside the seconds of all layers as each stage's is
+    beside its own.
+
+    Raises:
+        ValueError: costs of another number of stages.
+    """
+    check_stages(cost, num_stages=num_stages)
     return cost.with_coefficients(
         shard_s=num_stages * cost.shard_s,
         reduce_s=num_stages * cost.reduce_s,

@@ -213,6 +213,15 @@ def test_more_memory_is_no_slower() -> None:
     assert (np.diff(spent, axis=0) <= 1e-9).all()
 
 
+@pytest.mark.parametrize("strategy", ["static-cp", "ulysses"])
+def test_sequences_that_leave_half_of_a_room_empty_have_plans(strategy: str) -> None:
+    """Best fit needs a microbatch for each, more than are tried otherwise."""
+    cost = staged_cost(num_ranks=2, num_stages=2, memory_bytes=400 * GIB)
+    cluster = ClusterSpec(num_ranks=2, max_tokens_per_rank=5000, num_stages=2)
+    plan = plan_batch(batch_of([6000] * 40), cluster=cluster, cost=cost, strategy=strategy, options=BOTH)
+    assert len(plan.microbatches) >= 40
+
+
 def test_what_does_not_fit_names_stage_bytes_and_remedy() -> None:
     cost = staged_cost(num_ranks=1, num_stages=2, memory_bytes=80 * GIB)
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=200_000, num_stages=2)
@@ -222,7 +231,7 @@ def test_what_does_not_fit_names_stage_bytes_and_remedy() -> None:
 
 def test_costs_of_other_stages_are_refused() -> None:
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=1000, num_stages=3)
-    for strategy in ("flex-ring", "static-cp", "dapple"):
+    for strategy in ("flex-ring", "static-cp", "dapple", "elastic-pipeline"):
         with pytest.raises(ValueError, match=r"cost is of 2 stages, cluster.num_stages is 3"):
             plan_batch(batch_of([10]), cluster=cluster, cost=staged_cost(num_stages=2), strategy=strategy)
 

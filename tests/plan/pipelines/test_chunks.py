@@ -34,7 +34,7 @@ def made(
     recipe = Recipe(
         ends=ends, target_s=target_s, room=room * ends[0], balanced=balanced, first=shares, last=shares[::-1]
     )
-    return pool, recipe, chunk(pool, recipe, splits=split(pool, ends, work=work, merges=balanced))
+    return pool, recipe, chunk(pool, recipe, splits=split(pool, ends, work=work, merges=balanced, most_tokens=1 << 40))
 
 
 @given(

@@ -180,6 +180,16 @@ def test_tokens_of_a_chunk_are_bounded() -> None:
         plan_batch(batch_of([9000]), cluster=cluster_of(cost, most=1), cost=cost, strategy="elastic-pipeline")
 
 
+def test_tails_are_not_merged_beyond_the_room_of_a_chunk() -> None:
+    cost, batch = staged_cost(num_stages=2), batch_of([4000, 1150])
+    options = PlanConfig(pipeline=PipelineOptions(slices=4))
+    plan = plan_batch(
+        batch, cluster=cluster_of(cost, most=570), cost=cost, strategy="elastic-pipeline", options=options
+    )
+    check(plan, batch, cost=cost)
+    assert chunks_of(plan.microbatches, by_id={each.id: each for each in batch}).tokens.max() <= 1140
+
+
 @pytest.mark.parametrize("strategy", ["elastic-pipeline", "seq1f1b"])
 def test_one_stage_is_refused(strategy: str) -> None:
     cost = staged_cost(num_stages=1)

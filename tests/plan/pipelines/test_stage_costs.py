@@ -121,6 +121,19 @@ def test_states_that_do_not_fit_are_named() -> None:
         staged_cost(memory_bytes=1 << 30)
 
 
+def test_a_microbatch_alone_fits_with_nothing_recomputed_and_no_token_more() -> None:
+    cost = staged_cost(num_stages=2)
+    assert cost.pipeline is not None
+    order = one_forward_one_backward([1], num_stages=2)
+    fits = []
+    for more in (0, 1):
+        batch = batch_of([cost.pipeline.tokens_alone + more])
+        part = MicrobatchPlan(groups=(Group(ranks=(0,), sequences=(0,)),), group_s=(1.0,), predicted_s=1.0)
+        held = chunk_bytes(chunks_of([part], by_id={0: batch[0]}), cost=cost, degree=1, primitive=Primitive.RING)
+        fits.append(bool((peak_bytes(order, held=held) <= held.room).all()))
+    assert fits == [True, False]
+
+
 @given(runs=descending, recomputed=st.integers(0, 16), ahead=st.integers(1, 2))
 @settings(deadline=None)
 def test_peaks_are_what_a_list_of_what_is_held_says(runs: list[int], recomputed: int, ahead: int) -> None:
