@@ -10,11 +10,12 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 
 
 def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> float:
-    """max over stages p of: work of p / N + fewest microbatches x fixed cost of p + 2 x (fixed costs of one microbatch
-    and hops on the way to p).
+    """max over stages p of: work of p / N + fewest microbatches x fixed cost of p, and for p after the first, one of
+    these fixed costs less, that of one microbatch on the first stage and twice the hops on the way to p more.
 
     The work of a stage is its share of the layers' compute of all sequences, each in one piece and without
-    recomputation, the last one's the head's beside it; fixed costs are shared out likewise.
+    recomputation, the last one's the head's beside it; fixed costs are shared out likewise, less what of them may be
+    the head's (as much as of the linear seconds of a token), which only the last stage pays.
 
     Proof, on a machine that has the seconds of `cost` for every piece (as in `lower_bound`; traffic, waiting and
     recomputation only add).
@@ -22,11 +23,11 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     their sequence once, in more and smaller pieces, which takes no less. In each microbatch it pays the stage's
     fixed cost, and there are at least ceil(tokens / room) microbatches, where the room of a microbatch is what
     `cluster.max_tokens_per_rank` permits on N ranks, and what memory permits on each stage when all its layers
-    are recomputed. All of that lies between the beginning of its first pass and the end of its last one.
-    (2) Before its first pass, a forward pass, some microbatch has passed forward all stages before p, each of which
-    took its fixed cost at least and a hop to the next. After its last pass, a backward pass, that microbatch
-    passes backward all stages before p. Neither is a second of (1), and fixed cost of both passes together are the
-    microbatch's fixed cost (of forward and backward).
+    are recomputed. All of that, but the fixed cost of its first microbatch, whose load may come while others pass,
+    lies between the beginning of its first pass and the end of its last one.
+    (2) Before its first pass, a forward pass, some microbatch has passed forward all stages before p: it paid the fixed
+    cost of a forward pass on the first, for there nothing comes before its load, and a hop from each. After its
+    last pass, a backward pass, one passes backward all stages before p. Neither is a second of (1).
     """
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
@@ -39,8 +40,10 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     share = np.array(pipeline.layers_of_stage) / pipeline.num_layers
     work_s = share * layers_s
     work_s[-1] += head_s
-    fixed_s = share * linear * cost.fixed_s
-    fill_s = np.cumsum(fixed_s) - fixed_s + 2 * pipeline.transfer_s * np.arange(pipeline.num_stages)
+    linear_s = cost.linear_s_per_token
+    layers_only = 1 - min(pipeline.head_s_per_token / (linear * linear_s), 1.0) if linear_s > 0 else 1.0
+    fixed_s = share * linear * layers_only * cost.fixed_s
+    fill_s = fixed_s[0] - fixed_s + 2 * pipeline.transfer_s * np.arange(pipeline.num_stages)
     fewest = -(-num_tokens // max(cluster.num_ranks * _rank_tokens(cluster, cost=cost), 1))
     return float((work_s / cluster.num_ranks + fewest * fixed_s + fill_s).max())
 
