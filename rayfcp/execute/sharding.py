@@ -95,8 +95,8 @@ class StageModule(nn.Module):
         return None
 
 
-class ShardedModel:
-    """A sharded `CausalLM`, or a stage of one; see `TrainableModel`."""
+class StageRunner:
+    """Forward passes of a `CausalLM`, or of a stage of one; see `TrainableModel`."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -112,6 +112,10 @@ class ShardedModel:
     ) -> Tensor:
         output: Tensor = self.module(inputs, positions, targets, attention, keep_logits)
         return output.squeeze(0)  # here, since FSDP's hooks want no view
+
+
+class ShardedModel(StageRunner):
+    """Parameters are in shards."""
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]

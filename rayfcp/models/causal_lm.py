@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
-from rayfcp.execute.sharding import StageModule
+from rayfcp.execute.sharding import StageModule, StageRunner
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
 from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
@@ -94,24 +94,8 @@ def _cross_entropy_sum(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tens
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
-class WholeModel:
-    """A `CausalLM`, or a stage of one, that is not sharded; see `TrainableModel`. The caller sums gradients over
-    ranks."""
-
-    def __init__(self, module: CausalLM) -> None:
-        self.module = module
-
-    def run(
-        self,
-        inputs: Tensor,
-        *,
-        positions: Tensor,
-        targets: Tensor | None,
-        attention: AttentionContext,
-        keep_logits: bool = True,
-    ) -> Tensor:
-        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits)
-        return output.squeeze(0)
+class WholeModel(StageRunner):
+    """Nothing is sharded. The caller sums gradients over ranks."""
 
     def set_reduce(self, reduce: bool) -> None:
         """Nothing is sharded, so nothing is reduced."""

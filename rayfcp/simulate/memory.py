@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rayfcp.plan.costs.memory import state_bytes, token_bytes
+from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.program import Backward, Forward, Instruction, RankProgram
+from rayfcp.program.ledger import Ledger
 from rayfcp.simulate.machine import Floats, Machine
 from rayfcp.simulate.script import Instants
-from rayfcp.simulate.stage_memory import Ledger, fixed_bytes
 from rayfcp.simulate.steady import Outcome
 from rayfcp.simulate.timeline import Sample
 
@@ -44,7 +44,15 @@ def memory_over_time(
             )
             found.append(_samples(passes, machine=machine, base_bytes=base_bytes))
         else:
-            base_bytes = fixed_bytes(machine, stage=program.stage, reduce_every=reduce_every, gather_every=gather_every)
+            base_bytes = stage_state_bytes(
+                machine.model,
+                layers_of_stage=machine.layers_of_stage,
+                stage=program.stage,
+                num_ranks=machine.num_ranks,
+                bytes_per_element=machine.bytes_per_element,
+                reduce_every=reduce_every,
+                gather_every=gather_every,
+            )
             found.append(_staged(passes, machine=machine, stage=program.stage, base_bytes=base_bytes))
     return tuple(found)
 
@@ -78,7 +86,12 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
 
 def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes: int) -> tuple[Sample, ...]:
     """The most that a pass holds at a time is taken to be there at its end (forward) or start (backward)."""
-    ledger = Ledger(machine=machine, stage=stage)
+    ledger = Ledger(
+        layers=machine.layers_of_stage[stage],
+        is_last=stage + 1 == machine.num_stages,
+        layer=layer_bytes(machine.model, bytes_per_element=machine.bytes_per_element),
+        num_kv_heads=machine.model.num_kv_heads,
+    )
     samples: list[Sample] = [(0.0, base_bytes)]
     for each in passes:
         samples.append((each.start_s, base_bytes + ledger.held_bytes))

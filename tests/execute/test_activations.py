@@ -9,10 +9,9 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import model_config, profile_of
-from rayfcp.plan import hardware_profile
+from rayfcp.plan.costs.memory import layer_bytes
 from rayfcp.program import Backward, Forward, RankProgram
-from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.stage_memory import Ledger
+from rayfcp.program.ledger import Ledger
 from rayfcp.values import Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import VOCAB, CaseTokens
 from tests.execute.live import LiveBytes, UncountedTransport
@@ -78,16 +77,14 @@ def measured(case: StagedCase) -> list[int]:
 
 def modelled(case: StagedCase, program: RankProgram) -> int:
     """The same by the memory model."""
-    library = model_config(case.run, vocab_size=VOCAB)
-    machine = Machine(
-        model=profile_of(library, name="tiny"),
-        hardware=hardware_profile("cpu"),
-        num_ranks=case.plan.num_ranks,
-        layers_of_stage=LAYERS,
-        bytes_per_element=4,
-        node_of_rank=(0,) * len(case.programs),
+    model = profile_of(model_config(case.run, vocab_size=VOCAB), name="tiny")
+    ledger = Ledger(
+        layers=LAYERS[program.stage],
+        is_last=program.stage + 1 == len(LAYERS),
+        layer=layer_bytes(model, bytes_per_element=4),
+        num_kv_heads=model.num_kv_heads,
     )
-    ledger, most = Ledger(machine=machine, stage=program.stage), 0
+    most = 0
     for item in program.instructions:
         if isinstance(item, Forward):
             ledger.forward(item)
