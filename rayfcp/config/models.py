@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from rayfcp.config.elastic import ElasticConfig
 from rayfcp.config.plan import PlanConfig
 from rayfcp.config.section import Beta, Count, Fraction, Section, Words
 from rayfcp.config.words import workers_or_range
@@ -147,6 +148,10 @@ class TrainConfig(Section):
         default="microbatch", description="when parameters are gathered: `step` keeps them in memory all through it"
     )
     threads_per_worker: Count = Field(default=1, description="CPU threads of one worker")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="a loss or gradient that is not finite: end the run, or leave the update out"
+    )
+    max_skipped_steps: Count = Field(default=5, description="updates left out one after the other; one more stops")
 
 
 class CheckpointConfig(Section):
@@ -154,14 +159,8 @@ class CheckpointConfig(Section):
 
     every_steps: Count | None = Field(default=None, description="only at the end if absent")
     keep: Count = 2
+    max_failures: int = Field(default=3, ge=0, description="saves that may fail one after the other; one more stops")
     resume: str = Field(default="auto", description="auto, never, or a checkpoint folder")
-
-
-class ElasticConfig(Section):
-    """How long the run waits for what it lacks."""
-
-    start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
-    collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
 
 
 class MetricsConfig(Section):

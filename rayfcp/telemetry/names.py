@@ -53,11 +53,21 @@ METRICS: tuple[Metric, ...] = (
     _gauge("process_groups", "groups", "Process groups alive"),
     _gauge("process_group_seconds", "seconds", "Time that making the process groups took"),
     _gauge("checkpoint_seconds", "seconds", "Last checkpoint, from copy to commit"),
+    _gauge(
+        "snapshot_seconds", "seconds", "Last copy of all shards, from its start until keepers on other nodes have it"
+    ),
+    _gauge("recovery_seconds", "seconds", "Last recovery, from the notice of a loss to the dispatch of the next step"),
+    _gauge("worker_speed_ratio", "1", "Speed of a rank over that of a usual one, from measured steps", "rank"),
     _gauge("worker_step_seconds", "seconds", "A device's own time in the last step; rank is its number", "rank"),
     _gauge("worker_memory_bytes", "bytes", "Memory of a device; rank is its number", "rank", "kind"),
     _counter("tokens_total", "tokens", "Tokens trained on"),
     _counter("sequences_total", "sequences", "Sequences trained on"),
     _counter("sequences_skipped_total", "sequences", "Rows left out", "reason"),
+    _counter("recoveries_total", "recoveries", "Times that the run went on after a loss", "cause"),
+    _counter("lost_steps_total", "steps", "Finished steps that were executed again after a loss"),
+    _counter("resizes_total", "resizes", "Changes of the number of devices", "direction"),
+    _counter("skipped_updates_total", "steps", "Updates left out since loss or gradients were not finite"),
+    _counter("failed_checkpoints_total", "checkpoints", "Checkpoints that could not be written"),
     Metric(
         name="context_parallel_degree",
         kind=Kind.HISTOGRAM,

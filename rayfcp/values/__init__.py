@@ -2,6 +2,7 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec
+from rayfcp.values.decision import Decision, Move
 from rayfcp.values.pipeline import Action, PipelinePlan, Slice
 from rayfcp.values.plan import (
     BatchPlan,
@@ -20,13 +21,16 @@ from rayfcp.values.profile import HardwareProfile, ModelProfile
 from rayfcp.values.report import Imbalance, StepReport
 from rayfcp.values.sequence import Mask, SequenceSpec
 from rayfcp.values.span import Span, SpanKind
+from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 __all__ = [
     "Action",
     "BatchPlan",
     "Block",
+    "Box",
     "ClusterSpec",
     "Context",
+    "Decision",
     "GlobalBatch",
     "Group",
     "HardwareProfile",
@@ -36,15 +40,19 @@ __all__ = [
     "Mask",
     "MicrobatchPlan",
     "ModelProfile",
+    "Move",
     "Pacing",
     "PipelinePlan",
     "Primitive",
     "Round",
     "Sample",
     "SequenceSpec",
+    "ShardEntry",
+    "ShardHeader",
     "Slice",
     "Span",
     "SpanKind",
+    "StateId",
     "StepReport",
     "Transfer",
 ]

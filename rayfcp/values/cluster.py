@@ -14,7 +14,8 @@ class ClusterSpec:
     model states. `generation` counts changes of the set of ranks. `layers_of_stage[p]`: layers of stage p (none:
     as evenly as they go, `split_layers`). Device (stage p, rank r, t of T tensor-parallel) is number
     (p x num_ranks + r) x T + t of the cluster; with several stages `node_of_rank` is that of each (stage, rank) in
-    that order, num_stages x num_ranks entries.
+    that order, num_stages x num_ranks entries. `speed_of_rank[r]`: of rank r's slowest device, over that of a usual one
+    (none: all are as fast).
     """
 
     num_ranks: int
@@ -24,6 +25,7 @@ class ClusterSpec:
     tensor_parallel: int = 1
     generation: int = 0
     layers_of_stage: tuple[int, ...] = ()
+    speed_of_rank: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -34,6 +36,11 @@ class ClusterSpec:
             raise ValueError(
                 f"node_of_rank has {len(self.node_of_rank)} entries, must have one for each of {self.num_ranks} ranks "
                 f"in each of {self.num_stages} stages, or none"
+            )
+        if len(self.speed_of_rank) not in (0, self.num_ranks) or not all(speed > 0 for speed in self.speed_of_rank):
+            raise ValueError(
+                f"speed_of_rank is {self.speed_of_rank}, must hold a positive number for each of {self.num_ranks} "
+                "ranks, or nothing"
             )
         if len(self.layers_of_stage) not in (0, self.num_stages):
             raise ValueError(

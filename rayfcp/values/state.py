@@ -1,0 +1,69 @@
+"""Copies of a model's sharded state: which version of it, which part of it, where in memory."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class StateId:
+    """State after `version` optimizer steps, sharded over the devices of `generation`. The larger the newer. The same
+    version of two generations may differ by rounding, so that their shards never mix."""
+
+    version: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A part of a tensor: `[offsets[i], offsets[i] + sizes[i])` in each dimension. No dimension: a whole scalar."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    def meet(self, other: "Box") -> "Box | None":
+        """What both hold; None if nothing.
+
+        >>> Box(offsets=(0, 0), sizes=(4, 2)).meet(Box(offsets=(3, 0), sizes=(4, 2)))
+        Box(offsets=(3, 0), sizes=(1, 2))
+        """
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        stops = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+        return Box(offsets=starts, sizes=sizes) if all(size > 0 for size in sizes) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardEntry:
+    """A part of one tensor of the state: `kind` is `parameter` or a key of the optimizer's state. Its elements, of
+    `itemsize` bytes, lie in row-major order from byte `start_byte` of the shard."""
+
+    name: str
+    kind: str
+    box: Box
+    itemsize: int
+    start_byte: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.num_elements * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHeader:
+    """What the shard of device `number` of `num_devices` holds. `scalars`: numbers of the optimizer that are the same
+    for all parameters, such as its count of steps. Parts of one tensor on several devices are the same or disjoint."""
+
+    state: StateId
+    number: int
+    num_devices: int
+    entries: tuple[ShardEntry, ...]
+    num_bytes: int
+    scalars: dict[str, float]
