@@ -31,6 +31,7 @@ class MetricsExporter:
         self._counters: dict[str, Counter] = {}
         self._histograms: dict[str, Histogram] = {}
         self._memory_kinds: dict[int, set[str]] = {}
+        self._speeds: set[int] = set()
         self._declare()
         try:
             self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
@@ -89,11 +90,39 @@ class MetricsExporter:
 
     def drop_rank(self, rank: int) -> None:
         """Ends the series of a rank that left; a rank never seen is no error."""
+        if rank in self._speeds:
+            self._gauges["worker_speed_ratio"].remove(self._run, str(rank))
+            self._speeds.remove(rank)
         if rank not in self._memory_kinds:
             return
         for kind in self._memory_kinds.pop(rank):
             self._gauges["worker_memory_bytes"].remove(self._run, str(rank), kind)
         self._gauges["worker_step_seconds"].remove(self._run, str(rank))
+
+    def keep_ranks(self, num_devices: int) -> None:
+        """Ends the series of devices with larger numbers."""
+        for rank in [rank for rank in self._memory_kinds.keys() | self._speeds if rank >= num_devices]:
+            self.drop_rank(rank)
+
+    def set_speed(self, rank: int, ratio: float) -> None:
+        self._set("worker_speed_ratio", ratio, rank=str(rank))
+        self._speeds.add(rank)
+
+    def set_snapshot(self, seconds: float) -> None:
+        self._set("snapshot_seconds", seconds)
+
+    def observe_recovery(self, cause: str, *, seconds: float) -> None:
+        """The run went on after a loss, `seconds` after it was noticed."""
+        self._counters["recoveries_total"].labels(run=self._run, cause=cause).inc()
+        self._set("recovery_seconds", seconds)
+
+    def count_lost_steps(self, count: int) -> None:
+        """Finished steps that will be executed again."""
+        self._counters["lost_steps_total"].labels(run=self._run).inc(count)
+
+    def count_resize(self, direction: str) -> None:
+        """`direction`: up or down."""
+        self._counters["resizes_total"].labels(run=self._run, direction=direction).inc()
 
     def count_skipped(self, reason: str, *, count: int) -> None:
         self._counters["sequences_skipped_total"].labels(run=self._run, reason=reason).inc(count)

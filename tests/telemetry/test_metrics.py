@@ -16,7 +16,8 @@ from tests.telemetry.samples import report
 CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
 gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
 context_parallel_degree_bucket world_size goodput_ratio process_group_seconds process_groups checkpoint_seconds
-worker_memory_bytes worker_step_seconds"""
+worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total snapshot_seconds
+worker_speed_ratio"""
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -62,18 +63,26 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.set_worker(0, step_s=1.5, memory_bytes={"resident": 10})
     exporter.count_skipped("empty", count=3)
     exporter.observe_checkpoint(0.25)
+    exporter.observe_recovery("died", seconds=0.5)
+    exporter.count_lost_steps(1)
+    exporter.count_resize("down")
+    exporter.set_snapshot(0.1)
+    exporter.set_speed(0, 0.75)
     samples = scrape(exporter)
     names = {name for name, _ in samples}
     assert {f"rayfcp_{name}" for name in CONTRACT.split()} <= names
     assert all(("run", "demo") in labels for _, labels in samples)
     assert value(samples, "sequences_skipped_total", reason="empty") == 3
+    assert value(samples, "recoveries_total", cause="died") == 1 and value(samples, "recovery_seconds") == 0.5
     assert value(samples, "process_group_seconds") == 0.5 and value(samples, "checkpoint_seconds") == 0.25
 
 
 def test_a_rank_that_leaves_takes_its_series_along(exporter: MetricsExporter) -> None:
     for rank in (0, 1):
         exporter.set_worker(rank, step_s=1.0, memory_bytes={"resident": 7, "peak": 9})
-    exporter.drop_rank(1)
+        exporter.set_speed(rank, 0.5)
+    exporter.set_speed(2, 1.0)
+    exporter.keep_ranks(1)
     exporter.drop_rank(5)
     ranks = {dict(labels).get("rank") for _, labels in scrape(exporter)} - {None}
     assert ranks == {"0"}
