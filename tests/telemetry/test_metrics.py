@@ -16,8 +16,8 @@ from tests.telemetry.samples import report
 CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
 gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
 context_parallel_degree_bucket world_size goodput_ratio process_group_seconds process_groups checkpoint_seconds
-worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total snapshot_seconds
-worker_speed_ratio"""
+worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total
+snapshot_seconds worker_speed_ratio"""
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
