@@ -1,14 +1,17 @@
 """What the workers can hold: from devices and memory to the numbers that planners take."""
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
 from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.layout import device_model, layers_of_stage
+from rayfcp.cluster.layout import device_model, layers_of_stage, strategy_on, with_stages
 from rayfcp.cluster.measured import BYTES
 from rayfcp.config import Config
+from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes
+from rayfcp.plan.strategies import slices
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
 
 GIB = 1 << 30
@@ -55,6 +58,36 @@ def configured_bound(config: Config, model: ModelProfile) -> int | None:
         return None
     num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
     return tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=int(memory_gib * GIB))
+
+
+def layouts_that_fit(
+    config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], longest_tokens: int
+) -> tuple[Fit, ...]:
+    """For each number of stages up to the configured one the fewest ranks that hold the model's states and the longest
+    sequence, on devices like these. One more than there may be, if even those are too few."""
+    found = []
+    for num_stages in range(config.cluster.pipeline_stages, 0, -1):
+        own = with_stages(config, num_stages)
+        most = max(config.cluster.max_workers // (num_stages * config.cluster.tensor_parallel), 1)
+        memory_bytes = device_memory(config, facts) if facts else None
+        fewest = 1 + bisect_left(
+            range(1, most + 1),
+            True,
+            key=lambda ranks, own=own, memory_bytes=memory_bytes: (
+                memory_bytes is None  # type: ignore[misc]
+                or _holds(own, model, num_ranks=ranks, memory_bytes=memory_bytes, longest_tokens=longest_tokens)
+            ),
+        )
+        found.append(Fit(num_stages=num_stages, min_ranks=fewest))
+    return tuple(found)
+
+
+def _holds(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int, longest_tokens: int) -> bool:
+    try:
+        tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
+    except InfeasiblePlanError:
+        return False
+    return slices(strategy_on(config, config.cluster.pipeline_stages)) or num_ranks * tokens >= longest_tokens
 
 
 def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int) -> int:

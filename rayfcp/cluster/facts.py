@@ -39,5 +39,5 @@ class Finished:
 
     last_step: int
     checkpoint: str | None
-    controller_s: float
-    controller_cpu_s: float
+    controller_s: float = 0.0
+    controller_cpu_s: float = 0.0

@@ -21,6 +21,21 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
     )
 
 
+WITHOUT_STAGES = "flex-ring"
+"""What plans for one stage where a strategy that needs several is configured, as after a loss."""
+
+
+def strategy_on(config: Config, num_stages: int) -> str:
+    """The strategy that plans for a generation of so many stages."""
+    return WITHOUT_STAGES if num_stages == 1 and config.plan.strategy in STAGED else config.plan.strategy
+
+
+def with_stages(config: Config, num_stages: int) -> Config:
+    """The same run on another number of stages."""
+    cluster = config.cluster.model_copy(update={"pipeline_stages": num_stages})
+    return config.model_copy(update={"cluster": cluster})
+
+
 def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
     """Layers of each stage as `cluster.layer_split` says; none with one stage."""
     stages = config.cluster.pipeline_stages

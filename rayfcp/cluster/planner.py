@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rayfcp.cluster.layout import strategy_on
 from rayfcp.cluster.observing import PlannedGroups, planned_groups
 from rayfcp.config import Config
 from rayfcp.data import Sampler
@@ -69,7 +70,11 @@ class Planner:
         sequences = sequences_of(batch)
         start_s = time.perf_counter()
         plan = plan_batch(
-            sequences, cluster=cluster, cost=cost, strategy=self._config.plan.strategy, options=self._config.plan
+            sequences,
+            cluster=cluster,
+            cost=cost,
+            strategy=strategy_on(self._config, cluster.num_stages),
+            options=self._config.plan,
         )
         plan_s = time.perf_counter() - start_s
         programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)

@@ -62,15 +62,18 @@ class Journal:
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
         self._began_s, self._productive_s = began_s, 0.0
 
-    def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> None:
-        """A step is done: one line, all metrics."""
+    def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> bool:
+        """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False."""
+        for each in ranks:
+            self.metrics.set_worker(each.number, step_s=each.step_s, memory_bytes=each.memory_bytes)
+        self._spans.append(tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans))
+        if report.step <= self._log.last_step:
+            return False
         self._log.append(report)
         self._productive_s += report.step_s
         self.metrics.observe_step(report)
         self.metrics.set_goodput(min(1.0, self._productive_s / (time.monotonic() - self._began_s)))
-        for each in ranks:
-            self.metrics.set_worker(each.number, step_s=each.step_s, memory_bytes=each.memory_bytes)
-        self._spans.append(tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans))
+        return True
 
     def close(self) -> None:
         """Write trace and report, stop serving metrics. A report that cannot be written is logged, no more:

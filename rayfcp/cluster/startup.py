@@ -44,13 +44,14 @@ def start_planners(config: Config, model: ModelProfile) -> list[Any]:
     return planners
 
 
-def join_devices(crew: Crew, cluster: ClusterSpec) -> tuple[RendezvousStore, list[Joined]]:
-    """All workers become devices of the cluster, in order. The store must live as long as the generation."""
+def join_devices(crew: Crew, cluster: ClusterSpec, *, empty: bool = False) -> tuple[RendezvousStore, list[Joined]]:
+    """All workers become devices of the cluster, in order, `empty`: with weights that will be filled. The store must
+    live as long as the generation."""
     here = ray.get_runtime_context().get_node_id()
     alone = all(fact.node_id == here for fact in crew.facts)
     store = RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
     meeting = store.meeting(cluster)
-    return store, crew.each(lambda number, worker: worker.join.remote(number, meeting))
+    return store, crew.each(lambda number, worker: worker.join.remote(number, meeting, empty=empty))
 
 
 def device_peak_flops(config: Config, crew: Crew) -> float:

@@ -1,4 +1,4 @@
-"""The life of a run inside the controller: open, start, resume, step by step, save, end."""
+"""The life of a run inside the controller: open, start, step by step, through losses and resizes, save, end."""
 
 import dataclasses
 import logging
@@ -8,12 +8,16 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import ray
-
-from rayfcp.cluster.capacity import cluster_spec, configured_bound, device_memory
+from rayfcp.cluster.adoption import find_living
+from rayfcp.cluster.capacity import configured_bound, device_memory
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.facts import Finished
+from rayfcp.cluster.facts import CannotGoOnError, Finished
+from rayfcp.cluster.fleet import Fleet
+from rayfcp.cluster.guard import NumberGuard
+from rayfcp.cluster.layout import strategy_on
+from rayfcp.cluster.lock import hold
+from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.measured import (
     COMMAND,
     about_run,
@@ -23,42 +27,38 @@ from rayfcp.cluster.measured import (
     write_measured,
     write_refitted,
 )
-from rayfcp.cluster.observing import observations
+from rayfcp.cluster.members import WorkerStart, run_key
 from rayfcp.cluster.placement import CapacityError, resolved_device
-from rayfcp.cluster.planner import PlannedStep, PlanQueue
+from rayfcp.cluster.planners import Planners, PlanQueue
 from rayfcp.cluster.profiling import start_cost
-from rayfcp.cluster.reporting import Journal, step_report
+from rayfcp.cluster.reporting import Journal
+from rayfcp.cluster.restoring import Restorable, restorable
 from rayfcp.cluster.saving import Saver
-from rayfcp.cluster.startup import device_peak_flops, join_devices, start_planners, write_skipped
+from rayfcp.cluster.startup import device_peak_flops, write_skipped
+from rayfcp.cluster.stepping import Stepper
+from rayfcp.cluster.transitions import StoppedError, Transitions
+from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, dump_config
-from rayfcp.execute.reports import RankReport
 from rayfcp.plan.bound import check_longest
-from rayfcp.plan.profiles.refit import Refit
 from rayfcp.plan.strategies import slices
-from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
+from rayfcp.values import ClusterSpec, Decision, Move, SequenceSpec, StepReport
 
 logger = logging.getLogger(__name__)
 
-GENERATION = 0
-
-Done = tuple[PlannedStep, list[RankReport], float]
-
-
-class _StoppedError(Exception):
-    """The user asked the run to end before its first step."""
-
 
 class TrainingRun:
-    """Owns crew, planners, journal and checkpoints of one run; not an actor itself."""
+    """Owns devices, planners, journal and checkpoints of one run; not an actor itself. `worker`: the class of its
+    devices' actors."""
 
-    def __init__(self, config: Config, *, data_dir: str, stopping: threading.Event) -> None:
-        self._config, self._data_dir, self._stopping = config, data_dir, stopping
+    def __init__(
+        self, config: Config, *, data_dir: str, stopping: threading.Event, worker: type[RankWorker] = RankWorker
+    ) -> None:
+        self._config, self._data_dir, self._stopping, self._worker = config, data_dir, stopping, worker
         self._run_dir = Path(config.run_dir)
         self._profile_path = self._run_dir / "profile.json"
         self._began_s = time.monotonic()
         self._messages: list[str] = []
         self._reports: list[StepReport] = []
-        self._own_s: list[tuple[float, float]] = []
 
     def reports(self, after: int) -> tuple[StepReport, ...]:
         """Of the steps committed by this run, the first `after` left out."""
@@ -73,20 +73,21 @@ class TrainingRun:
 
         Raises:
             ConfigError, InfeasiblePlanError: the user's input is wrong.
-            WorkerFailedError: a worker raised or died.
+            CannotGoOnError: too many losses or failed saves, or numbers that are not finite.
+            WorkerFailedError: a worker raised.
         """
         done, source = 0, None
         with ExitStack() as ending:
+            ending.enter_context(hold(self._run_dir))
             try:
                 self._open_data()
                 done, source = self._saver.first_step - 1, self._saver.source
                 if done >= self._config.train.steps:
                     self._say(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
-                    return self._finished(done, source)
-                self._start(ending)
-            except _StoppedError:
-                return self._finished(done, source)
-            return self._train()
+                    return Finished(last_step=done, checkpoint=source)
+                return self._train(self._start(ending))
+            except StoppedError:
+                return Finished(last_step=done, checkpoint=source)
 
     def _open_data(self) -> None:
         self._say("reading lengths")
@@ -98,156 +99,171 @@ class TrainingRun:
             layout = self._config.cluster
             most = layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel)
             self._check_longest(ClusterSpec(num_ranks=most, max_tokens_per_rank=bound))
-        self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict())
+        self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict(), say=self._say)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
         if data.index.named_bad_rows:
             self._say(write_skipped(self._run_dir / "skipped_rows.jsonl", data.index.named_bad_rows))
 
-    def _start_crew(self, device: str) -> Crew:
-        try:
-            return Crew.start(
-                self._config,
-                device=device,
-                data_dir=self._data_dir,
-                vocab_size=self._data.vocab_size,
-                stopped=self._stopping.is_set,
-            )
-        except CapacityError as error:
-            if self._stopping.is_set():
-                raise _StoppedError from error
-            raise
-
-    def _start(self, ending: ExitStack) -> None:
-        """Workers, planners, journal; `ending` ends them in the reverse order, whatever happens."""
-        config, data = self._config, self._data
-        self._say(f"starting {config.cluster.max_workers} workers")
-        device = resolved_device(config)
-        crew = self._crew = self._start_crew(device)
-        ending.callback(crew.end)
-        self._cluster = cluster_spec(config, data.model, facts=crew.facts, generation=GENERATION)
-        self._check_longest(self._cluster)
-        left = crew.use(self._cluster)
+    def _start(self, ending: ExitStack) -> int:
+        """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. How many steps the
+        state has that the devices have taken up."""
+        device = resolved_device(self._config)
+        fleet = self._fleet = self._gather_fleet(device)
+        ending.callback(fleet.end)
+        decision = self._first_decision()
+        cluster = fleet.spec(decision)
+        self._check_longest(cluster)
+        planners = Planners.start(self._config, self._data.model, say=self._say)
+        ending.callback(planners.end)
+        found = self._living_state()
+        if found is None:
+            self._saver.verify(fleet.crew)
+        version = self._saver.first_step - 1 if found is None or found.state is None else found.state.version
+        self._open_journal(ending, version=version)
+        self._connect(planners)
+        self._say(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
+        formed = self._transitions.begin(decision, cluster, found=found)
+        left = len(fleet.crew.waiting)
         if left:
-            self._say(f"{left} of {left + len(crew)} devices stand by: {self._cluster.num_ranks} ranks need the others")
-        self._planners = start_planners(config, data.model)
-        for planner in self._planners:
-            ending.callback(ray.kill, planner, no_restart=True)
-        self._say(f"joining {len(crew)} devices as {self._cluster.num_ranks} ranks")
-        self._store, joined = join_devices(crew, self._cluster)
-        first_step = self._saver.first_step
+            self._say(f"{left} of {left + len(formed.ids)} devices stand by: {cluster.num_ranks} ranks need the others")
+        if version:
+            self._say(f"going on after step {version}{' from copies in memory' if found else ''}")
+        self._measure(cluster, device=device)
+        self._stepper.plan_for(cluster, version=version)
+        self._stepper.begin(formed, version=version)
+        return version
+
+    def _open_journal(self, ending: ExitStack, *, version: int) -> None:
         journal = self._journal = Journal(
-            config, run_dir=self._run_dir, resume_step=first_step - 1, began_s=self._began_s
+            self._config, run_dir=self._run_dir, resume_step=version, began_s=self._began_s
         )
         ending.callback(journal.close)
-        slowest_s = max(each.process_group_s for each in joined)
-        journal.metrics.set_process_groups(joined[0].process_groups, seconds=slowest_s)
-        for reason, count in data.index.skipped.items():
+        for reason, count in self._data.index.skipped.items():
             journal.metrics.count_skipped(reason, count=count)
-        self._measure(device)
-        if first_step > 1:
-            self._say(f"going on after step {first_step - 1}")
-        self._saver.resume(crew)
 
-    def _measure(self, device: str) -> None:
+    def _connect(self, planners: Planners) -> None:
+        """What runs steps, and what carries the run from one set of devices to the next."""
+        self._stepper = Stepper(
+            self._config,
+            self._fleet,
+            plans=PlanQueue(planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps),
+            journal=self._journal,
+            saver=self._saver,
+            guard=NumberGuard(self._config, self._run_dir),
+            tell=self._reports.append,
+        )
+        self._transitions = Transitions(
+            self._fleet,
+            self._stepper,
+            saver=self._saver,
+            journal=self._journal,
+            stopping=self._stopping,
+            say=self._say,
+        )
+
+    def _first_decision(self) -> Decision:
+        decision = self._fleet.await_devices(None, stopping=self._stopping)
+        if decision.what is Move.GIVE_UP:
+            raise CannotGoOnError(decision.reason)
+        if not decision.devices:
+            raise StoppedError
+        return decision
+
+    def _gather_fleet(self, device: str) -> Fleet:
+        """The devices that a lost controller left behind, or new ones."""
+        config, key = self._config, run_key(self._config)
+        start = WorkerStart(
+            config,
+            device=device,
+            data_dir=self._data_dir,
+            vocab_size=self._data.vocab_size,
+            run_key=key,
+            worker=self._worker,
+        )
+        living = find_living(key, config=config)
+        if living.members:
+            self._say(f"going on with {len(living.members)} workers whose controller is gone")
+            crew = Crew.adopt(living, config=config)
+        else:
+            self._say(f"starting {config.cluster.max_workers} workers")
+            try:
+                crew = Crew.start(start, stopped=self._stopping.is_set)
+            except CapacityError as error:
+                if self._stopping.is_set():
+                    raise StoppedError from error
+                raise
+        try:
+            return Fleet(config, self._data, start=start, crew=crew, living=living, say=self._say)
+        except BaseException:
+            crew.end()
+            raise
+
+    def _living_state(self) -> Restorable | None:
+        """What living workers and keepers hold that is newer than the newest checkpoint."""
+        found = restorable(self._fleet.crew.everyone, self._fleet.keeping)
+        return found if found.state is not None and found.state.version >= self._saver.first_step else None
+
+    def _measure(self, cluster: ClusterSpec, *, device: str) -> None:
         """Coefficients of `rayfcp profile` for the same model and ranks, or measured now: after a resume too,
         since the ranks may be others. Steps refit them from there."""
         self._say("measuring devices")
-        config, crew, model = self._config, self._crew, self._data.model
-        about = about_run(config, model, device=device, cluster=self._cluster)
+        config, crew, model = self._config, self._fleet.crew, self._data.model
+        about = about_run(config, model, device=device, cluster=cluster)
         cost = profiled_cost(self._profile_path, about=about)
         if cost is not None:
             self._say(f"cost model of {COMMAND} in {self._profile_path}")
         else:
+            memory_bytes = device_memory(config, crew.facts)
             guess = dataclasses.replace(
-                analytic_cost(
-                    config,
-                    model,
-                    device=device,
-                    cluster=self._cluster,
-                    memory_bytes=device_memory(config, crew.facts),
-                ),
-                ranks_per_node=ranks_per_node(self._cluster),
+                analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=memory_bytes),
+                ranks_per_node=ranks_per_node(cluster),
             )
             measured = start_cost(
-                crew,
-                guess,
-                cluster=self._cluster,
-                max_seqlen=config.data.max_seqlen,
-                primitives=config.plan.primitives,
+                crew, guess, cluster=cluster, max_seqlen=config.data.max_seqlen, primitives=config.plan.primitives
             )
             write_measured(self._profile_path, measured, about=about)
             cost = measured.fit.cost
-        self._refit = Refit.start(cost)
-        self._peak_flops = device_peak_flops(config, crew) * len(crew)
+        self._stepper.learn_from(cost, peak_flops=device_peak_flops(config, crew))
 
-    def _train(self) -> Finished:
-        crew, first, last = self._crew, self._saver.first_step, self._config.train.steps
+    def _train(self, version: int) -> Finished:
+        """Until the last step, or until the user asks for an end, and the checkpoint after it."""
         self._say("training")
-        plans = PlanQueue(self._planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps)
-        plans.start(first, last, cluster=self._cluster, cost=self._refit.cost)
-        done: Done | None = None
-        step = first - 1
-        for step in range(first, last + 1):
-            began_s, cpu_s, waited_s = time.perf_counter(), time.thread_time(), crew.waited_s
-            planned = plans.take()
-            done = self._step(planned, plans, before=done)
-            idle_s = planned.wait_s + crew.waited_s - waited_s
-            self._own_s.append((time.perf_counter() - began_s - idle_s, time.thread_time() - cpu_s))
-            self._saver.after_step(step, crew, ranks=done[1], metrics=self._journal.metrics)
-            if self._stopping.is_set():
-                break
-        self._commit(done)
-        if self._refit.num_steps:
-            write_refitted(self._profile_path, self._refit.cost, num_steps=self._refit.num_steps)
+        while True:
+            try:
+                while version < self._config.train.steps and not self._stopping.is_set():
+                    self._transitions.at_boundary(version=version)
+                    self._stepper.run(version + 1)
+                    version += 1
+                return self._finish(version)
+            except RanksLostError as error:
+                version = self._transitions.after_loss(error, step=version + 1)
+
+    def _finish(self, version: int) -> Finished:
+        """Write down the last step and save."""
+        stepper, crew = self._stepper, self._fleet.crew
+        stepper.commit()
+        if stepper.refit.num_steps:
+            write_refitted(self._profile_path, stepper.refit.cost, num_steps=stepper.refit.num_steps)
         self._say("saving")
-        checkpoint = self._saver.last(step, crew, metrics=self._journal.metrics)
-        return self._finished(step, str(checkpoint) if checkpoint else None)
-
-    def _step(self, planned: PlannedStep, plans: PlanQueue, *, before: Done | None) -> Done:
-        """Dispatch a step; while it runs, ask for the next plans and write down the step before."""
-        start_s = time.perf_counter()
-        refs = [
-            worker.step.remote(
-                planned.programs[number // self._cluster.tensor_parallel],
-                planned.batch_ref,
-                plan_hash=planned.record.plan_hash,
-            )
-            for number, worker in enumerate(self._crew.workers)
-        ]
-        plans.refill()
-        self._commit(before)
-        if before is not None and self._config.plan.refit:
-            self._refit = self._refit.after(observations(before[0].record.groups, before[1]))
-            plans.use(self._refit.cost)
-        ranks = self._crew.gather(refs)
-        return planned, ranks, time.perf_counter() - start_s
-
-    def _commit(self, done: Done | None) -> None:
-        if done is not None:
-            planned, ranks, step_s = done
-            report = step_report(planned, ranks, step_s=step_s, peak_flops=self._peak_flops)
-            self._journal.commit(report, ranks)
-            self._reports.append(report)
-
-    def _finished(self, last_step: int, checkpoint: str | None) -> Finished:
-        wall_s, cpu_s = zip(*self._own_s, strict=True) if self._own_s else ((0.0,), (0.0,))
+        checkpoint = self._saver.last(version, crew, metrics=self._journal.metrics)
+        wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
         return Finished(
-            last_step=last_step,
-            checkpoint=checkpoint,
+            last_step=version,
+            checkpoint=str(checkpoint) if checkpoint else None,
             controller_s=statistics.median(wall_s),
             controller_cpu_s=statistics.median(cpu_s),
         )
 
     def _check_longest(self, cluster: ClusterSpec) -> None:
         """Strategies that slice sequences over microbatches fit any length in."""
-        if not slices(self._config.plan.strategy):
+        if not slices(strategy_on(self._config, cluster.num_stages)):
             longest = SequenceSpec(id=0, num_tokens=int(self._data.index.lengths.max()), num_targets=0)
             check_longest([longest], cluster=cluster)
 
     def _say(self, text: str) -> None:
         """Tell the user what comes next, unless nothing shall come."""
         if self._stopping.is_set() and not self._reports:
-            raise _StoppedError
+            raise StoppedError
         logger.info(text)
         self._messages.append(text)

@@ -1,0 +1,230 @@
+"""The devices of a run through its generations: who is there, which of them work, and how they are formed anew."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import ray
+
+from rayfcp.cluster.adoption import Living
+from rayfcp.cluster.capacity import cluster_spec, layouts_that_fit
+from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.keeping import Keeping
+from rayfcp.cluster.layout import with_stages
+from rayfcp.cluster.losses import RanksLostError
+from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.nodes import NodeWatch
+from rayfcp.cluster.recruits import Recruits
+from rayfcp.cluster.rendezvous import RendezvousStore
+from rayfcp.cluster.restoring import Restorable
+from rayfcp.cluster.startup import join_devices
+from rayfcp.config import Config
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.size import decide
+from rayfcp.execute.reports import Joined
+from rayfcp.values import ClusterSpec, Decision, Move, StateId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formed:
+    """A generation whose devices have met; its weights are the first ones unless they were restored."""
+
+    cluster: ClusterSpec
+    joined: tuple[Joined, ...]
+    ids: tuple[str, ...]
+
+
+class Fleet:
+    """Workers, keepers and those to come. `say` tells the user.
+
+    Ended by `end`, whatever happened before.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        data: Dataset,
+        *,
+        start: WorkerStart,
+        crew: Crew,
+        living: Living,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config, self._data, self._say = config, data, say
+        self.crew = crew
+        self._watch = NodeWatch(config.elastic.look_every_s)
+        self._recruits = Recruits(start)
+        self._limits = Limits.of(config)
+        self.keeping = Keeping.start(config, run_key=start.run_key, nodes=self._nodes(), living=living.keepers)
+        self._store: RendezvousStore | None = None
+        self._formed: Formed | None = None
+        self._setbacks = Setbacks()
+        self._losses: tuple[Loss, ...] = ()
+        self._warned: set[str] = set()
+        self._generation = living.newest_generation
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Of the generation that is formed."""
+        assert self._formed is not None
+        return self._formed.cluster
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Of the generation's devices, in the order of their numbers."""
+        assert self._formed is not None
+        return self._formed.ids
+
+    def decide(self, *, failure: Failure | None = None, waiting_since_s: float | None = None) -> Decision:
+        """What to do about the devices now; new ones stand by from here on."""
+        self._look()
+        now_s = time.monotonic()
+        if failure is None and waiting_since_s is None and self._formed is not None and self._is_quiet():
+            return Decision(what=Move.GO_ON, reason="the devices are the same")
+        return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
+
+    def await_devices(self, failure: Failure | None, *, stopping: threading.Event) -> Decision:
+        """The decision after a loss (or before the first generation), once it is not to wait."""
+        since_s: float | None = None
+        said = ""
+        while True:
+            decision = self.decide(failure=failure, waiting_since_s=since_s)
+            if decision.what is not Move.WAIT or stopping.is_set():
+                return decision
+            if since_s is None:
+                since_s = time.monotonic()
+                self._say(decision.reason)
+            elif said != decision.reason:
+                logger.info(decision.reason)
+            said = decision.reason
+            self._recruits.want(self._limits.max_devices - len(self.crew.everyone))
+            stopping.wait(self._config.elastic.look_every_s)
+
+    def spec(self, decision: Decision) -> ClusterSpec:
+        """The generation that a decision asks for."""
+        member_of = {member.id: member for member in self.crew.everyone}
+        return cluster_spec(
+            with_stages(self._config, decision.num_stages),
+            self._data.model,
+            facts=[member_of[each].facts for each in decision.devices],
+            generation=self._generation + 1,
+        )
+
+    def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> Formed:
+        """The decision's devices meet, those that worked before having left or been aborted. `empty`: their weights are
+        about to be filled.
+
+        Raises:
+            RanksLostError: one was lost meanwhile.
+        """
+        self._generation = cluster.generation
+        self.crew.form(cluster, decision.devices)
+        self._formed = Formed(cluster=cluster, joined=(), ids=decision.devices)
+        self._store, joined = join_devices(self.crew, cluster, empty=empty)
+        self._formed = Formed(cluster=cluster, joined=tuple(joined), ids=decision.devices)
+        return self._formed
+
+    def leave(self) -> None:
+        """All devices of the generation part in order, each with its copies.
+
+        Raises:
+            RanksLostError: one was lost meanwhile.
+        """
+        self.crew.each(lambda _, worker: worker.leave.remote())
+
+    def fill(self, found: Restorable) -> None:
+        """All devices take up a state.
+
+        Raises:
+            RanksLostError: one was lost meanwhile.
+        """
+        sources = ray.put(found.sources)
+        self.crew.each(lambda _, worker: worker.fill.remote(found.state, sources))
+
+    def keep(self, state: StateId) -> None:
+        """All devices hand their shards of what they hold now to keepers, in the background."""
+        self.keeping.cover(self._nodes())
+        self.keeping.assign(self.crew.members)
+        self.crew.each(lambda _, worker: worker.take_snapshot.remote(state))
+
+    def mend_keepers(self) -> None:
+        """A keeper is gone: another takes its place."""
+        self.keeping.cover(self._nodes())
+        self.keeping.assign(self.crew.members)
+
+    def count_loss(self, error: RanksLostError) -> Failure:
+        """Take note of a loss, and look for replacements."""
+        now_s = time.monotonic()
+        self._losses += tuple(Loss(place=each.node_id, at_s=now_s) for each in error.lost)
+        failure = Failure(cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=str(error))
+        self._recruits.want(self._missing())
+        return failure
+
+    def went_on(self, failure: Failure) -> None:
+        """The run goes on after it."""
+        self._setbacks = self._setbacks.after(failure)
+
+    def finished_step(self) -> None:
+        self._setbacks = self._setbacks.after_step()
+
+    def leaves_soon(self) -> tuple[str, ...]:
+        """Nodes with active devices that were announced to go, each named once."""
+        nodes = {member.facts.node_id for member in self.crew.members} & self._watch.look().draining.keys()
+        new = tuple(sorted(nodes - self._warned))
+        self._warned |= nodes
+        return new
+
+    def end(self) -> None:
+        """Nothing is left of it."""
+        for part in (self._recruits, self._watch, self.crew, self.keeping):
+            try:
+                part.end()
+            except Exception:
+                logger.exception("ending %s", type(part).__name__)
+
+    def _look(self) -> None:
+        """Those who came stand by; those of nodes that have gone are nobody's any more."""
+        self.crew.add(self._recruits.ready())
+        if self._config.elastic.grow:
+            self._recruits.want(self._missing())
+
+    def _missing(self) -> int:
+        return max(0, self._limits.max_devices - len(self.crew.everyone)) if self._config.elastic.grow else 0
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing has come, and nothing is about to go."""
+        drained = {member.facts.node_id for member in self.crew.members} & self._watch.look().draining.keys()
+        return not drained and not self.crew.waiting
+
+    def _facts(self, *, failure: Failure | None, waiting_since_s: float | None) -> Facts:
+        epoch_s, now_s = time.time(), time.monotonic()
+        formed = self._formed
+        return Facts(
+            limits=self._limits,
+            devices=tuple(Device(id=member.id, node_id=member.facts.node_id) for member in self.crew.everyone),
+            fits=layouts_that_fit(
+                self._config,
+                self._data.model,
+                facts=[member.facts for member in self.crew.everyone],
+                longest_tokens=int(self._data.index.lengths.max()),
+            ),
+            active=formed.ids if formed else (),
+            num_stages=formed.cluster.num_stages if formed else 1,
+            leaving=tuple(
+                Leaving(node_id=node, deadline_s=now_s + (drain.deadline_s or epoch_s) - epoch_s)
+                for node, drain in self._watch.look().draining.items()
+            ),
+            starting=tuple(Starting(since_s=now_s) for _ in range(self._recruits.num_opening)),
+            losses=self._losses,
+            failure=failure,
+            setbacks=self._setbacks,
+            waiting_since_s=waiting_since_s,
+        )
+
+    def _nodes(self) -> Sequence[str]:
+        return list(dict.fromkeys(member.facts.node_id for member in self.crew.everyone))

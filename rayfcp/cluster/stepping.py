@@ -1,0 +1,209 @@
+"""Steps of a generation: dispatched, watched while they run, written down while the next one runs."""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rayfcp.cluster.fleet import Fleet, Formed
+from rayfcp.cluster.guard import NumberGuard
+from rayfcp.cluster.measured import ranks_per_node
+from rayfcp.cluster.observing import observations
+from rayfcp.cluster.planner import PlannedStep
+from rayfcp.cluster.planners import PlanQueue
+from rayfcp.cluster.reporting import Journal, step_report
+from rayfcp.cluster.saving import Saver
+from rayfcp.cluster.watching import StepWatch
+from rayfcp.config import Config
+from rayfcp.elastic.hang import StepTimes
+from rayfcp.elastic.kept import Kept
+from rayfcp.execute.reports import RankReport
+from rayfcp.plan import CostModel
+from rayfcp.plan.profiles.refit import Refit
+from rayfcp.values import ClusterSpec, StateId, StepReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A step that all devices finished. `again`: it ran before, or was under way, when something was lost."""
+
+    planned: PlannedStep
+    devices: tuple[RankReport, ...]
+    step_s: float
+    again: bool
+
+
+class Stepper:
+    """Runs the steps of one generation after the other; knows what is finished, and what keepers hold.
+
+    `tell` is given the report of each step once it is committed, each step once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        *,
+        plans: PlanQueue,
+        journal: Journal,
+        saver: Saver,
+        guard: NumberGuard,
+        tell: Callable[[StepReport], None],
+    ) -> None:
+        self._config, self._fleet, self._plans, self._tell = config, fleet, plans, tell
+        self._journal, self._saver, self._guard = journal, saver, guard
+        self._peak_flops = 0.0
+        self._times = StepTimes()
+        self._done: Done | None = None
+        self._kept: Kept | None = None
+        self._again_to = 0
+        self.last_finished = 0
+        self.own_s: list[tuple[float, float]] = []
+        """Wall and CPU seconds of the controller's own work in each step."""
+
+    @property
+    def refit(self) -> Refit:
+        """The cost model, and what steps taught of it."""
+        return self._refit
+
+    def learn_from(self, cost: CostModel, *, peak_flops: float) -> None:
+        """Measured coefficients, which steps refit from here on, and what a device can do at most."""
+        self._peak_flops = peak_flops
+        self._refit = Refit.start(cost)
+
+    def plan_for(self, cluster: ClusterSpec, *, version: int) -> None:
+        """Steps after `version` are planned for these ranks; what was planned for others is dropped."""
+        cost = dataclasses.replace(self._refit.cost, ranks_per_node=ranks_per_node(cluster))
+        self._plans.start(version + 1, self._config.train.steps, cluster=cluster, cost=cost)
+
+    def begin(self, formed: Formed, *, version: int) -> None:
+        """A generation has taken up the state after `version` steps, and hands it to keepers. Steps finished before run
+        again."""
+        lost = max(0, self.last_finished - version)
+        if lost:
+            self._journal.metrics.count_lost_steps(lost)
+        self.last_finished = version
+        generation, every = formed.cluster.generation, self._config.elastic.snapshot_every_steps
+        before = self._kept if self._kept is not None and _is_behind(self._kept.safe, version) else None
+        self._kept = (
+            before.again(formed.ids, generation=generation, first=version)
+            if before
+            else Kept.start(formed.ids, generation=generation, first=version, every=every)
+        )
+        if every:
+            self._fleet.keep(StateId(version=version, generation=generation))
+
+    def run(self, step: int) -> None:
+        """One step of all devices, from its plan to their reports.
+
+        Raises:
+            RanksLostError: it did not come to its end; the one before did.
+        """
+        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        crew, waited_s = self._fleet.crew, self._fleet.crew.waited_s
+        self._wait_until_safe(step)
+        planned = self._plans.take()
+        start_s = time.perf_counter()
+        refs = self._dispatch(planned, step)
+        self._plans.refill()
+        self._learn()
+        self.commit()
+        watch = StepWatch(self._fleet.ids, step=step, deadline_s=self._deadline_s(planned))
+        devices = crew.gather(refs, verdict=watch)
+        step_s = time.perf_counter() - start_s
+        self._done = Done(planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to)
+        self.last_finished = step
+        self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
+        self._fleet.finished_step()
+        self._hear(devices)
+        self._guard.check(planned.batch, devices[0], metrics=self._journal.metrics)
+        self._saver.after_step(step, crew, ranks=devices, metrics=self._journal.metrics)
+        idle_s = planned.wait_s + crew.waited_s - waited_s
+        self.own_s.append((time.perf_counter() - began_s - idle_s, time.thread_time() - cpu_s))
+
+    def commit(self) -> None:
+        """Write down the last finished step, unless that is done."""
+        done, self._done = self._done, None
+        if done is None:
+            return
+        report = step_report(done.planned, done.devices, step_s=done.step_s, peak_flops=self._peak())
+        report = dataclasses.replace(report, recovered=done.again)
+        if self._journal.commit(report, done.devices):
+            self._tell(report)
+
+    def broke(self, step: int) -> None:
+        """`step` was under way when something was lost: it, and those finished that are lost, run again."""
+        self.commit()
+        self._again_to = step
+        self._times = StepTimes()
+
+    def copy_state(self, version: int) -> None:
+        """All devices have a copy of the state after `version` steps, which is theirs now."""
+        assert self._kept is not None
+        if not self._kept.due(version):
+            self._fleet.keep(StateId(version=version, generation=self._fleet.cluster.generation))
+
+    def _wait_until_safe(self, step: int) -> None:
+        """So that a loss makes the run execute no more finished steps again than it may."""
+        assert self._kept is not None
+        while not self._kept.may_dispatch(step):
+            state, crew = self._kept.needed(step), self._fleet.crew
+            timeout_s = self._config.elastic.hang_min_s
+            kept = crew.gather([each.await_kept.remote(state, timeout_s=timeout_s) for each in crew.workers])
+            late = [each for each, done in zip(self._fleet.ids, kept, strict=True) if not done]
+            self._kept = self._kept.after({each: state for each in self._fleet.ids if each not in late})
+            if late:
+                logger.warning("keepers lack %s of %d devices; waiting before step %d", state, len(late), step)
+                self._fleet.mend_keepers()
+
+    def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
+        """A reference of each device's report."""
+        assert self._kept is not None
+        cluster = self._fleet.cluster
+        after = StateId(version=step, generation=cluster.generation)
+        state = after if self._kept.due(step) else None
+        return [
+            worker.step.remote(
+                planned.programs[number // cluster.tensor_parallel],
+                planned.batch_ref,
+                plan_hash=planned.record.plan_hash,
+                snapshot=state,
+                safe=self._kept.safe if self._kept.every else after,
+            )
+            for number, worker in enumerate(self._fleet.crew.workers)
+        ]
+
+    def _learn(self) -> None:
+        """From the last finished step, while the next one runs."""
+        if self._done is not None and self._config.plan.refit:
+            self._refit = self._refit.after(observations(self._done.planned.record.groups, self._done.devices))
+            self._plans.use(self._refit.cost)
+
+    def _hear(self, devices: Sequence[RankReport]) -> None:
+        """What the reports say of copies and keepers."""
+        assert self._kept is not None
+        if any(report.keeper_lost for report in devices):
+            lost = [each for each, report in zip(self._fleet.ids, devices, strict=True) if report.keeper_lost]
+            self._kept = self._kept.without_copies(lost)
+            self._fleet.mend_keepers()
+        self._kept = self._kept.after(
+            {each: report.kept for each, report in zip(self._fleet.ids, devices, strict=True)}
+        )
+        seconds = [report.snapshot_s for report in devices if report.snapshot_s is not None]
+        if seconds:
+            self._journal.metrics.set_snapshot(max(seconds))
+
+    def _deadline_s(self, planned: PlannedStep) -> float:
+        return self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
+
+    def _peak(self) -> float:
+        return self._peak_flops * self._fleet.cluster.num_devices
+
+
+def _is_behind(safe: StateId | None, version: int) -> bool:
+    """Whether copies that are safe stay of use to a run that goes on from `version`: after a fall back to a checkpoint
+    they do not."""
+    return safe is None or safe.version <= version

@@ -1,0 +1,144 @@
+"""From one generation of devices to the next: the first one, resizes between steps, recovery from losses."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.fleet import Fleet, Formed
+from rayfcp.cluster.losses import RanksLostError
+from rayfcp.cluster.reporting import Journal
+from rayfcp.cluster.restoring import Restorable, restorable
+from rayfcp.cluster.saving import Saver
+from rayfcp.cluster.stepping import Stepper
+from rayfcp.elastic.facts import Failure
+from rayfcp.values import ClusterSpec, Decision, Move
+
+
+class StoppedError(Exception):
+    """The user asked for an end while there was no generation that could run a step."""
+
+
+class Transitions:
+    """Carries decisions out. A generation is formed the same way whatever came before: devices meet, take up a state,
+    hand it to keepers; it is planned for meanwhile."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        stepper: Stepper,
+        *,
+        saver: Saver,
+        journal: Journal,
+        stopping: threading.Event,
+        say: Callable[[str], None],
+    ) -> None:
+        self._fleet, self._stepper, self._saver, self._journal = fleet, stepper, saver, journal
+        self._stopping, self._say = stopping, say
+
+    def begin(self, decision: Decision, cluster: ClusterSpec, *, found: Restorable | None) -> Formed:
+        """The first generation, with a state that living workers and keepers hold, else from the checkpoint that the
+        run goes on from, else with first weights.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        formed = self._fleet.form(decision, cluster, empty=found is not None)
+        if found is not None:
+            self._fleet.fill(found)
+        else:
+            self._saver.resume(self._fleet.crew)
+        self._note(formed)
+        return formed
+
+    def at_boundary(self, *, version: int) -> None:
+        """After `version` steps: grow, or leave nodes that are about to go, where that is decided.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        decision = self._fleet.decide()
+        if not decision.devices:
+            for node in self._fleet.leaves_soon():
+                self._say(f"node {node} is about to go and nothing can replace it: {decision.reason}; saving")
+                self._saver.save_now(version, self._fleet.crew, metrics=self._journal.metrics)
+            return
+        self._say(decision.reason)
+        before = len(self._fleet.ids)
+        self._stepper.commit()
+        self._saver.finish(self._fleet.crew, metrics=self._journal.metrics)
+        self._stepper.copy_state(version)
+        cluster = self._fleet.spec(decision)
+        self._stepper.plan_for(cluster, version=version)
+        self._fleet.leave()
+        self._take_up(decision, cluster, version=version)
+        if len(self._fleet.ids) != before:
+            self._journal.metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
+
+    def after_loss(self, error: RanksLostError, *, step: int) -> int:
+        """Devices were lost, or an exchange failed, while `step` was under way or before it: go on with what is left.
+        How many steps the state has.
+
+        Raises:
+            CannotGoOnError: too little is left, or it happened too often.
+            StoppedError: the user asked for an end meanwhile.
+        """
+        noticed_s = time.monotonic()
+        before = len(self._fleet.ids)
+        self._stepper.broke(step)
+        self._saver.abandon()
+        while True:
+            self._say(f"step {step}: {error}")
+            failure = self._fleet.count_loss(error)
+            try:
+                version = self._go_on(failure)
+                break
+            except RanksLostError as again:
+                error = again
+        metrics = self._journal.metrics
+        metrics.observe_recovery(failure.cause.value, seconds=time.monotonic() - noticed_s)
+        if len(self._fleet.ids) != before:
+            metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
+        return version
+
+    def _go_on(self, failure: Failure) -> int:
+        decision = self._fleet.await_devices(failure, stopping=self._stopping)
+        if decision.what is Move.GIVE_UP:
+            raise CannotGoOnError(decision.reason)
+        if not decision.devices:
+            raise StoppedError
+        self._fleet.went_on(failure)
+        self._say(decision.reason)
+        cluster = self._fleet.spec(decision)
+        return self._take_up(decision, cluster, version=None)
+
+    def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
+        """Form the decision's generation and give it the newest state that there is; `version`, where it is known and
+        planned for."""
+        found = restorable(self._fleet.crew.everyone, self._fleet.keeping)
+        if found.state is not None and found.state.version != version:
+            version = found.state.version
+            self._stepper.plan_for(cluster, version=version)
+        formed = self._fleet.form(decision, cluster, empty=found.state is not None)
+        if found.state is not None:
+            self._fleet.fill(found)
+        else:
+            version = self._fall_back(found, cluster)
+        assert version is not None
+        self._note(formed)
+        self._stepper.begin(formed, version=version)
+        return version
+
+    def _fall_back(self, found: Restorable, cluster: ClusterSpec) -> int:
+        """No state has all its shards: the newest checkpoint, or the first weights."""
+        version = self._saver.fall_back(self._fleet.crew)
+        whence = f"the checkpoint of step {version}" if version else "the beginning, for there is no checkpoint"
+        self._say(f"{found.reason}; going on from {whence}")
+        self._stepper.plan_for(cluster, version=version)
+        return version
+
+    def _note(self, formed: Formed) -> None:
+        metrics = self._journal.metrics
+        metrics.keep_ranks(formed.cluster.num_devices)
+        seconds = max(each.process_group_s for each in formed.joined)
+        metrics.set_process_groups(formed.joined[0].process_groups, seconds=seconds)
