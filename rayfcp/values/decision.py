@@ -10,6 +10,7 @@ class Move(StrEnum):
     GO_ON = "go on"
     SHRINK = "shrink"
     GROW = "grow"
+    REPLACE = "replace"
     RETRY = "retry"
     WAIT = "wait"
     GIVE_UP = "give up"
@@ -18,7 +19,8 @@ class Move(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """`reason`: one sentence for people. `devices`: ids of those to go on with, in the order of their numbers, where
-    `what` forms a new generation (shrink, grow, retry); none otherwise. `num_stages` of that generation."""
+    `what` forms a new generation (shrink, grow, replace, retry); none otherwise. `num_stages` of that generation.
+    Replace: as many devices as before, some of them others; retry: the same ones."""
 
     what: Move
     reason: str
