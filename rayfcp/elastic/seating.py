@@ -15,8 +15,8 @@ def seated(
     """Ids of `shape`'s devices in the order of their numbers; `active` were those of the shape `before`.
 
     Devices that hold parts of a stage stay in it, in their order, at their places where there are as many ranks as
-    before or more; devices of one node are neighbours within a stage, and make up a unit where there are enough.
-    Those that are active go before others, others in the order given.
+    before or more; devices of one node are neighbours within a stage, and make up a unit where there are enough. A
+    stage that lacks units gets those of its own nodes first, active ones before others, others in the order given.
     """
     node_of = {device.id: device.node_id for device in devices}
     if shape == before and all(each in node_of for each in active):

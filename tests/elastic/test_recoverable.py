@@ -1,0 +1,106 @@
+"""The newest complete state, against brute force, and where its shards are fetched from."""
+
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.elastic.recoverable import Held, newest
+from rayfcp.values import ShardHeader, StateId
+
+
+def copy(version: int, number: int, *, of: int, where: str, generation: int = 0, is_keeper: bool = False) -> Held:
+    header = ShardHeader(
+        state=StateId(version=version, generation=generation),
+        number=number,
+        num_devices=of,
+        entries=(),
+        num_bytes=0,
+        scalars={},
+    )
+    return Held(header=header, where=where, is_keeper=is_keeper)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> list[Held]:
+    """Of up to three versions in two generations, on three workers and two keepers; some complete, most not."""
+    sizes = {generation: draw(st.integers(1, 3)) for generation in (0, 1)}
+    found = []
+    for _ in range(draw(st.integers(0, 14))):
+        generation, keeper = draw(st.integers(0, 1)), draw(st.booleans())
+        found.append(
+            copy(
+                draw(st.integers(3, 5)),
+                draw(st.integers(0, sizes[generation] - 1)),
+                of=sizes[generation],
+                where=f"k{draw(st.integers(0, 1))}" if keeper else f"w{draw(st.integers(0, 2))}",
+                generation=generation,
+                is_keeper=keeper,
+            )
+        )
+    return found
+
+
+def complete(held: Sequence[Held]) -> list[StateId]:
+    """All states of which each number has a copy, by trying all."""
+    states = [StateId(version=version, generation=generation) for version in range(3, 6) for generation in (0, 1)]
+    found = []
+    for state in states:
+        mine = [each.header for each in held if each.header.state == state]
+        if mine and {header.number for header in mine} == set(range(mine[0].num_devices)):
+            found.append(state)
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(copies(), st.sampled_from(["w0", "w1", "w9"]))
+def test_newest_is_what_trying_all_finds(held: list[Held], asker: str) -> None:
+    found = newest(held)
+    assert found.state == max(complete(held), default=None)
+    assert found == newest(held)
+    if found.state is None:
+        assert found.num_devices == 0
+        return
+    assert found.num_devices == next(each.header.num_devices for each in held if each.header.state == found.state)
+    for number, sources in enumerate(found.sources_for(asker)):
+        mine = [each for each in held if each.header.state == found.state and each.header.number == number]
+        assert sorted(sources) == sorted({each.where for each in mine})
+        assert (sources[0] == asker) == any(each.where == asker for each in mine)
+        others = [where.startswith("k") for where in sources if where != asker]
+        assert others == sorted(others), "a keeper was asked before a worker"
+
+
+def test_the_reason_says_what_newer_states_lack() -> None:
+    held = [copy(7, 0, of=3, where="w0"), copy(7, 2, of=3, where="w2")]
+    held += [copy(6, number, of=3, where=f"w{number}") for number in (0, 2)]
+    held += [copy(6, 1, of=3, where="k0", is_keeper=True)]
+    assert newest(held).reason == (
+        "the state after step 6 (generation 0) has all 3 shards in memory, 1 of them only at keepers; "
+        "the state after step 7 (generation 0) lacks shard 1 of 3"
+    )
+
+
+def test_the_reason_of_none_names_what_is_missing() -> None:
+    held = [copy(version, 0, of=4, where="w0", generation=2) for version in range(5)]
+    assert newest(held).state is None
+    assert newest(held).reason == (
+        "no state in memory is complete: the state after step 4 (generation 2) lacks shards 1, 2, 3 of 4; "
+        "the state after step 3 (generation 2) lacks shards 1, 2, 3 of 4; "
+        "the state after step 2 (generation 2) lacks shards 1, 2, 3 of 4, and 2 older ones are incomplete too"
+    )
+    assert newest([]).reason == "no state in memory: 0 copies are alive"
+
+
+def test_copies_that_disagree_are_no_state() -> None:
+    held = [copy(2, 0, of=1, where="w0"), copy(2, 1, of=2, where="w1"), copy(1, 0, of=1, where="w0")]
+    found = newest(held)
+    assert found.state == StateId(version=1, generation=0)
+    assert "the state after step 2 (generation 0) has copies for 1 and 2 devices" in found.reason
+
+
+def test_the_same_version_of_a_later_generation_is_newer_and_they_never_mix() -> None:
+    held = [copy(4, 0, of=2, where="w0"), copy(4, 1, of=2, where="w1"), copy(4, 0, of=1, where="w0", generation=1)]
+    assert newest(held).state == StateId(version=4, generation=1)
+    assert newest(held[:2]).state == StateId(version=4, generation=0)
+    mixed = [copy(4, 0, of=2, where="w0"), copy(4, 1, of=2, where="w1", generation=1)]
+    assert newest(mixed).state is None

@@ -1,0 +1,252 @@
+"""Sizes: what holds of every decision, the best size by brute force, and the cases that people ask about."""
+
+import dataclasses
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.size import decide
+from rayfcp.values import Move
+from tests.elastic.worlds import NOW_S, devices, is_calm, running, usable, worlds
+
+FORMS = {Move.SHRINK, Move.GROW, Move.REPLACE, Move.RETRY}
+FOUR = Limits(min_devices=1, max_devices=4)
+DEAD = Failure(cause=Cause.DIED, lost=("d1",), message="exit code -9")
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_what_holds_of_every_decision(facts: Facts) -> None:
+    decision = decide(facts, now_s=NOW_S)
+    assert decision == decide(facts, now_s=NOW_S)
+    assert "\n" not in decision.reason
+    assert any(letter.isdigit() for letter in decision.reason)
+    assert bool(decision.devices) == (decision.what in FORMS)
+    if not decision.devices:
+        return
+    ids, limits = decision.devices, facts.limits
+    assert len(set(ids)) == len(ids) <= limits.max_devices
+    assert set(ids) <= usable(facts)
+    num_ranks, rest = divmod(len(ids), decision.num_stages * limits.tensor_parallel)
+    assert rest == 0
+    assert any(fit.num_stages == decision.num_stages and num_ranks >= fit.min_ranks for fit in facts.fits)
+    assert len(usable(facts)) >= limits.min_devices
+    was = len(facts.active)
+    assert {Move.SHRINK: len(ids) < was, Move.GROW: len(ids) >= was}.get(decision.what, len(ids) == was)
+    if decision.what in (Move.RETRY, Move.REPLACE) and decision.num_stages == facts.num_stages:
+        assert (set(ids) == set(facts.active)) == (decision.what is Move.RETRY)
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds())
+def test_what_kind_of_move_fits_the_occasion(facts: Facts) -> None:
+    """Between steps nothing waits; after a failure nothing goes on as if it had not been."""
+    decision = decide(facts, now_s=NOW_S)
+    if not is_calm(facts):
+        assert decision.what is not Move.GO_ON
+        return
+    assert decision.what in (Move.GO_ON, Move.GROW, Move.SHRINK, Move.REPLACE)
+    if set(facts.active) <= usable(facts):
+        assert decision.what in (Move.GO_ON, Move.GROW)
+    else:
+        assert decision.what is not Move.GROW
+
+
+def most(facts: Facts, *, at_most: int) -> tuple[int, int] | None:
+    """Stages and ranks by trying all: as many stages as configured or next to it, then as many ranks as can be."""
+    count, limits = len(usable(facts)), facts.limits
+    can = [
+        (fit.num_stages, ranks)
+        for fit in facts.fits
+        for ranks in range(fit.min_ranks, count + 1)
+        if ranks * fit.num_stages * limits.tensor_parallel <= min(count, at_most, limits.max_devices)
+    ]
+    return max(can, default=None) if count >= limits.min_devices else None
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds())
+def test_a_failure_leaves_as_many_ranks_as_can_be(facts: Facts) -> None:
+    facts = dataclasses.replace(facts, losses=(), failure=DEAD, setbacks=Setbacks())
+    at_most = len(facts.active) if facts.active and not facts.limits.grow else 99
+    best = most(facts, at_most=at_most)
+    decision = decide(facts, now_s=NOW_S)
+    if best is None:
+        assert decision.what is Move.WAIT
+    else:
+        per_rank = decision.num_stages * facts.limits.tensor_parallel
+        assert (decision.num_stages, len(decision.devices) // per_rank) == best
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds(), st.floats(0, 200))
+def test_waiting_ends_after_its_time_and_not_before(facts: Facts, waited_s: float) -> None:
+    facts = dataclasses.replace(facts, failure=DEAD, setbacks=Setbacks(), waiting_since_s=NOW_S, losses=())
+    assume(decide(facts, now_s=NOW_S).what is Move.WAIT)
+    wait_s = facts.limits.wait_s
+    late = decide(facts, now_s=NOW_S + waited_s).what
+    assert late is (Move.GIVE_UP if waited_s >= wait_s else Move.WAIT)
+    assert decide(facts, now_s=NOW_S + wait_s).what is Move.GIVE_UP
+    assert decide(facts, now_s=NOW_S + wait_s - 0.01).what is Move.WAIT
+
+
+@settings(max_examples=100, deadline=None)
+@given(worlds())
+def test_what_was_decided_is_not_undone_by_the_next_look(facts: Facts) -> None:
+    facts = dataclasses.replace(facts, starting=())
+    decision = decide(facts, now_s=NOW_S)
+    assume(decision.devices)
+    had_leaving = is_calm(facts) and not set(facts.active) <= usable(facts)
+    given_up = facts.failure.lost if facts.failure else ()
+    after = dataclasses.replace(
+        facts,
+        devices=tuple(each for each in facts.devices if each.id not in given_up),
+        active=decision.devices,
+        num_stages=decision.num_stages,
+        failure=None,
+        setbacks=Setbacks(),
+        waiting_since_s=None,
+    )
+    again = decide(after, now_s=NOW_S)
+    assert again.what is Move.GO_ON or (had_leaving and again.what is Move.GROW)
+
+
+def test_a_lost_device_shrinks_by_a_rank() -> None:
+    facts = running("a", "a", "b", "b", limits=FOUR, gone=("d1",), failure=DEAD)
+    decision = decide(facts, now_s=NOW_S)
+    assert (decision.what, decision.devices) == (Move.SHRINK, ("d0", "d2", "d3"))
+    assert decision.reason == ("1 device died (exit code -9), 1 of 4 devices are lost; on with 3 devices as 3 ranks")
+
+
+def test_a_device_standing_by_takes_the_place_of_a_lost_one() -> None:
+    facts = running("a", "a", "b", "b", "b", limits=FOUR, gone=("d2",), failure=dataclasses.replace(DEAD, lost=("d2",)))
+    decision = decide(facts, now_s=NOW_S)
+    assert (decision.what, decision.devices) == (Move.REPLACE, ("d0", "d1", "d4", "d3"))
+
+
+def test_a_failed_exchange_is_retried_with_all() -> None:
+    failure = Failure(cause=Cause.COLLECTIVE, message="connection reset")
+    decision = decide(running("b", "a", "b", "a", limits=FOUR, failure=failure), now_s=NOW_S)
+    assert (decision.what, decision.devices) == (Move.RETRY, ("d0", "d1", "d2", "d3"))
+
+
+def test_loss_of_all_waits_and_goes_on_with_what_comes() -> None:
+    everyone = ("d0", "d1", "d2", "d3")
+    facts = running(*"aabb", limits=FOUR, gone=everyone, failure=Failure(cause=Cause.NODE, lost=everyone))
+    assert decide(facts, now_s=NOW_S).what is Move.WAIT
+    came = dataclasses.replace(facts, devices=devices("c", first=7), waiting_since_s=NOW_S)
+    decision = decide(came, now_s=NOW_S + 5)
+    assert (decision.what, decision.devices) == (Move.SHRINK, ("d7",))
+
+
+TWO_STAGES = Limits(min_devices=1, max_devices=4, num_stages=2)
+
+
+def test_a_loss_with_stages_takes_a_rank_and_leaves_each_stage_where_it_is() -> None:
+    """Stage 0 is d0, d1, stage 1 is d2, d3."""
+    facts = running(*"aabb", limits=TWO_STAGES, num_stages=2, gone=("d0",), failure=DEAD, fits=(Fit(num_stages=2),))
+    facts = dataclasses.replace(facts, failure=dataclasses.replace(DEAD, lost=("d0",)))
+    decision = decide(facts, now_s=NOW_S)
+    assert (decision.what, decision.devices, decision.num_stages) == (Move.SHRINK, ("d1", "d2"), 2)
+
+
+def test_stages_are_joined_where_no_rank_is_left_and_parted_when_devices_come() -> None:
+    facts = running(*"ab", limits=TWO_STAGES, num_stages=2, gone=("d1",), failure=DEAD, fits=(Fit(num_stages=2),))
+    assert decide(facts, now_s=NOW_S).what is Move.WAIT
+    fits = (Fit(num_stages=1), Fit(num_stages=2))
+    decision = decide(dataclasses.replace(facts, fits=fits), now_s=NOW_S)
+    assert (decision.what, decision.devices, decision.num_stages) == (Move.SHRINK, ("d0",), 1)
+    back = Facts(limits=TWO_STAGES, fits=fits, devices=devices(*"ab"), active=("d0",))
+    decision = decide(back, now_s=NOW_S)
+    assert (decision.what, decision.devices, decision.num_stages) == (Move.GROW, ("d0", "d1"), 2)
+
+
+def test_one_device_more_than_whole_ranks_stands_by() -> None:
+    limits = Limits(min_devices=2, max_devices=8, tensor_parallel=2)
+    facts = Facts(limits=limits, devices=devices(*"aab"), active=("d0", "d1"))
+    assert decide(facts, now_s=NOW_S).what is Move.GO_ON
+
+
+class TestDrain:
+    LEAVING = (Leaving(node_id="b", deadline_s=NOW_S + 30),)
+
+    def test_shrinks_before_the_deadline(self) -> None:
+        decision = decide(running(*"aabb", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
+        assert (decision.what, decision.devices) == (Move.SHRINK, ("d0", "d1"))
+        assert "2 of 4 devices are on 1 nodes that leave in 30 s" in decision.reason
+
+    def test_takes_devices_standing_by_instead(self) -> None:
+        decision = decide(running(*"aabbcc", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
+        assert (decision.what, decision.devices) == (Move.REPLACE, ("d0", "d1", "d4", "d5"))
+
+    def test_goes_on_while_it_lasts_where_nobody_else_is(self) -> None:
+        decision = decide(running(*"bb", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
+        assert decision.what is Move.GO_ON
+        assert "only 0 others can be used and 1 are needed" in decision.reason
+
+    def test_does_not_grow_in_the_same_go(self) -> None:
+        limits = Limits(min_devices=1, max_devices=8)
+        facts = Facts(limits=limits, devices=devices(*"aabccc"), active=("d0", "d1", "d2"), leaving=self.LEAVING)
+        assert len(decide(facts, now_s=NOW_S).devices) == 3
+
+
+class TestGrowth:
+    LIMITS = Limits(min_devices=1, max_devices=8)
+
+    def test_takes_all_that_came_up_to_the_most(self) -> None:
+        facts = Facts(limits=FOUR, devices=devices(*"abcba"), active=("d0", "d1"))
+        decision = decide(facts, now_s=NOW_S)
+        assert (decision.what, decision.devices) == (Move.GROW, ("d0", "d4", "d1", "d3"))
+
+    @pytest.mark.parametrize(("age_s", "what"), [(5.0, Move.GO_ON), (20.0, Move.GROW)])
+    def test_gathers_devices_that_start_but_not_for_ever(self, age_s: float, what: Move) -> None:
+        facts = Facts(
+            limits=self.LIMITS,
+            devices=devices(*"ab"),
+            active=("d0",),
+            starting=(Starting(since_s=NOW_S - age_s),),
+        )
+        assert decide(facts, now_s=NOW_S).what is what
+
+    @pytest.mark.parametrize(
+        ("losses", "ready_s", "what"),
+        [(2, NOW_S, Move.GROW), (3, NOW_S - 29, Move.GO_ON), (3, NOW_S - 31, Move.GROW), (4, NOW_S - 31, Move.GO_ON)],
+    )
+    def test_a_place_that_loses_devices_often_stays_calm_first(self, losses: int, ready_s: float, what: Move) -> None:
+        facts = Facts(
+            limits=self.LIMITS,
+            devices=(*devices("a"), Device(id="d9", node_id="b", place="b/0", ready_s=ready_s)),
+            active=("d0",),
+            losses=tuple(Loss(place="b/0", at_s=NOW_S - 500 + index) for index in range(losses)),
+        )
+        assert decide(facts, now_s=NOW_S).what is what
+
+    def test_a_place_that_loses_devices_often_is_better_than_none(self) -> None:
+        facts = Facts(
+            limits=self.LIMITS,
+            devices=devices("b"),
+            losses=tuple(Loss(place="b", at_s=NOW_S - index) for index in range(5)),
+        )
+        assert decide(facts, now_s=NOW_S).what is Move.GROW
+
+    def test_off_means_off_but_the_lost_are_replaced(self) -> None:
+        limits = dataclasses.replace(self.LIMITS, grow=False)
+        facts = Facts(limits=limits, devices=devices(*"abc"), active=("d0",))
+        assert decide(facts, now_s=NOW_S).what is Move.GO_ON
+        lost = dataclasses.replace(facts, failure=Failure(cause=Cause.DIED, lost=("d0",)))
+        assert decide(lost, now_s=NOW_S).what is Move.REPLACE
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"fits": (Fit(num_stages=2),)}, r"fits is .*must hold a number of stages up to limits.num_stages \(1\)"),
+        ({"devices": devices("a") * 2}, r"devices has 'd0' 2 times, must have it once"),
+        ({"active": ("d0",), "num_stages": 2}, r"active has 1 devices, must have a multiple"),
+    ],
+)
+def test_facts_that_cannot_be(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Facts(**{"limits": FOUR, "devices": devices("a"), **wrong})  # type: ignore[arg-type]
