@@ -13,7 +13,8 @@ import ray
 
 from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous
 from rayfcp.config import Config
-from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.execute.integrity import FileSum, find_damage
+from rayfcp.execute.reports import Joined, RankReport, SavedPart
 from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.plan.profiles.shapes import PassShape
@@ -106,8 +107,12 @@ class RankWorker:
     def begin_save(self, folder: str) -> None:
         self._engine.begin_save(folder)
 
-    def finish_save(self) -> float:
+    def finish_save(self) -> SavedPart | None:
         return self._engine.finish_save()
+
+    def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
+        """What is wrong with these files of a checkpoint, None if nothing."""
+        return find_damage(folder, sums)
 
     def load(self, folder: str) -> None:
         self._engine.load(folder)

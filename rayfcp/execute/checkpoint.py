@@ -3,8 +3,10 @@
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -12,6 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from rayfcp.execute.integrity import FileSum, sum_files
+from rayfcp.execute.reports import SavedPart
 
 _BY_NAME = StateDictOptions(strict=True, flatten_optimizer_state_dict=True)
 """What the optimizer knows is kept by parameter, not by its place in groups, which differ from stage to stage. What
@@ -22,46 +27,83 @@ class CheckpointWriter:
     """Writes one checkpoint at a time off the critical path.
 
     The state is copied to host memory before `begin` returns, so the next update cannot tear it. Only
-    the control group is used; nothing else uses it while a write is under way.
+    the control group is used; nothing else uses it while a write is under way. Storage that fails never raises here:
+    it fails the write of all devices, and each says so.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._future: Future[Any] | None = None
-        self._began_s = self._ended_s = 0.0
+        self._writing: Future[SavedPart] | None = None
 
     def begin(self, folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer) -> None:
         """Start writing to `folder`; waits for an earlier write first. Every rank must call it."""
         self.finish()
-        self._began_s = time.perf_counter()
-        folder.mkdir(parents=True, exist_ok=True)
+        began_s = time.perf_counter()
         if not optimizer.state:
             # Before the first update the library makes an empty state, but only without gradients.
             optimizer.zero_grad(set_to_none=True)
         model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
-        self._future = dcp.async_save(  # type: ignore[assignment]
-            {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=self._group
+        written = dcp.async_save(
+            {"model": model_state, "optimizer": optimizer_state},
+            storage_writer=_Writer(folder),
+            process_group=self._group,
         )
-        self._future.add_done_callback(self._stamp)
+        own = (f"__{dist.get_rank(self._group)}_*", *([".metadata"] if dist.get_rank(self._group) == 0 else []))
+        self._writing = Future()
+        Thread(
+            target=_conclude,
+            args=(self._writing, written, folder),
+            kwargs={"own": own, "began_s": began_s},
+            daemon=True,
+        ).start()
 
-    def _stamp(self, _: Future[Any]) -> None:
-        self._ended_s = time.perf_counter()
+    def finished(self) -> SavedPart | None:
+        """How the write ended, once, after it did; None while it is under way or if there is none."""
+        return self.finish() if self._writing is not None and self._writing.done() else None
 
-    def finished_s(self) -> float | None:
-        """Seconds that the write took, once, after it is on disk; None while it is under way or if there is none."""
-        if self._future is None or not self._future.done():
-            return None
-        return self.finish()
+    def finish(self) -> SavedPart | None:
+        """Wait until the write has ended; None if none was under way."""
+        writing, self._writing = self._writing, None
+        return writing.result() if writing is not None else None
 
-    def finish(self) -> float:
-        """Wait until the write is on disk; seconds since it began, 0 if none was under way."""
-        if self._future is None:
-            return 0.0
-        self._future.result()
-        self._future = None
-        # The result is there a moment before the callback has run.
-        ended_s = self._ended_s if self._ended_s > self._began_s else time.perf_counter()
-        return ended_s - self._began_s
+    def abandon(self) -> None:
+        """Forget the write under way, after its group was aborted: it ends by itself, and nobody hears of it."""
+        self._writing = None
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Errors of storage in one line: they travel to all ranks, and not everything that fails can."""
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise OSError(_in_one_line(error)) from None
+
+
+def _conclude(
+    ended: "Future[SavedPart]", written: "Future[Any]", folder: Path, *, own: Sequence[str], began_s: float
+) -> None:
+    """Wait for the write, then sum what this device wrote; nobody waits for that but who asked for the end."""
+    files: tuple[FileSum, ...] = ()
+    failure = written.exception()
+    problem = "" if failure is None else _in_one_line(failure)
+    if not problem:
+        try:
+            files = sum_files(folder, [path.name for pattern in own for path in folder.glob(pattern)])
+        except OSError as error:
+            problem = _in_one_line(error)
+    ended.set_result(SavedPart(folder=str(folder), seconds=time.perf_counter() - began_s, files=files, error=problem))
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The first rank's own error, without traces."""
+    if isinstance(error, dcp.api.CheckpointException):
+        rank, (error, _) = min(error.failures.items())
+        return f"rank {rank}: {_in_one_line(error)}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:

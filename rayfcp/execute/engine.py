@@ -28,7 +28,7 @@ from rayfcp.execute.optimization import (
 )
 from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.pipes import Pipes
-from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.execute.reports import Joined, RankReport, SavedPart
 from rayfcp.execute.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.plan.profiles.parts import PartTimings
@@ -129,7 +129,6 @@ class RankEngine:
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
-            FloatingPointError: the gradient norm is not finite; nothing was updated.
         """
         if program.plan_hash != plan_hash:
             raise ValueError(
@@ -167,20 +166,17 @@ class RankEngine:
             memory_bytes=memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
-            saved_s=self._writer.finished_s(),
+            saved=self._writer.finished(),
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:
-        """Reduce loss and gradient norm, then update; a batch without targets updates nothing."""
+        """Reduce loss and gradient norm, then update; a batch without targets updates nothing, nor does one whose loss
+        or norm is not finite. These are global, so that all devices agree."""
         with self._wait.timed():
             loss_sum, squares = self._totals(loss_sum)
         loss, norm = loss_sum / max(batch.num_targets, 1), math.sqrt(squares)
         rate = learning_rate(batch.step, self._config.train)
-        if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"step {batch.step}: gradient norm is {norm}, loss {loss}; lower train.learning_rate or check the data"
-            )
-        if batch.num_targets:
+        if batch.num_targets and math.isfinite(loss) and math.isfinite(norm):
             scale_gradients(self._module.parameters(), norm=norm, max_norm=self._config.train.grad_clip)
             for group in self._optimizer.param_groups:
                 group["lr"] = rate
@@ -215,8 +211,8 @@ class RankEngine:
         """Copy the state and write it to `folder` in the background."""
         self._writer.begin(Path(folder), self._module, optimizer=self._optimizer)
 
-    def finish_save(self) -> float:
-        """Wait for the write; its seconds."""
+    def finish_save(self) -> SavedPart | None:
+        """Wait for the end of the write; how it ended, None if none was under way."""
         return self._writer.finish()
 
     def load(self, folder: str) -> None:

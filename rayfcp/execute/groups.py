@@ -12,6 +12,10 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
+CONTROL_TIMEOUT_S = 86_400.0
+"""Of the control channel, on which devices wait for the slowest to write a checkpoint: a timeout would break the
+channel for good. Who waits in vain is freed by an abort of the groups."""
+
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
@@ -39,9 +43,16 @@ class GroupCache:
         return sum(dist.get_rank() in ranks for _, ranks in self._groups)
 
     def get(
-        self, channel: str, ranks: tuple[int, ...], *, backend: str | None = None, keep: bool = False
+        self,
+        channel: str,
+        ranks: tuple[int, ...],
+        *,
+        backend: str | None = None,
+        keep: bool = False,
+        timeout_s: float | None = None,
     ) -> dist.ProcessGroup:
-        """The group of `ranks` on `channel`, made and warmed if it is new; `keep` protects it from going."""
+        """The group of `ranks` on `channel`, made and warmed if it is new; `keep` protects it from going. `timeout_s`:
+        if not that of the cache."""
         key = (channel, ranks)
         if key in self._groups:
             self._groups[key] = self._groups.pop(key)
@@ -49,7 +60,8 @@ class GroupCache:
         self._make_room()
         start_s = time.perf_counter()
         used = backend or self._backend
-        group = dist.new_group(list(ranks), timeout=self._timeout, backend=used, group_desc=channel)
+        timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=used, group_desc=channel)
         if dist.get_rank() in ranks:
             device = torch.device("cpu") if used == "gloo" else self._device
             _warm(group, device)
@@ -221,8 +233,8 @@ def _members(place: Place) -> dict[str, list[tuple[int, ...]]]:
 
 def _own(cache: GroupCache, name: str, groups: Sequence[tuple[int, ...]], *, place: Place) -> dist.ProcessGroup:
     """Make all groups of a channel; the one that this device is part of."""
-    backend = "gloo" if name == "control" else None
-    made = {devices: cache.get(name, devices, backend=backend, keep=True) for devices in groups}
+    backend, timeout_s = ("gloo", CONTROL_TIMEOUT_S) if name == "control" else (None, None)
+    made = {devices: cache.get(name, devices, backend=backend, keep=True, timeout_s=timeout_s) for devices in groups}
     return next(group for devices, group in made.items() if place.device in devices)
 
 

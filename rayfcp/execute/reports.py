@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rayfcp.execute.integrity import FileSum
 from rayfcp.values import Span
 
 
@@ -16,13 +17,25 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedPart:
+    """How a device's write of its part of a checkpoint into `folder` ended, after `seconds`: `files` are on disk, or
+    `error` says in one line why not. A failure of one device is one of all."""
+
+    folder: str
+    seconds: float
+    files: tuple[FileSum, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one device, number `number`, did in one step. `loss` and `grad_norm` are global, the same on every one.
+    """What one device, number `number`, did in one step. `loss` and `grad_norm` are global, the same on every one; if
+    one of them is not finite nothing was updated.
 
     `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
     of attention and of other stages, gathers and reductions; NaN on accelerators, whose host does not wait.
     `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
-    `saved_s`: seconds of a checkpoint write that ended since the last report, None if none did.
+    `saved`: a checkpoint write that ended since the last report, None if none did.
     """
 
     number: int
@@ -40,4 +53,4 @@ class RankReport:
     memory_bytes: dict[str, int]
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
-    saved_s: float | None
+    saved: SavedPart | None

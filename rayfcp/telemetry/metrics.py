@@ -127,6 +127,12 @@ class MetricsExporter:
     def count_skipped(self, reason: str, *, count: int) -> None:
         self._counters["sequences_skipped_total"].labels(run=self._run, reason=reason).inc(count)
 
+    def count_failed_checkpoint(self) -> None:
+        self._counters["failed_checkpoints_total"].labels(run=self._run).inc()
+
+    def count_skipped_update(self) -> None:
+        self._counters["skipped_updates_total"].labels(run=self._run).inc()
+
     def observe_checkpoint(self, seconds: float) -> None:
         self._set("checkpoint_seconds", seconds)
 

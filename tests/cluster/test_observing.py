@@ -50,7 +50,7 @@ def reports(*, host_waits: bool = True) -> list[RankReport]:
                 memory_bytes={},
                 gather_s=tuple(waited) if host_waits else (math.nan,) * len(waited),
                 spans=tuple(spans),
-                saved_s=None,
+                saved=None,
             )
         )
     return found
