@@ -5,6 +5,11 @@ from dataclasses import dataclass
 LOOPBACK = "127.0.0.1"
 
 
+class CannotGoOnError(RuntimeError):
+    """The run must end, though nothing in it is broken: storage, numbers or the cluster do not permit it to go on. One
+    clear line."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
     """Where a worker is and what its device has. `peak_flops` is None where no table knows it."""

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import ray
 
-from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
+from rayfcp.cluster.checkpoints import CheckpointFolder
 from rayfcp.cluster.local import connect
+from rayfcp.cluster.whole import newest_whole
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.data import PreparedManifest, cached_prepare, prepare
+from rayfcp.execute.integrity import find_damage
 
 
 def with_absolute_paths(config: Config) -> Config:
@@ -61,19 +63,21 @@ def prepare_data(config: Config, *, out_dir: str, say: Callable[[str], None]) ->
             ray.shutdown()
 
 
-def export_run(run_dir: str | Path, *, out_dir: str | Path) -> Path:
-    """Write the last checkpoint of a run as a Hugging Face folder; the checkpoint that was taken.
+def export_run(run_dir: str | Path, *, out_dir: str | Path, say: Callable[[str], object] = lambda _: None) -> Path:
+    """Write the newest whole checkpoint of a run as a Hugging Face folder; the checkpoint that was taken. `say` hears
+    of damaged ones that are newer.
 
     Raises:
-        ConfigError: no run or no complete checkpoint in `run_dir`, or `out_dir` is not empty.
+        ConfigError: no run or no whole checkpoint in `run_dir`, or `out_dir` is not empty.
     """
     from rayfcp.models.export import export_checkpoint
 
     config = load_config(Path(run_dir) / "config.yaml")
     folder = Path(run_dir) / "checkpoints"
-    latest = CheckpointFolder(folder, keep=config.checkpoint.keep).latest()
-    if latest is None:
+    candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
+    found = newest_whole(candidates, check=find_damage, say=say)
+    if found is None:
         raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
-    manifest = read_manifest(latest)
-    export_checkpoint(config, latest, out_dir=out_dir, vocab_size=int(manifest.model["vocab_size"]))
-    return latest
+    checkpoint, manifest = found
+    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=int(manifest.model["vocab_size"]))
+    return checkpoint

@@ -1,140 +1,201 @@
-"""When a run saves, and from where it goes on."""
+"""When a run saves, and what it does where storage fails."""
 
-import itertools
-import json
-import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.checkpoints import CheckpointFolder, Manifest, check_same_model, read_manifest
+from rayfcp.cluster.checkpoints import CheckpointFolder, Manifest
 from rayfcp.cluster.crew import Crew
-from rayfcp.config import Config, ConfigError
+from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.resuming import Resume
+from rayfcp.config import Config
 from rayfcp.data import Sampler
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import RankReport, SavedPart
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.steps import read_steps
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pending:
+    """A checkpoint on its way to disk. `parts`: what devices said of theirs, by number; `commit`: once all did."""
+
+    step: int
+    folder: Path
+    world_size: int
+    parts: dict[int, SavedPart] = field(default_factory=dict)
+    commit: "Future[str] | None" = None
+
+    def hear(self, number: int, part: SavedPart | None) -> None:
+        """What device `number` says; what it says of another write is dropped."""
+        if part is not None and part.folder == str(self.folder):
+            self.parts[number] = part
 
 
 class Saver:
     """Saves every `checkpoint.every_steps` steps in the background and once at the end.
 
     A checkpoint is committed when all ranks have reported that their part is on disk; a step later, or
-    many, the training goes on meanwhile.
+    many, the training goes on meanwhile. Storage never holds steps up: while a write is under way no other begins, and
+    one that fails is told of, counted and forgotten.
+
+    Raises:
+        CannotGoOnError: from most methods, when more than `checkpoint.max_failures` saves failed in a row.
     """
 
-    def __init__(self, config: Config, *, sampler: Sampler, model: dict[str, Any]) -> None:
-        self._config, self._sampler, self._model = config, sampler, _comparable(model)
+    def __init__(self, config: Config, *, sampler: Sampler, model: dict[str, Any], say: Callable[[str], None]) -> None:
+        self._config, self._sampler, self._say = config, sampler, say
         self._folder = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
         self._folder.open()
-        self._pending: int | None = None
-        self._seconds = 0.0
-        self._waiting: set[int] = set()
-        self._from = self._source()
-        self._saved_step = 0
-        if self._from is not None:
-            manifest = read_manifest(self._from)
-            check_same_model(manifest, self._model)
-            _check_same_data(sampler, manifest.data)
-            self._saved_step = manifest.step
-        self.first_step = self._saved_step + 1
-        if config.checkpoint.resume != "auto":
-            put_aside(Path(config.run_dir), after_step=self._saved_step)
+        self._resume = Resume(config, self._folder, sampler=sampler, model=model, say=say)
+        self._pending: _Pending | None = None
+        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
+        self._failures = 0
+        self._saved_step = self._resume.step
+
+    @property
+    def first_step(self) -> int:
+        """The step after the checkpoint that the run goes on from."""
+        return self._resume.step + 1
 
     @property
     def source(self) -> str | None:
         """The checkpoint that the run goes on from."""
-        return str(self._from) if self._from else None
+        return str(self._resume.folder) if self._resume.folder else None
+
+    def verify(self, crew: Crew) -> None:
+        """Settle, by reading it whole, from which checkpoint the run goes on; later ones are put aside where it does
+        not go on with them. To be called before the step log is opened."""
+        self._resume.verify(crew)
+        self._saved_step = self._resume.step
 
     def resume(self, crew: Crew) -> None:
         """Load the checkpoint that the run goes on from, if there is one."""
-        if self._from is not None:
-            folder = str(self._from)
-            crew.each(lambda _, worker: worker.load.remote(folder))
+        self._resume.load(crew)
+
+    def fall_back(self, crew: Crew) -> int:
+        """Load the newest whole checkpoint that the run has by now; its step, 0 if it has none."""
+        self.abandon()
+        if self._pending is not None:
+            self._conclude(self._pending)
+        self._saved_step = self._resume.fall_back(crew)
+        return self._saved_step
 
     def after_step(self, step: int, crew: Crew, *, ranks: Sequence[RankReport], metrics: MetricsExporter) -> None:
         """Commit what is on disk by now; begin a new write where one is due."""
-        for report in ranks:
-            if report.saved_s is not None:
-                self._waiting.discard(report.number)
-                self._seconds = max(self._seconds, report.saved_s)
-        if self._pending is not None and not self._waiting:
-            self._commit(len(ranks), metrics)
+        pending = self._pending
+        if pending is not None:
+            for report in ranks:
+                pending.hear(report.number, report.saved)
+            if pending.commit is None and len(pending.parts) == pending.world_size:
+                self._commit(pending)
+            if pending.commit is not None and pending.commit.done():
+                self._count(pending, self._conclude(pending), metrics=metrics)
         every = self._config.checkpoint.every_steps
         if every and step % every == 0 and step < self._config.train.steps:
-            self._finish(crew, metrics)
-            self._begin(step, crew)
+            if self._pending is None:
+                self._begin(step, crew)
+            else:
+                self._say(
+                    f"checkpoint of step {self._pending.step} is still being written; that of step {step} is left out"
+                )
+
+    def finish(self, crew: Crew, *, metrics: MetricsExporter) -> None:
+        """Wait for the write under way and commit it. To be called before devices leave in order."""
+        if self._pending is not None:
+            pending = self._pending
+            self._count(pending, self._wait(pending, crew), metrics=metrics)
+
+    def abandon(self) -> None:
+        """Devices were lost: give up the write under way unless all of it is on disk. Waits for nothing; its folder
+        goes later, since devices that are left may still write there."""
+        if self._pending is not None and self._pending.commit is None:
+            self._folder.drop(self._pending.folder)
+            self._pending = None
 
     def last(self, step: int, crew: Crew, *, metrics: MetricsExporter) -> Path | None:
-        """The checkpoint of the last step, on disk when this returns; None if no step was done at all."""
-        self._finish(crew, metrics)
+        """The checkpoint of the last step, on disk when this returns; None if no step was done at all.
+
+        Raises:
+            CannotGoOnError: it could not be written.
+        """
+        if self._pending is not None:
+            self._note(self._pending, self._wait(self._pending, crew), metrics=metrics)
         if step > self._saved_step:
-            self._begin(step, crew)
-            self._finish(crew, metrics)
+            pending = self._begin(step, crew)
+            problem = self._wait(pending, crew)
+            self._note(pending, problem, metrics=metrics)
+            if problem:
+                raise CannotGoOnError(
+                    f"the last checkpoint, of step {step}, could not be written ({problem}); {self._remedy()}"
+                )
         return self._folder.latest()
 
-    def _source(self) -> Path | None:
-        resume = self._config.checkpoint.resume
-        if resume == "never":
-            return None
-        return self._folder.latest() if resume == "auto" else Path(resume)
+    def _begin(self, step: int, crew: Crew) -> _Pending:
+        folder = self._folder.unfinished(step).absolute()
+        crew.each(lambda _, worker: worker.begin_save.remote(str(folder)))
+        self._pending = _Pending(step=step, folder=folder, world_size=len(crew))
+        return self._pending
 
-    def _begin(self, step: int, crew: Crew) -> None:
-        folder = str(self._folder.unfinished(step).absolute())
-        crew.each(lambda _, worker: worker.begin_save.remote(folder))
-        self._pending, self._waiting, self._seconds = step, set(range(len(crew))), 0.0
+    def _wait(self, pending: _Pending, crew: Crew) -> str:
+        """Until it is committed; what was wrong, empty if nothing."""
+        if pending.commit is None:
+            for number, part in enumerate(crew.each(lambda _, worker: worker.finish_save.remote())):
+                pending.hear(number, part)
+            self._commit(pending)
+        return self._conclude(pending)
 
-    def _finish(self, crew: Crew, metrics: MetricsExporter) -> None:
-        if self._pending is not None:
-            seconds = crew.each(lambda _, worker: worker.finish_save.remote())
-            self._seconds = max(self._seconds, *seconds)
-            self._commit(len(crew), metrics)
+    def _commit(self, pending: _Pending) -> None:
+        """In the background: what lies on slow storage is slow to rename and to remove, too."""
+        parts = [part for _, part in sorted(pending.parts.items())]
+        manifest = Manifest(
+            step=pending.step,
+            world_size=pending.world_size,
+            model=self._resume.model,
+            data=self._sampler.state(pending.step),
+            files=tuple(sorted((each for part in parts for each in part.files), key=lambda file: file.name)),
+        )
+        problem = next((part.error for part in parts if part.error), "")
+        pending.commit = self._committer.submit(_commit, self._folder, pending.folder, manifest, problem)
 
-    def _commit(self, world_size: int, metrics: MetricsExporter) -> None:
-        assert self._pending is not None
-        state = self._sampler.state(self._pending)
-        self._folder.commit(Manifest(step=self._pending, world_size=world_size, model=self._model, data=state))
-        metrics.observe_checkpoint(self._seconds)
-        self._saved_step, self._pending = self._pending, None
+    def _conclude(self, pending: _Pending) -> str:
+        assert pending.commit is not None
+        self._pending = None
+        problem = pending.commit.result()
+        if not problem:
+            self._saved_step, self._failures = pending.step, 0
+        return problem
+
+    def _note(self, pending: _Pending, problem: str, *, metrics: MetricsExporter) -> None:
+        if not problem:
+            metrics.observe_checkpoint(max(part.seconds for part in pending.parts.values()))
+            return
+        self._failures += 1
+        metrics.count_failed_checkpoint()
+        self._say(f"checkpoint of step {pending.step} could not be written: {problem}")
+
+    def _count(self, pending: _Pending, problem: str, *, metrics: MetricsExporter) -> None:
+        self._note(pending, problem, metrics=metrics)
+        most = self._config.checkpoint.max_failures
+        if problem and self._failures > most:
+            raise CannotGoOnError(
+                f"{self._failures} checkpoints in a row could not be written, checkpoint.max_failures is {most} "
+                f"({problem}); {self._remedy()}"
+            )
+
+    def _remedy(self) -> str:
+        newest = self._folder.latest()
+        return f"the newest good one is {newest or 'none'}; make {self._folder.root} writable with room, start again"
 
 
-_IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
-
-
-def put_aside(run_dir: Path, *, after_step: int) -> None:
-    """Move checkpoints of later steps, and a copy of a step log that has them, to `earlier-1`, `earlier-2`, ...,
-    so that a run that starts again before them neither loses them nor takes them for its own."""
-    log = run_dir / "steps.jsonl"
-    later = [path for path in CheckpointFolder(run_dir / "checkpoints", keep=1).complete() if _step(path) > after_step]
-    has_steps = any(report.step > after_step for report in read_steps(log))
-    if not later and not has_steps:
-        return
-    folder = next(path for number in itertools.count(1) if not (path := run_dir / f"earlier-{number}").exists())
-    (folder / "checkpoints").mkdir(parents=True)
-    for path in later:
-        path.rename(folder / "checkpoints" / path.name)
-    if has_steps:
-        shutil.copy2(log, folder / log.name)
-
-
-def _step(checkpoint: Path) -> int:
-    return read_manifest(checkpoint).step
-
-
-def _check_same_data(sampler: Sampler, state: dict[str, Any]) -> None:
-    try:
-        sampler.check_state(state)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _comparable(model: dict[str, Any]) -> dict[str, Any]:
-    """The library's configuration as JSON would give it back, without what says nothing of the weights."""
-    kept = {key: value for key, value in model.items() if key not in _IRRELEVANT and not key.startswith("_")}
-    try:
-        found: dict[str, Any] = json.loads(json.dumps(kept))
-    except TypeError as error:
-        raise ConfigError(
-            f"model.path: its configuration cannot be written as JSON ({error}); choose another"
-        ) from error
-    return found
+def _commit(checkpoints: CheckpointFolder, unfinished: Path, manifest: Manifest, problem: str) -> str:
+    """Make it complete, or remove it if `problem` says that it cannot be; what was wrong, empty if nothing."""
+    if not problem:
+        try:
+            checkpoints.commit(unfinished, manifest)
+        except OSError as error:
+            problem = f"{error.strerror}: {error.filename}"
+    if problem:
+        checkpoints.drop(unfinished)
+    checkpoints.sweep()
+    return problem
