@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from rayfcp.cluster.planner import PlannedStep
+from rayfcp.cluster.planners import PlannedStep
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.metrics import MetricsExporter

@@ -1,47 +1,22 @@
-"""What happens once before the first step: planners, the devices' meeting, peaks, what was left out."""
+"""What happens once before the first step: the devices' meeting, peaks, what was left out."""
 
 import dataclasses
 import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.facts import LOOPBACK
-from rayfcp.cluster.placement import CapacityError
-from rayfcp.cluster.planner import Planner
 from rayfcp.cluster.rendezvous import RendezvousStore
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import BadRow
 from rayfcp.execute.reports import Joined
-from rayfcp.values import ClusterSpec, ModelProfile
+from rayfcp.values import ClusterSpec
 
 NAMED_AT_START = 3
-
-
-def start_planners(config: Config, model: ModelProfile) -> list[Any]:
-    """`plan.planner_actors` planner actors, running.
-
-    Raises:
-        CapacityError: Ray has no CPU for them beside the workers.
-    """
-    actor = ray.remote(Planner)
-    planners = [actor.options(num_cpus=1).remote(config, model) for _ in range(config.plan.planner_actors)]
-    ready = [planner.ready.remote() for planner in planners]
-    done, late = ray.wait(ready, num_returns=len(ready), timeout=config.elastic.start_timeout_s)
-    ray.get(done)
-    if late:
-        for planner in planners:
-            ray.kill(planner, no_restart=True)
-        raise CapacityError(
-            f"plan.planner_actors is {config.plan.planner_actors}, Ray started {len(done)} of them within "
-            f"{config.elastic.start_timeout_s:.0f} s: each needs a CPU beside the workers' and the controller's; "
-            "add CPUs or ask for fewer workers"
-        )
-    return planners
 
 
 def join_devices(crew: Crew, cluster: ClusterSpec, *, empty: bool = False) -> tuple[RendezvousStore, list[Joined]]:

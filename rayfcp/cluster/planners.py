@@ -1,0 +1,200 @@
+"""Planner actors, which may die at any time, and the queue that keeps plans in flight ahead of the step."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.placement import CapacityError
+from rayfcp.cluster.planner import Planner, PlanRecord
+from rayfcp.config import Config
+from rayfcp.data import Sampler
+from rayfcp.plan import CostModel
+from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile
+
+MAX_DEATHS = 3
+"""Planners that may die one after the other without a plan in between; one more ends the run."""
+
+
+class Planners:
+    """`plan.planner_actors` planner actors. One that dies is replaced."""
+
+    def __init__(self, config: Config, model: ModelProfile, *, say: Callable[[str], None]) -> None:
+        self._config, self._model, self._say = config, model, say
+        self._actors = [self._new() for _ in range(config.plan.planner_actors)]
+        self._deaths = 0
+
+    @classmethod
+    def start(cls, config: Config, model: ModelProfile, *, say: Callable[[str], None]) -> "Planners":
+        """Planners that run.
+
+        Raises:
+            CapacityError: Ray has no CPU for them beside the workers.
+        """
+        planners = cls(config, model, say=say)
+        try:
+            planners._await([planner.ready.remote() for planner in planners._actors])
+        except BaseException:
+            planners.end()
+            raise
+        return planners
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._actors[number]
+
+    def worked(self) -> None:
+        """A plan came."""
+        self._deaths = 0
+
+    def replace(self, number: int, *, cause: str) -> None:
+        """Put a new planner in the place of a dead one, and wait until it runs.
+
+        Raises:
+            CannotGoOnError: they die again and again.
+            CapacityError: Ray has no CPU for it.
+        """
+        self._deaths += 1
+        if self._deaths > MAX_DEATHS:
+            raise CannotGoOnError(
+                f"{self._deaths} planners died one after the other, at most {MAX_DEATHS} may: {cause}"
+            )
+        self._say(f"planner {number} died; a new one plans again what it had in hand")
+        ray.kill(self._actors[number], no_restart=True)
+        self._actors[number] = self._new()
+        try:
+            self._await([self._actors[number].ready.remote()])
+        except RayActorError as error:
+            self.replace(number, cause=_reason(error))
+
+    def end(self) -> None:
+        """Kill them by handle."""
+        for planner in self._actors:
+            ray.kill(planner, no_restart=True)
+
+    def _new(self) -> Any:
+        return ray.remote(Planner).options(num_cpus=1).remote(self._config, self._model)
+
+    def _await(self, ready: list[Any]) -> None:
+        timeout_s = self._config.elastic.start_timeout_s
+        done, late = ray.wait(ready, num_returns=len(ready), timeout=timeout_s)
+        ray.get(done)
+        if late:
+            raise CapacityError(
+                f"plan.planner_actors is {self._config.plan.planner_actors}, Ray started {len(done)} of {len(ready)} "
+                f"within {timeout_s:.0f} s: each needs a CPU beside the workers' and the controller's; "
+                "add CPUs or ask for fewer workers"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A step ready to be dispatched. `programs[p x N + r]` refers to the program of stage p's rank r of N; `wait_s` was
+    spent waiting."""
+
+    batch: GlobalBatch
+    batch_ref: Any
+    record: PlanRecord
+    programs: tuple[Any, ...]
+    wait_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A plan that was asked for, of planner `number`; `refs`: of its record, then of its programs."""
+
+    batch: GlobalBatch
+    batch_ref: Any
+    cost_ref: Any
+    number: int
+    refs: list[Any] = field(default_factory=list)
+
+
+class PlanQueue:
+    """Keeps `lookahead` plans in flight over the planner actors, in step order."""
+
+    def __init__(self, planners: Planners, sampler: Sampler, *, lookahead: int) -> None:
+        self._planners, self._sampler, self._lookahead = planners, sampler, lookahead
+        self._flying: deque[_Flight] = deque()
+
+    def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
+        """Plan `[first_step, last_step]` for these ranks; what was in flight for others is dropped."""
+        self._flying.clear()
+        self._next, self._last = first_step, last_step
+        self._num_programs = cluster.num_stages * cluster.num_ranks
+        self._cluster_ref, self._cost_ref = ray.put(cluster), ray.put(cost)
+        self.refill()
+
+    def use(self, cost: CostModel) -> None:
+        """Plan with this cost model from now on; plans in flight stay as they are, and valid."""
+        self._cost_ref = ray.put(cost)
+
+    def take(self) -> PlannedStep:
+        """The next step's plan, waiting for it if it is late. A planner that died is replaced, and plans again with
+        the same costs what it had not finished.
+
+        Raises:
+            RayTaskError: the planner failed; its cause is the planner's own error.
+            CannotGoOnError, CapacityError: planners die, and none can be started in their place.
+        """
+        flight = self._flying[0]
+        start_s = time.perf_counter()
+        while True:
+            try:
+                record = ray.get(flight.refs[0])
+                break
+            except RayActorError as error:
+                self._planners.replace(flight.number, cause=_reason(error))
+                self._ask_again(flight.number)
+        self._planners.worked()
+        self._flying.popleft()
+        return PlannedStep(
+            batch=flight.batch,
+            batch_ref=flight.batch_ref,
+            record=record,
+            programs=tuple(flight.refs[1:]),
+            wait_s=time.perf_counter() - start_s,
+        )
+
+    def refill(self) -> None:
+        """Submit plans until enough are in flight; call it while workers are busy."""
+        while self._next <= self._last and len(self._flying) < self._lookahead:
+            batch = self._sampler.batch(self._next)
+            number = self._next % len(self._planners)
+            flight = _Flight(batch=batch, batch_ref=ray.put(batch), cost_ref=self._cost_ref, number=number)
+            self._ask(flight)
+            self._flying.append(flight)
+            self._next += 1
+
+    def _ask(self, flight: _Flight) -> None:
+        call = self._planners[flight.number].plan.options(num_returns=1 + self._num_programs)
+        flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
+
+    def _ask_again(self, number: int) -> None:
+        """What the planner that died had not finished, in order."""
+        for flight in self._flying:
+            if flight.number == number and not _is_there(flight.refs[0]):
+                self._ask(flight)
+
+
+def _is_there(ref: Any) -> bool:
+    """Whether a dead planner's plan came, or its own error."""
+    done, _ = ray.wait([ref], timeout=0)
+    try:
+        ray.get(done)
+    except RayActorError:
+        return False
+    except Exception:
+        return True
+    return bool(done)
+
+
+def _reason(error: RayActorError) -> str:
+    return " ".join(str(error).split())[:300]
