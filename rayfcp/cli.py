@@ -28,6 +28,10 @@ Any key of the configuration can be overridden:
 """
 
 
+class CommandFailedError(Exception):
+    """What a command was to do failed, and the message says all there is to say."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
@@ -49,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         line = " ".join(str(getattr(error, "cause", None) or error).split())
         sys.stderr.write(f"rayfcp: error: {line}\n")
         return WRONG_INPUT
+    except CommandFailedError as error:
+        sys.stderr.write(f"rayfcp: error: {error}\n")
+        return FAILED
     except KeyboardInterrupt:
         sys.stderr.write("rayfcp: stopped before the end\n")
         return FAILED
@@ -143,14 +150,17 @@ def _config(arguments: argparse.Namespace) -> "Config":
 
 def _train(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
-    from rayfcp.cluster import FlexTrainer
+    from rayfcp.cluster import FlexTrainer, RunFailedError
     from rayfcp.telemetry.progress import Progress
     from rayfcp.telemetry.steps import read_steps
     from rayfcp.telemetry.summary import format_summary, summarize
 
     trainer = FlexTrainer(_with_cluster_of_job(config))
     with Progress(config.train.steps) as progress:
-        result = trainer.fit(watcher=progress)
+        try:
+            result = trainer.fit(watcher=progress)
+        except RunFailedError as error:
+            raise CommandFailedError(error) from error
     reports = read_steps(f"{result.path}/steps.jsonl")
     if reports:
         sys.stdout.write(f"\n{format_summary(summarize(reports), run_dir=config.run_dir)}\n")
@@ -209,5 +219,7 @@ def _report(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from rayfcp.cluster import export_run
 
-    checkpoint = export_run(arguments.run_dir, out_dir=arguments.out_dir)
+    checkpoint = export_run(
+        arguments.run_dir, out_dir=arguments.out_dir, say=lambda text: sys.stderr.write(f"rayfcp: {text}\n")
+    )
     sys.stdout.write(f"{checkpoint} -> {arguments.out_dir}\n")

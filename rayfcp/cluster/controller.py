@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ray.exceptions import RayTaskError
 
 from rayfcp.cluster.crew import WorkerFailedError, plain
-from rayfcp.cluster.facts import Finished
+from rayfcp.cluster.facts import CannotGoOnError, Finished
 from rayfcp.config import Config, ConfigError
 from rayfcp.values import InfeasiblePlanError, StepReport
 
@@ -59,7 +59,7 @@ class Controller:
         except RayTaskError as error:
             wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
             return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=plain(str(error)))
-        except WorkerFailedError as error:
+        except (WorkerFailedError, CannotGoOnError) as error:
             return Outcome(error=str(error))
         except Exception as error:
             return Outcome(error=str(error), trace=traceback.format_exc())

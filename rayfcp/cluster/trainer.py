@@ -11,10 +11,13 @@ from rayfcp.cluster.controller import Controller, Outcome, Poll
 from rayfcp.cluster.files import prepared_data, with_absolute_paths
 from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.local import CONTROLLER_CPUS, connect
+from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.placement import CapacityError
+from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
 from rayfcp.plan import strategy_names
+from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.values import StepReport
 
 if TYPE_CHECKING:
@@ -70,7 +73,7 @@ class FlexTrainer:
     def fit(self, *, watcher: Watcher | None = None) -> "Result":
         """Run to the end and give the last step's metrics, the last checkpoint and the run's folder.
 
-        Ctrl-C ends the run after the step under way with a checkpoint; a second one at once.
+        Ctrl-C or SIGTERM ends the run after the step under way with a checkpoint; a second one at once.
 
         Raises:
             ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -83,7 +86,7 @@ class FlexTrainer:
         if outcome.wrong_input:
             raise ConfigError(outcome.error)
         if outcome.finished is None:
-            raise RunFailedError(f"{outcome.error}\n{outcome.trace}")
+            raise RunFailedError(f"{outcome.error}\n{outcome.trace}".rstrip())
         checkpoint = outcome.finished.checkpoint
         metrics = asdict(reports[-1]) if reports else {}
         stopped = outcome.finished.last_step < self.config.train.steps
@@ -99,20 +102,28 @@ class FlexTrainer:
         config = with_absolute_paths(
             self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
         )
-        watcher.say("connecting to Ray")
-        started_here = connect(config)
-        try:
-            data_dir = prepared_data(config, say=watcher.say)
-            actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
-            controller = actor.remote(config, data_dir)
+        with sigterm_interrupts() as heed_sigterm:
+            watcher.say("connecting to Ray")
+            started_here = connect(config)
+            heed_sigterm()
             try:
-                _await(controller, timeout_s=max(config.elastic.start_timeout_s, CONTROLLER_START_S))
-                return _follow(controller, watcher)
+                return _run(config, watcher)
             finally:
-                ray.kill(controller, no_restart=True)
-        finally:
-            if started_here:
-                ray.shutdown()
+                if started_here:
+                    ray.shutdown()
+
+
+def _run(config: Config, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
+    """From data to the end of the controller; one that was ended by force leaves nothing behind either."""
+    data_dir = prepared_data(config, say=watcher.say)
+    actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
+    controller = actor.remote(config, data_dir)
+    try:
+        _await(controller, timeout_s=max(config.elastic.start_timeout_s, CONTROLLER_START_S))
+        return _follow(controller, watcher)
+    finally:
+        ray.kill(controller, no_restart=True)
+        sweep(config.run_dir, names=(SD_FILE,))
 
 
 def check_runnable(config: Config) -> None:
@@ -156,7 +167,7 @@ def _await(controller: Any, *, timeout_s: float) -> None:
 
 
 def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-    """Tell the watcher until the run ends; the first Ctrl-C asks it to stop."""
+    """Tell the watcher until the run ends; the first Ctrl-C or SIGTERM asks it to stop."""
     running = controller.run.remote()
     reports: list[StepReport] = []
     num_messages, asked = 0, False
@@ -176,7 +187,7 @@ def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport
             if asked:
                 raise
             asked = True
-            watcher.say("stopping after this step with a checkpoint; press Ctrl-C again to stop at once")
+            watcher.say("stopping after this step with a checkpoint; Ctrl-C or SIGTERM again stops at once")
             controller.stop.remote()
 
 
