@@ -1,125 +1,186 @@
 """The workers of a run as one: started, joined, told the same, heard, ended."""
 
-import logging
-import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup
 
+from rayfcp.cluster import naming
 from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.gathering import Gathering
 from rayfcp.cluster.layout import device_names
-from rayfcp.cluster.placement import options_for, release, reserve
+from rayfcp.cluster.losses import Judge, RanksLostError, WorkerFailedError, answer, judge_silence, plain
+from rayfcp.cluster.members import Killer, Launched, Member, WorkerStart
+from rayfcp.cluster.placement import reserve
 from rayfcp.cluster.worker import RankWorker
-from rayfcp.config import Config, ConfigError
-from rayfcp.values import ClusterSpec, InfeasiblePlanError
+from rayfcp.config import Config
+from rayfcp.values import ClusterSpec
 
-logger = logging.getLogger(__name__)
-
-
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def plain(text: str) -> str:
-    """Without terminal colours."""
-    return _COLOURS.sub("", text)
-
-
-class WorkerFailedError(RuntimeError):
-    """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
+__all__ = ["Crew", "RanksLostError", "WorkerFailedError", "plain"]
 
 
 class Crew:
-    """Worker actors in the order of their devices: those of one node are neighbours."""
+    """Members in use in the order of their devices, those of one node neighbours; and members that stand by.
 
-    def __init__(
-        self, workers: Sequence[Any], groups: Sequence[PlacementGroup], *, facts: Sequence[DeviceFacts]
-    ) -> None:
-        self.workers, self._groups, self.facts = list(workers), list(groups), list(facts)
-        self._names = [f"rank {number}" for number in range(len(self.workers))]
-        self._waiting: list[Any] = []
+    `kill`, if set, ends the processes of lost workers that do not react to Ray.
+    """
+
+    def __init__(self, start: WorkerStart, members: Iterable[Member]) -> None:
+        self._start = start
+        self.members = sorted(members, key=lambda member: (member.facts.node_id, member.id))
+        self.waiting: list[Member] = []
+        self.kill: Killer | None = None
         self.waited_s = 0.0
         """Seconds spent waiting for workers, in total."""
+        self._names = [f"rank {number}" for number in range(len(self.members))]
+        for member in self.members:
+            start.hold(member.id, member.handle)
 
     @classmethod
     def start(
-        cls, config: Config, *, device: str, data_dir: str, vocab_size: int, stopped: Callable[[], bool]
+        cls,
+        config: Config,
+        *,
+        device: str,
+        data_dir: str,
+        vocab_size: int,
+        stopped: Callable[[], bool],
+        run_key: str = "",
+        worker: type[RankWorker] = RankWorker,
     ) -> "Crew":
-        """One actor per reserved device.
+        """One worker per device that can be reserved; actors of class `worker`.
 
         Raises:
             CapacityError: too few devices.
             WorkerFailedError: a worker cannot start.
         """
-        groups = reserve(config, device=device, stopped=stopped)
-        actor = ray.remote(RankWorker)
-        chosen = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
-        workers = [
-            actor.options(**options_for(group, device=device, threads=config.train.threads_per_worker)).remote(
-                chosen, data_dir, vocab_size=vocab_size
-            )
-            for group in groups
-        ]
-        crew = cls(workers, groups, facts=())
+        start = WorkerStart(
+            config, device=device, data_dir=data_dir, vocab_size=vocab_size, run_key=run_key or naming.run_key(config), worker=worker
+        )
+        return cls.launch(start, stopped=stopped)
+
+    @classmethod
+    def launch(cls, start: WorkerStart, *, stopped: Callable[[], bool]) -> "Crew":
+        """One worker per device that can be reserved. Raises as `start`."""
+        groups = reserve(start.config, device=start.device, run_key=start.run_key, stopped=stopped)
+        launched = [start.launch(group) for group in groups]
         try:
-            facts: list[DeviceFacts] = crew.each(lambda _, worker: worker.open.remote())
+            return cls(start, _opened(launched))
         except BaseException:
-            crew.end()
+            for each in launched:
+                each.end()
+                start.let_go(each.id)
             raise
-        order = sorted(range(len(workers)), key=lambda index: (facts[index].node_id, index))
-        return cls([workers[i] for i in order], [groups[i] for i in order], facts=[facts[i] for i in order])
 
     def __len__(self) -> int:
-        return len(self.workers)
+        return len(self.members)
+
+    @property
+    def workers(self) -> list[Any]:
+        """Handles of the members in use."""
+        return [member.handle for member in self.members]
+
+    @property
+    def facts(self) -> list[DeviceFacts]:
+        return [member.facts for member in self.members]
+
+    @property
+    def all(self) -> list[Member]:
+        return [*self.members, *self.waiting]
 
     def use(self, cluster: ClusterSpec) -> int:
         """Go on with the devices of the cluster; how many others stand by: they are told nothing and end with these."""
-        self._names = device_names(cluster)
-        self._waiting = self.workers[cluster.num_devices :]
-        self.workers, self.facts = self.workers[: cluster.num_devices], self.facts[: cluster.num_devices]
-        return len(self._waiting)
+        self.form(cluster, [member.id for member in self.members[: cluster.num_devices]])
+        return len(self.waiting)
 
-    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        """`call(number, worker)` gives a reference for every device; their values in order.
+    def form(self, cluster: ClusterSpec, ids: Sequence[str]) -> None:
+        """Go on with these as the devices of the cluster, in this order; all others stand by.
 
         Raises:
-            WorkerFailedError: names the device and the cause.
+            KeyError: an id of nobody who lives.
         """
-        return self.gather([call(number, worker) for number, worker in enumerate(self.workers)])
+        known = {member.id: member for member in self.all}
+        self.members = [known.pop(id) for id in ids]
+        self.waiting = list(known.values())
+        self._names = device_names(cluster)
 
-    def gather(self, refs: Sequence[Any]) -> list[Any]:
-        """Values of one reference per device. The first that failed is raised at once, while others may
-        still wait for it.
+    def add(self, members: Iterable[Member]) -> None:
+        """Members that stand by from now on."""
+        for member in members:
+            self._start.hold(member.id, member.handle)
+            self.waiting.append(member)
+
+    def drop(self, ids: Iterable[str]) -> None:
+        """End these members and give their devices back; nobody may be within a call with them."""
+        gone = set(ids)
+        for member in self.all:
+            if member.id in gone:
+                member.end()
+        self._forget(gone)
+
+    def each(
+        self,
+        call: Callable[[int, Any], Any],
+        *,
+        judge: Judge | None = None,
+        freeing: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """`call(number, worker)` gives a reference for every device; their values in order. Raises as `gather`."""
+        refs = [call(number, worker) for number, worker in enumerate(self.workers)]
+        return self.gather(refs, judge=judge, freeing=freeing)
+
+    def gather(
+        self, refs: Sequence[Any], *, judge: Judge | None = None, freeing: Callable[[], None] | None = None
+    ) -> list[Any]:
+        """Values of one reference per member in use. The first failure is raised, other calls may last.
+
+        Args:
+            judge: who is hung while calls last; who gives no sign of life for `elastic.hang_min_s` if absent.
+            freeing: is called when calls of others are aborted, to let go what else they may wait for.
 
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker as they are.
-            WorkerFailedError: any other failure; names the device and the cause.
+            WorkerFailedError: any other failure of a worker's program; names the device and the cause.
+            RanksLostError: workers are gone, or an exchange between them failed. All other calls have ended; the lost
+                were ended, and are members no more.
         """
-        number_of = {ref: number for number, ref in enumerate(refs)}
-        waiting, values = list(refs), [None] * len(refs)
-        while waiting:
-            start_s = time.perf_counter()
-            done, waiting = ray.wait(waiting, num_returns=1)
-            self.waited_s += time.perf_counter() - start_s
-            for ref in done:
-                values[number_of[ref]] = self._get(ref, name=self._names[number_of[ref]])
-        return values
+        limit_s = self._start.config.elastic.hang_min_s
+        gathering = Gathering(
+            self.members,
+            refs,
+            names=self._names,
+            judge=judge or judge_silence(limit_s),
+            end_s=limit_s,
+            kill=self.kill,
+        )
+        try:
+            return gathering.values(freeing=freeing)
+        except RanksLostError as error:
+            self._forget({each.id for each in error.lost})
+            raise
+        finally:
+            self.waited_s += gathering.waited_s
 
     def end(self) -> None:
-        """Kill the workers by handle and give their devices back."""
-        for worker in (*self.workers, *self._waiting):
-            ray.kill(worker, no_restart=True)
-        release(self._groups)
+        """Kill all members by id and give their devices back."""
+        self.drop([member.id for member in self.all])
 
-    def _get(self, ref: Any, *, name: str) -> Any:
-        try:
-            return ray.get(ref)
-        except RayTaskError as error:
-            if isinstance(error.cause, ConfigError | InfeasiblePlanError):
-                raise error.cause from error
-            raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{plain(str(error))}") from error
-        except RayActorError as error:
-            raise WorkerFailedError(f"{name} died: {error}") from error
+    def _forget(self, ids: set[str]) -> None:
+        self.members = [member for member in self.members if member.id not in ids]
+        self.waiting = [member for member in self.waiting if member.id not in ids]
+        for id in ids:
+            self._start.let_go(id)
+
+
+def _opened(launched: Sequence[Launched]) -> list[Member]:
+    """
+    Raises:
+        ConfigError: a device is not what was asked for.
+        WorkerFailedError: a worker cannot start.
+    """
+    refs = {each.opening: number for number, each in enumerate(launched)}
+    left, members = list(refs), []
+    while left:
+        done, left = ray.wait(left, num_returns=1)
+        members += [launched[refs[ref]].opened(answer(ref, name=f"rank {refs[ref]}")) for ref in done]
+    return members

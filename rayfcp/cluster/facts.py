@@ -1,6 +1,9 @@
 """What controller and workers tell each other of places. Plain values: reading them needs no torch."""
 
 from dataclasses import dataclass
+from typing import Any
+
+from rayfcp.values import ShardHeader
 
 LOOPBACK = "127.0.0.1"
 
@@ -12,12 +15,27 @@ class CannotGoOnError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """Where a worker is and what its device has. `peak_flops` is None where no table knows it."""
+    """Where a worker is and what its device has. `peak_flops` is None where no table knows it.
+
+    `worker_id` stays the worker's for as long as it lives, whatever its number; `pid`: its process on that node.
+    """
 
     node_id: str
     device: str
     memory_bytes: int
     peak_flops: float | None
+    worker_id: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted)` gives
+    parts of it. `local`: on the node of who asked for it."""
+
+    header: ShardHeader
+    holder: Any
+    holder_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rayfcp.cluster.naming import DEVICE, actor_name, new_id
 from rayfcp.config import Config, ConfigError
 
 RESOURCES = {"cuda": "GPU", "npu": "NPU"}
@@ -35,7 +36,16 @@ def bundle(device: str, *, threads: int) -> dict[str, float]:
     return {"CPU": float(threads)} | ({accelerator: 1.0} if accelerator else {})
 
 
-def reserve(config: Config, *, device: str, stopped: Callable[[], bool] = bool) -> list[PlacementGroup]:
+def ask(config: Config, *, device: str, run_key: str = "") -> PlacementGroup:
+    """A reservation of one worker's device, which nobody owns, ready once there is one; named after its run."""
+    wanted = bundle(device, threads=config.train.threads_per_worker)
+    name = actor_name(run_key, DEVICE, id=new_id())
+    return placement_group([wanted], strategy="PACK", name=name, lifetime="detached")
+
+
+def reserve(
+    config: Config, *, device: str, run_key: str = "", stopped: Callable[[], bool] = bool
+) -> list[PlacementGroup]:
     """As many placement groups as fit, from `num_workers`' minimum to its maximum.
 
     Waits up to `elastic.start_timeout_s` for the minimum, or until `stopped()`.
@@ -44,7 +54,7 @@ def reserve(config: Config, *, device: str, stopped: Callable[[], bool] = bool) 
         CapacityError: the minimum does not fit by then; nothing stays reserved.
     """
     wanted = bundle(device, threads=config.train.threads_per_worker)
-    groups = [placement_group([wanted], strategy="PACK") for _ in range(config.cluster.max_workers)]
+    groups = [ask(config, device=device, run_key=run_key) for _ in range(config.cluster.max_workers)]
     waiting = {group.ready(): group for group in groups}
     kept: list[PlacementGroup] = []
     end_s = time.monotonic() + config.elastic.start_timeout_s

@@ -3,6 +3,7 @@
 Driver and controller name the class, so torch and the model library are imported by its instances only.
 """
 
+import dataclasses
 import os
 import socket
 from collections.abc import Sequence
@@ -10,26 +11,40 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.placement_group import PlacementGroup
 
-from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous
+from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous, Source
+from rayfcp.cluster.orphans import OrphanWatch
+from rayfcp.cluster.pushing import Pusher
 from rayfcp.config import Config
+from rayfcp.execute.copies import Wanted
 from rayfcp.execute.integrity import FileSum, find_damage
-from rayfcp.execute.reports import Joined, RankReport, SavedPart
+from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart
 from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.plan.profiles.shapes import PassShape
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, ModelProfile
+from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch.distributed import Store
+
+MIB = 2**20
+
+GROUPS = {"control": 2, "copies": 4}
+"""Concurrency groups by their threads: `control` always answers; `copies` may wait. All else runs in one thread."""
+
+control, copies = ray.method(concurrency_group="control"), ray.method(concurrency_group="copies")
 
 
 class RankWorker:
     """One device of a run."""
 
-    def __init__(self, config: Config, data_dir: str, *, vocab_size: int) -> None:
-        self._config, self._data_dir, self._vocab_size = config, data_dir, vocab_size
+    def __init__(self, config: Config, data_dir: str, *, vocab_size: int, worker_id: str = "") -> None:
+        self._config, self._data_dir, self._vocab_size, self._worker_id = config, data_dir, vocab_size, worker_id
+        self._facts: DeviceFacts | None = None
+        self._watch = OrphanWatch(config.elastic.orphan_s)
 
     def open(self) -> DeviceFacts:
         """Take the device; to be called first. Not in the constructor, where Ray hides what an error was.
@@ -48,12 +63,73 @@ class RankWorker:
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
-        return DeviceFacts(
+        elastic = self._config.elastic
+        self._pusher = Pusher(
+            self._engine.copies,
+            settle=self._engine.settle,
+            chunk_bytes=elastic.snapshot_chunk_mib * MIB,
+            patience_s=elastic.hang_min_s,
+        )
+        self._facts = DeviceFacts(
             node_id=ray.get_runtime_context().get_node_id(),
             device=self._device.type,
             memory_bytes=total_memory_bytes(self._device),
             peak_flops=peak_flops(self._device),
+            worker_id=self._worker_id,
+            pid=os.getpid(),
         )
+        return self._facts
+
+    @control
+    def beat(self) -> Beat | None:
+        """Sign of life, and how far the step is; None before `open` returned."""
+        self._watch.heard()
+        return None if self._facts is None else self._engine.beat()
+
+    @control
+    def facts(self) -> DeviceFacts | None:
+        """What `open` returned; None before."""
+        self._watch.heard()
+        return self._facts
+
+    @control
+    def group(self) -> PlacementGroup | None:
+        """The reservation of its device."""
+        return self._watch.group
+
+    @control
+    def abort(self) -> None:
+        """Free the main thread from whatever it waits for; its call raises `CollectiveFailedError`."""
+        self._watch.heard()
+        if self._facts is not None:
+            self._engine.abort()
+
+    @control
+    def use_keeper(self, keeper: Any) -> None:
+        """Copies go to this actor from now on, the newest first; None: to nobody."""
+        self._watch.heard()
+        self._pusher.use(keeper)
+
+    @copies
+    def headers(self) -> tuple[ShardHeader, ...]:
+        """Of the complete copies of this device's own shards."""
+        self._watch.heard()
+        return () if self._facts is None else self._engine.copies.headers()
+
+    @copies
+    def pieces(self, state: StateId, number: int, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
+        """Parts of a copy; see `HeldCopies.pieces`."""
+        return self._engine.copies.pieces(state, number, wanted=wanted)
+
+    @copies
+    def await_kept(self, state: StateId, *, timeout_s: float) -> bool:
+        """True once a keeper has this device's copy of this state or a newer one; False if not in time."""
+        self._watch.heard()
+        return self._pusher.wait_for(state, timeout_s=timeout_s)
+
+    def idle(self) -> bool:
+        """Answers, with True, once the main thread is free."""
+        return True
 
     def measure_flops(self) -> float:
         """FLOP/s of a matrix product, while all other workers measure too."""
@@ -61,8 +137,8 @@ class RankWorker:
 
         return measure_flops(self._device)
 
-    def join(self, number: int, meeting: Rendezvous) -> Joined:
-        """Become device `number` of a generation, with first weights."""
+    def join(self, number: int, meeting: Rendezvous, *, empty: bool = False) -> Joined:
+        """Become device `number` of a generation, with first weights, or `empty`, to be filled or loaded."""
         from rayfcp.execute.groups import Place
         from rayfcp.models.build import sharded_model
         from rayfcp.models.describe import model_config
@@ -86,10 +162,46 @@ class RankWorker:
                 seed=self._config.run.seed,
                 world=world,
                 layers_of_stage=meeting.layers_of_stage,
+                empty=empty,
             ),
             hidden_size=library.hidden_size,
             layers_of_stage=meeting.layers_of_stage or (library.num_hidden_layers,),
         )
+
+    def leave(self) -> None:
+        """Leave the generation in order; all its devices do."""
+        self._engine.leave()
+
+    def fill(self, sources: Sequence[Source]) -> None:
+        """Take the state from copies, all of one state: this device's own first, then in the order given.
+
+        Raises:
+            ValueError: something is missing, there twice, or of another model.
+        """
+        from rayfcp.execute import snapshots
+
+        def own(header: ShardHeader) -> snapshots.Source:
+            held = self._engine.copies
+            return snapshots.Source(
+                header=header, pieces=lambda wanted: held.pieces(header.state, header.number, wanted=wanted)
+            )
+
+        def others(source: Source) -> snapshots.Source:
+            header, holder = source.header, source.holder
+            return snapshots.Source(
+                header=header, pieces=lambda wanted: ray.get(holder.pieces.remote(header.state, header.number, wanted))
+            )
+
+        ours = [own(source.header) for source in sources if source.holder_id == self._worker_id]
+        self._engine.fill([*ours, *(others(source) for source in sources if source.holder_id != self._worker_id)])
+
+    def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
+        """Copy the state as it is, and send the copy."""
+        self._pusher.offer(self._engine.take_snapshot(state), safe=safe)
+
+    def drop_older(self, than: StateId) -> None:
+        """Forget copies of older states."""
+        self._engine.drop_older(than)
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
         """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
@@ -101,8 +213,33 @@ class RankWorker:
         """Attention, linear layers, messages and gathers alone, by all ranks at once."""
         return self._engine.time_parts(model, max_tokens=max_tokens)
 
-    def step(self, program: RankProgram, batch: GlobalBatch, *, plan_hash: str) -> RankReport:
-        return self._engine.run_step(program, batch, plan_hash=plan_hash)
+    def step(
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        plan_hash: str,
+        snapshot: StateId | None = None,
+        safe: StateId | None = None,
+    ) -> RankReport:
+        """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`."""
+        self._watch.heard()
+        report = self._engine.run_step(
+            program,
+            batch,
+            plan_hash=plan_hash,
+            snapshot=snapshot,
+            safe=safe,
+            on_copy=lambda header: self._pusher.offer(header, safe=safe),
+        )
+        pushed = self._pusher.pushed
+        return dataclasses.replace(
+            report,
+            kept=pushed.kept,
+            push_s=pushed.seconds,
+            push_bytes=pushed.num_bytes,
+            keeper_lost=pushed.lost,
+        )
 
     def begin_save(self, folder: str) -> None:
         self._engine.begin_save(folder)

@@ -1,0 +1,172 @@
+"""One call of every device: their values, or who is to blame and that all others are free again."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+
+from rayfcp.cluster.asking import Asked, death
+from rayfcp.cluster.losses import Casualty, Judge, RanksLostError, WorkerFailedError, plain
+from rayfcp.cluster.members import Killer, Member
+from rayfcp.config import ConfigError
+from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.values import InfeasiblePlanError
+
+LOOK_S = 1.0
+"""From one look at calls that last to the next."""
+
+SILENT_S = 10.0
+"""How long a device may leave a question unanswered while others say that an exchange failed. Well above the time in
+which Ray notices a lost node."""
+
+class Gathering:
+    """The calls under way, one of each device.
+
+    Args:
+        names: of devices, for messages.
+        judge: says who is hung while calls last.
+        end_s: how long a call may take to end after it was aborted.
+        kill: ends processes that Ray cannot.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        refs: Sequence[Any],
+        *,
+        names: Sequence[str],
+        judge: Judge,
+        end_s: float,
+        kill: Killer | None,
+    ) -> None:
+        self._members, self._names, self._judge, self._end_s, self._kill = members, names, judge, end_s, kill
+        self._number_of = {ref: number for number, ref in enumerate(refs)}
+        self._waiting: list[Any] = list(refs)
+        self._values: list[Any] = [None] * len(refs)
+        self._asked = [Asked(member) for member in members]
+        self._gone: dict[int, Literal["died", "node", "hung"]] = {}
+        self._reason = ""
+        self._own_error: WorkerFailedError | None = None
+        self.waited_s = 0.0
+
+    def values(self, *, freeing: Callable[[], None] | None = None) -> list[Any]:
+        """See `Crew.gather`."""
+        while self._waiting and not self._reason:
+            if not self._take_ended():
+                self._look()
+        if not self._reason:
+            return self._values
+        if not self._gone:
+            self._find_cause()
+        self._free(freeing)
+        raise self._lost()
+
+    def _take_ended(self) -> bool:
+        """Wait for calls to end, for `LOOK_S` at most; False if none did.
+
+        Raises:
+            ConfigError, InfeasiblePlanError: raised by a worker.
+        """
+        start_s = time.perf_counter()
+        done, self._waiting = ray.wait(self._waiting, num_returns=1, timeout=LOOK_S)
+        self.waited_s += time.perf_counter() - start_s
+        for ref in done:
+            self._take(ref, number=self._number_of[ref])
+        return bool(done)
+
+    def _take(self, ref: Any, *, number: int) -> None:
+        name = self._names[number]
+        try:
+            self._values[number] = ray.get(ref)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, ConfigError | InfeasiblePlanError):
+                raise cause from error
+            if not isinstance(cause, CollectiveFailedError | RayError) and self._own_error is None:
+                self._own_error = WorkerFailedError(f"{name} failed: {cause!r}\n{plain(str(error))}")
+            self._blame(f"{name} failed: {cause}")
+        except RayActorError as error:
+            self._bury(number, error)
+        except RayError as error:  # what it was called with is lost
+            self._blame(f"{name} could not be called: {error}")
+
+    def _blame(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def _bury(self, number: int, error: RayActorError) -> None:
+        of_node = isinstance(error, ActorUnavailableError) or "node has died" in str(error)
+        self._gone[number] = "node" if of_node else "died"
+        self._blame(f"{self._names[number]} died: {error}")
+
+    def _look(self) -> None:
+        """Ask those whose calls go on for a sign of life, and for a judgement of what they said."""
+        pending = [self._number_of[ref] for ref in self._waiting]
+        for number in pending:
+            error = self._asked[number].ask()
+            if error is not None:
+                self._bury(number, error)
+        diagnosis = self._judge([self._asked[number].pulse(number) for number in pending])
+        self._gone |= {number: "hung" for number in diagnosis.hung if number not in self._gone}
+        if diagnosis.hung or diagnosis.stuck:
+            names = ", ".join(self._names[number] for number in sorted(diagnosis.hung)) or "an exchange"
+            self._blame(f"{names} hangs: {diagnosis.reason}")
+
+    def _find_cause(self) -> None:
+        """Something failed: a sign of life of everybody tells whether that is because somebody is gone.
+
+        Raises:
+            WorkerFailedError: all live, and a worker's own program failed.
+        """
+        refs = {member.handle.beat.remote(): number for number, member in enumerate(self._members)}
+        silent = self._unanswered(refs, until_death=True)
+        if self._own_error is not None and not self._gone:
+            raise self._own_error
+        if not self._gone:
+            self._gone |= dict.fromkeys(silent, "hung")
+
+    def _unanswered(self, refs: dict[Any, int], *, until_death: bool) -> list[int]:
+        """Who does not answer within `SILENT_S`; who turns out to be gone is buried."""
+        end_s, left = time.monotonic() + SILENT_S, list(refs)
+        while left and not (until_death and self._gone):
+            done, left = ray.wait(left, num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+            if not done:
+                break
+            for ref in done:
+                error = death(ref)
+                if error is not None:
+                    self._bury(refs[ref], error)
+        return [refs[ref] for ref in left]
+
+    def _free(self, freeing: Callable[[], None] | None) -> None:
+        """Abort what the living are in, and wait until their calls have ended; who does not is hung as well."""
+        living = [number for number in range(len(self._members)) if number not in self._gone]
+        refs = {self._members[number].handle.abort.remote(): number for number in living}
+        if freeing is not None:
+            freeing()
+        self._gone |= dict.fromkeys(self._unanswered(refs, until_death=False), "hung")
+        end_s = time.monotonic() + self._end_s
+        while self._waiting_for_living() and time.monotonic() < end_s:
+            self._take_ended()
+        self._gone |= {self._number_of[ref]: "hung" for ref in self._waiting}
+
+    def _waiting_for_living(self) -> bool:
+        self._waiting = [ref for ref in self._waiting if self._number_of[ref] not in self._gone]
+        return bool(self._waiting)
+
+    def _lost(self) -> WorkerFailedError:
+        """The lost end for good: also processes that are stopped and do not react to Ray. Their devices are free
+        afterwards."""
+        lost = [(number, self._members[number]) for number in sorted(self._gone)]
+        for _, member in lost:
+            member.end()
+            if self._kill is not None:
+                self._kill(member.facts)
+        if self._own_error is not None and not lost:
+            return self._own_error
+        casualties = [
+            Casualty(id=member.id, number=number, node_id=member.facts.node_id, cause=self._gone[number])
+            for number, member in lost
+        ]
+        return RanksLostError(self._reason, lost=casualties)

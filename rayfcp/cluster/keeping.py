@@ -1,0 +1,163 @@
+"""Who keeps whose copies: one keeper a node, which holds those of the node before it in a ring."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayfcp.cluster.facts import DeviceFacts, Source
+from rayfcp.cluster.keeper import THREADS, Keeper
+from rayfcp.cluster.members import Member
+from rayfcp.cluster.naming import KEEPER, NAMESPACE, actor_name, new_id
+from rayfcp.cluster.orphans import KeepAlive
+from rayfcp.config import Config
+from rayfcp.values import ShardHeader, StateId
+
+logger = logging.getLogger(__name__)
+
+
+def ring(nodes: Iterable[str]) -> dict[str, str]:
+    """Whose keeper holds a node's copies: the next node's in the order of ids, the first after the last; its own if
+    there is no other.
+
+    >>> ring(["c", "a", "b"])
+    {'a': 'b', 'b': 'c', 'c': 'a'}
+    """
+    order = sorted(set(nodes))
+    return dict(zip(order, [*order[1:], *order[:1]], strict=True))
+
+
+class Keeping:
+    """The keepers of a run. They belong to nobody, and are kept alive until ended.
+
+    Args:
+        run_key: of the run, for their names.
+        adopted: keepers by node that live already.
+    """
+
+    def __init__(self, config: Config, *, run_key: str, adopted: Mapping[str, Any] | None = None) -> None:
+        self._orphan_s, self._run_key = config.elastic.orphan_s, run_key
+        self._actor = ray.remote(Keeper)
+        self._keepers: dict[str, Any] = dict(adopted or {})
+        self._ring: dict[str, str] = {}
+        self._told: dict[str, Any] = {}
+        self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self._keepers.values()))
+
+    def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
+        """Keepers for the nodes of these members, new ones where there are none, and each member told which is its
+        own. Does not wait for them. Nodes to `avoid`, such as those that leave, keep nothing unless no other is there.
+
+        Keepers of other nodes stay, with what they hold, until `forget` or `end`.
+        """
+        nodes = {member.facts.node_id for member in members}
+        stay = nodes - set(avoid)
+        # Who leaves hands its copies to those who stay.
+        order = ring(stay or nodes)
+        self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
+        for node in nodes:  # also where nothing is kept: a keeper ends processes that hang
+            if node not in self._keepers:
+                self._keepers[node] = self._launch(node)
+        pids = defaultdict(list)
+        for member in members:
+            pids[member.facts.node_id].append(member.facts.pid)
+            self._tell(member)
+        for node, found in pids.items():
+            self._keepers[node].watch.remote(found)
+
+    def keeper_of(self, node_id: str) -> Any:
+        """Who keeps the copies of this node's devices."""
+        return self._keepers[self._ring[node_id]]
+
+    def replace(self, nodes: Iterable[str]) -> None:
+        """The keepers of the copies of these nodes' devices are lost: ended, and forgotten until `cover`."""
+        for keeper_node in {self._ring[node] for node in nodes if node in self._ring}:
+            self.forget(keeper_node)
+
+    def forget(self, node_id: str) -> None:
+        """End the keeper of a node that is gone or needs another; what it held is lost."""
+        keeper = self._keepers.pop(node_id, None)
+        if keeper is not None:
+            with suppress(RayError):
+                ray.kill(keeper, no_restart=True)
+
+    def sources(self, *, timeout_s: float) -> list[Source]:
+        """Complete copies of all keepers. A keeper that does not answer in time is forgotten."""
+        refs = {node: keeper.headers.remote() for node, keeper in self._keepers.items()}
+        headers, silent = answers_in_time(refs, timeout_s=timeout_s)
+        keepers = dict(self._keepers)
+        for node in silent:
+            logger.warning("the keeper on node %s does not answer", node)
+            self.forget(node)
+        return [
+            Source(header=header, holder=keepers[node], holder_id=keeper_id(node))
+            for node, found in headers.items()
+            for header in found
+        ]
+
+    def drop_older(self, than: StateId) -> None:
+        """All keepers forget older copies, also those that get no new ones."""
+        for keeper in self._keepers.values():
+            keeper.drop_older.remote(than)
+
+    def kill(self, facts: DeviceFacts) -> None:
+        """SIGKILL to a worker's process on its node, if that has a keeper. Does not wait."""
+        keeper = self._keepers.get(facts.node_id)
+        if keeper is not None:
+            keeper.kill.remote(facts.pid)
+
+    def end(self) -> None:
+        """End all keepers; the copies are gone."""
+        self._alive.close()
+        for node in list(self._keepers):
+            self.forget(node)
+
+    def _launch(self, node: str) -> Any:
+        options = self._actor.options(
+            name=actor_name(self._run_key, KEEPER, id=new_id()),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=THREADS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        return options.remote(orphan_s=self._orphan_s)
+
+    def _tell(self, member: Member) -> None:
+        keeper = self.keeper_of(member.facts.node_id)
+        if self._told.get(member.id) is not keeper:
+            self._told[member.id] = keeper
+            member.handle.use_keeper.remote(keeper)
+
+
+def keeper_id(node: str) -> str:
+    """Names a node's keeper among the holders of copies."""
+    return f"keeper on {node}"
+
+
+def sources_of(members: Sequence[Member], *, timeout_s: float) -> list[Source]:
+    """Complete copies that workers hold of their own shards."""
+    by_id = {member.id: member for member in members}
+    headers, _ = answers_in_time({id: each.handle.headers.remote() for id, each in by_id.items()}, timeout_s=timeout_s)
+    return [
+        Source(header=header, holder=by_id[id].handle, holder_id=id) for id, found in headers.items() for header in found
+    ]
+
+
+def answers_in_time(
+    refs: Mapping[str, Any], *, timeout_s: float
+) -> tuple[dict[str, tuple[ShardHeader, ...]], list[str]]:
+    """Answers by name, and names of those who gave none in time or are gone."""
+    end_s = time.monotonic() + timeout_s
+    found, silent = {}, []
+    for name, ref in refs.items():
+        try:
+            found[name] = ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
+        except RayError:
+            silent.append(name)
+    return found, silent

@@ -1,0 +1,109 @@
+"""Workers for devices that the run lacks: asked for, started and opened while the others train."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import ray
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import RayError
+
+from rayfcp.cluster.losses import WorkerFailedError, answer
+from rayfcp.cluster.members import Launched, Member, WorkerStart
+from rayfcp.cluster.placement import ask, bundle
+from rayfcp.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+"""Between attempts, after workers that could not open: it doubles from one to the other."""
+
+
+class Recruits:
+    """One pending worker for each device missing. It starts and opens by itself once Ray has a device for it.
+
+    Args:
+        start: how workers are started.
+        autoscale: tell Ray's autoscaler what the whole run needs.
+    """
+
+    def __init__(self, start: WorkerStart, *, autoscale: bool = True) -> None:
+        self._start, self._autoscale = start, autoscale
+        self._pending: list[Launched] = []
+        self._wanted = 0
+        self._asked: int | None = None
+        self._failures, self._again_s = 0, 0.0
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def want(self, missing: int, *, in_use: int) -> None:
+        """So many devices are missing beside those in use. More pending workers than that are given up, the latest
+        first."""
+        self._wanted = missing
+        while len(self._pending) > missing:
+            self._give_up(self._pending.pop())
+        self._tell(missing + in_use if missing else 0)
+        self._ask()
+
+    def ready(self) -> list[Member]:
+        """Workers that opened since; they count as missing no longer. Those that could not open are asked for anew,
+        after a while. Never waits.
+
+        Raises:
+            ConfigError: a worker says that the configuration cannot run where it is.
+        """
+        members = []
+        for each in self._ended():
+            self._pending.remove(each)
+            try:
+                members.append(each.opened(answer(each.opening, name=f"worker {each.id}")))
+            except WorkerFailedError as error:
+                logger.warning("a new worker could not start: %s", error)
+                self._give_up(each)
+                self._failures += 1
+                self._again_s = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
+            except ConfigError:
+                self._give_up(each)
+                raise
+        if members:
+            self._failures = 0
+        self._wanted -= len(members)
+        self._ask()
+        return members
+
+    def end(self) -> None:
+        """Give up what is pending, withdraw what the autoscaler was told."""
+        self._wanted = 0
+        while self._pending:
+            self._give_up(self._pending.pop())
+        self._tell(0)
+
+    def _ended(self) -> Sequence[Launched]:
+        by_ref = {each.opening: each for each in self._pending}
+        done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
+        return [by_ref[ref] for ref in done]
+
+    def _ask(self) -> None:
+        if time.monotonic() < self._again_s:
+            return
+        while len(self._pending) < self._wanted:
+            start = self._start
+            self._pending.append(start.launch(ask(start.config, device=start.device, run_key=start.run_key)))
+
+    def _give_up(self, launched: Launched) -> None:
+        self._start.let_go(launched.id)
+        launched.end()
+
+    def _tell(self, devices: int) -> None:
+        """The autoscaler makes room for all that it is told at once, so devices in use count as well."""
+        if not self._autoscale or (self._asked or 0) == devices:
+            return
+        self._asked = devices
+        one = bundle(self._start.device, threads=self._start.config.train.threads_per_worker)
+        try:
+            request_resources(bundles=[dict(one) for _ in range(devices)])
+        except (RayError, RuntimeError, OSError) as error:
+            logger.warning("the autoscaler cannot be asked: %s", error)

@@ -1,0 +1,127 @@
+"""Workers without a model: real actors and processes that start fast and hold calls for as long as a test wants."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import ray
+
+from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.pushing import Pusher
+from rayfcp.cluster.worker import RankWorker
+from rayfcp.config import Config
+from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.reports import Beat, CollectiveFailedError
+from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
+from tests.cluster.runs import run_config
+
+
+class LightEngine:
+    """What the shell around an engine needs of it: exchanges that last until they are aborted."""
+
+    def __init__(self) -> None:
+        self.copies, self.aborted = HeldCopies(), threading.Event()
+
+    def beat(self) -> Beat:
+        return Beat(number=0, step=1, num_done=0, waiting=False, memory_bytes={})
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+class LightWorker(RankWorker):
+    """Loads no torch."""
+
+    def open(self) -> DeviceFacts:
+        self._engine = LightEngine()
+        self._pusher = Pusher(self._engine.copies, settle=lambda: None, chunk_bytes=1000, patience_s=5)
+        self._facts = DeviceFacts(
+            node_id=ray.get_runtime_context().get_node_id(),
+            device="cpu",
+            memory_bytes=1,
+            peak_flops=None,
+            worker_id=self._worker_id,
+            pid=os.getpid(),
+        )
+        return self._facts
+
+    def exchange(self) -> None:
+        """Waits for others until aborted."""
+        self._engine.aborted.wait()
+        self._engine.aborted.clear()
+        raise CollectiveFailedError("aborted")
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+    def never(self) -> None:
+        """No abort ends it."""
+        threading.Event().wait()
+
+    def thread(self) -> tuple[int, int]:
+        """Of this process, and whichever calls this."""
+        return os.getpid(), threading.get_native_id()
+
+    def value(self, value: int) -> int:
+        return value
+
+    def keep(self, header: ShardHeader, data: np.ndarray) -> None:
+        """As if this were a copy of its own shard."""
+        self._engine.copies.put(header, np.array(data))
+        self._pusher.offer(header, safe=None)
+
+
+def shard(version: int, *, number: int = 0, num_bytes: int = 2500, generation: int = 0) -> ShardHeader:
+    """A header of one vector of bytes."""
+    box = Box(offsets=(0,), sizes=(num_bytes,))
+    return ShardHeader(
+        state=StateId(version=version, generation=generation),
+        number=number,
+        num_devices=1,
+        entries=(ShardEntry(name="weight", kind="parameter", box=box, itemsize=1, start_byte=0),),
+        num_bytes=num_bytes,
+        scalars={},
+    )
+
+
+def bytes_of(header: ShardHeader) -> np.ndarray:
+    """Drawn by version and number."""
+    return np.random.default_rng([header.state.version, header.number]).integers(0, 256, header.num_bytes, np.uint8)
+
+
+def light_config(folder: Path, *, name: str, num_workers: int, **elastic: float) -> Config:
+    return run_config(folder, name=name, cluster={"num_workers": num_workers, "device": "cpu"}, elastic=elastic)
+
+
+def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = LightWorker) -> WorkerStart:
+    return WorkerStart(config, device="cpu", data_dir="", vocab_size=256, run_key=run_key, worker=worker)
+
+
+def lives(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(true: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
+    """Look until it is true."""
+    end_s = time.monotonic() + timeout_s
+    while not true():
+        assert time.monotonic() < end_s, "did not come true in time"
+        time.sleep(0.02)
+
+
+@contextmanager
+def free_cpus_again() -> Iterator[None]:
+    """All devices that are free before are free afterwards."""
+    before = ray.available_resources().get("CPU", 0)
+    yield
+    until(lambda: ray.available_resources().get("CPU", 0) == before)
