@@ -82,5 +82,9 @@ def _end(handle: Any, *, what: str) -> None:
 
 def _give_back(run_key: str, *, held: set[str]) -> None:
     for id, each in placement_group_table().items():
-        if each["name"].startswith(actor_name(run_key, DEVICE, id="")) and each["state"] != "REMOVED" and id not in held:
+        if (
+            each["name"].startswith(actor_name(run_key, DEVICE, id=""))
+            and each["state"] != "REMOVED"
+            and id not in held
+        ):
             release([PlacementGroup(ray.PlacementGroupID.from_hex(id))])

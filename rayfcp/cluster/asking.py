@@ -36,9 +36,7 @@ class Asked:
 
     def pulse(self, number: int) -> Pulse:
         silent_s = time.monotonic() - self._asked_s
-        return Pulse(
-            id=self._member.id, number=number, beat=self._beat, heard_s=self._heard_s, silent_s=silent_s
-        )
+        return Pulse(id=self._member.id, number=number, beat=self._beat, heard_s=self._heard_s, silent_s=silent_s)
 
 
 def death(ref: Any) -> RayActorError | None:

@@ -55,7 +55,12 @@ class Crew:
             WorkerFailedError: a worker cannot start.
         """
         start = WorkerStart(
-            config, device=device, data_dir=data_dir, vocab_size=vocab_size, run_key=run_key or naming.run_key(config), worker=worker
+            config,
+            device=device,
+            data_dir=data_dir,
+            vocab_size=vocab_size,
+            run_key=run_key or naming.run_key(config),
+            worker=worker,
         )
         return cls.launch(start, stopped=stopped)
 

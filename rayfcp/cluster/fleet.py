@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import ray
@@ -19,7 +19,7 @@ from rayfcp.cluster.members import WorkerStart
 from rayfcp.cluster.nodes import NodeWatch
 from rayfcp.cluster.recruits import Recruits
 from rayfcp.cluster.rendezvous import RendezvousStore
-from rayfcp.cluster.restoring import Restorable
+from rayfcp.cluster.restoring import Restorable, restorable
 from rayfcp.cluster.startup import join_devices
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
@@ -60,13 +60,20 @@ class Fleet:
         self._watch = NodeWatch(config.elastic.look_every_s)
         self._recruits = Recruits(start)
         self._limits = Limits.of(config)
-        self.keeping = Keeping.start(config, run_key=start.run_key, nodes=self._nodes(), living=living.keepers)
+        self.keeping = Keeping(config, run_key=start.run_key, adopted=living.keepers)
+        crew.kill = self.keeping.kill
         self._store: RendezvousStore | None = None
         self._formed: Formed | None = None
         self._setbacks = Setbacks()
         self._losses: tuple[Loss, ...] = ()
         self._warned: set[str] = set()
-        self._generation = living.newest_generation
+        self._generation = -1
+
+    def newest(self) -> Restorable:
+        """The newest state in memory."""
+        found = restorable(self.crew.all, self.keeping)
+        self._generation = max(self._generation, found.generation)
+        return found
 
     @property
     def cluster(self) -> ClusterSpec:
@@ -102,12 +109,12 @@ class Fleet:
             elif said != decision.reason:
                 logger.info(decision.reason)
             said = decision.reason
-            self._recruits.want(self._limits.max_devices - len(self.crew.everyone))
+            self._want(self._limits.max_devices)
             stopping.wait(self._config.elastic.look_every_s)
 
     def spec(self, decision: Decision) -> ClusterSpec:
         """The generation that a decision asks for."""
-        member_of = {member.id: member for member in self.crew.everyone}
+        member_of = {member.id: member for member in self.crew.all}
         return cluster_spec(
             with_stages(self._config, decision.num_stages),
             self._data.model,
@@ -147,22 +154,25 @@ class Fleet:
         self.crew.each(lambda _, worker: worker.fill.remote(found.state, sources))
 
     def keep(self, state: StateId) -> None:
-        """All devices hand their shards of what they hold now to keepers, in the background."""
-        self.keeping.cover(self._nodes())
-        self.keeping.assign(self.crew.members)
+        """All devices hand their shards of what they hold now to keepers, in the background.
+
+        Raises:
+            RanksLostError: one was lost meanwhile.
+        """
+        self.keeping.cover(self.crew.members, avoid=self._watch.view.draining)
         self.crew.each(lambda _, worker: worker.take_snapshot.remote(state))
 
-    def mend_keepers(self) -> None:
-        """A keeper is gone: another takes its place."""
-        self.keeping.cover(self._nodes())
-        self.keeping.assign(self.crew.members)
+    def mend_keepers(self, numbers: Iterable[int]) -> None:
+        """The keepers of these devices' copies are lost: others take their place."""
+        self.keeping.replace({self.crew.members[number].facts.node_id for number in numbers})
+        self.keeping.cover(self.crew.members, avoid=self._watch.view.draining)
 
     def count_loss(self, error: RanksLostError) -> Failure:
         """Take note of a loss, and look for replacements."""
         now_s = time.monotonic()
         self._losses += tuple(Loss(place=each.node_id, at_s=now_s) for each in error.lost)
         failure = Failure(cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=str(error))
-        self._recruits.want(self._missing())
+        self._want(self._limits.max_devices)
         return failure
 
     def went_on(self, failure: Failure) -> None:
@@ -174,31 +184,33 @@ class Fleet:
 
     def leaves_soon(self) -> tuple[str, ...]:
         """Nodes with active devices that were announced to go, each named once."""
-        nodes = {member.facts.node_id for member in self.crew.members} & self._watch.look().draining.keys()
+        nodes = {member.facts.node_id for member in self.crew.members} & self._watch.view.draining.keys()
         new = tuple(sorted(nodes - self._warned))
         self._warned |= nodes
         return new
 
     def end(self) -> None:
         """Nothing is left of it."""
-        for part in (self._recruits, self._watch, self.crew, self.keeping):
+        for end in (self._recruits.end, self._watch.close, self.crew.end, self.keeping.end):
             try:
-                part.end()
+                end()
             except Exception:
-                logger.exception("ending %s", type(part).__name__)
+                logger.exception("ending devices")
 
     def _look(self) -> None:
-        """Those who came stand by; those of nodes that have gone are nobody's any more."""
+        """Those who came stand by."""
         self.crew.add(self._recruits.ready())
         if self._config.elastic.grow:
-            self._recruits.want(self._missing())
+            self._want(self._limits.max_devices)
 
-    def _missing(self) -> int:
-        return max(0, self._limits.max_devices - len(self.crew.everyone)) if self._config.elastic.grow else 0
+    def _want(self, num_devices: int) -> None:
+        """Look for as many devices as are missing to these; those of nodes that are about to go do not count."""
+        staying = [each for each in self.crew.all if each.facts.node_id not in self._watch.view.draining]
+        self._recruits.want(max(0, num_devices - len(staying)), in_use=len(staying))
 
     def _is_quiet(self) -> bool:
         """Whether nothing has come, and nothing is about to go."""
-        drained = {member.facts.node_id for member in self.crew.members} & self._watch.look().draining.keys()
+        drained = {member.facts.node_id for member in self.crew.members} & self._watch.view.draining.keys()
         return not drained and not self.crew.waiting
 
     def _facts(self, *, failure: Failure | None, waiting_since_s: float | None) -> Facts:
@@ -206,25 +218,22 @@ class Fleet:
         formed = self._formed
         return Facts(
             limits=self._limits,
-            devices=tuple(Device(id=member.id, node_id=member.facts.node_id) for member in self.crew.everyone),
+            devices=tuple(Device(id=member.id, node_id=member.facts.node_id) for member in self.crew.all),
             fits=layouts_that_fit(
                 self._config,
                 self._data.model,
-                facts=[member.facts for member in self.crew.everyone],
+                facts=[member.facts for member in self.crew.all],
                 longest_tokens=int(self._data.index.lengths.max()),
             ),
             active=formed.ids if formed else (),
             num_stages=formed.cluster.num_stages if formed else 1,
             leaving=tuple(
-                Leaving(node_id=node, deadline_s=now_s + (drain.deadline_s or epoch_s) - epoch_s)
-                for node, drain in self._watch.look().draining.items()
+                Leaving(node_id=node, deadline_s=now_s + (at_s or epoch_s) - epoch_s)
+                for node, at_s in self._watch.view.draining.items()
             ),
-            starting=tuple(Starting(since_s=now_s) for _ in range(self._recruits.num_opening)),
+            starting=tuple(Starting(since_s=each) for each in self._recruits.asked_s),
             losses=self._losses,
             failure=failure,
             setbacks=self._setbacks,
             waiting_since_s=waiting_since_s,
         )
-
-    def _nodes(self) -> Sequence[str]:
-        return list(dict.fromkeys(member.facts.node_id for member in self.crew.everyone))

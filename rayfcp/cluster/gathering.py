@@ -21,6 +21,7 @@ SILENT_S = 10.0
 """How long a device may leave a question unanswered while others say that an exchange failed. Well above the time in
 which Ray notices a lost node."""
 
+
 class Gathering:
     """The calls under way, one of each device.
 

@@ -145,7 +145,9 @@ def sources_of(members: Sequence[Member], *, timeout_s: float) -> list[Source]:
     by_id = {member.id: member for member in members}
     headers, _ = answers_in_time({id: each.handle.headers.remote() for id, each in by_id.items()}, timeout_s=timeout_s)
     return [
-        Source(header=header, holder=by_id[id].handle, holder_id=id) for id, found in headers.items() for header in found
+        Source(header=header, holder=by_id[id].handle, holder_id=id)
+        for id, found in headers.items()
+        for header in found
     ]
 
 

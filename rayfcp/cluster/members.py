@@ -1,8 +1,9 @@
 """One worker of a run: how it is started, what is known of it, how it is ended."""
 
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -36,12 +37,14 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A worker that was asked for: it starts once its placement group has its device. `opening` refers to its facts."""
+    """A worker that was asked for at `asked_s` of `time.monotonic`: it starts once its placement group has its device.
+    `opening` refers to its facts."""
 
     id: str
     handle: Any
     group: PlacementGroup
     opening: Any
+    asked_s: float = field(default_factory=time.monotonic)
 
     def opened(self, facts: DeviceFacts) -> Member:
         return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)

@@ -28,7 +28,7 @@ def look() -> NodeView:
     """
     alive = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
     # Ray offers drain notices to its own libraries only, by this name.
-    deadlines = ray._private.state.state.get_draining_nodes()  # noqa: SLF001
+    deadlines = ray._private.state.state.get_draining_nodes()
     draining = {node: deadline_ms / 1000 if deadline_ms > 0 else None for node, deadline_ms in deadlines.items()}
     return NodeView(alive=alive, draining=MappingProxyType({node: draining[node] for node in draining.keys() & alive}))
 

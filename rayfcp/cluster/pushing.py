@@ -45,9 +45,7 @@ class Pusher:
     is lost.
     """
 
-    def __init__(
-        self, copies: HeldCopies, *, settle: Callable[[], None], chunk_bytes: int, patience_s: float
-    ) -> None:
+    def __init__(self, copies: HeldCopies, *, settle: Callable[[], None], chunk_bytes: int, patience_s: float) -> None:
         self._copies, self._settle, self._chunk_bytes, self._patience_s = copies, settle, chunk_bytes, patience_s
         self._changed = threading.Condition()
         self._keeper: Any = None

@@ -39,6 +39,11 @@ class Recruits:
     def num_pending(self) -> int:
         return len(self._pending)
 
+    @property
+    def asked_s(self) -> tuple[float, ...]:
+        """When each pending one was asked for, on `time.monotonic`."""
+        return tuple(each.asked_s for each in self._pending)
+
     def want(self, missing: int, *, in_use: int) -> None:
         """So many devices are missing beside those in use. More pending workers than that are given up, the latest
         first."""

@@ -100,6 +100,11 @@ class Saver:
                     f"checkpoint of step {self._pending.step} is still being written; that of step {step} is left out"
                 )
 
+    def save_now(self, step: int, crew: Crew) -> None:
+        """Begin a write out of turn, unless one is under way."""
+        if self._pending is None and step > self._saved_step:
+            self._begin(step, crew)
+
     def finish(self, crew: Crew, *, metrics: MetricsExporter) -> None:
         """Wait for the write under way and commit it. To be called before devices leave in order."""
         if self._pending is not None:

@@ -111,8 +111,7 @@ class Stepper:
         self._plans.refill()
         self._learn()
         self.commit()
-        watch = StepWatch(self._fleet.ids, step=step, deadline_s=self._deadline_s(planned))
-        devices = crew.gather(refs, verdict=watch)
+        devices = crew.gather(refs, judge=StepWatch(self._fleet.ids, deadline_s=self._deadline_s(planned)))
         step_s = time.perf_counter() - start_s
         self._done = Done(planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to)
         self.last_finished = step
@@ -153,11 +152,11 @@ class Stepper:
             state, crew = self._kept.needed(step), self._fleet.crew
             timeout_s = self._config.elastic.hang_min_s
             kept = crew.gather([each.await_kept.remote(state, timeout_s=timeout_s) for each in crew.workers])
-            late = [each for each, done in zip(self._fleet.ids, kept, strict=True) if not done]
-            self._kept = self._kept.after({each: state for each in self._fleet.ids if each not in late})
+            late = [number for number, done in enumerate(kept) if not done]
+            self._kept = self._kept.after({each: state for number, each in enumerate(self._fleet.ids) if kept[number]})
             if late:
                 logger.warning("keepers lack %s of %d devices; waiting before step %d", state, len(late), step)
-                self._fleet.mend_keepers()
+                self._fleet.mend_keepers(late)
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """A reference of each device's report."""
@@ -185,16 +184,14 @@ class Stepper:
     def _hear(self, devices: Sequence[RankReport]) -> None:
         """What the reports say of copies and keepers."""
         assert self._kept is not None
-        if any(report.keeper_lost for report in devices):
-            lost = [each for each, report in zip(self._fleet.ids, devices, strict=True) if report.keeper_lost]
-            self._kept = self._kept.without_copies(lost)
-            self._fleet.mend_keepers()
+        lost = [number for number, report in enumerate(devices) if report.keeper_lost]
+        if lost:
+            self._kept = self._kept.without_copies({self._fleet.ids[number] for number in lost})
+            self._fleet.mend_keepers(lost)
         self._kept = self._kept.after(
             {each: report.kept for each, report in zip(self._fleet.ids, devices, strict=True)}
         )
-        seconds = [report.snapshot_s for report in devices if report.snapshot_s is not None]
-        if seconds:
-            self._journal.metrics.set_snapshot(max(seconds))
+        self._journal.metrics.set_snapshot(max(report.snapshot_s + report.push_s for report in devices))
 
     def _deadline_s(self, planned: PlannedStep) -> float:
         return self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)

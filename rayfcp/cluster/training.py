@@ -27,12 +27,13 @@ from rayfcp.cluster.measured import (
     write_measured,
     write_refitted,
 )
-from rayfcp.cluster.members import WorkerStart, run_key
+from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError, resolved_device
 from rayfcp.cluster.planners import Planners, PlanQueue
 from rayfcp.cluster.profiling import start_cost
 from rayfcp.cluster.reporting import Journal
-from rayfcp.cluster.restoring import Restorable, restorable
+from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.startup import device_peak_flops, write_skipped
 from rayfcp.cluster.stepping import Stepper
@@ -99,7 +100,7 @@ class TrainingRun:
             layout = self._config.cluster
             most = layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel)
             self._check_longest(ClusterSpec(num_ranks=most, max_tokens_per_rank=bound))
-        self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict(), say=self._say)
+        self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict(), say=self._tell)
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
         if data.index.named_bad_rows:
@@ -114,7 +115,7 @@ class TrainingRun:
         decision = self._first_decision()
         cluster = fleet.spec(decision)
         self._check_longest(cluster)
-        planners = Planners.start(self._config, self._data.model, say=self._say)
+        planners = Planners.start(self._config, self._data.model, say=self._tell)
         ending.callback(planners.end)
         found = self._living_state()
         if found is None:
@@ -150,7 +151,7 @@ class TrainingRun:
             plans=PlanQueue(planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps),
             journal=self._journal,
             saver=self._saver,
-            guard=NumberGuard(self._config, self._run_dir),
+            guard=NumberGuard(self._config, data_dir=self._data_dir, say=self._tell),
             tell=self._reports.append,
         )
         self._transitions = Transitions(
@@ -159,7 +160,7 @@ class TrainingRun:
             saver=self._saver,
             journal=self._journal,
             stopping=self._stopping,
-            say=self._say,
+            say=self._tell,
         )
 
     def _first_decision(self) -> Decision:
@@ -181,27 +182,27 @@ class TrainingRun:
             run_key=key,
             worker=self._worker,
         )
-        living = find_living(key, config=config)
+        living = find_living(key, timeout_s=config.elastic.hang_min_s)
         if living.members:
             self._say(f"going on with {len(living.members)} workers whose controller is gone")
-            crew = Crew.adopt(living, config=config)
+            crew = Crew(start, living.members)
         else:
             self._say(f"starting {config.cluster.max_workers} workers")
             try:
-                crew = Crew.start(start, stopped=self._stopping.is_set)
+                crew = Crew.launch(start, stopped=self._stopping.is_set)
             except CapacityError as error:
                 if self._stopping.is_set():
                     raise StoppedError from error
                 raise
         try:
-            return Fleet(config, self._data, start=start, crew=crew, living=living, say=self._say)
+            return Fleet(config, self._data, start=start, crew=crew, living=living, say=self._tell)
         except BaseException:
             crew.end()
             raise
 
     def _living_state(self) -> Restorable | None:
         """What living workers and keepers hold that is newer than the newest checkpoint."""
-        found = restorable(self._fleet.crew.everyone, self._fleet.keeping)
+        found = self._fleet.newest()
         return found if found.state is not None and found.state.version >= self._saver.first_step else None
 
     def _measure(self, cluster: ClusterSpec, *, device: str) -> None:
@@ -265,5 +266,8 @@ class TrainingRun:
         """Tell the user what comes next, unless nothing shall come."""
         if self._stopping.is_set() and not self._reports:
             raise StoppedError
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
         logger.info(text)
         self._messages.append(text)

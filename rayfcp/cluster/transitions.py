@@ -8,7 +8,7 @@ from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.fleet import Fleet, Formed
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.reporting import Journal
-from rayfcp.cluster.restoring import Restorable, restorable
+from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.elastic.facts import Failure
@@ -61,7 +61,7 @@ class Transitions:
         if not decision.devices:
             for node in self._fleet.leaves_soon():
                 self._say(f"node {node} is about to go and nothing can replace it: {decision.reason}; saving")
-                self._saver.save_now(version, self._fleet.crew, metrics=self._journal.metrics)
+                self._saver.save_now(version, self._fleet.crew)
             return
         self._say(decision.reason)
         before = len(self._fleet.ids)
@@ -115,7 +115,7 @@ class Transitions:
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation and give it the newest state that there is; `version`, where it is known and
         planned for."""
-        found = restorable(self._fleet.crew.everyone, self._fleet.keeping)
+        found = self._fleet.newest()
         if found.state is not None and found.state.version != version:
             version = found.state.version
             self._stepper.plan_for(cluster, version=version)

@@ -3,30 +3,31 @@
 import time
 from collections.abc import Sequence
 
-from rayfcp.cluster.losses import Pulse
-from rayfcp.elastic.hang import Signs, Verdict, judge
+from rayfcp.cluster.losses import Diagnosis, Pulse
+from rayfcp.elastic.hang import Signs, judge
 
 
 class StepWatch:
-    """Asked by `Crew.gather` about the devices that have not reported `step`."""
+    """Asked by `Crew.gather` about the devices that have not reported the step."""
 
-    def __init__(self, ids: Sequence[str], *, step: int, deadline_s: float) -> None:
-        self._ids, self._step, self._deadline_s = tuple(ids), step, deadline_s
+    def __init__(self, ids: Sequence[str], *, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
         self._signs = Signs.start(ids, now_s=time.monotonic())
 
-    def __call__(self, pulses: Sequence[Pulse]) -> Verdict:
-        """The verdict on those that `pulses` are of, by device number in their names' place."""
+    def __call__(self, pulses: Sequence[Pulse]) -> Diagnosis:
         now_s = time.monotonic()
-        pending = {self._ids[pulse.number] for pulse in pulses}
-        signs = self._signs.without([each for each in self._ids if each not in pending])
+        number_of = {pulse.id: pulse.number for pulse in pulses}
+        signs = self._signs.without([sign.id for sign in self._signs.signs if sign.id not in number_of])
         for pulse in pulses:
             if pulse.beat is not None:
                 signs = signs.heard(
-                    self._ids[pulse.number],
+                    pulse.id,
                     step=pulse.beat.step,
                     num_done=pulse.beat.num_done,
                     waiting=pulse.beat.waiting,
-                    now_s=now_s - pulse.silent_s,
+                    now_s=pulse.heard_s,
                 )
         self._signs = signs
-        return judge(signs.signs, now_s=now_s, deadline_s=self._deadline_s)
+        verdict = judge(signs.signs, now_s=now_s, deadline_s=self._deadline_s)
+        hung = frozenset(number_of[each] for each in verdict.hung)
+        return Diagnosis(hung=hung, stuck=verdict.stuck, reason=verdict.reason)
