@@ -49,6 +49,14 @@ def find_living(run_key: str, *, timeout_s: float) -> Living:
     return Living(members=tuple(members), keepers=by_node)
 
 
+def end_living(run_key: str) -> None:
+    """End what is left of a run that nobody will go on with, and give its reservations back."""
+    for kind in (WORKER, KEEPER):
+        for handle in _handles(run_key, kind).values():
+            ray.kill(handle, no_restart=True)
+    _give_back(run_key, held=set())
+
+
 def _handles(run_key: str, kind: str) -> dict[str, Any]:
     found = {}
     for id in ids_of(run_key, kind):

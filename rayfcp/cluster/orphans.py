@@ -1,4 +1,4 @@
-"""Actors that nobody owns: they end by themselves when nobody talks to them any more, and are kept by being talked to."""
+"""Actors that nobody owns: they are kept by being talked to, and end by themselves when nobody does."""
 
 import os
 import threading

@@ -2,47 +2,28 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from rayfcp.cluster.capacity import configured_bound
-from rayfcp.cluster.controller import Controller, Outcome, Poll
+from rayfcp.cluster.controller import Outcome
 from rayfcp.cluster.files import prepared_data, with_absolute_paths
+from rayfcp.cluster.following import Watcher, follow
 from rayfcp.cluster.layout import check_layout
-from rayfcp.cluster.local import CONTROLLER_CPUS, connect
-from rayfcp.cluster.lock import sweep
-from rayfcp.cluster.placement import CapacityError
+from rayfcp.cluster.local import connect
 from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
 from rayfcp.plan import strategy_names
-from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.values import StepReport
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig, ScalingConfig
 
-POLL_S = 0.1
-
-CONTROLLER_START_S = 60.0
-"""The least that the controller gets to be scheduled and to import the model library."""
-
 
 class RunFailedError(RuntimeError):
     """The run ended by an error that is not in the configuration; the message holds the worker's traceback."""
-
-
-class Watcher(Protocol):
-    """Who is told what a run does."""
-
-    def say(self, text: str) -> None:
-        """One line of what is being done."""
-        ...
-
-    def update(self, report: StepReport) -> None:
-        """A step was committed."""
-        ...
 
 
 class FlexTrainer:
@@ -107,23 +88,10 @@ class FlexTrainer:
             started_here = connect(config)
             heed_sigterm()
             try:
-                return _run(config, watcher)
+                return follow(config, prepared_data(config, say=watcher.say), watcher)
             finally:
                 if started_here:
                     ray.shutdown()
-
-
-def _run(config: Config, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-    """From data to the end of the controller; one that was ended by force leaves nothing behind either."""
-    data_dir = prepared_data(config, say=watcher.say)
-    actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
-    controller = actor.remote(config, data_dir)
-    try:
-        _await(controller, timeout_s=max(config.elastic.start_timeout_s, CONTROLLER_START_S))
-        return _follow(controller, watcher)
-    finally:
-        ray.kill(controller, no_restart=True)
-        sweep(config.run_dir, names=(SD_FILE,))
 
 
 def check_runnable(config: Config) -> None:
@@ -151,44 +119,6 @@ def _check_model(config: Config) -> None:
     check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library, num_stages=config.cluster.pipeline_stages)
     configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
-
-
-def _await(controller: Any, *, timeout_s: float) -> None:
-    """
-    Raises:
-        CapacityError: Ray does not start the controller in time.
-    """
-    done, _ = ray.wait([controller.poll.remote(messages=0, reports=0)], timeout=timeout_s)
-    if not done:
-        raise CapacityError(
-            f"the controller needs {CONTROLLER_CPUS} CPU, Ray gave none within {timeout_s:.0f} s; add CPUs to the "
-            "cluster"
-        )
-
-
-def _follow(controller: Any, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-    """Tell the watcher until the run ends; the first Ctrl-C or SIGTERM asks it to stop."""
-    running = controller.run.remote()
-    reports: list[StepReport] = []
-    num_messages, asked = 0, False
-    while True:
-        try:
-            done, _ = ray.wait([running], timeout=POLL_S)
-            poll: Poll = ray.get(controller.poll.remote(messages=num_messages, reports=len(reports)))
-            for message in poll.messages:
-                watcher.say(message)
-            num_messages += len(poll.messages)
-            for report in poll.reports:
-                watcher.update(report)
-            reports += poll.reports
-            if done:
-                return ray.get(running), reports
-        except KeyboardInterrupt:
-            if asked:
-                raise
-            asked = True
-            watcher.say("stopping after this step with a checkpoint; Ctrl-C or SIGTERM again stops at once")
-            controller.stop.remote()
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:

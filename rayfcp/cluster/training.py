@@ -112,12 +112,12 @@ class TrainingRun:
         device = resolved_device(self._config)
         fleet = self._fleet = self._gather_fleet(device)
         ending.callback(fleet.end)
+        found = self._living_state()
         decision = self._first_decision()
         cluster = fleet.spec(decision)
         self._check_longest(cluster)
         planners = Planners.start(self._config, self._data.model, say=self._tell)
         ending.callback(planners.end)
-        found = self._living_state()
         if found is None:
             self._saver.verify(fleet.crew)
         version = self._saver.first_step - 1 if found is None or found.state is None else found.state.version
