@@ -129,12 +129,15 @@ class PlanQueue:
         self._flying.clear()
         self._next, self._last = first_step, last_step
         self._num_programs = cluster.num_stages * cluster.num_ranks
-        self._cluster_ref, self._cost_ref = ray.put(cluster), ray.put(cost)
+        self._cluster, self._cluster_ref, self._cost_ref = cluster, ray.put(cluster), ray.put(cost)
         self.refill()
 
-    def use(self, cost: CostModel) -> None:
-        """Plan with this cost model from now on; plans in flight stay as they are, and valid."""
+    def use(self, cost: CostModel, *, cluster: ClusterSpec) -> None:
+        """Plan with this cost model and these speeds of the same ranks from now on; plans in flight stay as they are,
+        and valid."""
         self._cost_ref = ray.put(cost)
+        if cluster != self._cluster:
+            self._cluster, self._cluster_ref = cluster, ray.put(cluster)
 
     def take(self) -> PlannedStep:
         """The next step's plan, waiting for it if it is late. A planner that died is replaced, and plans again with

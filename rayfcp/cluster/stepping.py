@@ -10,8 +10,8 @@ from rayfcp.cluster.fleet import Fleet, Formed
 from rayfcp.cluster.guard import NumberGuard
 from rayfcp.cluster.measured import ranks_per_node
 from rayfcp.cluster.observing import observations
-from rayfcp.cluster.planner import PlannedStep
-from rayfcp.cluster.planners import PlanQueue
+from rayfcp.cluster.paces import Paces
+from rayfcp.cluster.planners import PlannedStep, PlanQueue
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.watching import StepWatch
@@ -51,10 +51,12 @@ class Stepper:
         journal: Journal,
         saver: Saver,
         guard: NumberGuard,
+        say: Callable[[str], None],
         tell: Callable[[StepReport], None],
     ) -> None:
         self._config, self._fleet, self._plans, self._tell = config, fleet, plans, tell
         self._journal, self._saver, self._guard = journal, saver, guard
+        self._paces = Paces(config.elastic, say=say)
         self._peak_flops = 0.0
         self._times = StepTimes()
         self._done: Done | None = None
@@ -74,10 +76,13 @@ class Stepper:
         self._peak_flops = peak_flops
         self._refit = Refit.start(cost)
 
-    def plan_for(self, cluster: ClusterSpec, *, version: int) -> None:
-        """Steps after `version` are planned for these ranks; what was planned for others is dropped."""
-        cost = dataclasses.replace(self._refit.cost, ranks_per_node=ranks_per_node(cluster))
-        self._plans.start(version + 1, self._config.train.steps, cluster=cluster, cost=cost)
+    def plan_for(self, cluster: ClusterSpec, ids: Sequence[str], *, version: int) -> None:
+        """Steps after `version` are planned for these devices; what was planned for others is dropped."""
+        self._refit = dataclasses.replace(
+            self._refit, cost=dataclasses.replace(self._refit.cost, ranks_per_node=ranks_per_node(cluster))
+        )
+        self._planned_for = self._paced(cluster, ids)
+        self._plans.start(version + 1, self._config.train.steps, cluster=self._planned_for, cost=self._refit.cost)
 
     def begin(self, formed: Formed, *, version: int) -> None:
         """A generation has taken up the state after `version` steps, and hands it to keepers. Steps finished before run
@@ -85,6 +90,7 @@ class Stepper:
         lost = max(0, self.last_finished - version)
         if lost:
             self._journal.metrics.count_lost_steps(lost)
+        self._paces.forget_all_but([member.id for member in self._fleet.crew.all])
         self.last_finished = version
         generation, every = formed.cluster.generation, self._config.elastic.snapshot_every_steps
         before = self._kept if self._kept is not None and _is_behind(self._kept.safe, version) else None
@@ -177,9 +183,19 @@ class Stepper:
 
     def _learn(self) -> None:
         """From the last finished step, while the next one runs."""
-        if self._done is not None and self._config.plan.refit:
-            self._refit = self._refit.after(observations(self._done.planned.record.groups, self._done.devices))
-            self._plans.use(self._refit.cost)
+        done, fleet = self._done, self._fleet
+        if done is None:
+            return
+        record = done.planned.record
+        if self._config.plan.refit:
+            self._refit = self._refit.after(observations(record.groups, done.devices))
+        metrics = self._journal.metrics
+        self._paces.hear(record, done.devices, ids=fleet.ids, cluster=fleet.cluster, metrics=metrics)
+        self._planned_for = self._paced(fleet.cluster, fleet.ids)
+        self._plans.use(self._refit.cost, cluster=self._planned_for)
+
+    def _paced(self, cluster: ClusterSpec, ids: Sequence[str]) -> ClusterSpec:
+        return dataclasses.replace(cluster, speed_of_rank=self._paces.of_ranks(ids, cluster))
 
     def _hear(self, devices: Sequence[RankReport]) -> None:
         """What the reports say of copies and keepers."""

@@ -131,7 +131,7 @@ class TrainingRun:
         if version:
             self._say(f"going on after step {version}{' from copies in memory' if found else ''}")
         self._measure(cluster, device=device)
-        self._stepper.plan_for(cluster, version=version)
+        self._stepper.plan_for(cluster, formed.ids, version=version)
         self._stepper.begin(formed, version=version)
         return version
 
@@ -152,6 +152,7 @@ class TrainingRun:
             journal=self._journal,
             saver=self._saver,
             guard=NumberGuard(self._config, data_dir=self._data_dir, say=self._tell),
+            say=self._tell,
             tell=self._reports.append,
         )
         self._transitions = Transitions(

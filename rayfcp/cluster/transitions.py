@@ -69,7 +69,7 @@ class Transitions:
         self._saver.finish(self._fleet.crew, metrics=self._journal.metrics)
         self._stepper.copy_state(version)
         cluster = self._fleet.spec(decision)
-        self._stepper.plan_for(cluster, version=version)
+        self._stepper.plan_for(cluster, decision.devices, version=version)
         self._fleet.leave()
         self._take_up(decision, cluster, version=version)
         if len(self._fleet.ids) != before:
@@ -118,23 +118,23 @@ class Transitions:
         found = self._fleet.newest()
         if found.state is not None and found.state.version != version:
             version = found.state.version
-            self._stepper.plan_for(cluster, version=version)
+            self._stepper.plan_for(cluster, decision.devices, version=version)
         formed = self._fleet.form(decision, cluster, empty=found.state is not None)
         if found.state is not None:
             self._fleet.fill(found)
         else:
-            version = self._fall_back(found, cluster)
+            version = self._fall_back(found, decision, cluster)
         assert version is not None
         self._note(formed)
         self._stepper.begin(formed, version=version)
         return version
 
-    def _fall_back(self, found: Restorable, cluster: ClusterSpec) -> int:
+    def _fall_back(self, found: Restorable, decision: Decision, cluster: ClusterSpec) -> int:
         """No state has all its shards: the newest checkpoint, or the first weights."""
         version = self._saver.fall_back(self._fleet.crew)
         whence = f"the checkpoint of step {version}" if version else "the beginning, for there is no checkpoint"
         self._say(f"{found.reason}; going on from {whence}")
-        self._stepper.plan_for(cluster, version=version)
+        self._stepper.plan_for(cluster, decision.devices, version=version)
         return version
 
     def _note(self, formed: Formed) -> None:
