@@ -4,9 +4,11 @@ import os
 import re
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rayfcp.config import ConfigError
@@ -109,3 +111,10 @@ def total_memory_bytes(device: torch.device | str) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     module = _module(kind)
     return 0 if module is None else int(module.get_device_properties(device).total_memory)
+
+
+def host_buffers(device: torch.device) -> Callable[[int], np.ndarray[Any, Any]]:
+    """Makes host memory, uint8, for copies of what the device holds; an accelerator's is pinned, to be copied to while
+    it computes."""
+    pinned = device.type != "cpu"
+    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()

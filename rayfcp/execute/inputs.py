@@ -6,10 +6,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.interfaces import IGNORED, TokenSource
+from rayfcp.data import TokenReader
+from rayfcp.execute.interfaces import IGNORED, Tokens, TokenSource
 from rayfcp.program import Load, Piece
+from rayfcp.values import GlobalBatch
 
 PADDING_TOKEN = 0
+
+
+class BatchTokens:
+    """Tokens of one global batch, read from the shards as they are asked for; see `TokenSource`."""
+
+    def __init__(self, reader: TokenReader, batch: GlobalBatch) -> None:
+        self._reader, self._batch = reader, batch
+
+    def read(self, sequence: int, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
+        return self._reader.read(self._batch.samples[sequence], start=start, stop=stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ class Interpreter:
     Losses are multiplied by `loss_scale` (one over the global batch's number of targets) before they
     are differentiated, so that gradients, summed over ranks, are those of the mean loss. `waited` tells the
     seconds that the model has waited for other ranks so far. `pipes` lead to the other stages, if there are any.
+    `advanced` hears before each instruction how many are done, and may raise.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class Interpreter:
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.time,
         waited: Callable[[], float] = lambda: 0.0,
+        advanced: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._transport, self._kernel, self._model, self._pipes = transport, kernel, model, pipes
-        self._device, self._clock, self._waited = torch.device(device), clock, waited
+        self._device, self._clock, self._waited, self._advanced = torch.device(device), clock, waited, advanced
 
     def run(self, program: RankProgram, tokens: TokenSource, *, loss_scale: float = 1.0) -> Execution:
         """Run all instructions in order; parameters' gradients are added to what they hold.
@@ -52,6 +54,7 @@ class Interpreter:
         record, store = _Record(program, self._clock, waited=self._waited), ContextStore()
         passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
         for at, item in enumerate(program.instructions):
+            self._advanced(at)
             with record.span(item):
                 match item:
                     case Load():
@@ -67,6 +70,7 @@ class Interpreter:
                         passes.backward(item)
                     case Free():
                         store.free(item.microbatch)
+        self._advanced(len(program.instructions))
         if self._pipes:
             self._pipes.finish()
         traffic = passes.traffic

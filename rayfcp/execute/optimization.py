@@ -1,6 +1,7 @@
 """The update: learning rate by step, global gradient norm, clipping, AdamW."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
+from rayfcp.execute.groups import Place, World
+from rayfcp.execute.sharding import StageModule
+from rayfcp.values import Span, SpanKind
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -99,3 +103,30 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def totals(world: World, module: StageModule, *, loss_sum: float) -> tuple[float, float]:
+    """Losses and squared gradients of all devices together, whatever has copies counted once; before, gradients of
+    parameters that see a part each are summed over their copies."""
+    channels, place = world.channels, world.place
+    if channels.tensor is not None:
+        sum_copies([module.get_parameter(name) for name in module.partial_names], channels.tensor)
+    shared = module.shared_matrix
+    if shared is not None and channels.pipe_forward is not None:
+        sum_with_peer(shared, channels.pipe_forward, peer=place.num_stages - 1 - place.stage)
+    counted = [
+        parameter
+        for parameter in module.parameters()
+        if (place.tensor_rank == 0 or is_split(parameter)) and (place.stage == 0 or parameter is not shared)
+    ]
+    own = torch.tensor(loss_sum if place.tensor_rank == 0 else 0.0, dtype=torch.float64)
+    numbers = torch.stack([own, local_squares(counted).cpu()]).to(world.device)
+    loss_sum, squares = world.sum(numbers).tolist()
+    return loss_sum, squares
+
+
+def update_span(place: Place, *, start_s: float) -> Span:
+    """Of an update that ends now."""
+    return Span(
+        rank=place.rank, stage=place.stage, kind=SpanKind.UPDATE, label="update", start_s=start_s, stop_s=time.time()
+    )

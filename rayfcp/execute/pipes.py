@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from rayfcp.execute.groups import Channels
+from rayfcp.execute.progress import Progress
 from rayfcp.execute.traffic import Traffic
-from rayfcp.execute.transport import Pending, Transport
+from rayfcp.execute.transport import DistributedTransport, Pending, Transport
 from rayfcp.program import Flow, Receive, Send
 
 
@@ -68,3 +70,18 @@ class Pipes:
         for pending, _ in self._leaving.values():
             pending.wait()
         self._leaving.clear()
+
+
+def make_pipes(
+    channels: Channels, *, hidden_size: int, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Pipes | None:
+    """Those of a device of several stages."""
+    if channels.pipe_forward is None or channels.pipe_backward is None:
+        return None
+    return Pipes(
+        activations=DistributedTransport(channels.pipe_forward, progress),
+        gradients=DistributedTransport(channels.pipe_backward, progress),
+        hidden_size=hidden_size,
+        dtype=dtype,
+        device=device,
+    )

@@ -3,7 +3,11 @@
 from dataclasses import dataclass
 
 from rayfcp.execute.integrity import FileSum
-from rayfcp.values import Span
+from rayfcp.values import Span, StateId
+
+
+class CollectiveFailedError(RuntimeError):
+    """An exchange between devices failed or was aborted: another device or the network is to blame, not the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,9 @@ class RankReport:
     `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
     of attention and of other stages, gathers and reductions; NaN on accelerators, whose host does not wait.
     `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
-    `saved`: a checkpoint write that ended since the last report, None if none did.
+    `saved`: a checkpoint write that ended since the last report, None if none did. `snapshot_s`: seconds that the step
+    waited for copies of the state, within `step_s`. `kept`: the newest state of which a keeper has this device's copy,
+    None if none; `push_s`, `push_bytes`: what the last copy took to get there. `keeper_lost`: it takes no more.
     """
 
     number: int
@@ -54,3 +60,23 @@ class RankReport:
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
     saved: SavedPart | None
+    snapshot_s: float = 0.0
+    kept: StateId | None = None
+    push_s: float = 0.0
+    push_bytes: int = 0
+    keeper_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """How far device `number` is in step `step` right now: `num_done` instructions of its program are done.
+
+    `waiting`: its main thread waits for other devices; on accelerators, whose host does not wait for each exchange,
+    only between the last backward pass and the update.
+    """
+
+    number: int
+    step: int
+    num_done: int
+    waiting: bool
+    memory_bytes: dict[str, int]

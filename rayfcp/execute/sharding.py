@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.groups import World
+from rayfcp.execute.progress import Progress
 
 
 def stage_mesh(world: World) -> DeviceMesh:
@@ -127,11 +128,12 @@ class ShardedModel(StageRunner):
 class HostWait:
     """Seconds that the host spent in gathers and reductions of shards, waiting for other ranks included.
 
-    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them.
+    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them. `progress` learns of waits.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, progress: Progress | None = None) -> None:
         self.seconds = 0.0
+        self._progress = progress or Progress()
         for part in sharded_modules(module):
             part.set_custom_all_gather(_TimedAllGather(self))
             part.set_custom_reduce_scatter(_TimedReduceScatter(self))
@@ -140,7 +142,8 @@ class HostWait:
     def timed(self) -> Iterator[None]:
         """Count the time inside."""
         start_s = time.perf_counter()
-        yield
+        with self._progress.waiting():
+            yield
         self.seconds += time.perf_counter() - start_s
 
 

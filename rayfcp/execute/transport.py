@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from rayfcp.execute.progress import Progress
+
 Envelope = tuple[int, Tensor]
 """(peer rank, contiguous tensor)."""
 
@@ -35,12 +37,13 @@ class Transport(Protocol):
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work]) -> None:
-        self._works = works
+    def __init__(self, works: list[dist.Work], progress: Progress) -> None:
+        self._works, self._progress = works, progress
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        with self._progress.waiting():
+            for work in self._works:
+                work.wait()
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -49,11 +52,11 @@ class _Works:
 class DistributedTransport:
     """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
 
-    Rank r of the programs is rank r of the group.
+    Rank r of the programs is rank r of the group. `progress` learns of waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
+        self._group, self._progress = group, progress or Progress()
         self.rank = dist.get_rank(group)
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
@@ -62,7 +65,7 @@ class DistributedTransport:
             for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in envelopes
         ]
-        return _Works(dist.batch_isend_irecv(operations) if operations else [])
+        return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
 
 
 class FabricAbortedError(RuntimeError):

@@ -41,10 +41,19 @@ def random_model(config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stag
 
 
 def sharded_model(
-    config: PreTrainedConfig, *, run: ModelConfig, seed: int, world: World, layers_of_stage: Sequence[int] = ()
+    config: PreTrainedConfig,
+    *,
+    run: ModelConfig,
+    seed: int,
+    world: World,
+    layers_of_stage: Sequence[int] = (),
+    empty: bool = False,
 ) -> CausalLM:
     """This device's shard of its stage of the run's model, with its first weights: drawn from `seed`, the same for any
-    world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty."""
+    world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty.
+
+    `empty`: parameters hold anything, to be filled from elsewhere; buffers are as ever.
+    """
     sizes = layers_of_stage or split_layers(config.num_hidden_layers, world.place.num_stages)
     model = empty_model(config, dtype=run.dtype, stage=stages_of(sizes)[world.place.stage])
     initializer = Initializer(model, seed=seed)
@@ -53,7 +62,9 @@ def sharded_model(
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
     shard(model, model.layers, mesh=mesh["shard"], dtype=DTYPES[run.dtype])
     model.to_empty(device=world.device)
-    if run.init == "pretrained" and run.path:
+    if empty:
+        initializer.fill_buffers(model)
+    elif run.init == "pretrained" and run.path:
         library: Any = AutoModelForCausalLM.from_pretrained(
             run.path, dtype=_parameter_dtype(run.dtype), attn_implementation=IMPLEMENTATION
         )

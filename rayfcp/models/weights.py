@@ -5,7 +5,7 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rayfcp.models.causal_lm import CausalLM
@@ -36,19 +36,35 @@ class Initializer:
     def fill(self, model: CausalLM) -> None:
         """Overwrite all parameters and buffers of `model`, which may be sharded since."""
         for name, template in self._templates.items():
-            fresh = template.to_empty(device="cpu").float()
-            for tensor in (*fresh.parameters(), *fresh.buffers()):
-                tensor._is_hf_initialized = False  # type: ignore[attr-defined]
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(_module_seed(self._seed, name))
-                self._library._init_weights(fresh)
+            fresh = self._draw(name, template)
             target = model.get_submodule(name)
             for own, value in fresh.named_parameters(recurse=False):
                 if f"{name}.{own}" in self._drawn:
                     put(getattr(target, own), value.detach())
-            for own, value in fresh.named_buffers(recurse=False):
-                getattr(target, own).copy_(value)
+            _put_buffers(target, fresh)
             template.to("meta")
+
+    @torch.no_grad()
+    def fill_buffers(self, model: CausalLM) -> None:
+        """Overwrite buffers alone."""
+        for name, template in self._templates.items():
+            if template._buffers:
+                _put_buffers(model.get_submodule(name), self._draw(name, template))
+                template.to("meta")
+
+    def _draw(self, name: str, template: nn.Module) -> nn.Module:
+        fresh = template.to_empty(device="cpu").float()
+        for tensor in (*fresh.parameters(), *fresh.buffers()):
+            tensor._is_hf_initialized = False  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_module_seed(self._seed, name))
+            self._library._init_weights(fresh)
+        return fresh
+
+
+def _put_buffers(target: nn.Module, fresh: nn.Module) -> None:
+    for own, value in fresh.named_buffers(recurse=False):
+        getattr(target, own).copy_(value)
 
 
 def _module_seed(seed: int, name: str) -> int:

@@ -1,0 +1,228 @@
+"""Copies of shards in host memory: those of this device's own states, and those that others keep here."""
+
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+
+Wanted = tuple[str, str, Box]
+"""Name of a tensor, kind (see `ShardEntry`), part of it."""
+
+_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Raw elements by their size: whose numbers they are does not matter here."""
+
+
+class _Copy:
+    """One shard. Its buffer is used again once it is dropped and `users`, threads that read or write it, are gone."""
+
+    def __init__(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
+        self.header, self.buffer = header, buffer
+        self.claimed: dict[int, int] = {}
+        self.num_written = self.users = 0
+        self.is_complete = self.is_dropped = False
+        self._entries: dict[tuple[str, str], list[ShardEntry]] = defaultdict(list)
+        for entry in header.entries:
+            self._entries[entry.name, entry.kind].append(entry)
+
+    def piece(self, name: str, kind: str, *, box: Box) -> np.ndarray[Any, Any]:
+        for entry in self._entries.get((name, kind), ()):
+            if entry.box.meet(box) == box:
+                raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
+                whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
+                ends = zip(box.offsets, entry.box.offsets, box.sizes, strict=True)
+                part = tuple(slice(at - start, at - start + size) for at, start, size in ends)
+                return np.array(whole[part], order="C")
+        raise ValueError(f"{_label(self.header)} lacks {kind} of {name} at {box}; ask for parts of its entries")
+
+
+class HeldCopies:
+    """Complete copies by (state, number of the device); safe to use from any thread.
+
+    A copy that comes in chunks is seen by nobody until all of them are here and their checksums (crc32) hold.
+
+    Args:
+        allocate: makes a buffer of so many bytes, uint8; pinned memory for accelerators.
+        max_spare: buffers of dropped copies that are kept for new ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        allocate: Callable[[int], np.ndarray[Any, Any]] = lambda num_bytes: np.empty(num_bytes, np.uint8),
+        max_spare: int = 2,
+    ) -> None:
+        self._allocate, self._max_spare = allocate, max_spare
+        self._lock = threading.Lock()
+        self._copies: dict[tuple[StateId, int], _Copy] = {}
+        self._spare: list[np.ndarray[Any, Any]] = []
+
+    def begin(self, header: ShardHeader) -> bool:
+        """Expect chunks of a copy, anew if some have come already; False if it is held complete.
+
+        Raises:
+            ValueError: an entry lies outside the shard, or its elements have no usable size.
+        """
+        _check(header)
+        with self._lock:
+            held = self._copies.get((header.state, header.number))
+            if held is not None and held.is_complete:
+                return False
+            self._add(_Copy(header, self._buffer(header.num_bytes)), is_complete=header.num_bytes == 0)
+        return True
+
+    def write(
+        self, state: StateId, number: int, *, offset: int, data: bytes | bytearray | memoryview | Any, checksum: int
+    ) -> bool:
+        """Take one chunk, in any order; whether the copy is complete now. A chunk that is here already changes nothing.
+
+        Raises:
+            LookupError: no such copy is expected; it was dropped since.
+            ValueError: the checksum is wrong, and the copy is dropped; or the chunk reaches outside, or into another.
+        """
+        view = memoryview(data).cast("B")
+        with self._using(state, number) as copy:
+            if zlib.crc32(view) != checksum:
+                self._drop_torn(copy)
+                raise ValueError(f"{_label(copy.header)}: chunk at byte {offset} is damaged; send the copy again")
+            if not self._claim(copy, offset, size=len(view)):
+                return copy.is_complete
+            copy.buffer[offset : offset + len(view)] = np.frombuffer(view, np.uint8)
+            with self._lock:
+                if copy.is_dropped:
+                    raise LookupError(f"{_label(copy.header)} was dropped while it came")
+                copy.num_written += len(view)
+                copy.is_complete = copy.num_written == copy.header.num_bytes
+                return copy.is_complete
+
+    def put(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
+        """Take over a whole copy; the buffer (uint8, of the shard's size) is not to be written any more.
+
+        Raises:
+            ValueError: the buffer has another size, or the header does not fit it.
+        """
+        _check(header)
+        if len(buffer) != header.num_bytes:
+            raise ValueError(f"{_label(header)}: buffer has {len(buffer)} bytes, must have {header.num_bytes}")
+        with self._lock:
+            self._add(_Copy(header, buffer), is_complete=True)
+
+    def spare(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """A buffer for `put`: that of a dropped copy of the same size, or a new one."""
+        with self._lock:
+            return self._buffer(num_bytes)
+
+    def headers(self) -> tuple[ShardHeader, ...]:
+        """Of complete copies, by state and number."""
+        with self._lock:
+            held = [copy.header for copy in self._copies.values() if copy.is_complete]
+        return tuple(sorted(held, key=lambda header: (header.state, header.number)))
+
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[np.ndarray[Any, Any]]:
+        """Each part as a contiguous array of the box's shape, of unsigned integers as large as the elements.
+
+        Raises:
+            LookupError: the copy is not held, or not complete.
+            ValueError: a part is not within one entry.
+        """
+        with self._using(state, number, complete=True) as copy:
+            return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
+
+    def chunks(self, state: StateId, number: int, *, chunk_bytes: int) -> Iterator[tuple[int, memoryview, int]]:
+        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next one.
+
+        Raises:
+            LookupError: the copy is not held, not complete, or was dropped meanwhile.
+        """
+        with self._using(state, number, complete=True) as copy:
+            view = memoryview(copy.buffer)
+            for start in range(0, len(view), chunk_bytes):
+                if copy.is_dropped:
+                    raise LookupError(f"{_label(copy.header)} was dropped while it was sent")
+                chunk = view[start : start + chunk_bytes]
+                yield start, chunk, zlib.crc32(chunk)
+
+    def drop_older(self, than: StateId) -> None:
+        """Forget all copies of states before `than`, complete or not."""
+        with self._lock:
+            for state, number in [key for key in self._copies if key[0] < than]:
+                self._drop(self._copies.pop((state, number)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers, spare ones included."""
+        with self._lock:
+            return sum(len(copy.buffer) for copy in self._copies.values()) + sum(map(len, self._spare))
+
+    @contextmanager
+    def _using(self, state: StateId, number: int, *, complete: bool = False) -> Iterator[_Copy]:
+        with self._lock:
+            copy = self._copies.get((state, number))
+            if copy is None or (complete and not copy.is_complete):
+                raise LookupError(
+                    f"no {'complete ' if complete else ''}copy of device {number} in {state} is held here"
+                )
+            copy.users += 1
+        try:
+            yield copy
+        finally:
+            with self._lock:
+                copy.users -= 1
+                self._recycle(copy)
+
+    def _claim(self, copy: _Copy, offset: int, *, size: int) -> bool:
+        """Whether this chunk is still to be written."""
+        with self._lock:
+            if copy.claimed.get(offset) == size:
+                return False
+            outside = offset < 0 or offset + size > copy.header.num_bytes
+            if outside or any(at < offset + size and offset < at + n for at, n in copy.claimed.items()):
+                raise ValueError(
+                    f"{_label(copy.header)}: chunk of {size} bytes at {offset} reaches "
+                    f"{f'beyond {copy.header.num_bytes}' if outside else 'into another'}; cut the copy one way only"
+                )
+            copy.claimed[offset] = size
+            return True
+
+    def _drop_torn(self, copy: _Copy) -> None:
+        with self._lock:
+            key = (copy.header.state, copy.header.number)
+            if self._copies.get(key) is copy and not copy.is_complete:
+                self._drop(self._copies.pop(key))
+
+    def _add(self, copy: _Copy, *, is_complete: bool) -> None:
+        copy.is_complete = is_complete
+        key = (copy.header.state, copy.header.number)
+        if key in self._copies:
+            self._drop(self._copies.pop(key))
+        self._copies[key] = copy
+
+    def _drop(self, copy: _Copy) -> None:
+        copy.is_dropped = True
+        self._recycle(copy)
+
+    def _recycle(self, copy: _Copy) -> None:
+        if copy.is_dropped and not copy.users:
+            self._spare = [*self._spare, copy.buffer][-self._max_spare :] if self._max_spare else []
+
+    def _buffer(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        for at, buffer in enumerate(self._spare):
+            if len(buffer) == num_bytes:
+                return self._spare.pop(at)
+        return self._allocate(num_bytes)
+
+
+def _check(header: ShardHeader) -> None:
+    for entry in header.entries:
+        if entry.itemsize not in _DTYPES or not 0 <= entry.start_byte <= header.num_bytes - entry.num_bytes:
+            raise ValueError(f"{_label(header)}: {entry} does not fit in {header.num_bytes} bytes of 1, 2, 4 or 8 each")
+
+
+def _label(header: ShardHeader) -> str:
+    state = header.state
+    return f"copy of device {header.number} at version {state.version}, generation {state.generation}"

@@ -1,0 +1,126 @@
+"""The rendezvous store as one device of one generation sees it, and how all its exchanges over gloo are ended."""
+
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from rayfcp.execute.reports import CollectiveFailedError
+
+_LOOK = timedelta(seconds=0.05)
+"""After which a wait at the store looks whether it was aborted."""
+
+
+class Meeting(dist.Store):
+    """A client of the store that another thread can abort.
+
+    A wait in gloo can be ended from outside only by closing its connections, and only gloo knows which they are. But
+    devices tell each other at the store where they listen: a connection is gloo's if one of its ends was told here.
+
+    Args:
+        connect: makes the client, under the prefix of the generation.
+        timeout_s: for other devices to come.
+    """
+
+    def __init__(self, connect: Callable[[], dist.Store], *, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._aborted = threading.Event()
+        self._told = b""
+        self._store = connect()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted.is_set()
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            CollectiveFailedError: the meeting was aborted.
+        """
+        if self.is_aborted:
+            raise CollectiveFailedError("exchange between devices aborted, by order")
+
+    def abort(self) -> None:
+        """End waits at the store, and all that goes on or will go on over gloo between these devices; any thread may
+        call it. Neighbours notice at once."""
+        self._aborted.set()
+        for connection in _connections():
+            with connection:
+                if any(end in self._told for end in _ends(connection)):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        stop_s = time.monotonic() + (timeout or self._timeout).total_seconds()
+        while True:
+            self.check_alive()
+            try:
+                self._store.wait(list(keys), min(_LOOK, timeout or self._timeout))
+                return
+            except dist.DistStoreError as error:
+                if time.monotonic() > stop_s or "timeout" not in str(error).lower():
+                    raise
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value: bytes = self._store.get(key)
+        self._told += value
+        return value
+
+    def set(self, key: str, value: Any) -> None:
+        self.check_alive()
+        self._told += value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        self.check_alive()
+        return self._store.add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self.check_alive()
+        return self._store.check(list(keys))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
+        self.check_alive()
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+
+def _connections() -> Iterator[socket.socket]:
+    """Second handles of all TCP connections of this process."""
+    for each in list(Path("/dev/fd").iterdir()):
+        try:
+            found = socket.socket(fileno=os.dup(int(each.name)))
+        except OSError:
+            continue
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+            yield found
+        else:
+            found.close()
+
+
+def _ends(connection: socket.socket) -> list[bytes]:
+    """Port and address of both ends as they stand in a C `sockaddr`, which gloo tells the others; none if it is not
+    connected."""
+    try:
+        ends = [connection.getsockname(), connection.getpeername()]
+    except OSError:
+        return []
+    if connection.family == socket.AF_INET:
+        return [struct.pack("!H", port) + socket.inet_aton(host) for host, port in ends]
+    return [
+        struct.pack("!HI", port, flow) + socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+        for host, port, flow, _ in ends
+    ]
