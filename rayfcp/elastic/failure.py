@@ -1,6 +1,7 @@
 """Which failures it is no use to go on after."""
 
 from rayfcp.elastic.facts import Cause, Facts, Failure
+from rayfcp.elastic.words import counted
 
 
 def hopeless(facts: Facts) -> str | None:
@@ -28,7 +29,7 @@ def hopeless(facts: Facts) -> str | None:
 
 def what_failed(failure: Failure) -> str:
     """In words."""
-    devices = f"{len(failure.lost)} device{'s' if len(failure.lost) != 1 else ''}"
+    devices = counted(len(failure.lost), "device")
     said = {
         Cause.DIED: f"{devices} died",
         Cause.NODE: f"{devices} went with a node",

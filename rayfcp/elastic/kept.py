@@ -28,9 +28,9 @@ class Kept:
         return cls(generation=generation, first=first, every=every, seen=tuple((each, frozenset()) for each in devices))
 
     def again(self, devices: Iterable[str], *, generation: int, first: int) -> "Kept":
-        """A new generation, from version `first`."""
+        """A new generation, from version `first`. What was safe is no longer if that is of later steps: it was lost."""
         begun = Kept.start(devices, generation=generation, first=first, every=self.every)
-        return replace(begun, safe=self.safe)
+        return replace(begun, safe=self.safe if self.safe is not None and self.safe.version <= first else None)
 
     def after(self, reports: Mapping[str, StateId | None]) -> "Kept":
         """Devices said that a state of theirs is kept. A state that one device skipped is not safe, whatever newer one
@@ -65,7 +65,7 @@ class Kept:
         needed = self.needed(step)
         if needed is None:
             return True
-        return self.safe is not None and self.safe.generation == self.generation and self.safe >= needed
+        return self.safe is not None and self.safe >= needed
 
     def without_copies(self, devices: Collection[str]) -> "Kept":
         """The keeper of these devices is gone: what it held has to be kept anew before the next steps."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from rayfcp.elastic.facts import Facts
+from rayfcp.elastic.words import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -13,7 +14,7 @@ class Shape:
     num_ranks: int
 
     def __str__(self) -> str:
-        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        ranks = counted(self.num_ranks, "rank")
         return f"{ranks} in {self.num_stages} stages" if self.num_stages > 1 else ranks
 
 

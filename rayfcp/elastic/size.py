@@ -7,6 +7,7 @@ from rayfcp.elastic.failure import hopeless, what_failed
 from rayfcp.elastic.flapping import unsteady
 from rayfcp.elastic.seating import seated
 from rayfcp.elastic.shapes import Shape, current_shape, fewest_devices, shape_of
+from rayfcp.elastic.words import counted
 from rayfcp.values import Decision, Move
 
 
@@ -40,7 +41,7 @@ def _reform(facts: Facts, *, now_s: float) -> Decision:
         return decision
     limits = facts.limits
     since_s = now_s if facts.waiting_since_s is None else facts.waiting_since_s
-    lack = f"{said}; {len(staying)} devices can be used, {fewest_devices(facts)} are needed to go on"
+    lack = f"{said}; {counted(len(staying), 'device')} can be used, {fewest_devices(facts)} needed to go on"
     if now_s - since_s >= limits.wait_s:
         return Decision(
             what=Move.GIVE_UP,
@@ -56,13 +57,13 @@ def _leave(facts: Facts, on_leave: Sequence[Device], *, now_s: float) -> Decisio
     """Off the nodes that are about to go, no larger than before: growth comes after it."""
     nodes = {device.node_id for device in on_leave}
     left_s = min(leaving.deadline_s for leaving in facts.leaving if leaving.node_id in nodes) - now_s
-    said = f"{len(on_leave)} of {len(facts.active)} devices are on {len(nodes)} nodes that leave in {left_s:.0f} s"
+    said = f"{len(on_leave)} of {len(facts.active)} devices are on nodes that leave, the first in {left_s:.0f} s"
     decision = _formed(facts, said=said, now_s=now_s, most=len(facts.active))
     if decision is not None:
         return decision
     return Decision(
         what=Move.GO_ON,
-        reason=f"{said}, but only {len(_staying(facts))} others can be used and {fewest_devices(facts)} are needed; "
+        reason=f"{said}, {counted(len(_staying(facts)), 'other')} can be used and {fewest_devices(facts)} needed; "
         "going on while they last",
     )
 
@@ -74,17 +75,17 @@ def _grow(facts: Facts, *, now_s: float) -> Decision:
     steady = [device for device in _staying(facts) if device.id not in wary]
     shape = shape_of(len(steady), facts=facts)
     standing_by = len(_staying(facts)) - len(facts.active)
-    said = f"{len(facts.active)} devices run as {before}, {standing_by} more stand by"
+    said = f"{counted(len(facts.active), 'device')} in use as {before}, {standing_by} standing by"
     if shape is None or shape <= before:
         wait = f", {len(wary)} of them for {max(wary.values()):.0f} s more as places lose devices often" if wary else ""
-        return Decision(what=Move.GO_ON, reason=f"{said}{wait}, at most {limits.max_devices} are to be used")
+        return Decision(what=Move.GO_ON, reason=f"{said}{wait}, {limits.max_devices} in use at most")
     if not limits.grow:
-        return Decision(what=Move.GO_ON, reason=f"{said} and make {shape}, but elastic.grow is off")
+        return Decision(what=Move.GO_ON, reason=f"{said}, enough for {shape}, but elastic.grow is off")
     coming = sum(now_s - each.since_s < limits.gather_s for each in facts.starting)
     larger = shape_of(len(steady) + coming, facts=facts)
     if larger is not None and larger > shape:
         return Decision(
-            what=Move.GO_ON, reason=f"{said} and make {shape}; {coming} more are starting and may make it {larger}"
+            what=Move.GO_ON, reason=f"{said}, enough for {shape}; {coming} more starting may make it {larger}"
         )
     return _formation(facts, steady, shape=shape, what=Move.GROW, said=said)
 
@@ -110,10 +111,10 @@ def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, what: M
         before=current_shape(facts),
     )
     rest = len(devices) - len(ids)
-    others = f", {rest} stand by" if rest else ""
+    others = f", {rest} standing by" if rest else ""
     return Decision(
         what=what or _move(facts, ids, shape=shape),
-        reason=f"{said}; on with {len(ids)} devices as {shape}{others}",
+        reason=f"{said}; on with {counted(len(ids), 'device')} as {shape}{others}",
         devices=ids,
         num_stages=shape.num_stages,
     )
@@ -138,6 +139,6 @@ def _given_up(facts: Facts) -> tuple[str, ...]:
 
 def _what_happened(facts: Facts) -> str:
     if not facts.active:
-        return f"{len(facts.devices)} devices are ready"
-    lost = f"{len(facts.lost)} of {len(facts.active)} devices are lost"
+        return f"{counted(len(facts.devices), 'device')} ready"
+    lost = f"{len(facts.lost)} of {len(facts.active)} devices lost"
     return f"{what_failed(facts.failure)}, {lost}" if facts.failure is not None else lost

@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-WINDOW = 9
-"""Steps whose median is a device's speed; up to 4 outliers among them change little."""
+WINDOW = 13
+"""Steps whose median is a device's speed; up to 6 outliers among them change little."""
 
-FIRST = 5
+FIRST = 7
 """Steps before which a device counts as usual."""
 
 PERSISTENT = 5
@@ -37,11 +37,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """What is known of one device: its speeds of the last steps, the oldest first, the level that plans
-    go by, for how many steps in a row it was below `slow_ratio`."""
+    """What is known of one device. `recent`: predicted over measured seconds of the last steps, the oldest first, over
+    the median of all devices in that step; `speed`, over the usual device; the `level` of it that plans go by; for how
+    many steps in a row it was below `slow_ratio`."""
 
     id: str
     recent: tuple[float, ...] = ()
+    speed: float = 1.0
     level: float = 1.0
     steps_below: int = 0
 
@@ -49,17 +51,22 @@ class Track:
     def is_slow(self) -> bool:
         return self.steps_below >= PERSISTENT
 
-    def after(self, speed: float, *, slow_ratio: float) -> "Track":
-        """One more step."""
-        recent = (*self.recent, min(max(speed, SLOWEST), FASTEST))[-WINDOW:]
-        if len(recent) < FIRST:
-            return replace(self, recent=recent)
-        usual = statistics.median(recent)
-        return Track(
-            id=self.id,
-            recent=recent,
-            level=_level(usual, before=self.level),
-            steps_below=self.steps_below + 1 if usual < slow_ratio else 0,
+    @property
+    def is_known(self) -> bool:
+        return len(self.recent) >= FIRST
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.recent)
+
+    def at(self, speed: float, *, slow_ratio: float) -> "Track":
+        """Found to have this speed after one more step."""
+        bounded = min(max(speed, SLOWEST), FASTEST)
+        return replace(
+            self,
+            speed=bounded,
+            level=_level(bounded, before=self.level),
+            steps_below=self.steps_below + 1 if bounded < slow_ratio else 0,
         )
 
 
@@ -67,9 +74,10 @@ class Track:
 class Speeds:
     """Speed of each device over that of a usual one: a value, `after` gives the next one.
 
-    A device's speed in a step is predicted over measured seconds, relative to the same of the usual device of its
-    stage: the median, the faster of the two in the middle. Predictions are for devices of usual speed, so it stays
-    right once plans give slow devices less. Speeds belong to devices, not to numbers: they outlive a generation.
+    A device's speed is the median over steps of predicted over measured seconds, relative to the same of the usual
+    device of its stage: the median again, the faster of the two in the middle. Predictions are for devices of usual
+    speed, so it stays right once plans give slow devices less. Speeds belong to devices, not to numbers: they outlive
+    a generation.
     """
 
     slow_ratio: float
@@ -77,10 +85,19 @@ class Speeds:
 
     def after(self, measured: Sequence[Measured]) -> "Speeds":
         """One more step. Devices without positive finite seconds, as where hosts do not wait, are left out."""
-        speed_of = _relative(measured)
+        ratios = {
+            each.id: each.predicted_s / each.own_s
+            for each in measured
+            if all(math.isfinite(seconds) and seconds > 0 for seconds in (each.own_s, each.predicted_s))
+        }
+        stage_of = {each.id: each.stage for each in measured if each.id in ratios}
         tracks = {track.id: track for track in self.tracks}
-        for each, speed in speed_of.items():
-            tracks[each] = tracks.get(each, Track(id=each)).after(speed, slow_ratio=self.slow_ratio)
+        for device, usual in _of_peers(ratios, stage_of, middle=statistics.median).items():
+            track = tracks.get(device, Track(id=device))
+            tracks[device] = replace(track, recent=(*track.recent, ratios[device] / usual)[-WINDOW:])
+        medians = {device: tracks[device].median for device in ratios if tracks[device].is_known}
+        for device, usual in _of_peers(medians, stage_of, middle=statistics.median_high).items():
+            tracks[device] = tracks[device].at(medians[device] / usual, slow_ratio=self.slow_ratio)
         return replace(self, tracks=tuple(tracks.values()))
 
     def of(self, device: str) -> float:
@@ -112,7 +129,7 @@ class Speeds:
         was = set(before.slow)
         said = []
         for track in self.tracks:
-            speed = f"{statistics.median(track.recent):.2f} of the usual speed" if track.recent else "not measured"
+            speed = f"{track.speed:.2f} of the usual speed"
             if track.is_slow and track.id not in was:
                 said.append(
                     f"device {track.id} is slow: {speed} over {len(track.recent)} steps, below elastic.slow_ratio "
@@ -123,21 +140,16 @@ class Speeds:
         return tuple(said)
 
 
-def _relative(measured: Sequence[Measured]) -> dict[str, float]:
-    """Speed of each device in one step over the usual of its stage, of all stages where it has no peer."""
-    ratios = {
-        each.id: (each.stage, each.predicted_s / each.own_s)
-        for each in measured
-        if all(math.isfinite(seconds) and seconds > 0 for seconds in (each.own_s, each.predicted_s))
-    }
+def _of_peers(
+    values: Mapping[str, float], stage_of: Mapping[str, int], *, middle: Callable[[list[float]], float]
+) -> dict[str, float]:
+    """For each device the middle value of its stage, of all stages where it has no peer."""
     by_stage: dict[int, list[float]] = {}
-    for stage, ratio in ratios.values():
-        by_stage.setdefault(stage, []).append(ratio)
-    everyone = [ratio for _, ratio in ratios.values()]
-    return {
-        each: ratio / statistics.median_high(by_stage[stage] if len(by_stage[stage]) > 1 else everyone)
-        for each, (stage, ratio) in ratios.items()
-    }
+    for device, value in values.items():
+        by_stage.setdefault(stage_of[device], []).append(value)
+    everyone = list(values.values())
+    usual = {stage: middle(held if len(held) > 1 else everyone) for stage, held in by_stage.items()}
+    return {device: usual[stage_of[device]] for device in values}
 
 
 def _level(speed: float, *, before: float) -> float:

@@ -31,8 +31,16 @@ def outcome(failures: list[Failure | None], *, limits: Limits = LIMITS) -> tuple
     return len(failures), Move.GO_ON
 
 
-EVENTS = st.none() | st.builds(
-    Failure, cause=st.sampled_from(list(Cause)), lost=st.sampled_from([(), ("d1",)]), message=st.just("seen")
+STUCK = Failure(cause=Cause.COLLECTIVE, message="seen")
+EVENTS = st.sampled_from(
+    [
+        None,
+        STUCK,
+        STUCK,
+        Failure(cause=Cause.DIED, lost=("d1",)),
+        Failure(cause=Cause.COLLECTIVE, lost=("d1",)),
+        Failure(cause=Cause.HUNG, lost=("d0", "d1")),
+    ]
 )
 
 

@@ -82,6 +82,15 @@ def test_the_state_of_before_stays_safe_until_the_new_generation_has_one() -> No
     assert kept.after({"a": state(4, 1), "c": state(4, 1)}).may_dispatch(6)
 
 
+def test_what_was_safe_and_is_lost_is_safe_no_longer() -> None:
+    """The run had to go back to a checkpoint of version 2."""
+    kept = Kept.start("ab", generation=0, first=0, every=1).after({"a": state(6), "b": state(6)})
+    kept = kept.again("ab", generation=1, first=2)
+    assert kept.safe is None
+    assert not kept.may_dispatch(4)
+    assert kept.after({"a": state(2, 1), "b": state(2, 1)}).safe == state(2, 1)
+
+
 def test_a_state_that_one_device_skipped_is_not_safe() -> None:
     kept = Kept.start("ab", generation=0, first=0, every=1)
     kept = kept.after({"a": state(1), "b": state(2)})

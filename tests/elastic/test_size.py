@@ -34,7 +34,8 @@ def test_what_holds_of_every_decision(facts: Facts) -> None:
     assert any(fit.num_stages == decision.num_stages and num_ranks >= fit.min_ranks for fit in facts.fits)
     assert len(usable(facts)) >= limits.min_devices
     was = len(facts.active)
-    assert {Move.SHRINK: len(ids) < was, Move.GROW: len(ids) >= was}.get(decision.what, len(ids) == was)
+    larger = len(ids) > was or decision.num_stages > facts.num_stages
+    assert {Move.SHRINK: len(ids) < was, Move.GROW: larger}.get(decision.what, len(ids) == was)
     if decision.what in (Move.RETRY, Move.REPLACE) and decision.num_stages == facts.num_stages:
         assert (set(ids) == set(facts.active)) == (decision.what is Move.RETRY)
 
@@ -117,7 +118,7 @@ def test_a_lost_device_shrinks_by_a_rank() -> None:
     facts = running("a", "a", "b", "b", limits=FOUR, gone=("d1",), failure=DEAD)
     decision = decide(facts, now_s=NOW_S)
     assert (decision.what, decision.devices) == (Move.SHRINK, ("d0", "d2", "d3"))
-    assert decision.reason == ("1 device died (exit code -9), 1 of 4 devices are lost; on with 3 devices as 3 ranks")
+    assert decision.reason == ("1 device died (exit code -9), 1 of 4 devices lost; on with 3 devices as 3 ranks")
 
 
 def test_a_device_standing_by_takes_the_place_of_a_lost_one() -> None:
@@ -175,7 +176,7 @@ class TestDrain:
     def test_shrinks_before_the_deadline(self) -> None:
         decision = decide(running(*"aabb", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
         assert (decision.what, decision.devices) == (Move.SHRINK, ("d0", "d1"))
-        assert "2 of 4 devices are on 1 nodes that leave in 30 s" in decision.reason
+        assert "2 of 4 devices are on nodes that leave, the first in 30 s" in decision.reason
 
     def test_takes_devices_standing_by_instead(self) -> None:
         decision = decide(running(*"aabbcc", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
@@ -184,7 +185,7 @@ class TestDrain:
     def test_goes_on_while_it_lasts_where_nobody_else_is(self) -> None:
         decision = decide(running(*"bb", limits=FOUR, leaving=self.LEAVING), now_s=NOW_S)
         assert decision.what is Move.GO_ON
-        assert "only 0 others can be used and 1 are needed" in decision.reason
+        assert "0 others can be used and 1 needed" in decision.reason
 
     def test_does_not_grow_in_the_same_go(self) -> None:
         limits = Limits(min_devices=1, max_devices=8)
@@ -250,3 +251,10 @@ class TestGrowth:
 def test_facts_that_cannot_be(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Facts(**{"limits": FOUR, "devices": devices("a"), **wrong})  # type: ignore[arg-type]
+
+
+def test_a_hung_device_counts_as_lost_though_its_process_lives() -> None:
+    facts = running(*"aabb", limits=FOUR, failure=Failure(cause=Cause.HUNG, lost=("d3",), message="silent for 30 s"))
+    decision = decide(facts, now_s=NOW_S)
+    assert decision.devices == ("d0", "d1", "d2")
+    assert "1 device hung (silent for 30 s), 1 of 4 devices lost" in decision.reason

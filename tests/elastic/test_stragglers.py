@@ -1,6 +1,7 @@
 """Speeds: found under noise and outliers, kept once plans balance by them, back to usual when devices are."""
 
 import dataclasses
+import itertools
 import math
 import random
 
@@ -60,7 +61,7 @@ def test_true_ratios_are_found_and_left_again(slow: list[float], seed: int, scal
 def test_noise_changes_no_plan(count: int, seed: int) -> None:
     rng, found = random.Random(seed), START
     for _ in range(40):
-        found = found.after(step([1.0] * count, rng=rng, noise=0.08))
+        found = found.after(step([1.0] * count, rng=rng, noise=0.05))
         names = [f"d{index}" for index in range(count)]
         assert found.of_ranks(names, num_stages=1, tensor_parallel=1) == ()
 
@@ -80,6 +81,19 @@ def test_a_few_outliers_make_no_device_slow(hiccups: list[bool]) -> None:
         assert found.of("d3") == 1.0
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0.3, 0.8), st.integers(0, 99))
+def test_the_level_of_a_slow_device_changes_seldom(speed: float, seed: int) -> None:
+    """Its speed lies where two levels meet as likely as anywhere."""
+    rng, found = random.Random(seed), START
+    levels: list[float] = []
+    for _ in range(60):
+        found = found.after(step([speed, 1.0, 1.0, 1.0], rng=rng, noise=0.03))
+        levels.append(found.of("d0"))
+    settled = levels[WINDOW:]
+    assert sum(level != before for before, level in itertools.pairwise(settled)) <= 3
+
+
 def test_slow_is_told_once_and_only_after_it_lasted() -> None:
     rng, found = random.Random(1), START
     told = []
@@ -93,6 +107,12 @@ def test_slow_is_told_once_and_only_after_it_lasted() -> None:
     well = after([1.0, 1.0, 1.0], steps=WINDOW, start=found)
     assert len(well.news(found)) == 1
     assert "device d0 is slow no longer" in well.news(found)[0]
+
+
+def test_of_as_many_slow_as_fast_devices_the_fast_ones_are_usual() -> None:
+    found = after([0.5, 0.5, 1.0, 1.0], steps=3 * WINDOW)
+    assert found.slow == ("d0", "d1")
+    assert (found.of("d2"), found.of("d3")) == (1.0, 1.0)
 
 
 def test_speeds_are_bounded() -> None:
