@@ -12,20 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.cluster.checkpoints import MANIFEST, CheckpointFolder, Manifest, check_same_model, read_manifest
+from rayfcp.cluster.whole import newest_whole, shares
 from rayfcp.config import ConfigError
+from rayfcp.execute.integrity import FileSum, find_damage, sum_files
 
 
-def manifest_of(step: int) -> Manifest:
-    return Manifest(step=step, world_size=2, model={"hidden_size": 8}, data={"seed": 0, "step": step})
+def manifest_of(step: int, *, files: tuple[FileSum, ...] = ()) -> Manifest:
+    return Manifest(step=step, world_size=2, model={"hidden_size": 8}, data={"seed": 0, "step": step}, files=files)
 
 
 def write(folder: CheckpointFolder, step: int) -> Path:
     """What ranks and controller do for one checkpoint."""
     unfinished = folder.unfinished(step)
     unfinished.mkdir(parents=True, exist_ok=True)
-    for rank in range(2):
-        (unfinished / f"__{rank}_0.distcp").write_text(f"{step}")
-    return folder.commit(manifest_of(step))
+    names = [f"__{rank}_0.distcp" for rank in range(2)]
+    for name in names:
+        (unfinished / name).write_text(f"{step} in {name}")
+    return folder.commit(unfinished, manifest_of(step, files=sum_files(unfinished, names)))
 
 
 def steps_in(folder: CheckpointFolder) -> list[int]:
@@ -40,7 +43,7 @@ def test_complete_from_the_commit_on(tmp_path: Path) -> None:
     unfinished.mkdir()
     (unfinished / "__0_0.distcp").write_text("part")
     assert folder.complete() == [] and folder.latest() is None
-    final = folder.commit(manifest_of(3))
+    final = folder.commit(unfinished, manifest_of(3))
     assert final.name == "step-00000003" and folder.latest() == final
     assert read_manifest(final) == manifest_of(3)
     assert (final / "__0_0.distcp").read_text() == "part"
@@ -118,7 +121,7 @@ while True:
     part.mkdir()
     for index in range(40):
         (part / str(index)).write_text(str(step))
-    folder.commit(Manifest(step=step, world_size=1, model={}, data={}))
+    folder.commit(part, Manifest(step=step, world_size=1, model={}, data={}, files=()))
 """
 
 
@@ -153,7 +156,8 @@ def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path) -> None:
         b"{",
         b"[1]",
         b'{"step": 1}',
-        b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "x": 0}',
+        b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "files": [], "crc32": 0, "x": 0}',
+        b'{"step": 1, "world_size": 1, "model": {}, "data": {}, "files": [], "crc32": 0}',
         b"\xff",
     ],
 )
@@ -162,14 +166,16 @@ def test_what_is_no_checkpoint_is_named(content: bytes | None, tmp_path: Path) -
         (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(ConfigError, match="no complete checkpoint is there") as caught:
         read_manifest(tmp_path)
-    assert str(tmp_path) in str(caught.value) and f"give a folder with {MANIFEST}" in str(caught.value)
+    assert str(tmp_path) in str(caught.value) and f"give a folder with the {MANIFEST}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_manifest_is_plain_json(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, keep=1)
     found = json.loads((write(folder, 7) / MANIFEST).read_text())
+    files, checksum = found.pop("files"), found.pop("crc32")
     assert found == {"step": 7, "world_size": 2, "model": {"hidden_size": 8}, "data": {"seed": 0, "step": 7}}
+    assert [each["name"] for each in files] == ["__0_0.distcp", "__1_0.distcp"] and checksum
 
 
 def test_the_first_difference_of_models_is_named() -> None:
@@ -181,3 +187,58 @@ def test_the_first_difference_of_models_is_named() -> None:
         check_same_model(manifest, {"hidden_size": 8, "extra": True})
     with pytest.raises(ConfigError, match="model hidden_size is None, the checkpoint's is 8"):
         check_same_model(manifest, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_one_changed_bit_anywhere_gives_the_next_older(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Manifests included; and files that are cut off or gone."""
+    folder = CheckpointFolder(tmp_path_factory.mktemp("flipped"), keep=3)
+    older, newer = write(folder, 1), write(folder, 2)
+    torn = data.draw(st.sampled_from(sorted(newer.iterdir())))
+    content = torn.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    flipped = content[:at] + bytes([content[at] ^ 1 << data.draw(st.integers(0, 7))]) + content[at + 1 :]
+    torn.write_bytes(data.draw(st.sampled_from([flipped, content[:at]])))
+    said: list[str] = []
+    found = newest_whole([newer, older], check=find_damage, say=said.append)
+    assert found is not None and found == (older, read_manifest(older))
+    (line,) = said
+    assert line.startswith(f"checkpoint {newer.name} is damaged: ") and line.endswith(f"; trying {older.name}")
+    assert str(torn) in line and "\n" not in line
+    torn.unlink()
+    with pytest.raises(ConfigError, match="is whole: .*put back what is damaged, or start afresh") as caught:
+        newest_whole([newer], check=find_damage, say=said.append)
+    assert "\n" not in str(caught.value)
+    assert newest_whole([], check=find_damage, say=said.append) is None
+
+
+@given(sizes=st.lists(st.integers(0, 50), max_size=12), count=st.integers(1, 5))
+def test_shares_have_every_file_once_and_about_equal_bytes(sizes: list[int], count: int) -> None:
+    files = [FileSum(name=str(number), num_bytes=size, crc32=0) for number, size in enumerate(sizes)]
+    parts = shares(files, count=count)
+    assert sorted((each for part in parts for each in part), key=lambda each: int(each.name)) == files
+    loads = [sum(each.num_bytes for each in part) for part in parts]
+    assert len(loads) == count and max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def test_storage_that_refuses_the_rename_leaves_what_there_was(tmp_path: Path) -> None:
+    """A file where the folder shall be written: a real error of the file system."""
+    folder = CheckpointFolder(tmp_path, keep=2)
+    final = write(folder, 4)
+    with pytest.raises(OSError, match="No such file"):
+        folder.commit(folder.unfinished(4), manifest_of(4))
+    assert folder.complete() == [final] and find_damage(final, read_manifest(final).files) is None
+
+
+def test_what_is_dropped_goes_with_the_next_sweep_and_never_mixes_with_the_next_write(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep=2)
+    given_up = folder.unfinished(4)
+    given_up.mkdir()
+    folder.drop(given_up)
+    (given_up / "late").write_text("by a device that had not heard")
+    assert folder.unfinished(4) != given_up
+    assert write(folder, 4).name == "step-00000004"
+    assert not given_up.exists()
