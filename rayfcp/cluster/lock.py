@@ -33,7 +33,6 @@ def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
     """
     folder = Path(run_dir)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         handle = _taken(folder / LOCK_FILE, wait_s=wait_s)
     except OSError as error:
         raise ConfigError(
@@ -61,7 +60,13 @@ def _taken(path: Path, *, wait_s: float) -> int:
     """An open handle of `path` that holds its lock, and says who holds it."""
     until_s = time.monotonic() + wait_s
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # another run came to nothing and took the folder away
+            if time.monotonic() > until_s:
+                raise
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -80,7 +85,8 @@ def _taken(path: Path, *, wait_s: float) -> int:
             time.sleep(0.05)
             continue
         if _is_at(handle, path):
-            _write_holder(handle)
+            with suppress(OSError):  # on a full disk the holder has no name, but the lock
+                _write_holder(handle)
             return handle
         os.close(handle)  # its holder removed it between our opening and locking it
 

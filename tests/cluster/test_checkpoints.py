@@ -209,7 +209,7 @@ def test_one_changed_bit_anywhere_gives_the_next_older(
     assert line.startswith(f"checkpoint {newer.name} is damaged: ") and line.endswith(f"; trying {older.name}")
     assert str(torn) in line and "\n" not in line
     torn.unlink()
-    with pytest.raises(ConfigError, match="is whole: .*put back what is damaged, or start afresh") as caught:
+    with pytest.raises(ConfigError, match=r"is whole: .*put back what is damaged, or start afresh") as caught:
         newest_whole([newer], check=find_damage, say=said.append)
     assert "\n" not in str(caught.value)
     assert newest_whole([], check=find_damage, say=said.append) is None

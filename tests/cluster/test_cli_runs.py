@@ -68,6 +68,10 @@ class Command:
         """A terminal signals the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def terminate(self) -> None:
+        """As `kill`, schedulers and `ray job stop` do."""
+        self.process.send_signal(signal.SIGTERM)
+
     def ends_with(self, code: int, *, seconds: float) -> str:
         """What it wrote, after it ended with `code` and nothing of it is left."""
         self.process.wait(timeout=seconds)
@@ -123,3 +127,37 @@ def test_interrupted_then_gone_on_with(started: Callable[[], Command], tmp_path:
     assert again[: len(reports)] == reports
     assert len({report.samples_hash for report in again}) > 10
     assert read_manifest(CheckpointFolder(checkpoints, keep=2).complete()[-1]).step == STEPS
+
+
+def has_steps(log: Path) -> bool:
+    return log.exists() and log.read_text().count("\n") >= 3
+
+
+def test_a_second_run_is_refused_and_sigterm_saves_and_leaves(started: Callable[[], Command], tmp_path: Path) -> None:
+    """The first one trains on, whatever another one tries; a second SIGTERM ends at once, and leaves nothing either."""
+    config = tmp_path / "run.yaml"
+    config.write_text(config.read_text().replace(f"steps: {STEPS}\n", "steps: 100000\n"))
+    run_dir = tmp_path / "stopped"
+    steps, checkpoints = run_dir / "steps.jsonl", run_dir / "checkpoints"
+    first = started()
+    assert wait_until(lambda: has_steps(steps), seconds=60), first.log.read_text()
+    written = started().ends_with(2, seconds=60)
+    assert "rayfcp: error: run.dir is " in written and "another run is there: process " in written
+    assert "Traceback" not in written and (run_dir / "run.lock").exists()
+    first.terminate()
+    written = first.ends_with(1, seconds=60)
+    assert "stopping after this step with a checkpoint" in written
+    assert written.rstrip().endswith("rayfcp: stopped before the end") and "Traceback" not in written
+    num_steps = len(steps.read_text().splitlines())
+    (last,) = CheckpointFolder(checkpoints, keep=2).complete()[-1:]
+    assert read_manifest(last).step == num_steps
+    assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}
+
+    again = started()
+    assert wait_until(lambda: len(steps.read_text().splitlines()) > num_steps, seconds=60), again.log.read_text()
+    again.terminate()
+    wait_until(lambda: "again stops at once" in again.log.read_text(), seconds=20)
+    again.terminate()
+    written = again.ends_with(1, seconds=30)
+    assert written.rstrip().endswith("rayfcp: stopped before the end")
+    assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}

@@ -1,0 +1,23 @@
+"""Processes that this one has started, and what they started: never those of other tests on the machine."""
+
+import os
+from pathlib import Path
+
+
+def descendants(name: str) -> list[int]:
+    """Ids of living processes below this one whose command line begins with `name`, such as `ray::Planner`."""
+    children: dict[int, list[int]] = {}
+    lines: dict[int, str] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            lines[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(folder.name))
+    found, waiting = [], [os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        waiting += below
+        found += [each for each in below if lines[each].startswith(name)]
+    return sorted(found)

@@ -1,0 +1,118 @@
+"""Losses and gradients that are not finite: recorded, counted, and when they end a run."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rayfcp.cluster import FlexTrainer, RunFailedError
+from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.guard import RECORD, NumberGuard
+from rayfcp.config import Config
+from rayfcp.execute.reports import RankReport
+from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.values import GlobalBatch, Sample
+from tests.cluster.runs import run_config, steps_of, write_texts
+
+
+def batch_of(step: int) -> GlobalBatch:
+    samples = tuple(Sample(id=10 * step + k, shard=k, row=step, start=0, stop=5, num_targets=4) for k in range(2))
+    return GlobalBatch(step=step, epoch=0, samples=samples)
+
+
+def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> RankReport:
+    return RankReport(
+        number=0,
+        stage=0,
+        rank=0,
+        tensor_rank=0,
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=1e-3,
+        step_s=1.0,
+        wait_s=0.0,
+        bytes_sent=0,
+        num_cells=0.0,
+        memory_bytes={},
+        gather_s=(),
+        spans=(),
+        saved=None,
+    )
+
+
+@pytest.fixture
+def metrics(tmp_path: Path):
+    exporter = MetricsExporter("guarded", run_dir=tmp_path)
+    yield exporter
+    exporter.close()
+
+
+def guard_of(folder: Path, **train: object) -> tuple[NumberGuard, list[str], Config]:
+    (folder / "guarded").mkdir()
+    config, said = run_config(folder, name="guarded", train=dict(train)), []
+    return NumberGuard(config, data_dir="shards", say=said.append), said, config
+
+
+def skipped(metrics: MetricsExporter) -> float | None:
+    return metrics._registry.get_sample_value("rayfcp_skipped_updates_total", {"run": "guarded"})
+
+
+def test_skipped_steps_are_recorded_and_only_so_many_in_a_row_pass(tmp_path: Path, metrics: MetricsExporter) -> None:
+    guard, said, config = guard_of(tmp_path, on_nonfinite="skip", max_skipped_steps=2)
+    nan = math.nan
+    for step, loss, norm in (
+        (1, 1.0, 1.0),
+        (2, nan, nan),
+        (3, 1.0, math.inf),
+        (4, 1.0, 1.0),
+        (5, nan, 1.0),
+        (6, nan, 1.0),
+    ):
+        guard.check(batch_of(step), report_of(step, loss=loss, grad_norm=norm), metrics=metrics)
+    guard.check(batch_of(6), report_of(6, loss=nan), metrics=metrics)
+    assert skipped(metrics) == 4, "a step that is executed again counts once"
+    with pytest.raises(CannotGoOnError, match=r"for 3 steps in a row, train\.max_skipped_steps is 2"):
+        guard.check(batch_of(7), report_of(7, loss=-math.inf), metrics=metrics)
+    lines = [json.loads(line) for line in (Path(config.run_dir) / RECORD).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 3, 5, 6, 6, 7]
+    assert lines[1]["grad_norm"] == "inf" and lines[0]["data"] == "shards"
+    assert lines[0]["samples"][1] == {"id": 21, "shard": 1, "row": 2, "start": 0, "stop": 5, "num_targets": 4}
+    assert [line.partition(":")[0] for line in said] == ["step 2", "step 3", "step 5", "step 6", "step 6"]
+
+
+def test_finite_again_after_a_loss_of_devices_is_no_skipped_step(tmp_path: Path, metrics: MetricsExporter) -> None:
+    guard, _, _ = guard_of(tmp_path, on_nonfinite="skip", max_skipped_steps=1)
+    for step, loss in ((1, math.nan), (1, 2.0), (2, math.nan)):
+        guard.check(batch_of(step), report_of(step, loss=loss), metrics=metrics)
+
+
+def test_stop_is_one_line(tmp_path: Path, metrics: MetricsExporter) -> None:
+    guard, said, config = guard_of(tmp_path)
+    with pytest.raises(
+        CannotGoOnError, match=r"^step 3: loss is nan, gradient norm 1\.0; its samples are in "
+    ) as caught:
+        guard.check(batch_of(3), report_of(3, loss=math.nan), metrics=metrics)
+    assert "\n" not in str(caught.value) and (Path(config.run_dir) / RECORD).exists() and said == []
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_learning_rate_without_bounds_ends_the_run(on_nonfinite: str, tmp_path: Path) -> None:
+    """Parameters overflow in the first update, so that every later loss is NaN."""
+    write_texts(tmp_path)
+    config = run_config(
+        tmp_path,
+        name="overflown",
+        train={"learning_rate": 1e38, "on_nonfinite": on_nonfinite, "max_skipped_steps": 2},
+        cluster={"num_workers": 1},
+    )
+    with pytest.raises(RunFailedError, match=r"^step \d: loss is nan, gradient norm nan") as caught:
+        FlexTrainer(config).fit()
+    assert "\n" not in str(caught.value)
+    reports = steps_of(config)
+    assert [math.isfinite(report.loss) for report in reports] == [True, *[False] * (len(reports) - 1)]
+    assert len(reports) == (1 if on_nonfinite == "stop" else 3)
+    lines = (Path(config.run_dir) / RECORD).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == ([2] if on_nonfinite == "stop" else [2, 3, 4])
