@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
 from rayfcp.plan.costs.analytic import ShardTraffic
 from rayfcp.plan.profiles.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
+from rayfcp.telemetry.files import write_whole
 from rayfcp.values import ClusterSpec, ModelProfile
+
+logger = logging.getLogger(__name__)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
@@ -189,7 +193,11 @@ def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | N
 
 
 def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:
-    """Keep beside the measured coefficients those that the last steps were planned with."""
+    """Keep beside the measured coefficients those that the last steps were planned with. A disk that has no room for
+    them is no reason to end before the last checkpoint."""
     profile = json.loads(profile_path.read_text())
     profile |= {"refitted": dataclasses.asdict(cost), "refitted_steps": num_steps}
-    profile_path.write_text(json.dumps(profile, indent=1) + "\n")
+    try:
+        write_whole(profile_path, json.dumps(profile, indent=1) + "\n")
+    except OSError as error:
+        logger.warning("%s could not be written: %s", profile_path, error.strerror)

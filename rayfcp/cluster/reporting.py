@@ -63,13 +63,17 @@ class Journal:
         self._began_s, self._productive_s = began_s, 0.0
 
     def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> bool:
-        """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False."""
+        """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
+        disk stops no training: the line is written later."""
         for each in ranks:
             self.metrics.set_worker(each.number, step_s=each.step_s, memory_bytes=each.memory_bytes)
         self._spans.append(tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans))
         if report.step <= self._log.last_step:
             return False
-        self._log.append(report)
+        try:
+            self._log.append(report)
+        except OSError as error:
+            logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
         self._productive_s += report.step_s
         self.metrics.observe_step(report)
         self.metrics.set_goodput(min(1.0, self._productive_s / (time.monotonic() - self._began_s)))
@@ -78,8 +82,11 @@ class Journal:
     def close(self) -> None:
         """Write trace and report, stop serving metrics. A report that cannot be written is logged, no more:
         the run's result does not hang on it."""
-        self._log.close()
         self.metrics.close()
+        try:
+            self._log.close()
+        except OSError:
+            logger.exception("the last steps of %s are not in its log", self._run_dir)
         if self._log.last_step:
             try:
                 write_trace(self._run_dir / "trace.json", {"measured": [span for step in self._spans for span in step]})

@@ -1,6 +1,7 @@
 """`steps.jsonl`: one StepReport a line, each line one write, no step twice, whole after any crash."""
 
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -60,8 +61,12 @@ class StepLog:
     """Appends reports to `path`. Opening it drops a torn last line and every step after `resume_step`,
     which will run again; that rewrite happens in one step, and only where something goes.
 
+    A line that cannot be written, on a full disk, is kept and goes with the next one: the file has no step missing in
+    between, and never a torn line before its last.
+
     Raises:
         ValueError: From `append`, for a step that does not come after the last one.
+        OSError: From `append` and `close`, where lines could not be written.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
@@ -72,6 +77,7 @@ class StepLog:
             write_whole(file, text)
         self.last_step = kept[-1].step if kept else 0
         self._handle = os.open(file, os.O_WRONLY | os.O_APPEND)
+        self._late = b""
 
     def append(self, report: StepReport) -> None:
         """Writes the line of a committed step."""
@@ -79,14 +85,26 @@ class StepLog:
             raise ValueError(
                 f"step is {report.step}, must come after {self.last_step}; open the log at the step resumed from"
             )
-        line = to_line(report).encode()
-        written = os.write(self._handle, line)
-        if written != len(line):
-            raise OSError(f"step {report.step}: only {written} of {len(line)} bytes were written; is the disk full?")
         self.last_step = report.step
+        self._late += to_line(report).encode()
+        self._write()
 
     def close(self) -> None:
-        os.close(self._handle)
+        """Writes what is late, if it now can be."""
+        try:
+            self._write()
+        finally:
+            os.close(self._handle)
+
+    def _write(self) -> None:
+        if not self._late:
+            return
+        end = os.fstat(self._handle).st_size
+        written = os.write(self._handle, self._late)
+        if written != len(self._late):
+            os.ftruncate(self._handle, end)
+            raise OSError(errno.ENOSPC, f"only {written} of {len(self._late)} bytes were written; is the disk full?")
+        self._late = b""
 
     def __enter__(self) -> Self:
         return self

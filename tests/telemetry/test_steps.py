@@ -2,7 +2,9 @@
 
 import json
 import math
+import resource
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,32 @@ def test_any_crash_and_resume_leaves_each_step_once(steps: list[StepReport], dat
                     log.append(step)
         assert path.read_bytes() == whole
         assert [file.name for file in Path(folder).iterdir()] == ["steps.jsonl"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(room=st.integers(0, 600), data=st.data())
+def test_lines_that_found_no_room_come_later_and_none_is_torn(room: int, data: st.DataObject) -> None:
+    """The kernel refuses to let the file grow beyond its first step and `room` bytes, for a while."""
+    count = data.draw(st.integers(1, 4))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "steps.jsonl"
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        log = StepLog(path)
+        log.append(report(1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, hard))
+        try:
+            for step in range(2, 2 + count):
+                with suppress(OSError):
+                    log.append(report(step))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert path.read_text().endswith("\n")
+        assert [each.step for each in read_steps(path)] == list(range(1, len(read_steps(path)) + 1))
+        if data.draw(st.booleans()):
+            log.append(report(2 + count))
+            count += 1
+        log.close()
+        assert [each.step for each in read_steps(path)] == list(range(1, 2 + count))
 
 
 def test_steps_must_ascend(tmp_path: Path) -> None:
