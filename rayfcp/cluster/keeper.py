@@ -35,6 +35,9 @@ class Keeper:
         """The node it is on."""
         return ray.get_runtime_context().get_node_id()
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def beat(self) -> int:
         """Sign of life; bytes that the copies take."""
         self._watch.heard()

@@ -39,15 +39,17 @@ class Keeping:
     Args:
         run_key: of the run, for their names.
         adopted: keepers by node that live already.
+
+    `keepers`: actors by their nodes.
     """
 
     def __init__(self, config: Config, *, run_key: str, adopted: Mapping[str, Any] | None = None) -> None:
         self._orphan_s, self._run_key = config.elastic.orphan_s, run_key
         self._actor = ray.remote(Keeper)
-        self._keepers: dict[str, Any] = dict(adopted or {})
+        self.keepers: dict[str, Any] = dict(adopted or {})
         self._ring: dict[str, str] = {}
         self._told: dict[str, Any] = {}
-        self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self._keepers.values()))
+        self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self.keepers.values()))
 
     def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
         """Keepers for the nodes of these members, new ones where there are none, and each member told which is its
@@ -61,18 +63,18 @@ class Keeping:
         order = ring(stay or nodes)
         self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
         for node in nodes:  # also where nothing is kept: a keeper ends processes that hang
-            if node not in self._keepers:
-                self._keepers[node] = self._launch(node)
+            if node not in self.keepers:
+                self.keepers[node] = self._launch(node)
         pids = defaultdict(list)
         for member in members:
             pids[member.facts.node_id].append(member.facts.pid)
             self._tell(member)
         for node, found in pids.items():
-            self._keepers[node].watch.remote(found)
+            self.keepers[node].watch.remote(found)
 
     def keeper_of(self, node_id: str) -> Any:
         """Who keeps the copies of this node's devices."""
-        return self._keepers[self._ring[node_id]]
+        return self.keepers[self._ring[node_id]]
 
     def replace(self, nodes: Iterable[str]) -> None:
         """The keepers of the copies of these nodes' devices are lost: ended, and forgotten until `cover`."""
@@ -81,16 +83,16 @@ class Keeping:
 
     def forget(self, node_id: str) -> None:
         """End the keeper of a node that is gone or needs another; what it held is lost."""
-        keeper = self._keepers.pop(node_id, None)
+        keeper = self.keepers.pop(node_id, None)
         if keeper is not None:
             with suppress(RayError):
                 ray.kill(keeper, no_restart=True)
 
     def sources(self, *, timeout_s: float) -> list[Source]:
         """Complete copies of all keepers. A keeper that does not answer in time is forgotten."""
-        refs = {node: keeper.headers.remote() for node, keeper in self._keepers.items()}
+        refs = {node: keeper.headers.remote() for node, keeper in self.keepers.items()}
         headers, silent = answers_in_time(refs, timeout_s=timeout_s)
-        keepers = dict(self._keepers)
+        keepers = dict(self.keepers)
         for node in silent:
             logger.warning("the keeper on node %s does not answer", node)
             self.forget(node)
@@ -102,19 +104,19 @@ class Keeping:
 
     def drop_older(self, than: StateId) -> None:
         """All keepers forget older copies, also those that get no new ones."""
-        for keeper in self._keepers.values():
+        for keeper in self.keepers.values():
             keeper.drop_older.remote(than)
 
     def kill(self, facts: DeviceFacts) -> None:
         """SIGKILL to a worker's process on its node, if that has a keeper. Does not wait."""
-        keeper = self._keepers.get(facts.node_id)
+        keeper = self.keepers.get(facts.node_id)
         if keeper is not None:
             keeper.kill.remote(facts.pid)
 
     def end(self) -> None:
         """End all keepers; the copies are gone."""
         self._alive.close()
-        for node in list(self._keepers):
+        for node in list(self.keepers):
             self.forget(node)
 
     def _launch(self, node: str) -> Any:

@@ -53,8 +53,11 @@ class LightWorker(RankWorker):
     def exchange(self) -> None:
         """Waits for others until aborted."""
         self._engine.aborted.wait()
-        self._engine.aborted.clear()
         raise CollectiveFailedError("aborted")
+
+    def rest(self) -> None:
+        """Forget that it was aborted."""
+        self._engine.aborted.clear()
 
     def fail(self, error: Exception) -> None:
         raise error
@@ -121,7 +124,7 @@ def until(true: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
 
 @contextmanager
 def free_cpus_again() -> Iterator[None]:
-    """All devices that are free before are free afterwards."""
+    """As many devices as are free before are free afterwards."""
     before = ray.available_resources().get("CPU", 0)
     yield
-    until(lambda: ray.available_resources().get("CPU", 0) == before)
+    until(lambda: ray.available_resources().get("CPU", 0) >= before)

@@ -13,8 +13,10 @@ from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.keeper import Keeper
 from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.losses import Diagnosis, Pulse, RanksLostError, WorkerFailedError
+from rayfcp.cluster.recruits import Recruits
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.values import ClusterSpec
 from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start, lives, until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -25,19 +27,37 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     return light_config(tmp_path_factory.mktemp("light"), name="light", num_workers=3, hang_min_s=2.0)
 
 
-@pytest.fixture
-def crew(config: Config) -> Iterator[Crew]:
+@pytest.fixture(scope="module")
+def company(config: Config) -> Iterator[tuple[Crew, Recruits, Keeping]]:
+    """A crew, those who fill its gaps, and keepers that end processes."""
     with free_cpus_again():
-        crew = Crew.launch(light_start(config, run_key="losses"), stopped=lambda: False)
+        start = light_start(config, run_key="losses")
+        crew, recruits = Crew.launch(start, stopped=lambda: False), Recruits(start, autoscale=False)
         keeping = Keeping(config, run_key="losses")
-        keeping.cover(crew.members)
         crew.kill = keeping.kill
+        yield crew, recruits, keeping
         pids = [fact.pid for fact in crew.facts]
-        yield crew
-        until(lambda: not any(lives(pid) for pid in pids if pid not in {fact.pid for fact in crew.facts}))
+        recruits.end()
         crew.end()
         keeping.end()
         until(lambda: not any(map(lives, pids)))
+
+
+@pytest.fixture
+def crew(company: tuple[Crew, Recruits, Keeping]) -> Iterator[Crew]:
+    """Three idle members; none of those lost lives on."""
+    crew, recruits, keeping = company
+    recruits.want(3 - len(crew), in_use=len(crew))
+    while len(crew.all) < 3:
+        crew.add(recruits.ready())
+        time.sleep(0.01)
+    crew.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in crew.all])
+    keeping.cover(crew.members)
+    crew.each(lambda _, worker: worker.rest.remote())
+    pids = {fact.pid for fact in crew.facts}
+    yield crew
+    lost = pids - {fact.pid for fact in crew.facts}
+    until(lambda: not any(map(lives, lost)))
 
 
 def idle(crew: Crew) -> bool:

@@ -1,0 +1,190 @@
+"""Copies of shards on their way to a keeper: whole or not at all, whoever dies on the way."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.keeper import born
+from rayfcp.cluster.keeping import Keeping, ring, sources_of
+from rayfcp.cluster.pushing import Pusher
+from rayfcp.execute.copies import HeldCopies
+from rayfcp.values import Box, StateId
+from tests.cluster.light import bytes_of, free_cpus_again, light_config, light_start, lives, shard, until
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+WHOLE = [("weight", "parameter", Box(offsets=(0,), sizes=(2500,)))]
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Crew, Keeping]]:
+    config = light_config(tmp_path_factory.mktemp("kept"), name="kept", num_workers=1)
+    with free_cpus_again():
+        crew = Crew.launch(light_start(config, run_key="kept"), stopped=lambda: False)
+        keeping = Keeping(config, run_key="kept")
+        yield crew, keeping
+        crew.end()
+        keeping.end()
+
+
+@pytest.fixture
+def kept(started: tuple[Crew, Keeping]) -> tuple[object, Keeping]:
+    """The one worker, and the keepers with that of its node, empty."""
+    crew, keeping = started
+    keeping.forget(crew.facts[0].node_id)
+    keeping.cover(crew.members)
+    return crew.workers[0], keeping
+
+
+def test_it_loads_no_torch() -> None:
+    """It starts in no time and keeps little memory but the copies."""
+    heavy = ("torch", "transformers", "scipy", "pyarrow", "numba")
+    code = f"import sys, rayfcp.cluster.keeper; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 700, 2500])
+def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> None:
+    """In no chunk, one, several."""
+    worker, keeping = kept
+    header = shard(10 + num_bytes, num_bytes=num_bytes)
+    worker.keep.remote(header, bytes_of(header))
+    assert ray.get(worker.await_kept.remote(header.state, timeout_s=30))
+    (source,) = keeping.sources(timeout_s=10)
+    assert source.header == header
+    wanted = [("weight", "parameter", Box(offsets=(0,), sizes=(num_bytes,)))] if num_bytes else []
+    found = ray.get(source.holder.pieces.remote(header.state, 0, wanted))
+    for piece in found:
+        np.testing.assert_array_equal(piece, bytes_of(header))
+    (crew_source,) = [each for each in sources_of(started_members(worker), timeout_s=10) if each.header == header]
+    assert crew_source.holder_id == "w"
+
+
+def started_members(worker: object) -> list[object]:
+    from rayfcp.cluster.members import Member
+
+    facts = ray.get(worker.facts.remote())
+    return [Member(id="w", handle=worker, group=ray.get(worker.group.remote()), facts=facts)]
+
+
+def test_a_keeper_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: tuple[object, Keeping]) -> None:
+    worker, keeping = kept
+    (member,) = started_members(worker)
+    first, second = shard(9000), shard(9001)
+    worker.keep.remote(first, bytes_of(first))
+    assert ray.get(worker.await_kept.remote(first.state, timeout_s=30))
+    ray.kill(keeping.keeper_of(member.facts.node_id))
+    worker.keep.remote(second, bytes_of(second))
+    assert not ray.get(worker.await_kept.remote(second.state, timeout_s=30)), "lost, long before the time is over"
+    assert keeping.sources(timeout_s=10) == [], "a dead keeper is forgotten"
+    keeping.cover([member])
+    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30))
+    assert [source.header for source in keeping.sources(timeout_s=10)] == [second]
+
+
+def test_only_watched_processes_are_killed(kept: tuple[object, Keeping]) -> None:
+    """Also one that is stopped. The wait reaps it: a zombie counts as gone."""
+    worker, keeping = kept
+    keeper = keeping.keeper_of(ray.get(worker.facts.remote()).node_id)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with pytest.raises(ValueError, match=f"process {process.pid} is not watched"):
+        ray.get(keeper.kill.remote(process.pid))
+    ray.get(keeper.watch.remote([process.pid]))
+    os.kill(process.pid, signal.SIGSTOP)
+    assert ray.get(keeper.kill.remote(process.pid))
+    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert not ray.get(keeper.kill.remote(process.pid))
+    assert not lives(process.pid)
+
+
+def test_a_process_is_told_from_another_with_its_number() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert born(process.pid) not in ("", "?", born(os.getpid()))
+    process.kill()
+    process.wait()
+    assert born(process.pid) == ""
+
+
+class DamagedCopies(HeldCopies):
+    """Whose bytes change between checksum and sending, so often."""
+
+    def __init__(self, *, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def chunks(self, *args: object, **named: object) -> Iterator[tuple[int, memoryview, int]]:
+        for offset, chunk, checksum in super().chunks(*args, **named):
+            yield offset, chunk, checksum ^ 1 if self.times > 0 and offset else checksum
+            self.times -= bool(offset)
+
+
+@pytest.mark.parametrize(("times", "arrives"), [(1, True), (100, False)])
+def test_a_damaged_copy_is_sent_again_and_never_seen(
+    kept: tuple[object, Keeping], times: int, arrives: bool
+) -> None:
+    _, keeping = kept
+    keeper = next(iter(keeping.keepers.values()))
+    copies = DamagedCopies(times=times)
+    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=10)
+    header = shard(1, number=7)
+    copies.put(header, bytes_of(header))
+    pusher.use(keeper)
+    pusher.offer(header, safe=None)
+    assert pusher.wait_for(header.state, timeout_s=30) == arrives
+    assert pusher.pushed.lost != arrives
+    found = [source.header for source in keeping.sources(timeout_s=10)]
+    assert (header in found) == arrives
+
+
+def test_older_copies_go_when_newer_ones_come(kept: tuple[object, Keeping]) -> None:
+    _, keeping = kept
+    keeper = next(iter(keeping.keepers.values()))
+    copies = HeldCopies()
+    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=10)
+    pusher.use(keeper)
+    for version in range(1, 6):
+        header = shard(version, number=3)
+        copies.put(header, bytes_of(header))
+        pusher.offer(header, safe=StateId(version=version - 1, generation=0) if version > 1 else None)
+        assert pusher.wait_for(header.state, timeout_s=30)
+        assert pusher.pushed.num_bytes == 2500
+        assert pusher.pushed.seconds > 0
+        headers = [source.header for source in keeping.sources(timeout_s=10)]
+        held = [each.state.version for each in headers if each.number == 3]
+        assert held == list(range(max(1, version - 1), version + 1))
+        assert ray.get(keeper.beat.remote()) <= 5 * 2500, "bounded: two copies, spare buffers, and what the worker sent"
+
+
+def test_a_keeper_that_is_stopped_is_lost(kept: tuple[object, Keeping]) -> None:
+    _, keeping = kept
+    keeper = next(iter(keeping.keepers.values()))
+    copies, header = HeldCopies(), shard(1)
+    copies.put(header, bytes_of(header))
+    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=0.5)
+    pid = ray.get(keeper.pid.remote())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        pusher.use(keeper)
+        pusher.offer(header, safe=None)
+        assert not pusher.wait_for(header.state, timeout_s=30)
+        assert pusher.pushed.lost
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: ray.get(keeper.beat.remote()) >= 0)
+
+
+def test_the_ring_spreads_copies_over_other_nodes() -> None:
+    assert ring(["a"]) == {"a": "a"}
+    for num_nodes in range(2, 6):
+        nodes = [f"n{index}" for index in range(num_nodes)]
+        keepers = ring(reversed(nodes))
+        assert all(node != keepers[node] for node in nodes)
+        assert sorted(keepers.values()) == nodes
