@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,9 +126,7 @@ class DamagedCopies(HeldCopies):
 
 
 @pytest.mark.parametrize(("times", "arrives"), [(1, True), (100, False)])
-def test_a_damaged_copy_is_sent_again_and_never_seen(
-    kept: tuple[object, Keeping], times: int, arrives: bool
-) -> None:
+def test_a_damaged_copy_is_sent_again_and_never_seen(kept: tuple[object, Keeping], times: int, arrives: bool) -> None:
     _, keeping = kept
     keeper = next(iter(keeping.keepers.values()))
     copies = DamagedCopies(times=times)
