@@ -151,7 +151,7 @@ class Fleet:
             RanksLostError: one was lost meanwhile.
         """
         sources = ray.put(found.sources)
-        self.crew.each(lambda _, worker: worker.fill.remote(found.state, sources))
+        self.crew.each(lambda _, worker: worker.fill.remote(sources))
 
     def keep(self, state: StateId) -> None:
         """All devices hand their shards of what they hold now to keepers, in the background.

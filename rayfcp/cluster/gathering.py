@@ -8,7 +8,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from rayfcp.cluster.asking import Asked, death
-from rayfcp.cluster.losses import Casualty, Judge, RanksLostError, WorkerFailedError, plain
+from rayfcp.cluster.losses import Casualty, Judge, RanksLostError, WorkerFailedError, cause_of, plain
 from rayfcp.cluster.members import Killer, Member
 from rayfcp.config import ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
@@ -99,7 +99,7 @@ class Gathering:
     def _bury(self, number: int, error: RayActorError) -> None:
         of_node = isinstance(error, ActorUnavailableError) or "node has died" in str(error)
         self._gone[number] = "node" if of_node else "died"
-        self._blame(f"{self._names[number]} died: {error}")
+        self._blame(f"{self._names[number]} died: {cause_of(error)}")
 
     def _look(self) -> None:
         """Ask those whose calls go on for a sign of life, and for a judgement of what they said."""

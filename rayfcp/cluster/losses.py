@@ -24,6 +24,13 @@ class WorkerFailedError(RuntimeError):
     """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
 
 
+def cause_of(error: Exception) -> str:
+    """What Ray says of the end of an actor, in a clause."""
+    text = " ".join(plain(str(error)).split())
+    said = re.search(r"The actor is dead because (.*?)\.(\s|$)", text)
+    return said[1] if said else text[:200]
+
+
 def answer(ref: Any, *, name: str) -> Any:
     """What a worker answered.
 
@@ -38,7 +45,7 @@ def answer(ref: Any, *, name: str) -> Any:
             raise error.cause from error
         raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{plain(str(error))}") from error
     except RayActorError as error:
-        raise WorkerFailedError(f"{name} died: {error}") from error
+        raise WorkerFailedError(f"{name} died: {cause_of(error)}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,3 +85,9 @@ def _pass_s(report: RankReport, microbatch: int) -> float:
     """Forward and backward of one microbatch."""
     labels = {f"{kind.value} {microbatch}" for kind in (SpanKind.FORWARD, SpanKind.BACKWARD)}
     return sum(span.duration_s for span in report.spans if span.label in labels)
+
+
+def rank_seconds(
+    predicted_s: Sequence[float], devices: Sequence[RankReport], *, num_ranks: int
+) -> tuple[tuple[float, float], ...]:
+    return ()

@@ -31,7 +31,9 @@ class Paces:
         all of its devices."""
         measured = [
             Measured(id=ids[number], own_s=own_s, predicted_s=predicted_s)
-            for rank, (predicted_s, own_s) in enumerate(rank_seconds(record, reports))
+            for rank, (predicted_s, own_s) in enumerate(
+                rank_seconds(getattr(record, "own_s", ()), reports, num_ranks=cluster.num_ranks)
+            )
             for number in _devices(cluster, rank)
         ]
         before, self._speeds = self._speeds, self._speeds.after(measured)

@@ -88,10 +88,9 @@ class Transitions:
         self._stepper.broke(step)
         self._saver.abandon()
         while True:
-            self._say(f"step {step}: {error}")
             failure = self._fleet.count_loss(error)
             try:
-                version = self._go_on(failure)
+                version = self._go_on(failure, step=step)
                 break
             except RanksLostError as again:
                 error = again
@@ -101,14 +100,14 @@ class Transitions:
             metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
         return version
 
-    def _go_on(self, failure: Failure) -> int:
+    def _go_on(self, failure: Failure, *, step: int) -> int:
         decision = self._fleet.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
             raise CannotGoOnError(decision.reason)
         if not decision.devices:
             raise StoppedError
         self._fleet.went_on(failure)
-        self._say(decision.reason)
+        self._say(f"step {step}: {decision.reason}")
         cluster = self._fleet.spec(decision)
         return self._take_up(decision, cluster, version=None)
 
