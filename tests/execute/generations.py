@@ -1,0 +1,240 @@
+"""One device through generation after generation, with copies kept in a folder by chunks."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.planner import sequences_of
+from rayfcp.config import Config
+from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.engine import RankEngine
+from rayfcp.execute.groups import Place
+from rayfcp.execute.reports import CollectiveFailedError, RankReport
+from rayfcp.execute.snapshots import Source
+from rayfcp.models.build import sharded_model
+from rayfcp.program import lower
+from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec
+from rayfcp.values.state import ShardHeader, StateId
+from tests.execute.pipelined import pipelined
+
+CPU = torch.device("cpu")
+LONG = timedelta(minutes=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """`members`: processes by number of device; `steps` are finished in it. `end`: how the step after them ends:
+    `leave`: there is none. `forward`, `update`: the last member is killed there. `hang`: it does not take part, and a
+    checkpoint is being written."""
+
+    world: tuple[int, int, int]
+    members: tuple[int, ...]
+    steps: tuple[int, ...]
+    end: str = "leave"
+
+
+def flat(sequences: Sequence[SequenceSpec], *, num_ranks: int) -> BatchPlan:
+    """All ranks on two sequences at a time."""
+    ids, ranks = [each.id for each in sequences], tuple(range(num_ranks))
+    return BatchPlan(
+        strategy="by hand",
+        num_ranks=num_ranks,
+        generation=0,
+        microbatches=tuple(
+            MicrobatchPlan(
+                groups=(Group(ranks=ranks, sequences=tuple(ids[at : at + 2])),), group_s=(1.0,), predicted_s=1.0
+            )
+            for at in range(0, len(ids), 2)
+        ),
+        recomputed_layers=0,
+        predicted_s=1.0,
+        lower_bound_s=1.0,
+        reason="a test",
+    )
+
+
+class Device:
+    """An engine and what a worker does around it."""
+
+    def __init__(self, config: Config, data: Dataset, *, folder: Path) -> None:
+        self._config, self._data, self._folder = config, data, folder
+        self.engine = RankEngine(config, device=CPU, data_dir=str(folder / "shards"))
+
+    def join(self, place: Place, *, store: dist.Store, empty: bool) -> None:
+        total = self._data.library.num_hidden_layers
+        layers = {1: (total,), 2: (total - 1, 1), 3: (1,) * total}[place.num_stages]
+
+        def make(world: Any) -> Any:
+            self.model = sharded_model(
+                self._data.library,
+                run=self._config.model,
+                seed=0,
+                world=world,
+                layers_of_stage=layers,
+                empty=empty,
+            )
+            return self.model
+
+        self.place, self._layers = place, layers
+        self.engine.join(place, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
+
+    def step(self, number: int, **options: Any) -> RankReport:
+        place, batch = self.place, self._data.sampler.batch(number)
+        sequences = sequences_of(batch)
+        if place.num_stages == 1:
+            plan = flat(sequences, num_ranks=place.num_ranks)
+        else:
+            plan = pipelined(sequences, num_stages=place.num_stages, num_ranks=place.num_ranks, recomputed=self._layers)
+        programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
+        program = programs[place.stage * place.num_ranks + place.rank]
+        return self.engine.run_step(program, batch, plan_hash=program.plan_hash, **options)
+
+    def push(self, header: ShardHeader) -> None:
+        chunks = self.engine.copies.chunks(header.state, header.number, chunk_bytes=10_000)
+        kept = pickle.dumps((header, [(at, bytes(part), check) for at, part, check in chunks]))
+        path = self._path(header.state, header.number)
+        path.with_suffix(".part").write_bytes(kept)
+        path.with_suffix(".part").rename(path)
+
+    def fill(self, state: StateId) -> None:
+        own = self.engine.copies
+        mine = {header.number for header in own.headers() if header.state == state}
+        sources = [self._source(own, header) for header in own.headers() if header.state == state]
+        for path in sorted(self._folder.glob(f"{state.version}-{state.generation}-*.copy")):
+            header, chunks = pickle.loads(path.read_bytes())
+            if header.number not in mine:
+                keeper = HeldCopies()
+                keeper.begin(header)
+                for at, part, check in reversed(chunks):
+                    keeper.write(header.state, header.number, offset=at, data=part, checksum=check)
+                sources.append(self._source(keeper, header))
+        self.engine.fill(sources)
+
+    @staticmethod
+    def _source(copies: HeldCopies, header: ShardHeader) -> Source:
+        ask = partial(copies.pieces, header.state, header.number)
+        return Source(header=header, pieces=lambda wanted: ask(wanted=wanted))
+
+    def _path(self, state: StateId, number: int) -> Path:
+        return self._folder / f"{state.version}-{state.generation}-{number}.copy"
+
+
+class Member(Device):
+    """One process of a script of generations."""
+
+    def __init__(self, config: Config, data: Dataset, *, folder: Path, me: int, connect: Callable[[], Any]) -> None:
+        super().__init__(config, data, folder=folder)
+        self._me, self._connect, self._client = me, connect, connect()
+        self.found: list[dict[str, Any]] = []
+
+    def run(self, script: Sequence[Generation]) -> None:
+        for index, generation in enumerate(script):
+            if self._me in generation.members:
+                self._run(index, generation)
+
+    def _run(self, index: int, generation: Generation) -> None:
+        stages, ranks, tensor = generation.world
+        number = generation.members.index(self._me)
+        place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+        before = generation.steps[0] - 1
+        self.join(place, store=dist.PrefixStore(str(index), self._client), empty=index > 0)
+        if index > 0:
+            self.fill(StateId(version=before, generation=index - 1))
+        self.push(self.engine.take_snapshot(StateId(version=before, generation=index)))
+        for step in generation.steps:
+            self._step(step, index=index)
+        if generation.end == "leave":
+            self.engine.leave()
+        else:
+            self._end(generation.steps[-1] + 1, index=index, generation=generation)
+
+    def _step(self, step: int, *, index: int) -> None:
+        report = self.step(
+            step,
+            snapshot=StateId(version=step, generation=index),
+            safe=StateId(version=step - 2, generation=index),
+            on_copy=self.push,
+        )
+        beat = self.engine.beat()
+        self.found.append(
+            {
+                "generation": index,
+                "step": step,
+                "loss": report.loss,
+                "norm": report.grad_norm,
+                "snapshot_s": report.snapshot_s,
+                "copies": len(self.engine.copies.headers()),
+                "beat": (beat.step, beat.waiting, beat.num_done > 0),
+                "threads": len(list(Path("/proc/self/task").iterdir())),
+                "files": len(list(Path("/proc/self/fd").iterdir())),
+            }
+        )
+
+    def _end(self, step: int, *, index: int, generation: Generation) -> None:
+        """The step that fails."""
+        is_last = self._me == generation.members[-1]
+        aborted: list[float] = []
+        watch = threading.Thread(target=self._abort_when_told, args=(index, aborted))
+        if not (is_last and generation.end in ("forward", "update")):
+            watch.start()
+        if generation.end == "hang":
+            self._hang(step, index=index, num_others=len(generation.members) - 1, is_last=is_last)
+        else:
+            if is_last:
+                self._die_in(generation.end, index=index)
+            try:
+                self._step(step, index=index)
+            except CollectiveFailedError as error:
+                self.found.append({"generation": index, "failed": str(error), "at": time.monotonic()})
+        watch.join()
+        self.found.append({"generation": index, "aborted": aborted[0], "took": aborted[1]})
+
+    def _hang(self, step: int, *, index: int, num_others: int, is_last: bool) -> None:
+        if is_last:
+            self._client.wait([f"waits-{index}-{each}" for each in range(num_others)], LONG)
+            self._client.set(f"end-{index}", "1")
+            return
+        self.engine.begin_save(str(self._folder / f"save-{index}"))
+        teller = threading.Thread(target=self._tell_when_waiting, args=(step, index))
+        teller.start()
+        try:
+            self.step(step)
+        except CollectiveFailedError as error:
+            self.found.append({"generation": index, "failed": str(error), "at": time.monotonic()})
+        teller.join()
+
+    def _tell_when_waiting(self, step: int, index: int) -> None:
+        pause = threading.Event()
+        while not ((beat := self.engine.beat()).waiting and beat.step == step):
+            pause.wait(0.01)
+        self._connect().set(f"waits-{index}-{self.place.device}", "1")
+
+    def _abort_when_told(self, index: int, aborted: list[float]) -> None:
+        self._connect().wait([f"end-{index}"], LONG)
+        aborted.append(time.monotonic())
+        self.engine.abort()
+        aborted.append(time.monotonic() - aborted[0])
+
+    def _die_in(self, where: str, *, index: int) -> None:
+        client = self._connect()
+
+        def die(*_: Any) -> None:
+            client.set(f"end-{index}", "1")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if where == "forward":
+            self.model.layers[-1].register_forward_hook(die)
+        else:
+            self.engine._optimizer.register_step_pre_hook(die)
