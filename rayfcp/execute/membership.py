@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor import debug as tensor_debug
 
 from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.meeting import Meeting
@@ -45,6 +47,7 @@ class Membership:
 
     def join(self, place: Place, *, store: Callable[[], dist.Store]) -> World:
         """Meet the others at the store and make groups."""
+        _forget_shapes()
         meeting = Meeting(store, timeout_s=self._start_timeout_s)
         self._meeting = meeting
         self.world = join_world(
@@ -84,6 +87,13 @@ class Membership:
             dist.destroy_process_group()
         self._meeting = None
         gc.collect()
+
+
+def _forget_shapes() -> None:
+    """Clear what torch remembers of sharded tensors by their mesh: local shapes of this process's old place. Meshes of
+    two generations are equal if their devices' numbers are, though this process may have another number now."""
+    tensor_debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def abort_accelerator(device: torch.device) -> None:

@@ -85,11 +85,14 @@ def test_a_join_that_waits_for_others_is_ended() -> None:
     waiting = threading.Event()
 
     class Client(dist.Store):
-        """Tells when somebody waits."""
+        """Tells when somebody looks for others."""
 
-        def wait(self, keys: Any, timeout: Any = None) -> None:
+        def check(self, keys: Any) -> bool:
             waiting.set()
-            client.wait(keys, timeout)
+            return client.check(list(keys))
+
+        def get(self, key: str) -> bytes:
+            return client.get(key)
 
         def set(self, key: str, value: Any) -> None:
             client.set(key, value)
