@@ -161,6 +161,8 @@ class Saver:
             files=tuple(sorted((each for part in parts for each in part.files), key=lambda file: file.name)),
         )
         problem = next((part.error for part in parts if part.error), "")
+        if len(parts) < pending.world_size:
+            problem = f"{len(parts)} of {pending.world_size} devices wrote their part"
         pending.commit = self._committer.submit(_commit, self._folder, pending.folder, manifest, problem)
 
     def _conclude(self, pending: _Pending) -> str:
