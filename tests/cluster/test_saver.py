@@ -11,6 +11,7 @@ from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.saving import Saver
+from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.integrity import find_damage, sum_files
@@ -53,15 +54,20 @@ class Writing:
 class Run:
     """A saver, its crew, and what it says."""
 
-    def __init__(self, folder: Path, **checkpoint: object) -> None:
+    def __init__(self, folder: Path) -> None:
         write_texts(folder)
-        self.config = run_config(folder, name="saved", checkpoint={"every_steps": 2, **checkpoint}, train={"steps": 50})
+        self.config = run_config(folder, name="saved", checkpoint={"every_steps": 2}, train={"steps": 50})
         prepare_local(self.config.data, out_dir=str(folder / "shards"))
         self._sampler = Sampler(LengthIndex.open(str(folder / "shards"), max_seqlen=256), seed=0, global_batch=6)
         self.said: list[str] = []
         self.metrics = MetricsExporter("saved", run_dir=folder / "saved")
         self.start(2)
-        self.saver = Saver(self.config, sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append)
+        self.saver = self.make_saver("auto")
+
+    def make_saver(self, resume: str) -> Saver:
+        checkpoint = self.config.checkpoint.model_copy(update={"resume": resume})
+        config = self.config.model_copy(update={"checkpoint": checkpoint})
+        return Saver(config, sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append)
 
     def start(self, size: int) -> None:
         actor = ray.remote(Writing).options(num_cpus=0)
@@ -170,3 +176,28 @@ def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
     run.step(5, *run.write())
     run.step(5)
     assert run.steps == [2, 4]
+
+
+def test_damage_without_a_way_out_is_an_error(run: Run) -> None:
+    """A named checkpoint is meant as it is; and where none is whole a run does not start over by itself."""
+    for step in (2, 4):
+        run.step(step)
+        run.step(step + 1, *run.write())
+        run.step(step + 1)
+    older, newer = CheckpointFolder(Path(run.config.run_dir) / "checkpoints", keep=1).complete()
+    (newer / "__0_0.distcp").write_bytes(bytes(99) + b"x")
+    named = run.make_saver(str(newer))
+    assert named.first_step == 5, "sizes are right"
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume is .*__0_0\.distcp has checksum") as caught:
+        named.verify(run.crew)
+    assert "\n" not in str(caught.value) and newer.exists()
+    automatic = run.make_saver("auto")
+    automatic.verify(run.crew)
+    assert automatic.first_step == 3 and automatic.source == str(older)
+    assert run.steps == [2] and f"what came after step 2 is in {Path(run.config.run_dir) / 'earlier-1'}" in run.said
+    (older / "__1_0.distcp").write_bytes(bytes(100))
+    with pytest.raises(
+        ConfigError, match=r"^no checkpoint in .* is whole: .*__1_0\.distcp holds 100 bytes, must be 101"
+    ):
+        run.make_saver("auto")
+    assert run.make_saver("never").first_step == 1

@@ -8,7 +8,7 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
-from rayfcp.config import Config, ConfigError
+from rayfcp.config import Config
 from rayfcp.execute.integrity import find_damage
 from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.values import StepReport
@@ -121,16 +121,9 @@ def test_a_changed_checkpoint_is_refused_and_the_one_before_taken(folder: Path) 
     assert [report.step for report in again] == list(range(1, 8))
     assert [report.samples_hash for report in again[:6]] == [report.samples_hash for report in reports]
     assert [report.loss for report in again[3:6]] == pytest.approx([report.loss for report in reports[3:]], rel=1e-4)
-    aside = Path(first.run_dir) / "earlier-1" / "checkpoints" / newer.name
-    assert aside.exists() and f"what came after step 3 is in {aside.parents[1]}" in disk.lines
-
-    with pytest.raises(ConfigError, match=r"^checkpoint\.resume is .*__1_0\.distcp has checksum") as caught:
-        FlexTrainer(run_config(folder, name="changed", train={"steps": 9}, checkpoint={"resume": str(aside)})).fit()
-    assert "\n" not in str(caught.value)
-    for path in checkpoints_of(first).complete():
-        (path / ".metadata").write_bytes((path / ".metadata").read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"^no checkpoint in .* is whole: .*\.metadata holds .* bytes"):
-        FlexTrainer(run_config(folder, name="changed", train={"steps": 9})).fit()
+    aside = Path(first.run_dir) / "earlier-1"
+    assert (aside / "checkpoints" / newer.name).exists()
+    assert f"what came after step 3 is in {aside}" in disk.lines
 
 
 def flip_a_bit(path: Path) -> None:
