@@ -201,7 +201,7 @@ class RankWorker:
 
     def drop_older(self, than: StateId) -> None:
         """Forget copies of older states."""
-        self._engine.drop_older(than)
+        self._engine.copies.drop_older(than)
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
         """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
