@@ -1,4 +1,4 @@
-"""Actors that nobody owns: they are kept by being talked to, and end by themselves when nobody does."""
+"""Actors that nobody owns end by themselves when nobody talks to them any more, and live on while somebody does."""
 
 import os
 import threading

@@ -120,7 +120,7 @@ def test_an_exchange_that_fails_while_all_live_is_nobodys_loss(crew: Crew) -> No
     refs = [worker.exchange.remote() for worker in crew.workers]
     ray.get(crew.workers[2].abort.remote())
     freed = []
-    with pytest.raises(RanksLostError, match=r"rank 2 failed: .*aborted") as caught:
+    with pytest.raises(RanksLostError, match=r"rank \d failed: .*aborted") as caught:
         crew.gather(refs, freeing=lambda: freed.append(True))
     assert (caught.value.cause, caught.value.lost, freed) == ("collective", (), [True])
     assert len(crew) == 3

@@ -1,0 +1,94 @@
+"""Three nodes of an own Ray, in a process of its own: keepers on other nodes, a drain notice, a lost node.
+
+Prints what it finds as JSON, for `test_nodes`.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private.worker import global_worker
+from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
+
+from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.keeping import Keeping
+from rayfcp.cluster.losses import RanksLostError
+from rayfcp.cluster.nodes import NodeWatch
+from rayfcp.cluster.recruits import Recruits
+from tests.cluster.light import LightWorker, bytes_of, light_config, light_start, shard, until
+
+DRAIN_S = 60.0
+
+
+def keep_a_copy(crew: Crew) -> None:
+    """Each device its own, at its keeper."""
+    for number, worker in enumerate(crew.workers):
+        header = shard(1, number=number)
+        worker.keep.remote(header, bytes_of(header))
+    found = [worker.await_kept.remote(shard(1).state, timeout_s=60) for worker in crew.workers]
+    assert all(ray.get(found))
+
+
+def drained(cluster: Cluster, node: Any) -> dict[str, Any]:
+    """What the watch says of a node that is told to leave."""
+    watch = NodeWatch(0.1)
+    before = dict(watch.view.draining)
+    now_s = time.time()
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    global_worker.gcs_client.drain_node(node.node_id, reason, "leaves", int((now_s + DRAIN_S) * 1000))
+    until(lambda: bool(watch.view.draining))
+    (found,) = watch.view.draining.items()
+    watch.close()
+    return {"before": before, "is_it": found[0] == node.node_id, "left_s": found[1] - now_s}
+
+
+def main() -> None:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2)
+    start = light_start(config, run_key="nodes", worker=LightWorker)
+    crew, recruits, keeping = Crew.launch(start, stopped=lambda: False), Recruits(start), Keeping(config, run_key="k")
+    keeping.cover(crew.members)
+    crew.kill = keeping.kill
+    keep_a_copy(crew)
+    found: dict[str, Any] = {"spread": len({fact.node_id for fact in crew.facts})}
+    node_of = {number: fact.node_id for number, fact in enumerate(crew.facts)}
+    found["kept_elsewhere"] = all(
+        node_of[source.header.number] not in source.holder_id for source in keeping.sources(timeout_s=20)
+    )
+    recruits.want(1, in_use=2)
+    found["pending"] = [recruits.num_pending, len(recruits.ready())]
+    third = cluster.add_node(num_cpus=1)
+    joined: list[Any] = []
+    until(lambda: bool(joined.extend(recruits.ready()) or joined), timeout_s=120)
+    found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
+    crew.add(joined)
+    found["drain"] = drained(cluster, third)
+    refs = [worker.exchange.remote() for worker in crew.workers]
+    lost_number = next(number for number, node in node_of.items() if node == second.node_id)
+    begun_s = time.monotonic()
+    cluster.remove_node(second, allow_graceful=False)
+    try:
+        crew.gather(refs)
+    except RanksLostError as error:
+        found["noticed_s"] = time.monotonic() - begun_s
+        found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
+    found["copies_left"] = sorted(source.header.number == lost_number for source in keeping.sources(timeout_s=5))
+    found["living"] = ray.get([worker.value.remote(5) for worker in crew.workers], timeout=30)
+    recruits.end()
+    crew.end()
+    keeping.end()
+    json.dump(found, sys.stdout)
+    sys.stdout.flush()
+    ray.shutdown()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
