@@ -49,8 +49,8 @@ def find_living(run_key: str, *, timeout_s: float) -> Living:
     return Living(members=tuple(members), keepers=by_node)
 
 
-def end_living(run_key: str) -> None:
-    """End what is left of a run that nobody will go on with, and give its reservations back."""
+def end_leftovers(run_key: str) -> None:
+    """End all workers and keepers of a run that has no controller and shall get none."""
     for kind in (WORKER, KEEPER):
         for handle in _handles(run_key, kind).values():
             ray.kill(handle, no_restart=True)

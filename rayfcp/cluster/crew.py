@@ -121,6 +121,8 @@ class Crew:
         for member in self.all:
             if member.id in gone:
                 member.end()
+                if self.kill is not None:
+                    self.kill(member.facts)
         self._forget(gone)
 
     def each(

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import RayActorError
 
-from rayfcp.cluster.adoption import end_living
+from rayfcp.cluster.adoption import end_leftovers
 from rayfcp.cluster.controller import Controller, Outcome, Poll
 from rayfcp.cluster.local import CONTROLLER_CPUS
 from rayfcp.cluster.lock import sweep
@@ -119,5 +119,5 @@ class _Following:
             ray.kill(self._controller, no_restart=True)
             self._controller = None
         if not controller_only:
-            end_living(run_key(self._config))
+            end_leftovers(run_key(self._config))
             sweep(self._config.run_dir, names=(SD_FILE,))

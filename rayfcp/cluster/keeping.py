@@ -21,6 +21,9 @@ from rayfcp.values import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
 
+END_S = 5.0
+"""How long the end waits for processes that keepers were told to kill."""
+
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
     """Whose keeper holds a node's copies: the next node's in the order of ids, the first after the last; its own if
@@ -49,6 +52,7 @@ class Keeping:
         self.keepers: dict[str, Any] = dict(adopted or {})
         self._ring: dict[str, str] = {}
         self._told: dict[str, Any] = {}
+        self._kills: list[Any] = []
         self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self.keepers.values()))
 
     def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
@@ -111,11 +115,13 @@ class Keeping:
         """SIGKILL to a worker's process on its node, if that has a keeper. Does not wait."""
         keeper = self.keepers.get(facts.node_id)
         if keeper is not None:
-            keeper.kill.remote(facts.pid)
+            self._kills.append(keeper.kill.remote(facts.pid))
 
     def end(self) -> None:
         """End all keepers; the copies are gone."""
         self._alive.close()
+        if self._kills:
+            ray.wait(self._kills, num_returns=len(self._kills), timeout=END_S)
         for node in list(self.keepers):
             self.forget(node)
 

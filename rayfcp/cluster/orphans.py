@@ -3,9 +3,11 @@
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
 TICKS = 10
@@ -60,5 +62,6 @@ class KeepAlive:
 
     def _call(self) -> None:
         while not self._closing.wait(self._period_s) and ray.is_initialized():
-            for handle in self._handles():
-                handle.beat.remote()
+            with suppress(RayError, RuntimeError):  # Ray may be shut down just now
+                for handle in self._handles():
+                    handle.beat.remote()

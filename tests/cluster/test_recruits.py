@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.adoption import find_living
+from rayfcp.cluster.adoption import end_leftovers, find_living
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.keeping import Keeping, sources_of
 from rayfcp.cluster.placement import ask
@@ -119,11 +119,12 @@ def test_a_new_controller_finds_who_lives_and_ends_the_silent(config: Config) ->
     until(lambda: not lives(crew.facts[1].pid))
     second = Crew(light_start(config, run_key="left"), living.members)
     assert second.each(lambda _, worker: worker.value.remote(3)) == [3]
-    second.end()
-    crew.end()
-    adopted.end()
-    keeping.end()
-    assert find_living("left", timeout_s=1).members == ()
+    end_leftovers("left")
+    until(lambda: not lives(member.facts.pid))
+    living = find_living("left", timeout_s=1)
+    assert (living.members, dict(living.keepers)) == ((), {})
+    for each in (crew, second, keeping, adopted):
+        each.end()
 
 
 def test_nobody_is_found_of_a_run_that_never_was(tmp_path: Path) -> None:
