@@ -5,19 +5,27 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from rayfcp.execute.reports import RankReport
+from rayfcp.plan import CostModel
 from rayfcp.plan.profiles.refit import Observation, Part
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec, SpanKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """A group of the plan: its ranks, what it has to do, and the seconds that were predicted."""
+    """A group of the plan: its ranks, what it has to do, the seconds that were predicted, and the speed of its slowest
+    rank, by which they were."""
 
     ranks: tuple[int, ...]
     part: Part
     predicted_s: float
+    speed: float = 1.0
 
+
+Loads = npt.NDArray[np.float64]
 
 PlannedGroups = tuple[tuple[PlannedGroup, ...], ...]
 """Groups by microbatch."""
@@ -42,6 +50,9 @@ def planned_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluste
                     crosses=len({nodes[rank] for rank in group.ranks}) > 1,
                 ),
                 predicted_s=predicted_s,
+                speed=min((cluster.speed_of_rank[rank] for rank in group.ranks), default=1.0)
+                if cluster.speed_of_rank
+                else 1.0,
             )
             for group, predicted_s in zip(microbatch.groups, microbatch.group_s, strict=True)
         )
@@ -59,6 +70,8 @@ def observations(groups: PlannedGroups, devices: Sequence[RankReport]) -> list[O
     their own gathers and reductions, in which a rank waits for slower groups, plus the shortest of any rank's, that
     of the slowest group, which is the traffic itself. Waiting for messages stays: that is the ring's own time.
     Where hosts do not wait, only the whole step has a time: that of the groups that decide its microbatches.
+    Seconds are those at speed 1: what is known of a slow rank is not learned as the cost of all (its messages, which
+    are no slower, are taken for as slow).
     """
     ranks = [report for report in devices if report.tensor_rank == 0]
     if any(math.isnan(each) for report in ranks for each in report.gather_s):
@@ -70,15 +83,18 @@ def observations(groups: PlannedGroups, devices: Sequence[RankReport]) -> list[O
         for group in held:
             seconds = statistics.median(own_s[rank] for rank in group.ranks)
             if seconds > 0:
-                found.append(Observation(parts=(group.part,), seconds=seconds))
+                found.append(Observation(parts=(group.part,), seconds=seconds * group.speed))
     return found
 
 
 def _of_step(groups: PlannedGroups, ranks: Sequence[RankReport]) -> list[Observation]:
     if not groups or not all(groups):
         return []
-    slowest = tuple(max(held, key=lambda group: group.predicted_s).part for held in groups)
-    return [Observation(parts=slowest, seconds=max(report.step_s for report in ranks))]
+    slowest = [max(held, key=lambda group: group.predicted_s) for held in groups]
+    usual_s = sum(group.predicted_s * group.speed for group in slowest)
+    share = usual_s / max(sum(group.predicted_s for group in slowest), 1e-300)
+    step_s = max(report.step_s for report in ranks)
+    return [Observation(parts=tuple(group.part for group in slowest), seconds=step_s * share)]
 
 
 def _pass_s(report: RankReport, microbatch: int) -> float:
@@ -87,7 +103,41 @@ def _pass_s(report: RankReport, microbatch: int) -> float:
     return sum(span.duration_s for span in report.spans if span.label in labels)
 
 
+def own_seconds(loads: Loads, *, cost: CostModel) -> tuple[float, ...]:
+    """By stage and rank, rank r of N on stage p at p x N + r: seconds of a step in which it waits for nobody, at
+    speed 1: attention, linear layers and fixed costs, of which a stage has its layers' share and the last one the head.
+
+    `loads`: `rayfcp.plan.imbalance.rank_loads` of the plan. What memory makes a stage recompute is not counted: it is
+    the same for all ranks of the stage.
+    """
+    compute_s, tokens = loads[:, 0].sum(axis=0) + len(loads) * cost.fixed_s, loads[:, 2].sum(axis=0)
+    if cost.pipeline is None:
+        return tuple(compute_s.tolist())
+    head_s = cost.pipeline.head_s_per_token * tokens
+    share = np.array(cost.pipeline.layers_of_stage) / cost.pipeline.num_layers
+    own_s = share[:, None] * (compute_s - head_s)
+    own_s[-1] += head_s
+    return tuple(own_s.ravel().tolist())
+
+
 def rank_seconds(
     predicted_s: Sequence[float], devices: Sequence[RankReport], *, num_ranks: int
 ) -> tuple[tuple[float, float], ...]:
-    return ()
+    """Of each rank, on the stage and the tensor-parallel device that is slowest by this: the seconds of a step's passes
+    in which it should not wait, at speed 1 (`own_seconds`), and those in which it did not. Their ratio, over that of
+    the other ranks, is its speed.
+
+    Each device counts its own waiting: for messages of a ring, in which the fast wait for the slow, for gathers,
+    reductions and other stages. Nothing where hosts do not wait.
+    """
+    if any(math.isnan(each) for report in devices for each in (report.message_s, *report.gather_s)):
+        return ()
+    slowest: dict[int, tuple[float, float]] = {}
+    for report in devices:
+        passes_s = sum(span.duration_s for span in report.spans if span.kind is not SpanKind.UPDATE)
+        own_s = max(passes_s - report.message_s - sum(report.gather_s), 0.0)
+        found = predicted_s[report.stage * num_ranks + report.rank], own_s
+        before = slowest.setdefault(report.rank, found)
+        if found[1] * before[0] > before[1] * found[0]:
+            slowest[report.rank] = found
+    return tuple(slowest[rank] for rank in range(num_ranks))

@@ -32,7 +32,7 @@ class Paces:
         measured = [
             Measured(id=ids[number], own_s=own_s, predicted_s=predicted_s)
             for rank, (predicted_s, own_s) in enumerate(
-                rank_seconds(getattr(record, "own_s", ()), reports, num_ranks=cluster.num_ranks)
+                rank_seconds(record.own_s, reports, num_ranks=cluster.num_ranks)
             )
             for number in _devices(cluster, rank)
         ]

@@ -4,9 +4,10 @@ import time
 from dataclasses import dataclass
 
 from rayfcp.cluster.layout import strategy_on
-from rayfcp.cluster.observing import PlannedGroups, planned_groups
+from rayfcp.cluster.observing import PlannedGroups, own_seconds, planned_groups
 from rayfcp.config import Config
-from rayfcp.plan import CostModel, attention_flops, imbalance, model_flops, plan_batch
+from rayfcp.plan import CostModel, attention_flops, model_flops, plan_batch
+from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec
 
@@ -16,7 +17,8 @@ class PlanRecord:
     """What the controller needs to know of a plan; the programs go from planner to workers directly.
 
     `plan_s`: lengths to BatchPlan. `model_flops`, `attention_flops`: forward and backward of the batch.
-    `groups`: what the cost model can be refitted from once they were timed.
+    `groups`: what the cost model can be refitted from once they were timed; `own_s`: what each rank on each stage
+    should take without waiting (`own_seconds`), for `rank_seconds`.
     """
 
     step: int
@@ -33,6 +35,7 @@ class PlanRecord:
     model_flops: float
     attention_flops: float
     groups: PlannedGroups
+    own_s: tuple[float, ...] = ()
 
 
 def sequences_of(batch: GlobalBatch) -> tuple[SequenceSpec, ...]:
@@ -73,6 +76,7 @@ class Planner:
         plan_s = time.perf_counter() - start_s
         programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
         check_progress(programs)
+        loads = rank_loads(plan, sequences, cost=cost)
         record = PlanRecord(
             step=batch.step,
             plan_hash=programs[0].plan_hash,
@@ -83,10 +87,11 @@ class Planner:
             gap=plan.gap,
             degrees=plan.degrees,
             num_microbatches=len(plan.microbatches),
-            imbalance=imbalance(plan, sequences, cost=cost),
+            imbalance=imbalance_of(loads, speed_of_rank=cluster.speed_of_rank),
             plan_s=plan_s,
             model_flops=model_flops(self._model, sequences),
             attention_flops=attention_flops(self._model, sequences),
             groups=planned_groups(plan, sequences, cluster=cluster),
+            own_s=own_seconds(loads, cost=cost),
         )
         return (record, *programs)

@@ -14,7 +14,7 @@ from rayfcp.cluster.paces import Paces
 from rayfcp.cluster.planners import PlannedStep, PlanQueue
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
-from rayfcp.cluster.watching import StepWatch
+from rayfcp.cluster.hanging import judge_progress
 from rayfcp.config import Config
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.kept import Kept
@@ -117,7 +117,7 @@ class Stepper:
         self._plans.refill()
         self._learn()
         self.commit()
-        devices = crew.gather(refs, judge=StepWatch(self._fleet.ids, deadline_s=self._deadline_s(planned)))
+        devices = crew.gather(refs, judge=judge_progress(self._fleet.ids, deadline_s=self._deadline_s(planned)))
         step_s = time.perf_counter() - start_s
         self._done = Done(planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to)
         self.last_finished = step

@@ -36,6 +36,7 @@ def measure(
         model=model,
         hardware=hardware,
         node_of_rank=setting.cluster.node_of_rank,
+        speed_of_rank=setting.cluster.speed_of_rank,
         layers_of_stage=setting.cluster.layers_of_stage,
         gather_every=setting.gather_every,
     )

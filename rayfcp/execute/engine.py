@@ -183,7 +183,7 @@ class RankEngine:
             grad_norm=norm,
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
-            wait_s=done.wait_s + self._wait.seconds if self.device.type == "cpu" else math.nan,
+            wait_s=done.wait_s + self._gathered_s(),
             bytes_sent=done.bytes_sent,
             num_cells=done.num_cells,
             memory_bytes=memory_bytes(self.device),
@@ -191,6 +191,7 @@ class RankEngine:
             spans=(*done.spans, update),
             saved=self._writer.finished(),
             snapshot_s=self._snapshots.seconds,
+            message_s=done.wait_s if self.device.type == "cpu" else math.nan,
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:

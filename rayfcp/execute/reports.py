@@ -1,5 +1,6 @@
 """What a device tells the controller. Plain values: reading them needs no torch."""
 
+import math
 from dataclasses import dataclass
 
 from rayfcp.execute.integrity import FileSum
@@ -37,8 +38,8 @@ class RankReport:
     one of them is not finite nothing was updated.
 
     `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
-    of attention and of other stages, gathers and reductions; NaN on accelerators, whose host does not wait.
-    `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
+    of attention and of other stages (`message_s`), gathers and reductions; NaN on accelerators, whose host does not
+    wait. `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
     `saved`: a checkpoint write that ended since the last report, None if none did. `snapshot_s`: seconds that the step
     waited for copies of the state, within `step_s`. `kept`: the newest state of which a keeper has this device's copy,
     None if none; `push_s`, `push_bytes`: what the last copy took to get there. `keeper_lost`: it takes no more.
@@ -60,6 +61,7 @@ class RankReport:
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
     saved: SavedPart | None
+    message_s: float = math.nan
     snapshot_s: float = 0.0
     kept: StateId | None = None
     push_s: float = 0.0

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import group_speeds, idle_passes_s
 from rayfcp.plan.microbatches import Columns
-from rayfcp.plan.placement import place_in, ranks_of_nodes
+from rayfcp.plan.placement import fastest_first, place_in, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive
 
 Floats = npt.NDArray[np.float64]
@@ -18,11 +19,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A group whose ranks have no names yet: sequences (positions in the columns of a batch) on `degree` ranks."""
+    """A group whose ranks have no names yet: sequences (positions in the columns of a batch) on `degree` of the ranks
+    `among` (none: of all). In a microbatch these are the same for two groups, or have none in common."""
 
     members: tuple[int, ...]
     degree: int
     primitive: Primitive = Primitive.RING
+    among: tuple[int, ...] = ()
 
 
 def assemble(
@@ -30,19 +33,22 @@ def assemble(
 ) -> tuple[MicrobatchPlan, ...]:
     """Name the ranks, largest groups first, price the groups where they lie, and order the microbatches.
 
-    The longest microbatch comes last, where the step's gradient reduction hides behind it. The sum of
-    `predicted_s` is the step's predicted time.
+    Of the ranks of a node the fastest are named first. The longest microbatch comes last, where the step's gradient
+    reduction hides behind it. The sum of `predicted_s` is the step's predicted time.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
     spans = loads.degrees > max(len(ranks) for ranks in nodes)
     passes_s = loads.passes_s(cost, np.arange(len(loads.drafts)), crosses=spans)
     ordered = _largest_first(microbatches, seconds=passes_s.sum(axis=0).tolist())
-    ranks = _named(ordered, drafts=loads.drafts, nodes=nodes)
+    ranks = _named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))
     node_of_rank = {rank: node for node, held in enumerate(nodes) for rank in held}
-    torn = np.flatnonzero([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks] & ~spans)
-    if len(torn):
-        passes_s[:, torn] = loads.passes_s(cost, torn, crosses=np.ones(len(torn), np.bool_))
+    speeds = group_speeds(ranks, cluster=cluster)
+    torn = np.array([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks])
+    again = np.flatnonzero((torn & ~spans) | (speeds != 1.0))
+    if len(again):
+        passes_s[:, again] = loads.passes_s(cost, again, crosses=(torn | spans)[again], speeds=speeds[again])
+    idle_s = idle_passes_s(cost, cluster=cluster)
     timed = []
     for numbers in ordered:
         groups = tuple(
@@ -54,7 +60,9 @@ def assemble(
             for number in numbers
         )
         seconds = passes_s[:, numbers]
-        timed.append((groups, tuple(seconds.sum(axis=0).tolist()), float(seconds.max(axis=1).sum())))
+        timed.append(
+            (groups, tuple(seconds.sum(axis=0).tolist()), float(np.maximum(seconds.max(axis=1), idle_s).sum()))
+        )
     timed.sort(key=lambda each: (each[2], each[0][0].sequences))
     return tuple(
         MicrobatchPlan(
@@ -86,7 +94,9 @@ class _Loads:
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
 
-    def passes_s(self, cost: CostModel, numbers: Ints, *, crosses: npt.NDArray[np.bool_]) -> Floats:
+    def passes_s(
+        self, cost: CostModel, numbers: Ints, *, crosses: npt.NDArray[np.bool_], speeds: Floats | None = None
+    ) -> Floats:
         """[2, numbers]: forward and backward of these drafts, inside a node or across nodes."""
         seconds: Floats = np.zeros((2, len(numbers)))
         primitives = [self.drafts[number].primitive for number in numbers.tolist()]
@@ -99,6 +109,7 @@ class _Loads:
                 degree=self.degrees[held],
                 primitive=primitive,
                 crosses=crosses[at],
+                speed=1.0 if speeds is None else speeds[at],
             )
         return seconds
 
@@ -121,7 +132,10 @@ def _named(
     """Ranks of each draft, by its number; of ranks in several nodes the first and the last are in different ones."""
     ranks: list[tuple[int, ...]] = [()] * len(drafts)
     for numbers in ordered:
-        placed = place_in([drafts[number].degree for number in numbers], nodes)
-        for number, held in zip(numbers, placed, strict=True):
-            ranks[number] = held
+        for among in dict.fromkeys(drafts[number].among for number in numbers):
+            here = [number for number in numbers if drafts[number].among == among]
+            within = [[rank for rank in held if rank in among] for held in nodes] if among else nodes
+            placed = place_in([drafts[number].degree for number in here], within)
+            for number, held in zip(here, placed, strict=True):
+                ranks[number] = held
     return ranks

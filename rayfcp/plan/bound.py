@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.costs.terms import Seconds
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
@@ -21,7 +22,7 @@ def lower_bound(
     primitives: Iterable[Primitive] = (Primitive.RING,),
     placed_freely: bool = False,
 ) -> float:
-    """max(compute of all sequences / N, max over k of min over d of t(k, d)) + fewest microbatches x fixed cost.
+    """max(compute of all sequences / S, max over k of min over d of t(k, d)) + fewest microbatches x fixed cost.
 
     Compute is at the best efficiency that a sequence can reach: a ring of several ranks computes smaller blocks, so
     that a sequence which memory keeps off one rank takes w(k) = the least over permitted degrees and primitives.
@@ -30,36 +31,48 @@ def lower_bound(
     blocks are `placed_freely` (plans with layouts of their own) there are no groups: t(k, d) is left out,
     and w(k) is the compute of k in one piece.
 
+    S is the sum of the speeds s(r) of all N ranks, N where all are as fast. What a rank does itself takes it 1 / s(r)
+    of the usual time: t(k, d) is that of the d fastest, and the fixed cost is N / S of the usual one beside the first
+    term, 1 / the highest speed beside the second.
+
     Proof, for any plan of groups, on a machine that has the seconds of `cost` for every piece of attention, linear
     layer, message and gather (the simulator, whose ports and links only add waiting), and so for seconds by `cost`.
-    Let f be the fixed cost of a microbatch, which every rank pays, and x the exposed gather.
+    Let f be the fixed cost of a microbatch, which every rank pays (f / s(r)), x the exposed gather.
     (1) Communication adds to what a rank computes, it takes nothing away. The computed seconds of the d ranks
-    of a group sum to at least w(k) over its sequences k, for d is permitted for each of them; so those of all N ranks
-    over all microbatches sum to the w(k) of all, and one rank has at least the N-th part.
-    (2) A group that holds k needs d >= ceil(tokens of k / max_tokens_per_rank) ranks. One of them takes t(k, d) for a
-    permitted d in that microbatch, since other sequences add to its rounds only.
-    (3) A batch needs at least ceil(tokens / (N x max_tokens_per_rank)) microbatches. In each, a rank pays f, and x:
-    embedding, head and first layer are asked for after all that it did before, and come before it computes. After the
-    last (after each, where each reduces: then x has it) it waits for the reductions of what its last layer,
+    of a group, each times the rank's speed, sum to at least w(k) over its sequences k, for d is permitted for each of
+    them; so those of all N ranks over all microbatches sum to the w(k) of all. Let T be the largest over ranks of what
+    they compute and pay of (3); then S T is at least that sum and N f for every microbatch.
+    (2) A group that holds k needs d >= ceil(tokens of k / max_tokens_per_rank) ranks. The slowest of them is no faster
+    than the d-th fastest of all, together they are no faster than the d fastest, and one of them takes t(k, d) for a
+    permitted d in that microbatch, since other sequences add to its rounds only, and a slower rank takes no less: what
+    it computes hides no more than itself. In each other microbatch it pays f / s(r).
+    (3) A batch needs at least ceil(tokens / (N x max_tokens_per_rank)) microbatches. In each, a rank pays f / s(r), and
+    x: embedding, head and first layer are asked for after all that it did before, and come before it computes. After
+    the last (after each, where each reduces: then x has it) it waits for the reductions of what its last layer,
     embedding and head got, which it gave when it had computed everything. No second of (3) is one of (1) or (2).
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
     """
     check_longest(sequences, cluster=cluster)
-    num_ranks, room = cluster.num_ranks, cluster.num_ranks * cluster.max_tokens_per_rank
+    num_ranks, room, speeds = cluster.num_ranks, cluster.num_ranks * cluster.max_tokens_per_rank, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
     extra_s = 0.0 if placed_freely else _extra_s(sequences, cluster=cluster, cost=cost, primitives=used)
     compute_s = cost.compute_s(sum(sequence.attention_cells for sequence in sequences), num_tokens)
-    shared_s = (compute_s + extra_s) / num_ranks
+    total = float(speeds.sum())
+    shared_s = (compute_s + extra_s) / total
     # of two sequences with the same mask the longer takes longer at every degree, and has fewer of them
     longest = {sequence.mask: sequence for sequence in sorted(sequences, key=lambda each: each.num_tokens)}
     alone_s = 0.0
     if not placed_freely:
         alone_s = max(_alone_s(each, cluster=cluster, cost=cost, primitives=used) for each in longest.values())
     fewest = -(-num_tokens // room)
-    return max(shared_s, alone_s) + fewest * (cost.fixed_s + cost.exposed_s) + cost.reduce_exposed_s
+    fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
+    return max(
+        shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s,
+        alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s,
+    )
 
 
 def _extra_s(
@@ -90,20 +103,32 @@ def _alone_s(
     nodes = Counter(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node))
     least = -(-sequence.num_tokens // cluster.max_tokens_per_rank)
     degrees = np.arange(least, cluster.num_ranks + 1)
+    fastest = np.sort(speeds_of(cluster))[::-1]
+    slowest = fastest[least - 1 :]
     seconds = [
-        _rings_s(sequence, degrees, crosses=crosses, cost=cost)
+        _rings_s(sequence, degrees, crosses=crosses, fastest=fastest, cost=cost)
         if primitive is Primitive.RING
         else cost.group_s(
-            sequence.attention_cells, sequence.num_tokens, degree=degrees, primitive=primitive, crosses=crosses
+            sequence.attention_cells,
+            sequence.num_tokens,
+            degree=degrees,
+            primitive=primitive,
+            crosses=crosses,
+            speed=slowest,
         )
         for primitive in primitives
         for crosses in (np.full(len(degrees), True), degrees > max(nodes.values()))
     ]
-    return float(np.min(seconds)) - cost.fixed_s
+    return float(np.min(seconds)) - cost.fixed_s / float(fastest[0])
 
 
 def _rings_s(
-    sequence: SequenceSpec, degrees: npt.NDArray[np.int64], *, crosses: npt.NDArray[np.bool_], cost: CostModel
+    sequence: SequenceSpec,
+    degrees: npt.NDArray[np.int64],
+    *,
+    crosses: npt.NDArray[np.bool_],
+    fastest: Seconds,
+    cost: CostModel,
 ) -> Seconds:
     """What one rank of a ring takes at least, by degree.
 
@@ -111,18 +136,20 @@ def _rings_s(
     2 d p tokens: in its own round (2p)^2 / 2 + p causal cells, in each other 2 p^2, 2 p tokens to receive in
     each of d - 1 hops, and of one to bring home. A round takes c + m - overlap x min(c, m) seconds at least of computed
     c and moved m. That is convex: over the rounds that move, the sums take its place, with the diagonal, 1 / d (L + 1)
-    of the rank's cells, in the first one. Or, if that is more, the mean over ranks of all that they compute.
+    of the rank's cells, in the first one. Or, if that is more, the mean over ranks of all that they compute. The
+    slowest of d ranks is as fast as the d-th of the `fastest`, all together as these are; all have the slices.
     """
+    slowest, together = fastest[degrees - 1], np.cumsum(fastest)[degrees - 1]
     even = sequence.num_tokens // (2 * degrees) * (2 * degrees)
     even = np.where(degrees == 1, sequence.num_tokens, even)
     cells = even * (even + 1) / 2 if sequence.mask is Mask.CAUSAL else even.astype(np.float64) ** 2
-    seconds = np.zeros(len(degrees))
-    for terms in cost.terms(degrees, crosses=crosses):
+    seconds: Seconds = np.zeros(len(degrees))
+    for terms in cost.terms(degrees, crosses=crosses, speed=slowest):
         diagonal = np.where(degrees > 1, 1 / (degrees * (even + 1.0)), 0.0)
         covered = dataclasses.replace(terms, cover=np.minimum(terms.cover + diagonal, 1.0))
         seconds += covered.seconds(cells, even)
-    computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / degrees + cost.fixed_s
-    return np.where(even > 0, np.maximum(seconds, computed_s), computed_s)
+    computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / together + cost.fixed_s / fastest[0]
+    return np.asarray(np.where(even > 0, np.maximum(seconds, computed_s), computed_s))
 
 
 def check_longest(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:

@@ -13,24 +13,40 @@ from rayfcp.values import BatchPlan, Block, Group, Imbalance, Layout, Mask, Micr
 Loads = npt.NDArray[np.float64]
 
 
-def imbalance(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Imbalance:
+def imbalance(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel, speed_of_rank: Sequence[float] = ()
+) -> Imbalance:
     """(sum of maxima - sum of means) / sum of maxima over microbatches, per rank.
 
-    `compute`: seconds of attention and linear layers, kernels slowed by short pieces as the cost model has it;
+    `compute`: seconds of attention and linear layers, kernels slowed by short pieces as the cost model has it, at each
+    rank's own speed (none: all are as fast);
     `attention`: (query, key) cells, counted block by block, where d ranks share out heads 1/d of theirs on each
     rank; `memory`: tokens; `communication`: the larger of what is sent and received in forward, one head of
     one token as the unit (backward sends the same again, and gradients of the same tokens). Ranks without
     tokens count as 0, save those that compute their share of heads. A resource that nobody uses is balanced.
     """
-    by_id = {sequence.id: sequence for sequence in sequences}
+    return imbalance_of(rank_loads(plan, sequences, cost=cost), speed_of_rank=speed_of_rank)
+
+
+def imbalance_of(loads: Loads, *, speed_of_rank: Sequence[float] = ()) -> Imbalance:
+    """`imbalance` of what `rank_loads` gives."""
+    speeds = np.ones(loads.shape[1:])
+    speeds[0] = speed_of_rank or 1.0
     maxima, means = np.zeros(4), np.zeros(4)
-    for microbatch, layout in zip(plan.microbatches, layouts_of(plan, sequences), strict=True):
-        loads = _loads(microbatch, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks)
-        maxima += loads.max(axis=1)
-        means += loads.mean(axis=1)
+    for each in loads / speeds:
+        maxima += each.max(axis=1)
+        means += each.mean(axis=1)
     excess = np.maximum(maxima - means, 0.0) / np.where(maxima > 0, maxima, 1.0)
     compute_share, attention, memory, communication = (float(each) for each in excess)
     return Imbalance(compute=compute_share, attention=attention, memory=memory, communication=communication)
+
+
+def rank_loads(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Loads:
+    """`[microbatch, kind, rank]`: seconds of attention and linear layers, forward and backward, at speed 1; cells;
+    tokens; traffic (`imbalance`)."""
+    by_id = {sequence.id: sequence for sequence in sequences}
+    pairs = zip(plan.microbatches, layouts_of(plan, sequences), strict=True)
+    return np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in pairs])
 
 
 def block_cells(block: Block, sequence: SequenceSpec) -> int:

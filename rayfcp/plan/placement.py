@@ -30,7 +30,7 @@ def place_in(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> 
         ranks: list[int] = []
         for at in [best] if best >= 0 else sorted(range(len(left)), key=lambda at: (-left[at], at)):
             taken = min(degree - len(ranks), left[at])
-            ranks += nodes[at][:taken]
+            ranks += sorted(nodes[at][:taken])
             del nodes[at][:taken]
             left[at] -= taken
         placed[index] = tuple(ranks)
@@ -43,6 +43,12 @@ def ranks_of_nodes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[list[in
     for rank, node in enumerate(node_of_ranks(cluster, ranks_per_node=ranks_per_node)):
         found.setdefault(node, []).append(rank)
     return [found[node] for node in sorted(found)]
+
+
+def fastest_first(nodes: Sequence[Sequence[int]], *, cluster: ClusterSpec) -> list[list[int]]:
+    """The ranks of each node, those of the same speed in order."""
+    speeds = cluster.speed_of_rank
+    return [sorted(ranks, key=lambda rank: -speeds[rank]) if speeds else list(ranks) for ranks in nodes]
 
 
 def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from rayfcp.plan.bound import lower_bound
 from rayfcp.plan.costs.layout_cost import layout_passes
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import group_speeds, idle_passes_s
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
@@ -33,16 +34,16 @@ def reprice(
             f"plan is for {plan.num_ranks} ranks, cluster.num_ranks is {cluster.num_ranks}; price it on its own"
         )
     by_id = {sequence.id: sequence for sequence in sequences}
-    last = len(plan.microbatches) - 1
+    idle_s = idle_passes_s(cost, cluster=cluster).tolist()
     microbatches = []
     for index, microbatch in enumerate(plan.microbatches):
         passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost)
-        makespan_s = max(forward_s for forward_s, _ in passes_s) + max(backward_s for _, backward_s in passes_s)
+        makespan_s = sum(max(seconds) for seconds in zip(*passes_s, idle_s, strict=True))
         microbatches.append(
             dataclasses.replace(
                 microbatch,
                 group_s=tuple(sum(each) for each in passes_s),
-                predicted_s=cost.microbatch_s(makespan_s, last=index == last),
+                predicted_s=cost.microbatch_s(makespan_s, last=index == len(plan.microbatches) - 1),
             )
         )
     return dataclasses.replace(
@@ -67,6 +68,7 @@ def group_passes(
         passes_s = layout_passes(microbatch.layout, by_id=by_id, cluster=cluster, cost=cost)
         return [passes_s] * len(microbatch.groups)
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
+    speeds = group_speeds([group.ranks for group in microbatch.groups], cluster=cluster).tolist()
     priced = (
         cost.passes_s(
             sum(by_id[each].attention_cells for each in group.sequences),
@@ -74,7 +76,8 @@ def group_passes(
             degree=group.degree,
             primitive=group.primitive,
             crosses=len({nodes[rank] for rank in group.ranks}) > 1,
+            speed=speed,
         )
-        for group in microbatch.groups
+        for group, speed in zip(microbatch.groups, speeds, strict=True)
     )
     return [(float(forward_s), float(backward_s)) for forward_s, backward_s in priced]

@@ -16,9 +16,9 @@ WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
 
 
 class Script(NamedTuple):
-    """The operations of every stage, one stage after the other, in order: COMPUTE takes `base_s` + `per_token_s` x
-    tokens of the device in microbatch `arg`. `recorded`: the rounds of this ATTEND go to the record. Those of device d
-    are `first[d]` to `stop[d]`."""
+    """The operations of every stage, one stage after the other, in order: COMPUTE takes (`base_s` + `per_token_s` x
+    tokens of the device in microbatch `arg`) x its `slowness`. `recorded`: the rounds of this ATTEND go to the record.
+    Those of device d are `first[d]` to `stop[d]`."""
 
     kind: Ints
     arg: Ints
@@ -27,6 +27,7 @@ class Script(NamedTuple):
     recorded: Ints
     first: Ints
     stop: Ints
+    slowness: Floats
 
 
 class Rounds(NamedTuple):

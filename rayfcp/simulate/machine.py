@@ -23,7 +23,8 @@ class Machine:
     n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per cell. Linear
     layers over n tokens take the time of n + `linear_half_tokens`. Every device has a port each way inside the node
     and one between nodes, every node shares an uplink and a downlink. Numbers wider than the profile's
-    run at proportionally less than its peak (as in `CostModel.from_profiles`).
+    run at proportionally less than its peak (as in `CostModel.from_profiles`). What a device of rank r does itself,
+    the overhead of a microbatch included, takes 1 / `speed_of_rank[r]` of these seconds.
     """
 
     model: ModelProfile
@@ -32,6 +33,7 @@ class Machine:
     layers_of_stage: tuple[int, ...]
     bytes_per_element: int
     node_of_rank: tuple[int, ...]
+    speed_of_rank: tuple[float, ...]
 
     @property
     def num_stages(self) -> int:
@@ -49,6 +51,11 @@ class Machine:
             root_parameters=outer_parameters(self.model, num_stages=self.num_stages)[stage],
             last=stage == self.num_stages - 1,
         )
+
+    @property
+    def slowness(self) -> Floats:
+        """By device: seconds over those of a device of speed 1."""
+        return np.tile(1.0 / np.array(self.speed_of_rank, np.float64), self.num_stages)
 
     @property
     def attention_s_per_cell(self) -> float:
@@ -190,33 +197,27 @@ def machine_of(
     num_stages: int = 1,
     layers_of_stage: tuple[int, ...] = (),
     node_of_rank: tuple[int, ...] = (),
+    speed_of_rank: tuple[float, ...] = (),
     bytes_per_element: int | None = None,
 ) -> Machine:
     """The machine; without `node_of_rank`, nodes are filled one after the other, without `layers_of_stage` layers are
-    split evenly.
+    split evenly, without `speed_of_rank` all are as fast.
 
     Raises:
-        ValueError: `node_of_rank` is not one node for each device, the layers do not make up the stages, or a
-            bandwidth is not above 0.
+        ValueError: `node_of_rank` is not one node for each device, `speed_of_rank` not a positive number for each rank,
+            the layers do not make up the stages, or a bandwidth is not above 0.
     """
     num_devices = num_ranks * num_stages
     for name, entries, count, each in (
         ("node_of_rank", node_of_rank, num_devices, "ranks"),
+        ("speed_of_rank", speed_of_rank, num_ranks, "ranks"),
         ("layers_of_stage", layers_of_stage, num_stages, "stages"),
     ):
         if len(entries) not in (0, count):
             raise ValueError(f"{name} has {len(entries)} entries, must have one for each of {count} {each}, or none")
     layers = layers_of_stage or split_layers(model.num_layers, num_stages)
     check_layers(model, layers)
-    for name in (
-        "peak_flops",
-        "linear_efficiency",
-        "attention_efficiency",
-        "intra_node_bandwidth",
-        "inter_node_bandwidth",
-    ):
-        if not 0 < getattr(hardware, name) < inf:
-            raise ValueError(f"hardware.{name} is {getattr(hardware, name)}, must be above 0 and finite; correct it")
+    _check_rates(hardware, speed_of_rank)
     named = node_of_rank or tuple(rank // max(hardware.devices_per_node, 1) for rank in range(num_devices))
     number = {node: at for at, node in enumerate(sorted(set(named)))}
     return Machine(
@@ -226,4 +227,23 @@ def machine_of(
         layers_of_stage=layers,
         bytes_per_element=bytes_per_element or hardware.dtype_bytes,
         node_of_rank=tuple(number[node] for node in named),
+        speed_of_rank=speed_of_rank or (1.0,) * num_ranks,
     )
+
+
+def _check_rates(hardware: HardwareProfile, speed_of_rank: tuple[float, ...]) -> None:
+    """
+    Raises:
+        ValueError: a rate is not above 0 and finite.
+    """
+    for name in (
+        "peak_flops",
+        "linear_efficiency",
+        "attention_efficiency",
+        "intra_node_bandwidth",
+        "inter_node_bandwidth",
+    ):
+        if not 0 < getattr(hardware, name) < inf:
+            raise ValueError(f"hardware.{name} is {getattr(hardware, name)}, must be above 0 and finite; correct it")
+    if not all(0 < speed < inf for speed in speed_of_rank):
+        raise ValueError(f"speed_of_rank is {speed_of_rank}, each must be above 0 and finite; measure it again")

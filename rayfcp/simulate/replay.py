@@ -221,7 +221,7 @@ def _advance(
                 return
             s.round[rank] = 0
         elif kind == COMPUTE:
-            seconds = script.base_s[op] + script.per_token_s[op] * tokens[arg, rank]
+            seconds = script.slowness[rank] * (script.base_s[op] + script.per_token_s[op] * tokens[arg, rank])
             s.spent[rank, WORK] += seconds
             s.compute_end[rank] = now + seconds
             if seconds > 0.0:

@@ -144,6 +144,7 @@ class _Builder:
         work = np.array([attend_work(table.columns) for table in tables], np.float64).reshape(-1, 2)
         cells, extra = work[:, 0] * shares, work[:, 1] * shares * machine.hardware.attention_half_tokens
         seconds = machine.attention_s_per_cell * (ATTENTION_BACKWARD if backward else 1.0) * (cells + extra)
+        seconds = seconds * machine.slowness[ranks]
         self.compute_s.append(seconds)
         self.attend_s.append(np.bincount(ranks, seconds, minlength=machine.num_ranks).astype(np.float64))
         self.cells.append(np.bincount(ranks, cells, minlength=machine.num_ranks).astype(np.float64))

@@ -25,6 +25,7 @@ def simulate(
     model: ModelProfile,
     hardware: HardwareProfile,
     node_of_rank: tuple[int, ...] = (),
+    speed_of_rank: tuple[float, ...] = (),
     bytes_per_element: int | None = None,
     layers_of_stage: tuple[int, ...] = (),
     gather_every: Literal["microbatch", "step"] = "microbatch",
@@ -36,8 +37,9 @@ def simulate(
     The rules are those of `Machine` (kernels and links), `write_script` (sharded parameters, gathered again
     `gather_every` microbatch or once a step) and `replay` (ports, rounds, hops, overlap). Without `node_of_rank`, nodes
     of `hardware.devices_per_node` devices are filled one after the other; without `layers_of_stage` layers are split
-    evenly; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is absent. `detail` adds the rounds of one
-    layer of each pass to the spans. Same arguments, same timeline, in any process.
+    evenly; without `speed_of_rank` all are as fast; numbers have `hardware.dtype_bytes` bytes if `bytes_per_element` is
+    absent. `detail` adds the rounds of one layer of each pass to the spans. Same arguments, same timeline, in any
+    process.
 
     Raises:
         ValueError: no programs, programs that disagree or would wait for ever, or a profile that makes no sense.
@@ -50,13 +52,12 @@ def simulate(
         num_stages=programs[0].num_stages,
         layers_of_stage=layers_of_stage,
         node_of_rank=node_of_rank,
+        speed_of_rank=speed_of_rank,
         bytes_per_element=bytes_per_element,
     )
     traffic, held = flatten(programs, machine=machine), _tokens(programs)
     outcome = run(programs, machine=machine, traffic=traffic, tokens=held, gather_every=gather_every)
-    loads = _loads(programs, machine=machine, traffic=traffic, held=held)
-    num_tokens, cells = _amounts(loads, machine=machine, traffic=traffic)
-    attention_flops = FORWARD_AND_BACKWARD * model.attention_flops_per_cell * cells
+    loads, num_tokens, attention_flops = _amounts(programs, machine=machine, traffic=traffic, held=held)
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         spans=spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
@@ -72,12 +73,16 @@ def simulate(
     )
 
 
-def _amounts(loads: Loads, *, machine: Machine, traffic: Traffic) -> tuple[int, float]:
-    """Tokens and cells, those of padding not counted."""
+def _amounts(
+    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats
+) -> tuple[Loads, int, float]:
+    """Loads of devices; tokens and operations of attention, those of padding not counted."""
+    loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
     cells = float(traffic.cells[0::2, : machine.num_ranks].sum()) - padded
-    return sum(sum(row) for row in of_ranks), cells
+    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell * cells
+    return loads, sum(sum(row) for row in of_ranks), flops
 
 
 def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
@@ -135,7 +140,7 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
     attend_s = (traffic.attend_s * passes).reshape(len(again), 2, -1).sum(axis=1)
     times = layers * (1 + LINEAR_BACKWARD) + again
     linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
-    compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens)
+    compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
     moved = traffic.message_bytes * passes[traffic.message_pass, traffic.messages.source]
     place = (traffic.message_pass // 2) * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)

@@ -98,7 +98,7 @@ def _plots(
     return plots
 
 
-def _script(plots: Sequence[Plot], *, num_ranks: int) -> Script:
+def _script(plots: Sequence[Plot], *, machine: Machine) -> Script:
     kind, arg, base_s, per_token_s, recorded = zip(*(each for plot in plots for each in plot.operations), strict=True)
     bounds = np.cumsum([0, *(len(plot.operations) for plot in plots)])
     return Script(
@@ -107,8 +107,9 @@ def _script(plots: Sequence[Plot], *, num_ranks: int) -> Script:
         base_s=np.array(base_s, np.float64),
         per_token_s=np.array(per_token_s, np.float64),
         recorded=np.array(recorded, np.int64),
-        first=np.repeat(bounds[:-1], num_ranks),
-        stop=np.repeat(bounds[1:], num_ranks),
+        first=np.repeat(bounds[:-1], machine.num_ranks),
+        stop=np.repeat(bounds[1:], machine.num_ranks),
+        slowness=machine.slowness,
     )
 
 
@@ -126,7 +127,7 @@ def _wires(plots: Sequence[Plot], *, machine: Machine) -> Wires:
 def _replay(
     plots: Sequence[Plot], *, machine: Machine, traffic: Traffic, tokens: Floats, hops: Hops
 ) -> tuple[State, Record]:
-    script, wires = _script(plots, num_ranks=machine.num_ranks), _wires(plots, machine=machine)
+    script, wires = _script(plots, machine=machine), _wires(plots, machine=machine)
     state = new_state(
         script,
         num_servers=wires.s_per_byte.shape[1],

@@ -1,5 +1,6 @@
 """The block distributor: which tokens lie where (FCP with blocks, Zhao et al., section 4.1)."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from rayfcp.plan.blocks.kernels.assign import Items, Rule, longest_first
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
 from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
 from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
-from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
+from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import cells_of, loads_of, sides_by_sequence
 
 PARTNERS = 12  # ranks with the least load that the fullest tries
@@ -20,11 +21,25 @@ WEIGHTS = 3  # that are tried for it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """Ranks, the most tokens of each, and the tokens of a block."""
+    """Ranks, the most tokens of each, the tokens of a block, and each rank's part of tokens and cells over the mean."""
 
     num_ranks: int
     max_tokens: int
     block_tokens: int
+    weights: Floats
+
+
+def shares_of(speeds: Floats, *, num_tokens: int, most: int) -> Floats:
+    """Parts in proportion to speed, mean 1; ranks that have no memory for theirs are full, and the others have more."""
+    room = most * len(speeds) / max(num_tokens, 1)
+    full = np.zeros(len(speeds), np.bool_)
+    while True:
+        left = len(speeds) - room * full.sum()
+        weights = np.where(full, room, speeds * (left / speeds[~full].sum()) if not full.all() else room)
+        over = (weights > room) & ~full
+        if not over.any() or room <= 1.0:
+            return weights if room > 1.0 else np.ones(len(speeds))
+        full |= over
 
 
 def distribute(pool: Pool, *, space: Space, half_tokens: float, options: BlockOptions) -> Pieces:
@@ -40,7 +55,8 @@ def distribute(pool: Pool, *, space: Space, half_tokens: float, options: BlockOp
 
 
 def _by_shares(pool: Pool, *, space: Space, half_tokens: float, options: BlockOptions) -> Pieces:
-    """Equal tokens and equal seconds of attention, as far as cells stay within the tolerance.
+    """Equal tokens and equal seconds of attention (or in the parts that are due to ranks), as far as cells stay within
+    the tolerance.
 
     Kernels take longer over a sequence that is cut into many pieces: that is counted on a first placement,
     and added to its cells for the next.
@@ -53,7 +69,7 @@ def _by_shares(pool: Pool, *, space: Space, half_tokens: float, options: BlockOp
     for _ in range(WEIGHTS):
         slowed = pool._replace(density=pool.density + weight * extra)
         found = _shared(slowed, space=space, options=options)
-        _, cells = loads_of(pool, found)
+        cells = loads_of(pool, found)[1] / space.weights
         imbalance = 1 - float(cells.mean() / cells.max())
         if imbalance <= most:
             return found
@@ -66,7 +82,12 @@ def _shared(pool: Pool, *, space: Space, options: BlockOptions) -> Pieces:
     order = _line(pool, num_ranks=space.num_ranks)
     line = Pool(pool.length[order], pool.full[order], pool.density[order])
     how = Sweep(
-        space.num_ranks, space.max_tokens, space.block_tokens, max(space.block_tokens // 2, 1), options.tolerance / 4
+        space.num_ranks,
+        space.max_tokens,
+        space.block_tokens,
+        max(space.block_tokens // 2, 1),
+        options.tolerance / 4,
+        space.weights,
     )
     at, rank, tokens = rows_of(line, sweep(line, how))
     keys, row = np.unique(order[at] * space.num_ranks + rank, return_inverse=True)
@@ -97,9 +118,9 @@ def _by_algorithm_1(pool: Pool, *, space: Space, options: BlockOptions) -> Piece
     """Blocks of one size, and what is left at the end of a sequence; None if they do not fit in memory."""
     pieces, item_of = _fixed(pool, space.block_tokens, paired=options.pairing == "zigzag")
     items = _items(pool, pieces, item_of, num_ranks=space.num_ranks)
-    mean = -(-int(pool.length.sum()) // space.num_ranks)
+    mean = math.ceil(int(pool.length.sum()) / space.num_ranks * space.weights.max())
     for most in (min(int(mean * (1 + options.tolerance)), space.max_tokens), space.max_tokens):
-        rule = Rule(space.num_ranks, options.alpha, options.beta, most)
+        rule = Rule(space.num_ranks, options.alpha, options.beta, most, space.weights)
         rank_of = longest_first(items, rule)
         if len(rank_of):
             improve(Placed(items, rank_of), Search(rule, options.search_moves, PARTNERS, ENOUGH))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
 
@@ -49,12 +50,13 @@ def _forbidden(heads: int, cluster: ClusterSpec, *, cost: CostModel) -> str:
 
 def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[ClusterSpec, CostModel]:
     """Runs of `heads` ranks as ranks. Keys and values of a token are shared by as many of them as there are key and
-    value heads."""
+    value heads; a run is as fast as its slowest rank."""
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     runs = ClusterSpec(
         num_ranks=cluster.num_ranks // heads,
         max_tokens_per_rank=cluster.max_tokens_per_rank * heads,
         node_of_rank=nodes[::heads],
+        speed_of_rank=tuple(speeds_of(cluster).reshape(-1, heads).min(axis=1).tolist()),
     )
     moved = cost.kv_share(heads)
     return runs, dataclasses.replace(

@@ -9,13 +9,14 @@ from itertools import pairwise
 import numpy as np
 
 from rayfcp.config.plan import BlockOptions
-from rayfcp.plan.blocks.distributor import Space, distribute
+from rayfcp.plan.blocks.distributor import Space, distribute, shares_of
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
-from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
+from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, traffic_of
 from rayfcp.plan.blocks.size import block_tokens, sizes
 from rayfcp.plan.blocks.stages import restaged
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import Block, ClusterSpec, Layout, Primitive, Round, Transfer
 
@@ -112,7 +113,8 @@ def plan_blocks(
         return best
     runs, shared = as_runs(cluster, cost, heads=best.heads)
     node = np.array(node_of_ranks(runs, ranks_per_node=cost.ranks_per_node), np.int64)
-    return replace(best, rounds=restaged(best.traffic, best.rounds, node=node, cost=shared))
+    rounds = restaged(best.traffic, best.rounds, node=node, speeds=speeds_of(runs), cost=shared)
+    return replace(best, rounds=rounds)
 
 
 def _plan_runs(
@@ -129,7 +131,14 @@ def _plan_runs(
     node = np.array(node_of_ranks(runs, ranks_per_node=cost.ranks_per_node), np.int64)
     mean = float(pool.length.sum()) / runs.num_ranks
     drafter = _Drafter(
-        pool=pool, node=node, max_tokens=runs.max_tokens_per_rank, cost=shared, options=options, heads=heads, whole=cost
+        pool=pool,
+        node=node,
+        speeds=speeds_of(runs),
+        max_tokens=runs.max_tokens_per_rank,
+        cost=shared,
+        options=options,
+        heads=heads,
+        whole=cost,
     )
     if options.block_tokens is not None:
         return drafter.planned(options.block_tokens, than=than)
@@ -146,6 +155,7 @@ def _plan_runs(
 class _Drafter:
     pool: Pool
     node: Ints
+    speeds: Floats
     max_tokens: int
     cost: CostModel
     options: BlockOptions
@@ -155,11 +165,14 @@ class _Drafter:
     def planned(self, size: int, *, than: BlockPlan | None = None) -> BlockPlan:
         """With blocks of `size`, with seconds of attention levelled or cells, whichever has the lower floor; or the
         plan that this is no better `than`."""
-        space = Space(num_ranks=len(self.node), max_tokens=self.max_tokens, block_tokens=size)
+        weights = shares_of(self.speeds, num_tokens=int(self.pool.length.sum()), most=self.max_tokens)
+        space = Space(num_ranks=len(self.node), max_tokens=self.max_tokens, block_tokens=size, weights=weights)
         drafts = []
         for half_tokens in sorted({0.0, self.cost.attention_half_tokens}):
             pieces = distribute(self.pool, space=space, half_tokens=half_tokens, options=self.options)
-            traffic = traffic_of(self.pool, pieces, node=self.node, cost=self.cost, parcel_tokens=size)
+            traffic = traffic_of(
+                self.pool, pieces, node=self.node, speeds=self.speeds, cost=self.cost, parcel_tokens=size
+            )
             tokens = np.bincount(pieces.rank, pieces.stop - pieces.start)
             shared_s = float(self.whole.exchanges_s(tokens.max(), degree=self.heads))
             drafts.append((traffic.floor_s + shared_s, pieces, traffic, shared_s))

@@ -61,19 +61,26 @@ class Schedule:
         return len(self.bounds) - 1
 
 
-def traffic_of(pool: Pool, pieces: Pieces, *, node: Ints, cost: CostModel, parcel_tokens: int) -> Traffic:
-    """Transfers of at most `parcel_tokens`, or of one block, between ranks on nodes `node`; seconds by `cost`."""
+def traffic_of(
+    pool: Pool, pieces: Pieces, *, node: Ints, speeds: Floats, cost: CostModel, parcel_tokens: int
+) -> Traffic:
+    """Transfers of at most `parcel_tokens`, or of one block, between ranks on nodes `node` of speeds `speeds`; seconds
+    by `cost`."""
     num_ranks = len(node)
     needs = needs_of(pool, pieces)
     parcels = parcels_of(needs, Packing(pieces, parcel_tokens))
     near = node[parcels.source] == node[parcels.target]
     hop_s: Floats = np.where(near, cost.ring_intra_s_per_token, cost.ring_inter_s_per_token).astype(np.float64)
-    work_s = cost.attention_s_per_cell * (parcels.cells + cost.attention_half_tokens * parcels.sides)
+    work_s = (
+        cost.attention_s_per_cell
+        * (parcels.cells + cost.attention_half_tokens * parcels.sides)
+        / speeds[parcels.target]
+    )
     tokens, cells = loads_of(pool, pieces)
     brought = np.bincount(parcels.target, parcels.cells, minlength=num_ranks)
     sides, _ = own_sides(pool, pieces)
     own = cells - brought + cost.attention_half_tokens * sides
-    own_s = cost.attention_s_per_cell * own
+    own_s = cost.attention_s_per_cell * own / speeds
     moved_s = hop_s * parcels.tokens + cost.ring_s_per_round
     port_s = np.maximum(*(np.bincount(end, moved_s, minlength=num_ranks) for end in (parcels.source, parcels.target)))
     return Traffic(
@@ -83,7 +90,7 @@ def traffic_of(pool: Pool, pieces: Pieces, *, node: Ints, cost: CostModel, parce
         work_s=work_s,
         own_s=own_s,
         attention_s=own_s + np.bincount(parcels.target, work_s, minlength=num_ranks),
-        linear_s=cost.linear_s_per_token * tokens,
+        linear_s=cost.linear_s_per_token * tokens / speeds,
         port_s=port_s,
         overlap=cost.overlap,
     )

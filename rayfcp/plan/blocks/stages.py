@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayfcp.plan.blocks.kernels.flow import Flow, phases_of
-from rayfcp.plan.blocks.kernels.table import Ints
+from rayfcp.plan.blocks.kernels.table import Floats, Ints
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, timed
 from rayfcp.plan.costs.layout_cost import passes_s
 from rayfcp.plan.costs.layout_rounds import Rounds
@@ -15,22 +15,25 @@ from rayfcp.values import Pacing
 TRIED = (1 / 4, 1 / 2, 2.0)  # times as many as hide in a pass without gradients
 
 
-def restaged(traffic: Traffic, found: Schedule, *, node: Ints, cost: CostModel) -> Schedule:
+def restaged(traffic: Traffic, found: Schedule, *, node: Ints, speeds: Floats, cost: CostModel) -> Schedule:
     """The same rounds, those of `found.how` run as one or a few more or fewer, whatever takes least.
 
-    `node`: of each rank; `cost`: of ranks as the traffic has them.
+    `node`, `speeds`: of each rank; `cost`: of ranks as the traffic has them.
     """
     if not len(found.order):
         return found
     rounds = np.repeat(np.arange(found.num_rounds), np.diff(found.bounds))
     counts = {max(int(found.how.coalesce * times), 1) for times in TRIED}
     hows = [found.how, *(replace(found.how, coalesce=count) for count in sorted(counts - {found.how.coalesce}))]
-    seconds = [_seconds(traffic, found, rounds, how=how, node=node, cost=cost) for how in hows]
+    linear_s = traffic.linear_s + cost.fixed_s / speeds
+    seconds = [_seconds(traffic, found, rounds, how=how, node=node, linear_s=linear_s, cost=cost) for how in hows]
     best = hows[int(np.argmin(seconds))]
     return found if best == found.how else timed(traffic, found.order, rounds=rounds, how=best)
 
 
-def _seconds(traffic: Traffic, found: Schedule, rounds: Ints, *, how: Pacing, node: Ints, cost: CostModel) -> float:
+def _seconds(
+    traffic: Traffic, found: Schedule, rounds: Ints, *, how: Pacing, node: Ints, linear_s: Floats, cost: CostModel
+) -> float:
     """`rayfcp.plan.costs.layout_cost.layout_s` of the schedule, without exchanges of heads."""
     order, parcels = found.order, traffic.parcels
     source, target = parcels.source[order], parcels.target[order]
@@ -49,4 +52,4 @@ def _seconds(traffic: Traffic, found: Schedule, rounds: Ints, *, how: Pacing, no
         heads=1,
         overlap=float(cost.overlap),
     )
-    return sum(passes_s(columns, traffic.linear_s + cost.fixed_s, hold=how.num_buffers, cost=cost))
+    return sum(passes_s(columns, linear_s, hold=how.num_buffers, cost=cost))

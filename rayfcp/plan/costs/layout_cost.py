@@ -9,6 +9,7 @@ from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
 from rayfcp.plan.costs.layout_rounds import Pass, Rounds
 from rayfcp.plan.costs.layout_work import Index, LayoutWork, Loads, work_of
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 
@@ -36,7 +37,7 @@ def layout_passes(
     gradients go home `HOLD` rounds later in the transposed rounds (with pacing, as many as it has buffers).
     Where runs of ranks share out heads, this is the walk of runs, each rank with its share of heads and on its own
     ports, between exchanges that cost what Ulysses' do for the most tokens of the run's ranks; infinitely much if the
-    heads cannot be shared out so.
+    heads cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest.
     Recomputed layers run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their
     gradients went the way back.
     """
@@ -46,7 +47,8 @@ def layout_passes(
     if not np.isfinite(rounds.exchange_s).all():
         return math.inf, math.inf
     hold = layout.pacing.num_buffers if layout.pacing else HOLD
-    return passes_s(rounds, cost.linear_s_per_token * work.tokens + cost.fixed_s, hold=hold, cost=cost)
+    linear_s = (cost.linear_s_per_token * work.tokens + cost.fixed_s) / speeds_of(cluster)
+    return passes_s(rounds, linear_s, hold=hold, cost=cost)
 
 
 def passes_s(rounds: Rounds, linear_s: Loads, *, hold: int, cost: CostModel) -> tuple[float, float]:
@@ -99,12 +101,12 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, layout.heads)
     across = (nodes[work.source] != nodes[work.target]).any(axis=1)
     coalesce = layout.pacing.coalesce if layout.pacing else 1
-    half = cost.attention_half_tokens
+    half, speeds = cost.attention_half_tokens, speeds_of(cluster).reshape(-1, layout.heads).min(axis=1)
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
     per_cell_s = cost.attention_s_per_cell / layout.heads
     stage = np.arange(len(layout.rounds)) // coalesce
-    own_s = per_cell_s * (work.own_cells + half * work.own_sides)
-    brought_s = per_cell_s * (work.cells + half * work.sides)
+    own_s = per_cell_s * (work.own_cells + half * work.own_sides) / speeds
+    brought_s = per_cell_s * (work.cells + half * work.sides) / speeds[work.target]
     return Rounds(
         work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
         stage=stage,

@@ -155,14 +155,18 @@ class CostModel:
         degree: npt.ArrayLike,
         primitive: Primitive = Primitive.RING,
         crosses: npt.ArrayLike | None = None,
+        speed: npt.ArrayLike = 1.0,
     ) -> Seconds:
         """Seconds of a group that is alone in a microbatch, forward and backward (Eq. 8-10); arguments broadcast.
 
         A rank computes 1/d of the cells and tokens. T = T_cp + T_cm - overlap x min(T_cpa, T_cma): all
         traffic is attention's, T_cma = T_cm, so the result grows with cells and tokens and is at least
         compute / d + fixed. `crosses`: the group spans nodes (where absent, a degree above `ranks_per_node` does).
+        `speed`: of its slowest rank (`ClusterSpec.speed_of_rank`).
         """
-        forward_s, backward_s = self.passes_s(cells, num_tokens, degree=degree, primitive=primitive, crosses=crosses)
+        forward_s, backward_s = self.passes_s(
+            cells, num_tokens, degree=degree, primitive=primitive, crosses=crosses, speed=speed
+        )
         return np.asarray(forward_s + backward_s)
 
     def passes_s(
@@ -173,9 +177,10 @@ class CostModel:
         degree: npt.ArrayLike,
         primitive: Primitive = Primitive.RING,
         crosses: npt.ArrayLike | None = None,
+        speed: npt.ArrayLike = 1.0,
     ) -> tuple[Seconds, Seconds]:
         """Seconds of a group's forward and of its backward; their sum is `group_s`."""
-        forward, backward = self.terms(degree, primitive=primitive, crosses=crosses)
+        forward, backward = self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
         return forward.seconds(cells, num_tokens), backward.seconds(cells, num_tokens)
 
     def kv_share(self, heads: int) -> float:
@@ -191,20 +196,25 @@ class CostModel:
         return np.asarray(sum(each.moved_s_per_token * tokens + each.moved_s for each in passes), np.float64)
 
     def terms(
-        self, degree: npt.ArrayLike, *, primitive: Primitive = Primitive.RING, crosses: npt.ArrayLike | None = None
+        self,
+        degree: npt.ArrayLike,
+        *,
+        primitive: Primitive = Primitive.RING,
+        crosses: npt.ArrayLike | None = None,
+        speed: npt.ArrayLike = 1.0,
     ) -> tuple[Terms, Terms]:
         """Forward and backward of groups by degree, for loops that price many.
 
         Ring: in each of d - 1 rounds one hop's keys and values pass a rank while it attends to the ones before; in
         backward their gradients follow, and the last hop brings them home when all attention is done.
         Ulysses: each rank exchanges (d - 1) / d of its tokens, of which what leaves the node has links of
-        its own; nothing hides it.
+        its own; nothing hides it. `speed`: of a group's slowest rank, for which its other ranks wait.
         """
         ranks = np.asarray(degree, np.float64)
         across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
-        if primitive is Primitive.ULYSSES:
-            return self._exchanged(ranks, across=across)
-        return self._passed_on(ranks, across=across)
+        of = self._exchanged if primitive is Primitive.ULYSSES else self._passed_on
+        forward, backward = of(ranks, across=across)
+        return forward.at(speed), backward.at(speed)
 
     def _passed_on(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
         """A ring's forward and backward, in which recomputed layers run d - 1 rounds more, as in forward."""

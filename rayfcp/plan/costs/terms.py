@@ -1,6 +1,6 @@
 """What a group costs a rank in one pass, forward or backward, apart by cause."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,27 @@ class Terms:
     attention_s_per_cell: Seconds
     attention_s_per_token: Seconds
     linear_s_per_token: Seconds
-    fixed_s: float
+    fixed_s: float | Seconds
     moved_s_per_token: Seconds
     moved_s: Seconds
     tail_s_per_token: Seconds
     tail_s: Seconds
     cover: Seconds
     hidden: float
+
+    def at(self, speed: npt.ArrayLike) -> "Terms":
+        """The same on a rank of so many times the usual speed: what it does itself, the fixed seconds included, takes
+        1 / speed as long, what moves as long as ever."""
+        if isinstance(speed, float) and speed == 1.0:
+            return self
+        per = np.asarray(speed, np.float64)
+        return replace(
+            self,
+            attention_s_per_cell=self.attention_s_per_cell / per,
+            attention_s_per_token=self.attention_s_per_token / per,
+            linear_s_per_token=self.linear_s_per_token / per,
+            fixed_s=self.fixed_s / per,
+        )
 
     def seconds(
         self, cells: npt.ArrayLike, num_tokens: npt.ArrayLike, *, moved_tokens: npt.ArrayLike | None = None

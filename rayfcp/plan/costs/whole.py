@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rayfcp.plan.costs.chunks import Floats, Passes, layer_s
 from rayfcp.plan.costs.layout_cost import layout_passes
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import group_speeds, slowed, speeds_of
 from rayfcp.plan.costs.stage_bytes import StageBytes
 from rayfcp.plan.costs.stage_times import StageTimes, computed_times
 from rayfcp.plan.placement import node_of_ranks
@@ -33,13 +34,15 @@ class WholeCosts:
 
 class _Loads(NamedTuple):
     """By group: seconds of all layers; tokens of its fullest rank, those whose keys and values the rank has while it
-    computes (in shares of all heads), and those whose keys and values come to it at a time."""
+    computes (in shares of all heads), and those whose keys and values come to it at a time; the speed of its slowest
+    rank."""
 
     forward_s: Floats
     backward_s: Floats
     tokens: Floats
     attended: Floats
     brought: Floats
+    speed: Floats
 
 
 def whole_costs(
@@ -62,15 +65,31 @@ def whole_costs(
     else:
         loads = _of_groups(microbatches, by_id=by_id, cluster=cluster, cost=cost)
     first = np.cumsum(counts) - counts
-    again_s = cost.recomputed_layers * layer_s(loads.forward_s, loads.tokens, cost=cost)
-    backward_s = np.maximum(loads.backward_s - again_s, 0.0)
-    groups = computed_times(Passes(loads.forward_s, backward_s, loads.tokens), cost=cost)
+    groups = _computed(loads, cost=cost)
     return WholeCosts(
         groups=groups,
         first=first,
         times=StageTimes(*(np.maximum.reduceat(each, first, axis=-1) for each in groups)),
         held=_bytes(loads, first=first, cost=cost),
     )
+
+
+def _computed(loads: _Loads, *, cost: CostModel) -> StageTimes:
+    """By group; a slow rank is slow at the head too."""
+    found: StageTimes | None = None
+    for speed in np.unique(loads.speed).tolist():
+        here = loads.speed == speed
+        forward_s, backward_s, tokens = (column[here] for column in loads[:3])
+        priced = slowed(cost, speed=speed)
+        again_s = cost.recomputed_layers * layer_s(forward_s, tokens, cost=priced)
+        passes = Passes(forward_s, np.maximum(backward_s - again_s, 0.0), tokens)
+        times = computed_times(passes, cost=priced)
+        if found is None:
+            found = StageTimes(*(np.zeros((*column.shape[:-1], len(here))) for column in times))
+        for column, part in zip(found, times, strict=True):
+            column[..., here] = part
+    assert found is not None, "a microbatch has a group"
+    return found
 
 
 def _of_groups(
@@ -83,17 +102,18 @@ def _of_groups(
     tokens = np.array([sum([by_id[each].num_tokens for each in group.sequences]) for group in groups], np.float64)
     degrees = np.array([group.degree for group in groups], np.float64)
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
+    speeds = group_speeds([group.ranks for group in groups], cluster=cluster)
     by_heads = np.array([group.primitive is Primitive.ULYSSES and group.degree > 1 for group in groups])
     passes_s = np.empty((2, len(groups)))
     for primitive, at in ((Primitive.RING, ~by_heads), (Primitive.ULYSSES, by_heads)):
         if at.any():
             passes_s[:, at] = cost.passes_s(
-                cells[at], tokens[at], degree=degrees[at], primitive=primitive, crosses=crosses[at]
+                cells[at], tokens[at], degree=degrees[at], primitive=primitive, crosses=crosses[at], speed=speeds[at]
             )
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)
     attended = np.maximum(np.ceil(tokens * shared), held)
-    return _Loads(passes_s[0], passes_s[1], held, attended, attended)
+    return _Loads(passes_s[0], passes_s[1], held, attended, attended, speeds)
 
 
 def _of_layout(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> _Loads:
@@ -111,6 +131,7 @@ def _of_layout(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: Cl
         tokens.max(),
         max(attended, tokens.max()),
         np.ceil(share * _brought(layout, sizes, num_ranks=cluster.num_ranks)),
+        speeds_of(cluster).min(),
     )
     return _Loads(*(np.array([each], np.float64) for each in rows))
 
@@ -135,7 +156,7 @@ def _bytes(loads: _Loads, *, first: Ints, cost: CostModel) -> StageBytes:
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     each = pipeline.layer_bytes
-    tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:])
+    tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
     whole = each.whole * tokens + each.kv * (attended - tokens)
     layers = np.array(pipeline.layers_of_stage, np.float64)
     kept = layers[:, None] * whole

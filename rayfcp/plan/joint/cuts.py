@@ -22,13 +22,13 @@ class Cuts:
     def __init__(self, world: World, *, max_more: int) -> None:
         self._world = world
         batch, prices = world.batch, world.prices
-        self.room = prices.room * prices.num_ranks
+        self.room = prices.holds
         self.num_tokens = float(batch.tokens.sum())
         self.packed = bins_by_tokens(world, self.room)
         fewest = math.ceil(self.num_tokens / self.room)
         self.counts = range(fewest, min(int(self.packed.max()) + 1 + max_more, len(batch.tokens)) + 1)
         self._order = np.argsort(-batch.work_s, kind="stable")
-        self._work_s = float(batch.work_s.sum()) / prices.num_ranks
+        self._work_s = float(batch.work_s.sum()) / prices.capacity
         self._longest_s = float(batch.alone_s.max()) - prices.fixed_s
 
     def by_time(self) -> Iterator[Ints]:

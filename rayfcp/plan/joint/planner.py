@@ -1,6 +1,7 @@
 """From a batch to drafts of its groups, by the joint search or by the paper's two stages."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,11 +12,12 @@ from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.degrees import dynamic_program
 from rayfcp.plan.joint.kernels.allocate import primitives_of
 from rayfcp.plan.joint.kernels.nodes import alone_s, place
+from rayfcp.plan.joint.kernels.price import SEAT
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, State, copied, load
 from rayfcp.plan.joint.kernels.turns import fill_in_turn
 from rayfcp.plan.joint.search import Found, JointSearch
 from rayfcp.plan.joint.stages import Search
-from rayfcp.plan.joint.world import table_of, world_of
+from rayfcp.plan.joint.world import Seat, table_of, world_of
 from rayfcp.plan.microbatches import Columns
 from rayfcp.plan.placement import node_sizes
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
@@ -29,16 +31,24 @@ Placed = tuple[float, State]  # seconds where its groups lie
 
 
 class Planner:
-    """One batch on one cluster.
+    """One batch on one cluster of equal ranks, which have these numbers in the drafts, and `seats` beside them.
 
     Raises:
         InfeasiblePlanError: a sequence that no group of the allowed primitives can hold.
     """
 
-    def __init__(self, batch: Columns, *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig) -> None:
-        self._options = options
+    def __init__(
+        self,
+        batch: Columns,
+        *,
+        cluster: ClusterSpec,
+        cost: CostModel,
+        options: PlanConfig,
+        seats: Sequence[Seat] = (),
+    ) -> None:
+        self._options, self._seats = options, tuple(seats)
         self._used = [Primitive(name) for name in options.primitives]
-        self._world = world_of(batch, cluster=cluster, cost=cost, primitives=self._used)
+        self._world = world_of(batch, cluster=cluster, cost=cost, primitives=self._used, seats=self._seats)
         self._nodes = np.array(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
         if not math.isfinite(self._world.batch.alone_s.max()):
             raise InfeasiblePlanError(
@@ -99,7 +109,7 @@ class Planner:
         state = copied(state)
         homes = state.home[: state.counts[GROUPS]]
         for home in range(state.counts[MICROBATCHES]):
-            groups = np.flatnonzero(homes == home).tolist()
+            groups = np.flatnonzero((homes == home) & (state.far[: len(homes)] < SEAT)).tolist()
             if groups:
                 degrees = dynamic_program(table_of(self._world.prices, state, groups=groups))
                 state.spare[home] += state.degree[groups].sum() - sum(degrees)
@@ -134,6 +144,7 @@ class Planner:
                 members[group] = [at]
         count = state.counts[GROUPS]
         homes, degrees = state.home[:count].tolist(), state.degree[:count].tolist()
+        seat_of = self._seat_of(state)
         load(self._world, state)
         primitives = [self._used[each] for each in primitives_of(self._world).tolist()]
         microbatches: dict[int, list[int]] = {}
@@ -145,11 +156,26 @@ class Planner:
                     members=tuple(members[group]),
                     degree=degrees[group],
                     primitive=primitives[group] if degrees[group] > 1 else Primitive.RING,
+                    among=seat_of.get(group, ()),
                 )
                 for group in groups
             ]
             for _, groups in sorted(microbatches.items())
         ]
+
+    def _seat_of(self, state: State) -> dict[int, tuple[int, ...]]:
+        """The ranks of each group that is a seat: in every microbatch the seats of one kind are as good."""
+        found: dict[int, tuple[int, ...]] = {}
+        kinds, taken = self._world.prices.seats[1::2].tolist(), set()
+        for group in np.flatnonzero(state.far[: state.counts[GROUPS]] >= SEAT).tolist():
+            home = int(state.home[group])
+            for at, seat in enumerate(self._seats):
+                fits = kinds[at] == state.far[group] and len(seat.ranks) == state.degree[group]
+                if home >= 0 and fits and (home, at) not in taken:
+                    taken.add((home, at))
+                    found[group] = seat.ranks
+                    break
+        return found
 
 
 def _seconds(placed: Placed) -> float:

@@ -6,12 +6,14 @@ import numpy as np
 
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 
 def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> float:
-    """max over stages p of: work of p / N + fewest microbatches x fixed cost of p, and for p after the first, one of
-    these fixed costs less, that of one microbatch on the first stage and twice the hops on the way to p more.
+    """max over stages p of: work of p / S + fewest microbatches x fixed cost of p x N / S, and for p after the first,
+    one of these fixed costs less, that of one microbatch on the fastest rank of the first stage and twice the hops on
+    the way to p more. S is the sum of the speeds of the N ranks, of which each has one on all stages.
 
     The work of a stage is its share of the layers' compute of all sequences, each in one piece and without
     recomputation, the last one's the head's beside it; fixed costs are shared out likewise, less what of them may be
@@ -19,7 +21,8 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
 
     Proof, on a machine that has the seconds of `cost` for every piece (as in `lower_bound`; traffic, waiting and
     recomputation only add).
-    (1) A rank of stage p has at least the N-th part of what its N ranks compute. Slices compute every cell and token of
+    (1) Computed seconds of a stage's ranks, each times the rank's speed, sum to at least its work, and fixed costs to N
+    of them a microbatch: some rank takes at least the S-th part of the sum. Slices compute every cell and token of
     their sequence once, in more and smaller pieces, which takes no less. In each microbatch it pays the stage's
     fixed cost, and there are at least ceil(tokens / room) microbatches, where the room of a microbatch is what
     `cluster.max_tokens_per_rank` permits on N ranks, and what memory permits on each stage when all its layers
@@ -43,9 +46,13 @@ def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, c
     linear_s = cost.linear_s_per_token
     layers_only = 1 - min(pipeline.head_s_per_token / (linear * linear_s), 1.0) if linear_s > 0 else 1.0
     fixed_s = share * linear * layers_only * cost.fixed_s
-    fill_s = fixed_s[0] - fixed_s + 2 * pipeline.transfer_s * np.arange(pipeline.num_stages)
+    speeds = speeds_of(cluster)
+    total = float(speeds.sum())
+    first_s, fixed_s = fixed_s[0] / float(speeds.max()), fixed_s * (cluster.num_ranks / total)
+    fill_s = first_s - fixed_s + 2 * pipeline.transfer_s * np.arange(pipeline.num_stages)
+    fill_s[0] = 0.0
     fewest = -(-num_tokens // max(cluster.num_ranks * _rank_tokens(cluster, cost=cost), 1))
-    return float((work_s / cluster.num_ranks + fewest * fixed_s + fill_s).max())
+    return float((work_s / total + fewest * fixed_s + fill_s).max())
 
 
 def _rank_tokens(cluster: ClusterSpec, *, cost: CostModel) -> int:

@@ -56,10 +56,11 @@ def _lines(terms: Terms, cells: Floats, tokens: Floats) -> list[tuple[Floats, fl
     attention_s = cells * terms.attention_s_per_cell + tokens * terms.attention_s_per_token
     always_s = attention_s + tokens * terms.linear_s_per_token
     moved_s, moved, tail, hidden = terms.moved_s_per_token, float(terms.moved_s), float(terms.tail_s), terms.hidden
+    fixed_s = float(terms.fixed_s)
     if not hidden:
-        return [(always_s + tokens * moved_s, terms.fixed_s + moved)]
+        return [(always_s + tokens * moved_s, fixed_s + moved)]
     shown_s = (1 - hidden) * moved_s + hidden * terms.tail_s_per_token
     return [
-        (always_s + tokens * shown_s, terms.fixed_s + (1 - hidden) * moved + hidden * tail),
-        (always_s + tokens * moved_s - hidden * terms.cover * attention_s, terms.fixed_s + moved),
+        (always_s + tokens * shown_s, fixed_s + (1 - hidden) * moved + hidden * tail),
+        (always_s + tokens * moved_s - hidden * terms.cover * attention_s, fixed_s + moved),
     ]

@@ -36,9 +36,9 @@ some_sizes = st.lists(st.tuples(st.integers(1, 50), st.integers(1, 500)), min_si
 def test_by_hand() -> None:
     """Equal tokens; cells 8, 7, 6, 5, 4 on two ranks: 8 | 7, then 6 to the 7, 5 to the 8, 4 to either at 13."""
     items = items_of([(1, 8), (1, 7), (1, 6), (1, 5), (1, 4)], num_ranks=2)
-    rule = Rule(2, 0.0, 1.0, 5)
+    rule = Rule(2, 0.0, 1.0, 5, np.ones(2))
     assert longest_first(items, rule).tolist() == [0, 1, 1, 0, 0]
-    assert longest_first(items, Rule(2, 0.0, 1.0, 2)).tolist() == []
+    assert longest_first(items, Rule(2, 0.0, 1.0, 2, np.ones(2))).tolist() == []
 
 
 @settings(max_examples=100, deadline=None)
@@ -46,7 +46,7 @@ def test_by_hand() -> None:
 def test_memory_binds(sizes: Sizes, num_ranks: int, spare: int) -> None:
     items = items_of(sizes, num_ranks=num_ranks)
     most = -(-sum(tokens for tokens, _ in sizes) // num_ranks) + spare
-    rank_of = longest_first(items, Rule(num_ranks, 1.0, 1.0, most))
+    rank_of = longest_first(items, Rule(num_ranks, 1.0, 1.0, most, np.ones(num_ranks)))
     if len(rank_of):
         assert np.bincount(rank_of, items.tokens, minlength=num_ranks).max() <= most
 
@@ -55,7 +55,7 @@ def test_memory_binds(sizes: Sizes, num_ranks: int, spare: int) -> None:
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(1, 3))
 def test_compute_alone_is_within_a_third_of_the_optimum(cells: list[int], num_ranks: int) -> None:
     items = items_of([(1, each) for each in cells], num_ranks=num_ranks)
-    rank_of = longest_first(items, Rule(num_ranks, 0.0, 1.0, 10))
+    rank_of = longest_first(items, Rule(num_ranks, 0.0, 1.0, 10, np.ones(num_ranks)))
     found = np.bincount(rank_of, np.array(cells), minlength=num_ranks).max()
     least = min(
         max(sum(each for each, at in zip(cells, ranks, strict=True) if at == rank) for rank in range(num_ranks))
@@ -74,7 +74,7 @@ def test_moves_never_raise_the_largest_load_or_break_memory(
     rank_of = np.array([random.randrange(num_ranks) for _ in sizes])
     most = int(np.bincount(rank_of, items.tokens, minlength=num_ranks).max()) + spare
     before = loads(items, rank_of, num_ranks=num_ranks).max()
-    improve(Placed(items, rank_of), Search(Rule(num_ranks, 1.0, 1.0, most), 500, 12, 0.0))
+    improve(Placed(items, rank_of), Search(Rule(num_ranks, 1.0, 1.0, most, np.ones(num_ranks)), 500, 12, 0.0))
     assert np.bincount(rank_of, items.tokens, minlength=num_ranks).max() <= most
     after = loads(items, rank_of, num_ranks=num_ranks).max()
     assert after <= before * 1.03  # the load that falls has a hundredth of both resources in it
@@ -84,7 +84,7 @@ def test_a_swap_levels_two_resources_at_once() -> None:
     """Dense items on one rank, sparse ones on the other: equal tokens, unequal cells."""
     items = items_of([(10, 90), (10, 90), (10, 10), (10, 10)], num_ranks=2)
     rank_of = np.array([0, 0, 1, 1])
-    assert improve(Placed(items, rank_of), Search(Rule(2, 1.0, 1.0, 20), 10, 12, 0.0)) == 1
+    assert improve(Placed(items, rank_of), Search(Rule(2, 1.0, 1.0, 20, np.ones(2)), 10, 12, 0.0)) == 1
     assert loads(items, rank_of, num_ranks=2).tolist() == pytest.approx([1.0, 1.0])
 
 
@@ -93,5 +93,5 @@ def test_no_move_makes_the_busiest_receiver_busier() -> None:
     items = items_of([(10, 50), (10, 50), (10, 1)], num_ranks=2)
     far = items._replace(owner=np.array([0, 0, 1]), reach=np.array([1000, 1000, 1000]))
     rank_of = np.array([0, 0, 1])
-    assert improve(Placed(far, rank_of), Search(Rule(2, 1.0, 1.0, 30), 10, 12, 0.0)) == 0
-    assert improve(Placed(items, rank_of), Search(Rule(2, 1.0, 1.0, 30), 10, 12, 0.0)) > 0
+    assert improve(Placed(far, rank_of), Search(Rule(2, 1.0, 1.0, 30, np.ones(2)), 10, 12, 0.0)) == 0
+    assert improve(Placed(items, rank_of), Search(Rule(2, 1.0, 1.0, 30, np.ones(2)), 10, 12, 0.0)) > 0

@@ -39,7 +39,7 @@ def test_each_token_once_and_memory_holds(
 ) -> None:
     pool = pool_of(sequences)
     room = -(-int(pool.length.sum()) // num_ranks) + spare
-    space = Space(num_ranks=num_ranks, max_tokens=room, block_tokens=block_tokens)
+    space = Space(num_ranks=num_ranks, max_tokens=room, block_tokens=block_tokens, weights=np.ones(num_ranks))
     options = BlockOptions(placement="lpt" if placement == "lpt" else "shares")
     pieces = distribute(pool, space=space, half_tokens=half, options=options)
     check_once(pool, pieces)
@@ -57,7 +57,7 @@ def test_without_a_tolerance_all_ranks_have_equal_tokens_and_cells(
     """Up to a token of the line at each cut; mirrored slices differ by half a token more."""
     pool = pool_of(sequences)
     mean = -(-int(pool.length.sum()) // num_ranks)
-    cuts = sweep(pool, Sweep(num_ranks, mean, 0, 1, 0.0))
+    cuts = sweep(pool, Sweep(num_ranks, mean, 0, 1, 0.0, np.ones(num_ranks)))
     owner, rank, tokens = rows_of(pool, cuts)
     held = np.bincount(rank, tokens, minlength=num_ranks)
     assert held.max() <= mean and held.min() >= mean - num_ranks
@@ -85,7 +85,7 @@ def test_shares_of_one_sequence_have_cells_in_proportion(shares: list[int], full
 def test_long_tails_with_one_of_512k_are_level() -> None:
     """Half a million tokens on 64 ranks of 32K: its late blocks alone are more than a rank's share of the cells."""
     pool = pool_of(drawn("long-tail", num_ranks=64, seed=3, longest=524_288))
-    space = Space(num_ranks=64, max_tokens=36_000, block_tokens=2048)
+    space = Space(num_ranks=64, max_tokens=36_000, block_tokens=2048, weights=np.ones(64))
     pieces = distribute(pool, space=space, half_tokens=0.0, options=BlockOptions())
     tokens, cells = loads_of(pool, pieces)
     assert imbalance(cells) < 0.02 and imbalance(tokens) < 0.02

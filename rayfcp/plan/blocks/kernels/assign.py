@@ -21,12 +21,14 @@ class Items(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """`alpha` weighs memory, `beta` compute; a rank takes at most `most_tokens`, which is M (1 + delta)."""
+    """`alpha` weighs memory, `beta` compute; a rank takes at most `most_tokens`, which is M (1 + delta). `weights`:
+    what is due to each rank over the mean, of which its loads are shares."""
 
     num_ranks: int
     alpha: float
     beta: float
     most_tokens: int
+    weights: Floats
 
 
 @compiled
@@ -46,6 +48,7 @@ def longest_first(items: Items, rule: Rule) -> Ints:
             load = max(
                 rule.alpha * (memory[rank] + items.memory[item]), rule.beta * (compute[rank] + items.compute[item])
             )
+            load /= rule.weights[rank]
             if load < least and tokens[rank] + items.tokens[item] <= rule.most_tokens:
                 best, least = rank, load
         if best < 0:

@@ -29,8 +29,8 @@ class Placed(NamedTuple):
 
 
 class _State(NamedTuple):
-    """By rank: loads in shares of the mean, tokens, tokens that come to it, its items. `held[owner, rank]`: how many
-    items of a sequence it has."""
+    """By rank: loads in shares of what is due to it (`Rule.weights`), tokens, tokens that come to it, its items.
+    `held[owner, rank]`: how many items of a sequence it has."""
 
     memory: Floats
     compute: Floats
@@ -76,9 +76,9 @@ def improve(placed: Placed, search: Search) -> int:
         if best.target < 0:
             stuck[worst] = True
             continue
-        _carry(items, state, rank_of, best.there, best.target)
+        _carry(placed, state, rule, best.there, best.target)
         if best.back >= 0:
-            _carry(items, state, rank_of, best.back, worst)
+            _carry(placed, state, rule, best.back, worst)
         stuck[best.target] = False
         made += 1
     return made
@@ -93,13 +93,14 @@ def _best_swap(items: Items, state: _State, rule: Rule, pair: _Swap, best: _Swap
         for at in range(-1, state.size[target]):
             back = state.members[target, at] if at >= 0 else -1
             memory, compute = items.memory[there], items.compute[there]
+            less, more = rule.weights[source], rule.weights[target]
             tokens, back_tokens = items.tokens[there], 0
             if back >= 0:
                 memory, compute = memory - items.memory[back], compute - items.compute[back]
                 back_tokens = items.tokens[back]
             after = max(
-                _load(state.memory[source] - memory, state.compute[source] - compute),
-                _load(state.memory[target] + memory, state.compute[target] + compute),
+                _load(state.memory[source] - memory / less, state.compute[source] - compute / less),
+                _load(state.memory[target] + memory / more, state.compute[target] + compute / more),
             )
             if before - after <= best.gain:
                 continue
@@ -154,14 +155,14 @@ def _state(items: Items, rank_of: Ints, rule: Rule) -> _State:
         np.zeros((items.owner.max() + 1, ranks), np.int64),
     )
     for item in range(len(rank_of)):
-        _add(items, state, item, rank_of[item])
+        _add(items, state, rule, item, rank_of[item])
     return state
 
 
 @compiled
-def _add(items: Items, state: _State, item: int, rank: int) -> None:
-    state.memory[rank] += items.memory[item]
-    state.compute[rank] += items.compute[item]
+def _add(items: Items, state: _State, rule: Rule, item: int, rank: int) -> None:
+    state.memory[rank] += items.memory[item] / rule.weights[rank]
+    state.compute[rank] += items.compute[item] / rule.weights[rank]
     state.tokens[rank] += items.tokens[item]
     if state.held[items.owner[item], rank] == 0:
         state.inflow[rank] += items.reach[item]
@@ -171,13 +172,14 @@ def _add(items: Items, state: _State, item: int, rank: int) -> None:
 
 
 @compiled
-def _carry(items: Items, state: _State, rank_of: Ints, item: int, target: int) -> None:
+def _carry(placed: Placed, state: _State, rule: Rule, item: int, target: int) -> None:
     """Off its rank and on to the target, if that has a place left for it."""
+    items, rank_of = placed.items, placed.rank_of
     source = rank_of[item]
     if state.size[target] == state.members.shape[1]:
         return
-    state.memory[source] -= items.memory[item]
-    state.compute[source] -= items.compute[item]
+    state.memory[source] -= items.memory[item] / rule.weights[source]
+    state.compute[source] -= items.compute[item] / rule.weights[source]
     state.tokens[source] -= items.tokens[item]
     state.held[items.owner[item], source] -= 1
     if state.held[items.owner[item], source] == 0:
@@ -187,5 +189,5 @@ def _carry(items: Items, state: _State, rank_of: Ints, item: int, target: int) -
             state.size[source] -= 1
             state.members[source, at] = state.members[source, state.size[source]]
             break
-    _add(items, state, item, target)
+    _add(items, state, rule, item, target)
     rank_of[item] = target

@@ -5,9 +5,11 @@ w (L + 1) cells: a sequence can be shared in any proportion, and its density is 
 to end, densest first, a rank takes one interval from the dense end and one from the sparse end. As the first
 grows at the cost of the second, its cells grow without a jump from the least to the most that as many tokens
 can have, between which lies the mean: so there is a cut that gives it its mean of both. What is left
-has the same means, and the next rank goes on from there. Each rank cuts at most two sequences.
+has the same means, and the next rank goes on from there. Each rank cuts at most two sequences. Ranks of unequal
+speeds have parts of both in proportion: what a rank takes has the mean density still.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +20,15 @@ from rayfcp.plan.compiled import compiled
 
 class Sweep(NamedTuple):
     """How ranks take shares: at most `max_tokens`; parts of a sequence under `least_tokens`, and any of one of at
-    most `whole_tokens`, are avoided where that moves a rank's tokens and cells by at most `tolerance` of the mean."""
+    most `whole_tokens`, are avoided where that moves a rank's tokens and cells by at most `tolerance` of what is due.
+    `weights`: what is due to each rank over the mean, as many tokens as cells."""
 
     num_ranks: int
     max_tokens: int
     whole_tokens: int
     least_tokens: int
     tolerance: float
+    weights: Floats
 
 
 class _Line(NamedTuple):
@@ -53,8 +57,10 @@ def sweep(pool: Pool, how: Sweep) -> tuple[Ints, Ints]:
     dense, sparse = np.zeros(how.num_ranks + 1, np.int64), np.full(how.num_ranks + 1, line.tokens[-1])
     for rank in range(how.num_ranks):
         begin, end, ranks = dense[rank], sparse[rank], how.num_ranks - rank
-        due = -(-(end - begin) // ranks)
-        step = _Step(begin, end, ranks, due, (_cells(line, end) - _cells(line, begin)) / ranks)
+        parts = how.weights[rank:].sum() / how.weights[rank]  # one of so many is due
+        due = min(math.ceil((end - begin) / parts), how.max_tokens)
+        due = max(due, end - begin - (ranks - 1) * how.max_tokens)
+        step = _Step(begin, end, ranks, due, (_cells(line, end) - _cells(line, begin)) / parts)
         low, high = 0, due
         while low < high:
             middle = (low + high) // 2

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
-from rayfcp.plan.joint.kernels.price import Ints, Load, Prices, _pass_s, _price, _within
+from rayfcp.plan.joint.kernels.price import SEAT, Ints, Load, Prices, _pass_s, _price, _within
 from rayfcp.plan.joint.kernels.state import GROUPS, World, _reprice, _span_s
 
 
@@ -27,7 +27,8 @@ def _allocate(world: World, microbatch: int, first: int) -> float:
             return 0.0
         degree, far = state.degree[slowest], state.far[slowest]
         faster = 0
-        for more in range(degree + 1, degree + state.spare[microbatch] + 1):
+        most = degree + state.spare[microbatch] if far < SEAT else degree
+        for more in range(degree + 1, most + 1):
             seconds = _price(prices, state.cells[slowest], state.tokens[slowest], more, far, state.pace[microbatch])
             if seconds < state.seconds[slowest]:
                 faster = more
@@ -45,7 +46,7 @@ def _shrink(world: World, microbatch: int, first: int) -> None:
     state, prices = world.state, world.prices
     span_s = _span_s(world, microbatch, first)
     for group in range(first, state.counts[GROUPS]):
-        if state.home[group] != microbatch:
+        if state.home[group] != microbatch or state.far[group] >= SEAT:
             continue
         cells, tokens = state.cells[group], state.tokens[group]
         for degree in range(max(math.ceil(tokens / prices.room), 1), state.degree[group]):
@@ -63,7 +64,7 @@ def _keep_pace(world: World, microbatch: int, first: int) -> float:
     state, prices = world.state, world.prices
     forward_s = backward_s = 0.0
     for group in range(first, state.counts[GROUPS]):
-        if state.home[group] == microbatch:
+        if state.home[group] == microbatch and (state.far[group] < SEAT or state.tokens[group] > 0.0):
             load = Load(state.cells[group], state.tokens[group], state.degree[group], state.far[group])
             best = _fastest(prices, load, state.pace[microbatch])
             forward_s = max(forward_s, _pass_s(prices, load, best, 0))

@@ -45,7 +45,7 @@ def cut_by_time(world: World, order: Ints, how: Cut) -> Ints:
         part[at] = best
         tokens[best] += batch.tokens[at]
         more_s = max(excess[best], batch.alone_s[at] - world.prices.fixed_s - how.spare_from_s)
-        times[best] += batch.work_s[at] / world.prices.num_ranks + excess[best] - more_s
+        times[best] += batch.work_s[at] / world.prices.capacity + excess[best] - more_s
         excess[best] = more_s
     return _renumbered(part)
 
@@ -118,7 +118,7 @@ def floor_s(world: World, part: Ints) -> float:
     spans = np.zeros(part.max() + 1)
     alone = np.zeros(len(spans))
     for at in range(len(part)):
-        spans[part[at]] += batch.work_s[at] / prices.num_ranks
+        spans[part[at]] += batch.work_s[at] / prices.capacity
         alone[part[at]] = max(alone[part[at]], batch.alone_s[at])
     for each in range(len(spans)):
         spans[each] = max(spans[each] + prices.fixed_s, alone[each])

@@ -8,7 +8,17 @@ import numpy as np
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.price import Floats, Ints, _price
-from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, World, _forget, _join, _open, _sum_s
+from rayfcp.plan.joint.kernels.state import (
+    GROUPS,
+    MICROBATCHES,
+    MOVES,
+    World,
+    _forget,
+    _join,
+    _open,
+    _open_seats,
+    _sum_s,
+)
 
 HOPEFUL = 1.03  # times the best found: what is estimated to take more is not tried
 
@@ -101,6 +111,7 @@ def _even(world: World, degree: int, count: int) -> float:
     state.counts[GROUPS], state.counts[MICROBATCHES] = 0, count
     for microbatch in range(count):
         state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
+        _open_seats(world, microbatch)
     names = np.full(len(seconds), -1)
     for at in range(len(state.owner)):
         pack = packs.owners[at]
@@ -125,6 +136,7 @@ def _even_part(world: World, members: Ints, microbatch: int, degree: int) -> flo
         _open(world, microbatch, degree)
     for number in range(len(members)):
         _join(world, members[number], first + packs.owners[number], degree)
+    _open_seats(world, microbatch)
     return _allocate(world, microbatch, first)
 
 

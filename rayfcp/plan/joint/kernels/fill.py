@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from rayfcp.plan.compiled import inlined, inner
 from rayfcp.plan.joint.kernels.merge import _force
-from rayfcp.plan.joint.kernels.price import SLACK, Ints, _best_degree, _least_degree, _price
-from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _join, _open
+from rayfcp.plan.joint.kernels.price import SEAT, SLACK, Ints, _best_degree, _least_degree, _price
+from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _far, _join, _open, _open_seats
 
 FULL = 0.97  # of the target: no fuller group is looked for
 
@@ -27,6 +27,7 @@ def _fill(world: World, members: Ints, microbatch: int, how: Fill) -> bool:
     state, prices = world.state, world.prices
     first = state.counts[GROUPS]
     state.spare[microbatch] = prices.num_ranks
+    _open_seats(world, microbatch)
     target_s = how.target_s * (1.0 + SLACK)
     pooled, placed = how.pool == 0, True
     for number in range(len(members)):
@@ -74,7 +75,8 @@ def _level(world: World, at: int, microbatch: int, first: int, target_s: float) 
         return False
     degree = state.degree[emptiest]
     tokens, cells = state.tokens[emptiest] + batch.tokens[at], state.cells[emptiest] + batch.cells[at]
-    if tokens > degree * prices.room or _price(prices, cells, tokens, degree, 0, state.pace[microbatch]) > target_s:
+    far, pace = _far(world, emptiest), state.pace[microbatch]
+    if tokens > degree * prices.room or _price(prices, cells, tokens, degree, far, pace) > target_s:
         return False
     _join(world, at, emptiest, degree)
     return True
@@ -93,7 +95,7 @@ def _place(world: World, at: int, microbatch: int, first: int, least: int, targe
         cells = state.cells[group] + batch.cells[at]
         if prices.per_cell * cells + prices.per_token * tokens > span_s * degree:
             continue
-        seconds = _price(prices, cells, tokens, degree, 0, state.pace[microbatch])
+        seconds = _price(prices, cells, tokens, degree, _far(world, group), state.pace[microbatch])
         if seconds <= target_s and seconds > longest_s:
             fullest, longest_s = group, seconds
             if longest_s > FULL * target_s:
@@ -115,7 +117,7 @@ def _grow(world: World, at: int, microbatch: int, first: int, least: int, target
     span_s = target_s - prices.fixed_s
     for group in range(first, state.counts[GROUPS]):
         degree = state.degree[group]
-        if state.home[group] != microbatch:
+        if state.home[group] != microbatch or state.far[group] >= SEAT:
             continue
         cells, tokens = state.cells[group] + batch.cells[at], state.tokens[group] + batch.tokens[at]
         most, work_s = degree + fewest, prices.per_cell * cells + prices.per_token * tokens

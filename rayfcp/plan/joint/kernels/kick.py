@@ -7,7 +7,7 @@ from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.improve import _step
 from rayfcp.plan.joint.kernels.links import Links, _settle, _shift, links_of
 from rayfcp.plan.joint.kernels.nodes import place
-from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints
+from rayfcp.plan.joint.kernels.price import SEAT, SLACK, Floats, Ints
 from rayfcp.plan.joint.kernels.ruin import _roll
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _compact, _copy, _open, _sum_s
 
@@ -78,7 +78,12 @@ def _disturb(world: World, links: Links, stuck: Ints, dice: Ints) -> None:
         home = state.home[source]
         if _roll(dice, 3) == 0:
             ranks = state.degree[source] - 1
-            if ranks < 1 or state.spare[home] + ranks < 1 or state.counts[GROUPS] >= len(state.home) - 1:
+            if (
+                state.far[source] >= SEAT
+                or ranks < 1
+                or state.spare[home] + ranks < 1
+                or state.counts[GROUPS] >= len(state.home) - 1
+            ):
                 continue
             ranks = 1 + _roll(dice, ranks)
             if state.tokens[source] - batch.tokens[at] > (state.degree[source] - ranks) * room:

@@ -3,8 +3,8 @@
 import math
 
 from rayfcp.plan.compiled import inner
-from rayfcp.plan.joint.kernels.price import _price
-from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _join, _open, _reprice
+from rayfcp.plan.joint.kernels.price import SEAT, _price
+from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _far, _join, _open, _reprice
 
 
 @inner
@@ -16,12 +16,13 @@ def _force(world: World, at: int, microbatch: int, first: int, limit_s: float) -
     spare = state.spare[microbatch]
     for group in range(first, state.counts[GROUPS]):
         degree, tokens = state.degree[group], state.tokens[group] + batch.tokens[at]
-        if degree == 0 or tokens > (degree + spare) * prices.room:
+        most = degree + spare if state.far[group] < SEAT else degree
+        if degree == 0 or tokens > most * prices.room:
             continue
         cells = state.cells[group] + batch.cells[at]
         needed = max(degree, math.ceil(tokens / prices.room))
-        for more in (needed, degree + spare):
-            seconds = _price(prices, cells, tokens, more, 0, state.pace[microbatch])
+        for more in (needed, most):
+            seconds = _price(prices, cells, tokens, more, _far(world, group), state.pace[microbatch])
             if seconds < best_s:
                 best, best_s, best_degree = group, seconds, more
     state.counts[MOVES] += 1 + (state.counts[GROUPS] - first) // 2
@@ -50,7 +51,8 @@ def _pool(world: World, at: int, microbatch: int, first: int, limit_s: float) ->
         best, best_s = -1, math.inf
         for group in range(first, state.counts[GROUPS]):
             free = prices.room * state.degree[group] - state.tokens[group]
-            if group != base and state.degree[group] > 0 and left + free >= batch.tokens[at]:
+            apart = state.far[group] >= SEAT
+            if group != base and not apart and state.degree[group] > 0 and left + free >= batch.tokens[at]:
                 cells, tokens = state.cells[base] + state.cells[group], state.tokens[base] + state.tokens[group]
                 ranks = state.degree[base] + state.degree[group]
                 seconds = _price(prices, cells, tokens, ranks, 0, state.pace[microbatch])
@@ -72,7 +74,7 @@ def _emptiest(world: World, first: int, but: int) -> int:
     best, most = -1, -1.0
     for group in range(first, state.counts[GROUPS]):
         free = room * state.degree[group] - state.tokens[group]
-        if group != but and state.degree[group] > 0 and free > most:
+        if group != but and state.degree[group] > 0 and free > most and state.far[group] < SEAT:
             best, most = group, free
     return best
 

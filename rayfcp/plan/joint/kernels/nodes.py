@@ -4,7 +4,7 @@ import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _keep_pace
-from rayfcp.plan.joint.kernels.price import Ints
+from rayfcp.plan.joint.kernels.price import SEAT, Ints
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _reprice, total_s
 
 
@@ -17,8 +17,10 @@ def place(world: World, nodes: Ints) -> float:
         groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
         state.pace[microbatch] = 0.0
         for number in range(len(groups)):
-            state.far[groups[number]] = 0
+            if state.far[groups[number]] < SEAT:
+                state.far[groups[number]] = 0
             _reprice(world, int(groups[number]))
+        groups = groups[state.far[groups] < SEAT]
         groups = groups[np.argsort(-state.seconds[groups], kind="mergesort")]
         groups = groups[np.argsort(-state.degree[groups], kind="mergesort")]
         _place_all(world, groups, nodes.copy())
@@ -33,7 +35,8 @@ def alone_s(world: World) -> float:
     state.pace[:] = 0.0
     for group in range(state.counts[GROUPS]):
         if state.home[group] >= 0:
-            state.far[group] = 0
+            if state.far[group] < SEAT:
+                state.far[group] = 0
             _reprice(world, group)
     return total_s(world)
 

@@ -13,14 +13,17 @@ Ints = npt.NDArray[np.int64]
 
 COLUMNS = 8
 SLACK = 1e-9  # a target that a group meets up to rounding is met
+SEAT = 2  # `Load.far` from here on: a seat, a group that always has the same ranks
 
 
 class Prices(NamedTuple):
     """The cost model of one cluster. `terms` is [far, primitive, degree, pass, column] in one row: attention per cell
     and per token, linear per token, moved per token, moved, tail per token, tail, cover (`plan.costs.terms.Terms`);
-    1 of `far` is a group that spans nodes though it would fit in one. `hidden[primitive]`; `fixed_s` of both passes,
-    `passes_fixed_s` of each; `per_cell`, `per_token`: compute on one rank, the least of all primitives; `room`: tokens
-    per rank."""
+    1 of `far` is a group that spans nodes though it would fit in one, `SEAT` and above are seats of some speed.
+    `hidden[primitive]`; `fixed_s` of both passes, `passes_fixed_s[far, pass]` of each in one row; `per_cell`,
+    `per_token`: compute on one rank, the least of all primitives; `room`: tokens per rank. `num_ranks`: those that
+    groups share out as they like, `num_degrees` in `terms`; `seats` of every microbatch, beside them: degree and `far`
+    of each; `capacity`: ranks that compute as much as all together, `holds`: tokens that these have room for."""
 
     terms: Floats
     hidden: Floats
@@ -31,10 +34,14 @@ class Prices(NamedTuple):
     room: float
     num_ranks: int
     num_primitives: int
+    num_degrees: int
+    seats: Ints
+    capacity: float
+    holds: float
 
 
 class Load(NamedTuple):
-    """What a group holds, its ranks, and whether it spans nodes though it would fit in one."""
+    """What a group holds, its ranks, and whether it spans nodes though it would fit in one, or which seat it is."""
 
     cells: float
     tokens: float
@@ -46,9 +53,9 @@ class Load(NamedTuple):
 def _pass_s(prices: Prices, load: Load, primitive: int, each: int) -> float:
     """Seconds of the forward (0) or the backward (1) of a group."""
     terms, tokens = prices.terms, load.tokens
-    at = (((load.far * prices.num_primitives + primitive) * (prices.num_ranks + 1) + load.degree) * 2 + each) * COLUMNS
+    at = (((load.far * prices.num_primitives + primitive) * prices.num_degrees + load.degree) * 2 + each) * COLUMNS
     attention = terms[at] * load.cells + terms[at + 1] * tokens
-    seconds = attention + terms[at + 2] * tokens + prices.passes_fixed_s[each]
+    seconds = attention + terms[at + 2] * tokens + prices.passes_fixed_s[2 * load.far + each]
     if load.degree > 1:
         moved = terms[at + 3] * tokens + terms[at + 4]
         seconds += moved

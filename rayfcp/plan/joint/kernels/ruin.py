@@ -19,6 +19,7 @@ from rayfcp.plan.joint.kernels.state import (
     _empty,
     _join,
     _open,
+    _open_seats,
     _sum_s,
 )
 
@@ -61,6 +62,8 @@ def ruin(world: World, trials: Trials) -> float:
         state.spare[empty], state.pace[empty] = world.prices.num_ranks, state.pace[aim.one]
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
         _copy(state, saved)
+        if aim.other >= state.counts[MICROBATCHES]:
+            _open_seats(world, aim.other)
         if _rebuild(world, aim, dice):
             before = spans[aim.one], spans[aim.other]
             spans[aim.one] = _allocate(world, aim.one, 0)

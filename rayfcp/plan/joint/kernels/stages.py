@@ -9,7 +9,7 @@ from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.cut import Bins, best_fit
 from rayfcp.plan.joint.kernels.pack import _floor_s, _one_ring
 from rayfcp.plan.joint.kernels.price import Floats, Ints
-from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _sum_s
+from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _open_seats, _sum_s
 
 GOOD_ENOUGH = 1.002  # of a microbatch's own lower bound: no further capacity is tried
 
@@ -71,4 +71,5 @@ def _bins(world: World, members: Ints, microbatch: int, capacity: float) -> floa
         if tokens > prices.room * prices.num_ranks:
             return math.inf
         _join(world, members[number], group, math.ceil(tokens / prices.room))
+    _open_seats(world, microbatch)
     return _allocate(world, microbatch, first) if state.spare[microbatch] >= 0 else math.inf

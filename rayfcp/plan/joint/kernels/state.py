@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inlined, inner
-from rayfcp.plan.joint.kernels.price import Floats, Ints, Prices, _price
+from rayfcp.plan.joint.kernels.price import SEAT, Floats, Ints, Prices, _price
 
 GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `State.counts` counts: groups ever opened, microbatches, work done
 
@@ -21,7 +21,8 @@ class Batch(NamedTuple):
 
 class State(NamedTuple):
     """`owner[sequence]` is a group or -1; `home[group]` a microbatch, or -1 for a group that is no more.
-    `far[group]` is 1 where it spans nodes although it would fit in one. `spare[microbatch]`: ranks in no group;
+    `far[group]` is 1 where it spans nodes although it would fit in one, `SEAT` and above for a seat, whose ranks no
+    other group may have, and which stays when it is empty. `spare[microbatch]`: ranks in no group, seats apart;
     `pace[microbatch]`: the share of forward at which its groups' `seconds` are priced (`_price`)."""
 
     owner: Ints
@@ -58,9 +59,9 @@ class Trials(NamedTuple):
     nodes: Ints
 
 
-def empty_state(num_sequences: int) -> State:
-    """Room for every sequence to open a group, and for as many to be opened later."""
-    groups = 2 * num_sequences + 8
+def empty_state(num_sequences: int, *, num_seats: int = 0) -> State:
+    """Room for every sequence to open a group, and for as many to be opened later, and for all seats."""
+    groups = 2 * num_sequences + 8 + num_seats * (num_sequences + 2)
     return State(
         owner=np.full(num_sequences, -1),
         home=np.full(groups, -1),
@@ -104,6 +105,22 @@ def _open(world: World, microbatch: int, degree: int) -> int:
     return int(group)
 
 
+@inner
+def _open_seats(world: World, microbatch: int) -> None:
+    """All seats, empty."""
+    state, seats = world.state, world.prices.seats
+    for at in range(0, len(seats), 2):
+        group = _open(world, microbatch, 0)
+        state.degree[group], state.far[group] = seats[at], seats[at + 1]
+
+
+@inlined
+def _far(world: World, group: int) -> int:
+    """As if the group lay in one node if it can."""
+    far = world.state.far[group]
+    return int(far) if far >= SEAT else 0
+
+
 @inlined
 def _join(world: World, at: int, group: int, degree: int) -> None:
     """Put a sequence into a group that then has `degree` ranks."""
@@ -119,6 +136,9 @@ def _join(world: World, at: int, group: int, degree: int) -> None:
 @inlined
 def _reprice(world: World, group: int) -> None:
     state = world.state
+    if state.far[group] >= SEAT and state.tokens[group] == 0.0:
+        state.seconds[group] = 0.0
+        return
     state.seconds[group] = _price(
         world.prices,
         state.cells[group],
@@ -131,11 +151,12 @@ def _reprice(world: World, group: int) -> None:
 
 @inner
 def _empty(world: World, group: int) -> None:
-    """The group is no more; its ranks are spare."""
+    """The group is no more, unless it is a seat; its ranks are spare."""
     state = world.state
-    state.spare[state.home[group]] += state.degree[group]
-    state.home[group] = -1
-    state.degree[group] = 0
+    if state.far[group] < SEAT:
+        state.spare[state.home[group]] += state.degree[group]
+        state.home[group] = -1
+        state.degree[group] = 0
     state.tokens[group] = 0.0
     state.cells[group] = 0.0
     state.seconds[group] = 0.0
@@ -158,6 +179,8 @@ def _copy(source: State, target: State) -> None:
         target.tokens[group] = source.tokens[group]
         target.cells[group] = source.cells[group]
         target.seconds[group] = source.seconds[group]
+        if source.far[group] >= SEAT or target.far[group] >= SEAT:
+            target.far[group] = source.far[group]
 
 
 @compiled
@@ -227,10 +250,13 @@ def total_s(world: World) -> float:
 
 @inner
 def _sum_s(world: World, spans: Floats) -> float:
-    """Microbatches without sequences count nothing; the longest comes last."""
+    """Microbatches without sequences count nothing; the longest comes last. Infinite if one has no groups that hold
+    its sequences."""
     longest, seconds = 0.0, 0.0
     for microbatch in range(len(spans)):
         span_s = spans[microbatch]
+        if span_s == np.inf:
+            return float(np.inf)
         if span_s > 0.0:
             seconds += _beside_s(world, span_s, world.traffic_s) + world.extra_s
             longest = max(longest, span_s)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from rayfcp.plan.compiled import inlined, inner
 from rayfcp.plan.joint.kernels.fill import FULL, _grow, _level
 from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints, _least_degree, _price
-from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _join, _open
+from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _far, _join, _open, _open_seats
 
 
 class Queue(NamedTuple):
@@ -40,7 +40,7 @@ def _take(world: World, queue: Queue, microbatch: int, how: Take) -> None:
     halves: groups only get fuller."""
     state, prices, batch = world.state, world.prices, world.batch
     here, size = Here(microbatch, state.counts[GROUPS], how.target_s * (1.0 + SLACK)), len(queue.left)
-    state.spare[microbatch] = prices.num_ranks
+    _begin(world, queue, here)
     pooled, number = how.pool == 0, 0
     while number < size:
         if state.spare[microbatch] == 0:
@@ -61,6 +61,16 @@ def _take(world: World, queue: Queue, microbatch: int, how: Take) -> None:
     for group in range(here.first, state.counts[GROUPS]):
         if state.tokens[group] == 0.0:
             _empty(world, group)
+
+
+@inner
+def _begin(world: World, queue: Queue, here: Here) -> None:
+    """All ranks are spare, seats are open."""
+    state = world.state
+    state.spare[here.microbatch] = world.prices.num_ranks
+    _open_seats(world, here.microbatch)
+    for group in range(here.first, state.counts[GROUPS]):
+        queue.fits[group] = 0
 
 
 @inner
@@ -125,4 +135,5 @@ def _with(world: World, group: int, tokens: float, cells: float) -> float:
     degree, held = state.degree[group], state.tokens[group] + tokens
     if held > degree * prices.room:
         return float("inf")
-    return _price(prices, state.cells[group] + cells, held, degree, 0, state.pace[state.home[group]])
+    far = _far(world, group)
+    return _price(prices, state.cells[group] + cells, held, degree, far, state.pace[state.home[group]])

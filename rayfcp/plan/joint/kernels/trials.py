@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from rayfcp.plan.compiled import inner
 from rayfcp.plan.joint.kernels.links import Links
-from rayfcp.plan.joint.kernels.price import Floats, _price
+from rayfcp.plan.joint.kernels.price import SEAT, Floats, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _beside_s
 
 ENOUGH = 1e-9  # of a makespan: less is no gain
@@ -96,7 +96,7 @@ def _moves(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Ch
                 continue
             tokens, cells = state.tokens[target] + batch.tokens[at], state.cells[target] + batch.cells[at]
             degree, spare = state.degree[target], state.spare[state.home[target]]
-            for more in range(2 if spare > 0 else 1):
+            for more in range(2 if spare > 0 and state.far[target] < SEAT else 1):
                 ranks = degree + more * spare
                 if tokens > ranks * prices.room:
                     continue
@@ -165,8 +165,10 @@ def _unions(world: World, slow: Bottleneck, best: Change) -> Change:
     """The slowest group with every other of its microbatch, on the ranks of both and the spare ones."""
     state, prices = world.state, world.prices
     source = slow.group
+    if state.far[source] >= SEAT:
+        return best
     for target in range(state.counts[GROUPS]):
-        if target == source or state.home[target] != state.home[source]:
+        if target == source or state.home[target] != state.home[source] or state.far[target] >= SEAT:
             continue
         tokens, cells = state.tokens[source] + state.tokens[target], state.cells[source] + state.cells[target]
         ranks = state.degree[source] + state.degree[target]

@@ -87,7 +87,7 @@ def _targets(world: World, left: Ints, pace: float) -> Floats:
     """What the longest takes at several degrees, and equal shares of all work."""
     batch, prices = world.batch, world.prices
     longest = left[0]
-    work_s = batch.work_s[left].sum() / prices.num_ranks
+    work_s = batch.work_s[left].sum() / prices.capacity
     tokens = batch.tokens[left].sum()
     targets = np.zeros(TARGETS)
     least = max(math.ceil(batch.tokens[longest] / prices.room), 1)
@@ -99,7 +99,7 @@ def _targets(world: World, left: Ints, pace: float) -> Floats:
         if step == 0 or batch.work_s[longest] >= WORTH * degree * target_s:
             targets[number] = target_s
             number += 1
-    fewest = math.ceil(tokens / (prices.room * prices.num_ranks))
+    fewest = math.ceil(tokens / prices.holds)
     for more in range(2):
         share_s = work_s / (fewest + more) + prices.fixed_s
         targets[number + more] = max(share_s * 1.01, targets[number - 1])
