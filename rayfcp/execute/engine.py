@@ -183,7 +183,7 @@ class RankEngine:
             grad_norm=norm,
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
-            wait_s=done.wait_s + self._gathered_s(),
+            wait_s=done.wait_s + self._wait.seconds if self.device.type == "cpu" else math.nan,
             bytes_sent=done.bytes_sent,
             num_cells=done.num_cells,
             memory_bytes=memory_bytes(self.device),
