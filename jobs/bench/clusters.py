@@ -1,0 +1,53 @@
+"""A Ray of its own for a benchmark: one node, or a node for each worker, which can be removed."""
+
+import logging
+from types import TracebackType
+
+import ray
+from faults import Moment, kill_process
+
+OTHERS_CPUS = 4
+"""For controllers and planners, on the first node."""
+
+
+class Ground:
+    """Where workers run, and how one of them is lost.
+
+    `kind` worker: one node, and a process is killed. `kind` node: a worker's node is removed, and a fresh one joins.
+    """
+
+    def __init__(self, kind: str, *, workers: int) -> None:
+        self._kind, self._workers = kind, workers
+
+    def __enter__(self) -> "Ground":
+        if self._kind == "worker":
+            _init(address="local", num_cpus=self._workers + OTHERS_CPUS, include_dashboard=False)
+            return self
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": OTHERS_CPUS})
+        self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(self._workers)]
+        self._cluster.wait_for_nodes()
+        _init(address=self._cluster.address)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ray.shutdown()
+        if self._kind == "node":
+            self._cluster.shutdown()
+
+    def strike(self, moment: Moment) -> None:
+        """The loss of the device, or of its node."""
+        if self._kind == "worker":
+            kill_process(moment)
+            return
+        node = next(node for node in self._nodes if node.node_id == moment.node_id)
+        self._nodes.remove(node)
+        self._cluster.remove_node(node, allow_graceful=False)
+        self._nodes.append(self._cluster.add_node(num_cpus=1))
+
+
+def _init(**options: object) -> None:
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)  # type: ignore[arg-type]

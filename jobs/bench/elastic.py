@@ -1,0 +1,138 @@
+"""The same losses to Ray Train's elastic trainer and to rayfcp, one after the other, and what they cost.
+
+    python jobs/bench/elastic.py --faults 5
+    python jobs/bench/elastic.py --kind node --faults 2
+
+Both train the quickstart's model on its data with four workers, on a Ray of their own on this machine. `--kind
+worker`: SIGKILL of a worker, drawn from the seed, at a random moment of every `--every`-th step. `--kind node`: each
+worker has a node of its own (a raylet on this machine), and a worker's node is removed; a fresh one joins after it.
+
+Printed, medians and extremes over the faults: stall, from the fault to the start of the first step that ran wholly
+after it; back, to the start of the first step that had not been finished; lost steps, finished and executed again.
+Ray Train reports a checkpoint every `--checkpoint-every` steps, rayfcp keeps a snapshot of every step.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import ray_train
+from clusters import Ground
+from faults import Cost, FaultyDay, cost_of, read_moments
+
+from rayfcp.cluster.files import prepared_data
+from rayfcp.config import Config, load_config
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
+SIDES = ("ray-train", "rayfcp")
+Train = Callable[[Config, str, Path], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=["worker", "node"], default="worker", help="what is lost (default: worker)")
+    parser.add_argument("--faults", type=int, default=3, help="how often, on each side (default: 3)")
+    parser.add_argument("--every", type=int, default=8, help="steps from one fault to the next (default: 8)")
+    parser.add_argument("--workers", type=int, default=4, help="(default: 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
+    parser.add_argument("--checkpoint-every", type=int, default=1, help="steps, of Ray Train (default: 1)")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES, help="(default: both)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file too")
+    arguments = parser.parse_args()
+    sides = {side: measure(side, arguments) for side in arguments.sides}
+    figures = {
+        "kind": arguments.kind,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "workers": arguments.workers,
+        "checkpoint_every": arguments.checkpoint_every,
+        "sides": {side: [asdict(cost) for cost in costs] for side, costs in sides.items()},
+    }
+    print(page(sides, arguments))  # noqa: T201
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
+    """Train once with all the faults; their costs."""
+    steps = [arguments.every * (index + 1) for index in range(arguments.faults)]
+    with tempfile.TemporaryDirectory() as name, Ground(arguments.kind, workers=arguments.workers) as ground:
+        folder = Path(name)
+        config = _config(folder, arguments, num_steps=steps[-1] + arguments.every)
+        data_dir = prepared_data(config, say=lambda _: None)
+        moments_dir = folder / "moments"
+        moments_dir.mkdir()
+        day = FaultyDay(moments_dir, steps=steps, seed=arguments.seed, strike=ground.strike)
+        day.start()
+        try:
+            _trainer(side, arguments)(config, data_dir, moments_dir)
+        finally:
+            day.end()
+        moments = read_moments(moments_dir)
+    if len(day.faults) < len(steps):
+        sys.exit(f"{side}: {len(day.faults)} of {len(steps)} faults came about before the run ended; raise --every")
+    return [cost_of(fault, moments) for fault in day.faults]
+
+
+def _trainer(side: str, arguments: argparse.Namespace) -> Train:
+    if side == "rayfcp":
+        import own_trainer
+
+        return own_trainer.train
+
+    def train(config: Config, data_dir: str, moments_dir: Path) -> None:
+        ray_train.train(
+            config,
+            data_dir=data_dir,
+            moments_dir=moments_dir,
+            storage=moments_dir.parent / "storage",
+            checkpoint_every=arguments.checkpoint_every,
+        )
+
+    return train
+
+
+def _config(folder: Path, arguments: argparse.Namespace, *, num_steps: int) -> Config:
+    return load_config(
+        QUICKSTART,
+        overrides=[
+            f"run.dir={folder / 'run'}",
+            f"cluster.num_workers=[1, {arguments.workers}]",
+            f"train.steps={num_steps}",
+            "train.lr_schedule=constant",
+            "checkpoint.every_steps=null",
+        ],
+    )
+
+
+def page(sides: dict[str, list[Cost]], arguments: argparse.Namespace) -> str:
+    """Both sides, a row each."""
+    lines = [
+        f"{arguments.faults} x loss of a {arguments.kind}, {arguments.workers} workers, seed {arguments.seed}; "
+        f"{platform.machine()} with {os.cpu_count()} cores, {datetime.datetime.now(datetime.UTC).date()}",
+        f"{'':12}{'stall s':>24}{'back s':>24}{'lost steps':>24}",
+    ]
+    for side, costs in sides.items():
+        columns = (
+            _spread([cost.stall_s for cost in costs]),
+            _spread([cost.back_s for cost in costs]),
+            _spread([float(cost.lost_steps) for cost in costs]),
+        )
+        lines.append(f"{side:12}" + "".join(f"{column:>24}" for column in columns))
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f}..{max(values):.2f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""rayfcp on the quickstart: one side of `elastic.py`."""
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from faults import BEGAN, ENDED, Moments
+
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.worker import RankWorker
+from rayfcp.config import Config
+from rayfcp.execute.reports import RankReport
+from rayfcp.program import RankProgram
+from rayfcp.values import GlobalBatch
+
+MOMENTS_DIR = "moments"
+"""Beside the run's folder."""
+
+
+class TimedWorker(RankWorker):
+    """Writes down when it begins and ends a step."""
+
+    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
+        place = self._engine.place
+        folder = Path(self._config.run_dir).parent / MOMENTS_DIR
+        moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
+        moments.add(BEGAN, batch.step, number=place.device, num_devices=place.num_devices)
+        report = super().step(program, batch, **options)
+        moments.add(ENDED, batch.step, number=place.device, num_devices=place.num_devices)
+        return report
+
+
+def train(config: Config, data_dir: str, moments_dir: Path) -> None:
+    """To the last step, whatever happens on the way."""
+    assert moments_dir.name == MOMENTS_DIR
+    data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})
+    FlexTrainer(config.model_copy(update={"data": data}), worker=TimedWorker).fit()
