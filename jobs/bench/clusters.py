@@ -2,30 +2,30 @@
 
 import logging
 from types import TracebackType
+from typing import Any
 
 import ray
 from faults import Moment, kill_process
-
-OTHERS_CPUS = 4
-"""For controllers and planners, on the first node."""
 
 
 class Ground:
     """Where workers run, and how one of them is lost.
 
-    `kind` worker: one node, and a process is killed. `kind` node: a worker's node is removed, and a fresh one joins.
+    `kind` worker: one node, and a process is killed. `kind` node: a node for each worker and a first one with
+    `others_cpus` for controllers and planners; a worker's node is removed, and a fresh one joins.
     """
 
-    def __init__(self, kind: str, *, workers: int) -> None:
-        self._kind, self._workers = kind, workers
+    def __init__(self, kind: str, *, workers: int, others_cpus: int) -> None:
+        self._kind, self._workers, self._others_cpus = kind, workers, others_cpus
 
     def __enter__(self) -> "Ground":
         if self._kind == "worker":
-            _init(address="local", num_cpus=self._workers + OTHERS_CPUS, include_dashboard=False)
+            _init(address="local", num_cpus=self._workers + self._others_cpus, include_dashboard=False)
             return self
         from ray.cluster_utils import Cluster
 
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": OTHERS_CPUS})
+        head = {"num_cpus": self._others_cpus, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
         self._nodes = [self._cluster.add_node(num_cpus=1) for _ in range(self._workers)]
         self._cluster.wait_for_nodes()
         _init(address=self._cluster.address)
@@ -38,6 +38,10 @@ class Ground:
         if self._kind == "node":
             self._cluster.shutdown()
 
+    def can_strike(self, moment: Moment) -> bool:
+        """Whether the device can be lost: the first node stays."""
+        return self._kind == "worker" or any(node.node_id == moment.node_id for node in self._nodes)
+
     def strike(self, moment: Moment) -> None:
         """The loss of the device, or of its node."""
         if self._kind == "worker":
@@ -46,8 +50,12 @@ class Ground:
         node = next(node for node in self._nodes if node.node_id == moment.node_id)
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
-        self._nodes.append(self._cluster.add_node(num_cpus=1))
+
+    def mend(self) -> None:
+        """A fresh node for one that was removed."""
+        if self._kind == "node":
+            self._nodes.append(self._cluster.add_node(num_cpus=1))
 
 
-def _init(**options: object) -> None:
-    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)  # type: ignore[arg-type]
+def _init(**options: Any) -> None:
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)

@@ -29,7 +29,9 @@ from clusters import Ground
 from faults import Cost, FaultyDay, cost_of, read_moments
 
 from rayfcp.cluster.files import prepared_data
+from rayfcp.cluster.local import CONTROLLER_CPUS
 from rayfcp.config import Config, load_config
+from rayfcp.config.plan import PlanConfig
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 SIDES = ("ray-train", "rayfcp")
@@ -64,13 +66,13 @@ def main() -> None:
 def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
     """Train once with all the faults; their costs."""
     steps = [arguments.every * (index + 1) for index in range(arguments.faults)]
-    with tempfile.TemporaryDirectory() as name, Ground(arguments.kind, workers=arguments.workers) as ground:
+    with tempfile.TemporaryDirectory() as name, _ground(side, arguments) as ground:
         folder = Path(name)
         config = _config(folder, arguments, num_steps=steps[-1] + arguments.every)
         data_dir = prepared_data(config, say=lambda _: None)
         moments_dir = folder / "moments"
         moments_dir.mkdir()
-        day = FaultyDay(moments_dir, steps=steps, seed=arguments.seed, strike=ground.strike)
+        day = FaultyDay(moments_dir, steps=steps, seed=arguments.seed, striker=ground)
         day.start()
         try:
             _trainer(side, arguments)(config, data_dir, moments_dir)
@@ -80,6 +82,12 @@ def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
     if len(day.faults) < len(steps):
         sys.exit(f"{side}: {len(day.faults)} of {len(steps)} faults came about before the run ended; raise --every")
     return [cost_of(fault, moments) for fault in day.faults]
+
+
+def _ground(side: str, arguments: argparse.Namespace) -> Ground:
+    """rayfcp's controller and planners take CPUs, Ray Train's controller takes none."""
+    others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors if side == "rayfcp" else 0
+    return Ground(arguments.kind, workers=arguments.workers, others_cpus=others_cpus)
 
 
 def _trainer(side: str, arguments: argparse.Namespace) -> Train:

@@ -11,9 +11,10 @@ import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
 POLL_S = 0.01
 BEGAN, ENDED = "began", "ended"
@@ -109,30 +110,43 @@ def cost_of(fault: Fault, moments: Sequence[Moment]) -> Cost:
     )
 
 
+class Striker(Protocol):
+    """Brings losses about."""
+
+    def can_strike(self, moment: Moment) -> bool:
+        """Whether the device of the moment can be lost."""
+        ...
+
+    def strike(self, moment: Moment) -> None:
+        """Lose the device."""
+        ...
+
+    def mend(self) -> None:
+        """Give back what was lost, where the trainer does not do so itself."""
+        ...
+
+
 class FaultyDay(threading.Thread):
-    """Strikes once in each of `steps`, at a random moment of it, when all its devices have begun it.
+    """Strikes once in each of `steps`, at a random moment of it, when all its devices have begun it; moments and
+    victims are drawn from the seed."""
 
-    `strike(moment)` brings about a loss at the device of the moment, drawn from the seed.
-    """
-
-    def __init__(
-        self, folder: str | Path, *, steps: Sequence[int], seed: int, strike: Callable[[Moment], None]
-    ) -> None:
+    def __init__(self, folder: str | Path, *, steps: Sequence[int], seed: int, striker: Striker) -> None:
         super().__init__(name="faults", daemon=True)
-        self._folder, self._steps, self._strike = folder, list(steps), strike
+        self._folder, self._steps, self._striker = folder, list(steps), striker
         self._rng, self._ended = random.Random(seed), threading.Event()
         self.faults: list[Fault] = []
 
     def run(self) -> None:
         for step in self._steps:
-            running = self._await(step)
+            running = [moment for moment in self._await(step) if self._striker.can_strike(moment)]
             if not running:
                 return
             self._ended.wait(self._rng.random() * self._usual_s())
             target = running[self._rng.randrange(len(running))]
             at_s = time.time()
-            self._strike(target)
+            self._striker.strike(target)
             self.faults.append(Fault(step=step, at_s=at_s))
+            self._striker.mend()
 
     def end(self) -> None:
         """No more faults."""

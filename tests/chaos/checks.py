@@ -1,0 +1,158 @@
+"""What a run with faults must end with: the undisturbed run's steps, the right metrics, and nothing left behind."""
+
+import json
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from rayfcp.telemetry.metrics import SD_FILE
+from rayfcp.values import StepReport
+from tests.chaos.census import all_actors, is_running, listening_ports, named_actors, reservations
+
+RELATIVE = 1e-4
+
+RUN_FILES = {"config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json", "checkpoints"}
+MAYBE_FILES = {"skipped_rows.jsonl"}
+
+
+def assert_steps(found: Sequence[StepReport], want: Sequence[StepReport], *, losses: bool = True) -> None:
+    """No step missing or twice, the same samples in each, and, to rounding, the same losses."""
+    assert [report.step for report in found] == [report.step for report in want]
+    assert [report.samples_hash for report in found] == [report.samples_hash for report in want]
+    if losses:
+        wrong = [
+            f"step {have.step}: loss {have.loss}, undisturbed {wanted.loss}"
+            for have, wanted in zip(found, want, strict=True)
+            if not math.isclose(have.loss, wanted.loss, rel_tol=RELATIVE)
+        ]
+        assert not wrong, "; ".join(wrong)
+
+
+def assert_gradients_after(steps: Iterable[int], found: Sequence[StepReport], *, want: Sequence[StepReport]) -> None:
+    """The norm of all gradients together is the undisturbed run's in the step that a fault hit and in the next: one
+    of them is the first that ran after it."""
+    norms = {report.step: report.grad_norm for report in found}
+    wanted = {report.step: report.grad_norm for report in want}
+    near = {each for step in steps for each in (step, step + 1) if each in wanted}
+    wrong = [
+        f"step {step}: gradient norm {norms[step]}, undisturbed {wanted[step]}"
+        for step in sorted(near)
+        if not math.isclose(norms[step], wanted[step], rel_tol=RELATIVE)
+    ]
+    assert not wrong, "; ".join(wrong)
+
+
+class Audience:
+    """A watcher of a run that keeps what it says, and the metrics that it served last.
+
+    After a controller was lost its successor counts from zero, so counters are summed over the endpoints seen.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self._run_dir = Path(run_dir)
+        self.lines: list[str] = []
+        self._texts: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def update(self, report: StepReport) -> None:
+        """Look at the run's own endpoint."""
+        try:
+            target = json.loads((self._run_dir / SD_FILE).read_text())[0]["targets"][0]
+            with urlopen(f"http://{target}/metrics", timeout=5) as answer:
+                text = answer.read().decode()
+        except (OSError, URLError, ValueError):
+            return  # Between two controllers, or after the last step, nobody answers.
+        with self._lock:
+            self._texts[target] = text
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(self._texts)
+
+    def counter(self, name: str, **labels: str) -> float:
+        """Sum of a counter's series that have these labels, 0 if there are none."""
+        return sum(value for values in map(_values, self._texts.values()) for value in _of(values, name, labels))
+
+    def gauge(self, name: str) -> float:
+        """As last seen.
+
+        Raises:
+            StopIteration: it was never shown.
+        """
+        last = list(self._texts.values())[-1]
+        return next(_of(_values(last), name, {}))
+
+
+Series = tuple[str, dict[str, str], float]
+
+
+def _values(text: str) -> list[Series]:
+    return [
+        (sample.name, sample.labels, sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    ]
+
+
+def _of(values: Iterable[Series], name: str, labels: dict[str, str]) -> Iterable[float]:
+    return (value for each, has, value in values if each == f"rayfcp_{name}" and labels.items() <= has.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What this process holds, before a run: to be compared with what it holds after."""
+
+    pid: int
+    ports: frozenset[int]
+    threads: frozenset[str]
+    actors: frozenset[int]
+
+    @classmethod
+    def take(cls, pid: int) -> "Footprint":
+        return cls(
+            pid=pid,
+            ports=frozenset(listening_ports([pid])[pid]),
+            threads=frozenset(thread.name for thread in threading.enumerate()),
+            actors=frozenset(actor.pid for actor in all_actors()),
+        )
+
+
+def leaks(before: Footprint, *, run_dir: str | Path, targets: Iterable[str]) -> list[str]:
+    """What a run left behind, in words: processes and actors of the run, reservations, ports, threads, files."""
+    actors = [actor for actor in all_actors() if actor.pid not in before.actors]
+    after = Footprint.take(before.pid)
+    return [
+        *(f"actor {each.class_name} is {each.state}" for each in actors if each.is_alive),
+        *(f"process {each.pid} of {each.class_name} runs" for each in actors if each.pid and is_running(each.pid)),
+        *(f"named actor {name}" for name in named_actors()),
+        *(f"placement group {name}" for name in reservations()),
+        *(f"port {port} is listened on" for port in after.ports - before.ports),
+        *(f"thread {name}" for name in after.threads - before.threads),
+        *(f"metrics are served at {target}" for target in targets if _answers(target)),
+        *(f"file {name}" for name in left_files(run_dir)),
+    ]
+
+
+def left_files(run_dir: str | Path) -> list[str]:
+    """Files of a run that has ended which are not among those that it is to leave."""
+    folder = Path(run_dir)
+    top = {path.name for path in folder.iterdir()}
+    inside = {path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("step-")}
+    return sorted(top - RUN_FILES - MAYBE_FILES) + sorted(f"checkpoints/{name}" for name in inside)
+
+
+def _answers(target: str) -> bool:
+    try:
+        with urlopen(f"http://{target}/metrics", timeout=1):
+            return True
+    except (OSError, URLError):
+        return False

@@ -1,0 +1,94 @@
+"""Clusters for runs with faults: one node, or nodes that can be taken away, drained and given back."""
+
+import logging
+import time
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from tests.chaos.census import nodes_alive
+
+HEAD_CPUS = 2
+"""For a controller and a planner."""
+
+
+class OneNode:
+    """A Ray of one node."""
+
+    removable: tuple[str, ...] = ()
+
+    def __init__(self, *, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+
+    def __enter__(self) -> Self:
+        _init(address="local", num_cpus=self._num_cpus, include_dashboard=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ray.shutdown()
+
+
+class ManyNodes:
+    """A first node, and nodes of one CPU each, all raylets of this machine."""
+
+    def __init__(self, *, num_nodes: int, head_cpus: int = HEAD_CPUS) -> None:
+        self._num_nodes, self._head_cpus = num_nodes, head_cpus
+
+    def __enter__(self) -> Self:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": self._head_cpus, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
+        try:
+            self._nodes = {node.node_id: node for node in (self._add() for _ in range(self._num_nodes))}
+            _init(address=self._cluster.address)
+        except BaseException:
+            self._cluster.shutdown()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    @property
+    def removable(self) -> tuple[str, ...]:
+        """Ids of the nodes that are there but for the first."""
+        return tuple(self._nodes)
+
+    def join(self) -> str:
+        """A node more; its id."""
+        node = self._add()
+        self._nodes[node.node_id] = node
+        return node.node_id
+
+    def remove(self, node_id: str) -> None:
+        """As a machine that loses its power."""
+        self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
+
+    def announce(self, node_id: str, *, in_s: float) -> None:
+        """Tell Ray that the node is preempted soon."""
+        from ray._raylet import GcsClient
+        from ray.core.generated import autoscaler_pb2
+
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + in_s) * 1000)
+        accepted, why = GcsClient(address=self._cluster.address).drain_node(node_id, reason, "preempted", deadline_ms)
+        if not accepted:
+            raise RuntimeError(f"node {node_id} is not drained: {why}")
+
+    def drained(self, node_id: str) -> bool:
+        """Whether Ray has let the node go."""
+        return node_id not in nodes_alive()
+
+    def _add(self) -> Any:
+        return self._cluster.add_node(num_cpus=1)
+
+
+def _init(**options: Any) -> None:
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)

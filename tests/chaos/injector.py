@@ -1,0 +1,83 @@
+"""Carries out the faults of a schedule against a run that trains, in a thread of its own."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.chaos.grounds import ManyNodes, OneNode
+from tests.chaos.progress import Progress, RunEndedError
+from tests.chaos.schedule import Kind, Planned
+from tests.chaos.strikes import Strikes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Struck:
+    """A fault that came about while `step` ran. `at_s`: seconds since the epoch. `what`: what it hit, in words."""
+
+    kind: Kind
+    step: int
+    at_s: float
+    what: str
+
+
+class Injector(threading.Thread):
+    """Strikes when `steps.jsonl` shows that the run has come to the fault's step, and `num_devices` are in use, or,
+    after `patience_s`, fewer.
+
+    `say`: told of each fault, a line.
+    """
+
+    def __init__(
+        self,
+        schedule: Sequence[Planned],
+        *,
+        run_dir: str | Path,
+        ground: OneNode | ManyNodes,
+        num_devices: int,
+        patience_s: float = 30.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(name="injector", daemon=True)
+        self._schedule, self._num_devices, self._patience_s, self._say = schedule, num_devices, patience_s, say
+        self._over = threading.Event()
+        self._progress = Progress(run_dir, over=self._over)
+        self._strikes = Strikes(self._progress, ground=ground)
+        self._error: BaseException | None = None
+        self._struck: list[Struck] = []
+
+    def run(self) -> None:
+        try:
+            for planned in self._schedule:
+                self._await(planned)
+                step, at_s = self._progress.committed + 1, time.time()
+                what = self._strikes.strike(planned.kind, target=planned.target)
+                self._struck.append(Struck(kind=planned.kind, step=step, at_s=at_s, what=what))
+                self._say(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
+        except RunEndedError:
+            return
+        except BaseException as error:
+            self._error = error
+
+    def end(self) -> tuple[Struck, ...]:
+        """To be called when the run has ended; what came about.
+
+        Raises:
+            AssertionError: some faults did not.
+        """
+        self._over.set()
+        self.join()
+        if self._error is not None:
+            raise self._error
+        missing = [f"{each.kind} in step {each.step}" for each in self._schedule[len(self._struck) :]]
+        assert not missing, f"the run ended before these faults came about: {', '.join(missing)}"
+        return tuple(self._struck)
+
+    def _await(self, planned: Planned) -> None:
+        progress = self._progress
+        progress.until(
+            lambda: progress.committed >= planned.step - 1, what=f"step {planned.step}", timeout_s=float("inf")
+        )
+        progress.within(self._patience_s, lambda: progress.running(at_least=self._num_devices))
+        progress.pause(planned.moment * progress.usual_s)

@@ -1,0 +1,62 @@
+"""Workers that write down their steps and do themselves harm when they are ordered to."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from jobs.bench.faults import BEGAN, ENDED, Moments
+from rayfcp.cluster.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.worker import RankWorker
+from rayfcp.execute.reports import Joined, RankReport
+from rayfcp.program import RankProgram
+from rayfcp.values import GlobalBatch
+from tests.chaos.orders import Order, Orders
+
+DELAY_S = 0.5
+
+
+def moments_dir(run_dir: str | Path) -> Path:
+    """Where the workers of a run write down their steps."""
+    path = Path(run_dir)
+    return path.with_name(f"{path.name}.moments")
+
+
+class ChaosWorker(RankWorker):
+    """A worker whose network and disk can fail."""
+
+    def open(self) -> DeviceFacts:
+        from rayfcp.execute import engine
+        from tests.chaos.transport import faulty_transport
+
+        orders = self._orders = Orders.of(self._config.run_dir)
+        engine.DistributedTransport = faulty_transport(orders, delay_s=DELAY_S)
+        folder = moments_dir(self._config.run_dir)
+        folder.mkdir(exist_ok=True)
+        self._moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
+        return super().open()
+
+    def join(self, number: int, meeting: Rendezvous, **options: Any) -> Joined:
+        if meeting.generation > 0 and self._orders.take(Order.DIE_WHILE_JOINING):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().join(number, meeting, **options)
+
+    def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
+        number, num_devices = self._engine.place.device, self._engine.place.num_devices
+        self._moments.add(BEGAN, batch.step, number=number, num_devices=num_devices)
+        report = super().step(program, batch, **options)
+        self._moments.add(ENDED, batch.step, number=number, num_devices=num_devices)
+        return report
+
+    def begin_save(self, folder: str) -> None:
+        if self._orders.take(Order.FULL_DISK):
+            fill_disk(Path(folder), number=self._engine.place.device)
+        super().begin_save(folder)
+
+
+def fill_disk(folder: Path, *, number: int) -> None:
+    """Every write to the file of device `number` fails: no space left on device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"__{number}_0.distcp").symlink_to("/dev/full")
