@@ -64,7 +64,10 @@ class Audience:
         self.lines.append(text)
 
     def update(self, report: StepReport) -> None:
-        """Look at the run's own endpoint."""
+        self.look()
+
+    def look(self) -> None:
+        """At the run's own endpoint."""
         try:
             target = json.loads((self._run_dir / SD_FILE).read_text())[0]["targets"][0]
             with urlopen(f"http://{target}/metrics", timeout=5) as answer:

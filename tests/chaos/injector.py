@@ -11,6 +11,9 @@ from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.schedule import Kind, Planned
 from tests.chaos.strikes import Strikes
 
+STEP_TIMEOUT_S = 120.0
+"""After so long without the step that a fault waits for, something is wrong."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
@@ -46,6 +49,11 @@ class Injector(threading.Thread):
         self._strikes = Strikes(self._progress, ground=ground)
         self._error: BaseException | None = None
         self._struck: list[Struck] = []
+        self._afterwards: tuple[int, Callable[[], None]] = (0, lambda: None)
+
+    def then(self, num_steps: int, call: Callable[[], None]) -> None:
+        """Call it so many steps after the last fault, or at once when a fault cannot be brought about."""
+        self._afterwards = (num_steps, call)
 
     def run(self) -> None:
         try:
@@ -55,10 +63,12 @@ class Injector(threading.Thread):
                 what = self._strikes.strike(planned.kind, target=planned.target)
                 self._struck.append(Struck(kind=planned.kind, step=step, at_s=at_s, what=what))
                 self._say(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
+            self._await_step(self._progress.committed + self._afterwards[0])
         except RunEndedError:
             return
         except BaseException as error:
             self._error = error
+        self._afterwards[1]()
 
     def end(self) -> tuple[Struck, ...]:
         """To be called when the run has ended; what came about.
@@ -76,8 +86,9 @@ class Injector(threading.Thread):
 
     def _await(self, planned: Planned) -> None:
         progress = self._progress
-        progress.until(
-            lambda: progress.committed >= planned.step - 1, what=f"step {planned.step}", timeout_s=float("inf")
-        )
+        self._await_step(planned.step - 1)
         progress.within(self._patience_s, lambda: progress.running(at_least=self._num_devices))
         progress.pause(planned.moment * progress.usual_s)
+
+    def _await_step(self, step: int) -> None:
+        self._progress.until(lambda: self._progress.committed >= step, what=f"step {step}", timeout_s=STEP_TIMEOUT_S)
