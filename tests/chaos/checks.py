@@ -1,8 +1,10 @@
 """What a run with faults must end with: the undisturbed run's steps, the right metrics, and nothing left behind."""
 
+import gc
 import json
 import math
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +16,18 @@ from prometheus_client.parser import text_string_to_metric_families
 from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.values import StepReport
 from tests.chaos.census import all_actors, is_running, listening_ports, named_actors, reservations
+from tests.chaos.reference import Wanted
 
 RELATIVE = 1e-4
 
 RUN_FILES = {"config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json", "checkpoints"}
 MAYBE_FILES = {"skipped_rows.jsonl"}
 
+CLEARING_S = 20.0
+POLL_S = 0.1
 
-def assert_steps(found: Sequence[StepReport], want: Sequence[StepReport], *, losses: bool = True) -> None:
+
+def assert_steps(found: Sequence[StepReport], want: Sequence[Wanted], *, losses: bool = True) -> None:
     """No step missing or twice, the same samples in each, and, to rounding, the same losses."""
     assert [report.step for report in found] == [report.step for report in want]
     assert [report.samples_hash for report in found] == [report.samples_hash for report in want]
@@ -34,7 +40,7 @@ def assert_steps(found: Sequence[StepReport], want: Sequence[StepReport], *, los
         assert not wrong, "; ".join(wrong)
 
 
-def assert_gradients_after(steps: Iterable[int], found: Sequence[StepReport], *, want: Sequence[StepReport]) -> None:
+def assert_gradients_after(steps: Iterable[int], found: Sequence[StepReport], *, want: Sequence[Wanted]) -> None:
     """The norm of all gradients together is the undisturbed run's in the step that a fault hit and in the next: one
     of them is the first that ran after it."""
     norms = {report.step: report.grad_norm for report in found}
@@ -129,8 +135,21 @@ class Footprint:
         )
 
 
-def leaks(before: Footprint, *, run_dir: str | Path, targets: Iterable[str]) -> list[str]:
-    """What a run left behind, in words: processes and actors of the run, reservations, ports, threads, files."""
+def leaks(
+    before: Footprint, *, run_dir: str | Path, targets: Iterable[str], timeout_s: float = CLEARING_S
+) -> tuple[str, ...]:
+    """What a run left behind, in words: processes and actors of the run, reservations, ports, threads, files. Killed
+    processes take a moment to go; what is there after `timeout_s` is left."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        gc.collect()
+        found = _left(before, run_dir=run_dir, targets=targets)
+        if not found or time.monotonic() > end_s:
+            return tuple(found)
+        time.sleep(POLL_S)
+
+
+def _left(before: Footprint, *, run_dir: str | Path, targets: Iterable[str]) -> list[str]:
     actors = [actor for actor in all_actors() if actor.pid not in before.actors]
     after = Footprint.take(before.pid)
     return [

@@ -72,8 +72,9 @@ def run_until_struck(
     finally:
         struck = injector.end()
     audience.lines += run.messages(0)
+    del run  # its last generation's meeting place ends with it
     left = leaks(before, run_dir=config.run_dir, targets=audience.targets)
-    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=tuple(left))
+    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=left)
 
 
 def run_to_the_end(
@@ -88,15 +89,4 @@ def run_to_the_end(
     finally:
         struck = injector.end()
     left = leaks(before, run_dir=config.run_dir, targets=audience.targets)
-    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=tuple(left))
-
-
-def undisturbed(folder: Path, *, num_steps: int, **sections: dict[str, Any]) -> tuple[StepReport, ...]:
-    """The same steps on one device; those that an earlier call trained are taken as they are."""
-    train = {"steps": num_steps, **sections.pop("train", {})}
-    cluster = {"num_workers": 1}
-    elastic = {"snapshot_every_steps": 0}
-    config = run_config(folder, name="undisturbed", cluster=cluster, train=train, elastic=elastic, **sections)
-    if len(steps_of(config)) < num_steps:
-        FlexTrainer(config).fit()
-    return steps_of(config)[:num_steps]
+    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=left)

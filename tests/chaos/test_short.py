@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from rayfcp.config import Config
 from tests.chaos.checks import assert_gradients_after, assert_steps
 from tests.chaos.grounds import ManyNodes
-from tests.chaos.runs import Ended, chaos_config, run_to_the_end, run_until_struck, undisturbed
+from tests.chaos.reference import undisturbed
+from tests.chaos.runs import Ended, chaos_config, run_to_the_end, run_until_struck
 from tests.chaos.schedule import Kind, Planned
 from tests.cluster.runs import write_texts
 
@@ -45,9 +47,9 @@ def at(kinds: Sequence[Kind], *, every: int, seed: int) -> tuple[Planned, ...]:
     )
 
 
-def assert_undisturbed(ended: Ended, folder: Path) -> None:
+def assert_undisturbed(ended: Ended, config: Config) -> None:
     """As the run on one device, and nothing left."""
-    want = undisturbed(folder, num_steps=len(ended.steps))
+    want = undisturbed(config, num_steps=len(ended.steps))
     assert_steps(ended.steps, want)
     assert_gradients_after((each.step for each in ended.struck), ended.steps, want=want)
     assert not ended.leaks
@@ -69,7 +71,7 @@ def test_processes_die_and_hang(ground: ManyNodes, folder: Path) -> None:
     kinds = (Kind.KILL, Kind.TWO_KILLS, Kind.STOP, Kind.KEEPER_KILL, Kind.PLANNER_KILL, Kind.KILL_IN_RECOVERY)
     config = chaos_config(folder, name="processes", cluster={"num_workers": [1, 4]})
     ended = run_until_struck(config, at(kinds, every=4, seed=1), ground=ground, num_devices=3)
-    assert_undisturbed(ended, folder)
+    assert_undisturbed(ended, config)
     assert_metrics(ended, causes={"died": 3, "hung": 1})
     assert ended.audience.counter("resizes_total", direction="down") >= 3
     assert ended.audience.counter("resizes_total", direction="up") >= 1
@@ -79,7 +81,7 @@ def test_nodes_go_and_come(ground: ManyNodes, folder: Path) -> None:
     kinds = (Kind.NODE_REMOVAL, Kind.NODE_JOINS, Kind.DRAIN, Kind.NODE_JOINS)
     config = chaos_config(folder, name="nodes", cluster={"num_workers": [1, 4]})
     ended = run_until_struck(config, at(kinds, every=4, seed=2), ground=ground, num_devices=3)
-    assert_undisturbed(ended, folder)
+    assert_undisturbed(ended, config)
     assert_metrics(ended, causes={"node": 1})
     assert ended.audience.counter("recoveries_total") == 1, "a drained node is left before it goes"
     assert ended.audience.counter("resizes_total", direction="down") >= 2
@@ -96,7 +98,7 @@ def test_messages_come_late_or_never_and_the_disk_is_full(ground: ManyNodes, fol
     )
     kinds = (Kind.DELAY, Kind.DROP, Kind.FULL_DISK)
     ended = run_until_struck(config, at(kinds, every=3, seed=3), ground=ground, num_devices=2)
-    assert_undisturbed(ended, folder)
+    assert_undisturbed(ended, config)
     assert_metrics(ended, causes={})
     assert ended.audience.counter("recoveries_total") == 1, "late messages are waited for"
     assert ended.audience.counter("failed_checkpoints_total") == 1
@@ -112,4 +114,4 @@ def test_the_controller_dies_and_nothing_survives_in_memory(ground: ManyNodes, f
     )
     kinds = (Kind.CONTROLLER_KILL, Kind.TORN_FILE)
     ended = run_to_the_end(config, at(kinds, every=10, seed=4), ground=ground, num_devices=2)
-    assert_undisturbed(ended, folder)
+    assert_undisturbed(ended, config)

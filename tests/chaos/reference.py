@@ -1,0 +1,66 @@
+"""The undisturbed run: the same steps on one device in this process, without Ray."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rayfcp.cluster.capacity import cluster_spec
+from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.files import prepared_data
+from rayfcp.cluster.measured import analytic_cost
+from rayfcp.cluster.planner import sequences_of
+from rayfcp.config import Config
+from rayfcp.execute.device import total_memory_bytes
+from rayfcp.execute.engine import RankEngine
+from rayfcp.execute.groups import Place
+from rayfcp.models.build import sharded_model
+from rayfcp.plan import plan_batch
+from rayfcp.program import lower
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What a step must be, whatever happens to the run."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    samples_hash: str
+
+
+def undisturbed(config: Config, *, num_steps: int) -> tuple[Wanted, ...]:
+    """The first `num_steps` steps of the run on one rank."""
+    data_dir = prepared_data(config, say=lambda _: None)
+    data = open_dataset(config, data_dir=data_dir)
+    device = torch.device("cpu")
+    one = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_workers": 1})})
+    facts: dict[str, Any] = {"node_id": "here", "device": "cpu", "peak_flops": None}
+    cluster = cluster_spec(
+        one, data.model, facts=[DeviceFacts(memory_bytes=total_memory_bytes(device), **facts)], generation=0
+    )
+    cost = analytic_cost(one, data.model, device="cpu", cluster=cluster)
+    engine = RankEngine(one, device=device, data_dir=data_dir)
+    engine.join(
+        Place(rank=0, num_ranks=1),
+        store=dist.HashStore,
+        make_model=lambda world: sharded_model(data.library, run=one.model, seed=one.run.seed, world=world),
+        hidden_size=data.library.hidden_size,
+        layers_of_stage=(data.library.num_hidden_layers,),
+    )
+    found = []
+    try:
+        for step in range(1, num_steps + 1):
+            batch = data.sampler.batch(step)
+            sequences = sequences_of(batch)
+            plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring", options=one.plan)
+            (program,) = lower(plan, sequences, reduce_every=one.train.reduce_every)
+            report = engine.run_step(program, batch, plan_hash=program.plan_hash)
+            found.append(
+                Wanted(step=step, loss=report.loss, grad_norm=report.grad_norm, samples_hash=batch.samples_hash)
+            )
+    finally:
+        engine.close()
+    return tuple(found)
