@@ -8,6 +8,7 @@ from ray.exceptions import RayTaskError
 
 from rayfcp.cluster.crew import WorkerFailedError, plain
 from rayfcp.cluster.facts import CannotGoOnError, Finished
+from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError
 from rayfcp.values import InfeasiblePlanError, StepReport
 
@@ -33,14 +34,15 @@ class Outcome:
 class Controller:
     """Actor of one run. `run` works in one thread; `poll` and `stop` answer in another.
 
-    The driver names the class only, so the run and the model library are imported by the actor.
+    The driver names the class only, so the run and the model library are imported by the actor. `worker`: the class of
+    the devices' actors.
     """
 
-    def __init__(self, config: Config, data_dir: str) -> None:
+    def __init__(self, config: Config, data_dir: str, *, worker: type[RankWorker] = RankWorker) -> None:
         from rayfcp.cluster.training import TrainingRun
 
         self._stopping = threading.Event()
-        self._run = TrainingRun(config, data_dir=data_dir, stopping=self._stopping)
+        self._run = TrainingRun(config, data_dir=data_dir, stopping=self._stopping, worker=worker)
 
     def poll(self, *, messages: int, reports: int) -> Poll:
         """Messages and reports of committed steps; so many of each are known and left out."""

@@ -11,6 +11,7 @@ from rayfcp.cluster.local import CONTROLLER_CPUS
 from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError
+from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.values import StepReport
@@ -33,7 +34,9 @@ class Watcher(Protocol):
         ...
 
 
-def follow(config: Config, data_dir: str, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
+def follow(
+    config: Config, data_dir: str, *, watcher: Watcher, worker: type[RankWorker] = RankWorker
+) -> tuple[Outcome, list[StepReport]]:
     """Run to the end, telling the watcher; how it ended, and the reports of its steps. A controller whose process is
     lost is started again, `elastic.controller_restarts` times, and goes on with the workers that live. Nothing is
     left behind, however it ends.
@@ -41,7 +44,7 @@ def follow(config: Config, data_dir: str, watcher: Watcher) -> tuple[Outcome, li
     Raises:
         CapacityError: Ray has no CPU for the controller.
     """
-    following = _Following(config, data_dir, watcher)
+    following = _Following(config, data_dir, watcher=watcher, worker=worker)
     try:
         return following.to_the_end(), following.reports
     finally:
@@ -49,8 +52,8 @@ def follow(config: Config, data_dir: str, watcher: Watcher) -> tuple[Outcome, li
 
 
 class _Following:
-    def __init__(self, config: Config, data_dir: str, watcher: Watcher) -> None:
-        self._config, self._data_dir, self._watcher = config, data_dir, watcher
+    def __init__(self, config: Config, data_dir: str, *, watcher: Watcher, worker: type[RankWorker]) -> None:
+        self._config, self._data_dir, self._watcher, self._worker = config, data_dir, watcher, worker
         self.reports: list[StepReport] = []
         self._asked_to_stop = False
         self._controller: Any = None
@@ -71,7 +74,7 @@ class _Following:
 
     def _start(self) -> None:
         actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
-        self._controller = actor.remote(self._config, self._data_dir)
+        self._controller = actor.remote(self._config, self._data_dir, worker=self._worker)
         timeout_s = max(self._config.elastic.start_timeout_s, CONTROLLER_START_S)
         done, _ = ray.wait([self._controller.poll.remote(messages=0, reports=0)], timeout=timeout_s)
         if not done:

@@ -13,6 +13,7 @@ from rayfcp.cluster.following import Watcher, follow
 from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.local import connect
 from rayfcp.cluster.signals import sigterm_interrupts
+from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
 from rayfcp.plan import strategy_names
@@ -33,6 +34,7 @@ class FlexTrainer:
         config: the run. Ray Train's own configurations, if given, override it:
         run_config: `name`, `storage_path` (the run's folder is `storage_path/name`), `checkpoint_config`.
         scaling_config: `num_workers` (a number or (min, max)), `use_gpu`.
+        worker: the class of the devices' actors.
 
     Example:
         >>> trainer = FlexTrainer(config)                                     # doctest: +SKIP
@@ -46,9 +48,11 @@ class FlexTrainer:
         *,
         run_config: "RunConfig | None" = None,
         scaling_config: "ScalingConfig | None" = None,
+        worker: type[RankWorker] = RankWorker,
     ) -> None:
         config = _with_scaling(config, scaling_config) if scaling_config else config
         self.config = _with_run(config, run_config) if run_config else config
+        self._worker = worker
         check_runnable(self.config)
 
     def fit(self, *, watcher: Watcher | None = None) -> "Result":
@@ -88,7 +92,7 @@ class FlexTrainer:
             started_here = connect(config)
             heed_sigterm()
             try:
-                return follow(config, prepared_data(config, say=watcher.say), watcher)
+                return follow(config, prepared_data(config, say=watcher.say), watcher=watcher, worker=self._worker)
             finally:
                 if started_here:
                     ray.shutdown()
