@@ -1,5 +1,6 @@
 # make quickstart   sets up .venv and trains a small model on 4 CPU ranks
 # make test         sets up .venv and runs all tests
+# make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
 # make check        format, lint, types, import rules, sizes
 #
 # PYTHON       an interpreter of 3.11 or newer:  make quickstart PYTHON=python3.12
@@ -11,13 +12,16 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 
-.PHONY: quickstart test check setup setup-dev clean
+.PHONY: quickstart test chaos check setup setup-dev clean
 
 quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
 
 test: setup-dev
 	$(BIN)/python -m pytest
+
+chaos: setup-dev
+	$(BIN)/python -m tests.chaos.long
 
 check: setup-dev
 	$(BIN)/ruff format --check .

@@ -11,8 +11,8 @@ from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.schedule import Kind, Planned
 from tests.chaos.strikes import Strikes
 
-STEP_TIMEOUT_S = 120.0
-"""After so long without the step that a fault waits for, something is wrong."""
+STANDSTILL_S = 120.0
+"""After so long without a step something is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,12 @@ class Injector(threading.Thread):
         ground: OneNode | ManyNodes,
         num_devices: int,
         patience_s: float = 30.0,
+        last_step: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(name="injector", daemon=True)
         self._schedule, self._num_devices, self._patience_s, self._say = schedule, num_devices, patience_s, say
-        self._over = threading.Event()
+        self._last_step, self._over = last_step, threading.Event()
         self._progress = Progress(run_dir, over=self._over)
         self._strikes = Strikes(self._progress, ground=ground)
         self._error: BaseException | None = None
@@ -52,7 +53,8 @@ class Injector(threading.Thread):
         self._afterwards: tuple[int, Callable[[], None]] = (0, lambda: None)
 
     def then(self, num_steps: int, call: Callable[[], None]) -> None:
-        """Call it so many steps after the last fault, or at once when a fault cannot be brought about."""
+        """Call it so many steps after the last fault, not before `last_step`; at once if a fault cannot be brought
+        about."""
         self._afterwards = (num_steps, call)
 
     def run(self) -> None:
@@ -63,7 +65,7 @@ class Injector(threading.Thread):
                 what = self._strikes.strike(planned.kind, target=planned.target)
                 self._struck.append(Struck(kind=planned.kind, step=step, at_s=at_s, what=what))
                 self._say(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
-            self._await_step(self._progress.committed + self._afterwards[0])
+            self._await_step(max(self._progress.committed + self._afterwards[0], self._last_step))
         except RunEndedError:
             return
         except BaseException as error:
@@ -91,4 +93,13 @@ class Injector(threading.Thread):
         progress.pause(planned.moment * progress.usual_s)
 
     def _await_step(self, step: int) -> None:
-        self._progress.until(lambda: self._progress.committed >= step, what=f"step {step}", timeout_s=STEP_TIMEOUT_S)
+        """
+        Raises:
+            TimeoutError: the run stands still.
+        """
+        while (done := self._progress.committed) < step:
+            self._progress.until(
+                lambda done=done: self._progress.committed != done,
+                what=f"a step after {done}",
+                timeout_s=STANDSTILL_S,
+            )

@@ -1,5 +1,6 @@
 """Runs with faults and without, on the texts of the cluster tests."""
 
+import _thread
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ from tests.cluster.runs import run_config, steps_of
 
 QUICK = {"hang_min_s": 3.0, "hang_factor": 5.0, "look_every_s": 0.5}
 """Nobody waits long for what hangs."""
+
+Say = Callable[[str], None]
 
 STEPS_AFTER = 3
 ENDLESS_STEPS = 100_000
@@ -49,44 +52,69 @@ def run_until_struck(
     ground: OneNode | ManyNodes,
     num_devices: int,
     patience_s: float = 30.0,
-    say: Callable[[str], None] = lambda _: None,
+    say: Say = lambda _: None,
 ) -> Ended:
     """Train in this process until all faults came about and `STEPS_AFTER` steps were done after the last."""
-    endless = config.model_copy(update={"train": config.train.model_copy(update={"steps": ENDLESS_STEPS})})
-    stopping, audience = threading.Event(), Audience(config.run_dir)
+    config, stopping = _endless(config), threading.Event()
     data_dir = prepared_data(config, say=lambda _: None)
-    before = Footprint.take(os.getpid())
-    run = TrainingRun(endless, data_dir=data_dir, stopping=stopping, worker=ChaosWorker)
+
+    def train(audience: Audience) -> None:
+        run = TrainingRun(config, data_dir=data_dir, stopping=stopping, worker=ChaosWorker)
+        try:
+            run.execute()
+        finally:
+            audience.lines += run.messages(0)
+
     injector = Injector(
         schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, say=say
     )
+    return _watched(config, train, injector=injector, stop=stopping.set)
+
+
+def run_as_users_do(
+    config: Config,
+    schedule: Sequence[Planned],
+    *,
+    ground: OneNode | ManyNodes,
+    num_devices: int,
+    patience_s: float = 30.0,
+    say: Say = lambda _: None,
+) -> Ended:
+    """As `run_until_struck`, for at least the run's steps, with a controller of its own; Ctrl-C ends it."""
+    injector = Injector(
+        schedule,
+        run_dir=config.run_dir,
+        ground=ground,
+        num_devices=num_devices,
+        patience_s=patience_s,
+        last_step=config.train.steps,
+        say=say,
+    )
+    trainer = FlexTrainer(_endless(config), worker=ChaosWorker)
+    return _watched(
+        config, lambda audience: trainer.fit(watcher=audience), injector=injector, stop=_thread.interrupt_main
+    )
+
+
+def _watched(
+    config: Config, train: Callable[[Audience], object], *, injector: Injector, stop: Callable[[], object]
+) -> Ended:
+    """The metrics are looked at before the end."""
+    audience, before = Audience(config.run_dir), Footprint.take(os.getpid())
 
     def at_end() -> None:
         audience.look()
-        stopping.set()
+        stop()
 
     injector.then(STEPS_AFTER, at_end)
     injector.start()
     try:
-        run.execute()
-    finally:
-        struck = injector.end()
-    audience.lines += run.messages(0)
-    del run  # its last generation's meeting place ends with it
-    left = leaks(before, run_dir=config.run_dir, targets=audience.targets)
-    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=left)
-
-
-def run_to_the_end(
-    config: Config, schedule: Sequence[Planned], *, ground: OneNode | ManyNodes, num_devices: int
-) -> Ended:
-    """As a user trains, with a controller of its own."""
-    audience, before = Audience(config.run_dir), Footprint.take(os.getpid())
-    injector = Injector(schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices)
-    injector.start()
-    try:
-        FlexTrainer(config, worker=ChaosWorker).fit(watcher=audience)
+        train(audience)
     finally:
         struck = injector.end()
     left = leaks(before, run_dir=config.run_dir, targets=audience.targets)
     return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=left)
+
+
+def _endless(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": ENDLESS_STEPS})})

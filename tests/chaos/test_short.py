@@ -14,7 +14,7 @@ from rayfcp.config import Config
 from tests.chaos.checks import assert_gradients_after, assert_steps
 from tests.chaos.grounds import ManyNodes
 from tests.chaos.reference import undisturbed
-from tests.chaos.runs import Ended, chaos_config, run_to_the_end, run_until_struck
+from tests.chaos.runs import Ended, chaos_config, run_as_users_do, run_until_struck
 from tests.chaos.schedule import Kind, Planned
 from tests.cluster.runs import write_texts
 
@@ -113,5 +113,5 @@ def test_the_controller_dies_and_nothing_survives_in_memory(ground: ManyNodes, f
         train={"steps": 30},
     )
     kinds = (Kind.CONTROLLER_KILL, Kind.TORN_FILE)
-    ended = run_to_the_end(config, at(kinds, every=10, seed=4), ground=ground, num_devices=2)
+    ended = run_as_users_do(config, at(kinds, every=10, seed=4), ground=ground, num_devices=2)
     assert_undisturbed(ended, config)
