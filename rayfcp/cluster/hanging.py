@@ -24,8 +24,6 @@ def judge_progress(ids: Iterable[str], *, deadline_s: float) -> Judge:
         numbers = {pulse.id: pulse.number for pulse in pulses}
         pending = [sign for sign in signs.signs if sign.id in numbers]
         verdict = judge(pending, now_s=time.monotonic(), deadline_s=deadline_s)
-        return Diagnosis(
-            hung=frozenset(numbers[id] for id in verdict.hung), stuck=verdict.stuck, reason=verdict.reason
-        )
+        return Diagnosis(hung=frozenset(numbers[id] for id in verdict.hung), stuck=verdict.stuck, reason=verdict.reason)
 
     return judge_pulses

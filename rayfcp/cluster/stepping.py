@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from rayfcp.cluster.fleet import Fleet, Formed
 from rayfcp.cluster.guard import NumberGuard
+from rayfcp.cluster.hanging import judge_progress
 from rayfcp.cluster.measured import ranks_per_node
 from rayfcp.cluster.observing import observations
 from rayfcp.cluster.paces import Paces
 from rayfcp.cluster.planners import PlannedStep, PlanQueue
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
-from rayfcp.cluster.hanging import judge_progress
 from rayfcp.config import Config
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.kept import Kept
