@@ -17,7 +17,7 @@ from rayfcp.execute.device import host_buffers, memory_bytes
 from rayfcp.execute.faults import collective
 from rayfcp.execute.groups import Place, World
 from rayfcp.execute.inputs import BatchTokens
-from rayfcp.execute.interfaces import TokenSource
+from rayfcp.execute.interfaces import Execution, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.membership import Membership
@@ -31,7 +31,7 @@ from rayfcp.execute.snapshots import Snapshots, Source, fill
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, ModelProfile
+from rayfcp.values import GlobalBatch, ModelProfile, Span
 from rayfcp.values.state import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -86,17 +86,15 @@ class RankEngine:
         self._optimizer = make_optimizer(self._module, self._config.train)
         self._writer = CheckpointWriter(world.channels.control)
         self._snapshots = Snapshots(self._module, self._optimizer, place=place, copies=self.copies)
+        dtype = getattr(torch, self._config.model.dtype)
+        pipes = make_pipes(
+            world.channels, hidden_size=hidden_size, dtype=dtype, device=self.device, progress=self._progress
+        )
         self._interpreter = Interpreter(
             transport=self.transport,
             kernel=pick_kernel(self.device.type),
             model=self._model,
-            pipes=make_pipes(
-                world.channels,
-                hidden_size=hidden_size,
-                dtype=getattr(torch, self._config.model.dtype),
-                device=self.device,
-                progress=self._progress,
-            ),
+            pipes=pipes,
             device=self.device,
             waited=self._gathered_s,
             advanced=self._advanced,
@@ -173,12 +171,18 @@ class RankEngine:
             header = self._snapshots.take(snapshot)
             if on_copy is not None:
                 on_copy(header)
+        return self._report(batch.step, (loss, norm, rate), done=done, update=update, start_s=start_s)
+
+    def _report(
+        self, step: int, numbers: tuple[float, float, float], *, done: Execution, update: Span, start_s: float
+    ) -> RankReport:
+        loss, norm, rate = numbers
         return RankReport(
             number=self.place.device,
             stage=self.place.stage,
             rank=self.place.rank,
             tensor_rank=self.place.tensor_rank,
-            step=batch.step,
+            step=step,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
@@ -223,7 +227,7 @@ class RankEngine:
 
     def fill(self, sources: Sequence[Source]) -> None:
         """Take parameters and optimizer state from copies of one state; see `snapshots.fill`."""
-        fill(self._module, self._optimizer, sources)
+        fill(self._module, self._optimizer, sources=sources)
 
     def beat(self) -> Beat:
         """How far this device is; any thread may ask."""

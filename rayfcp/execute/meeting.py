@@ -85,10 +85,6 @@ class Meeting(dist.Store):
         self.check_alive()
         return self._store.check(list(keys))
 
-    def compare_set(self, key: str, expected: Any, desired: Any) -> Any:
-        self.check_alive()
-        return self._store.compare_set(key, expected, desired)
-
     def delete_key(self, key: str) -> bool:
         return self._store.delete_key(key)
 

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PARAMETER = "parameter"
 ALIGNMENT = 64
-"""Bytes; entries of a shard begin at multiples of it."""
+"""Bytes; entries begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Snapshots:
     """
 
     seconds: float
-    """That the thread which runs steps has spent here, until somebody sets it back."""
+    """That steps have spent here, until somebody sets it back."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Snapshots:
 
 
 @torch.no_grad()
-def fill(module: nn.Module, optimizer: torch.optim.Optimizer, sources: Sequence[Source]) -> None:
+def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequence[Source]) -> None:
     """Set parameters and optimizer state from copies of one state, made on any number of devices.
 
     Of parts that several copies hold, the first source's is taken: give those of this process first. State of the
@@ -203,7 +203,6 @@ def _kinds(held: Holders) -> dict[str, list[str]]:
 
 
 def _cover(part: _Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
-    """Which source gives which part of what is wanted."""
     found: list[tuple[int, Box]] = []
     itemsizes = set()
     for box, (at, itemsize) in boxes.items():

@@ -77,7 +77,7 @@ def test_filled_from_any_cut_the_next_update_is_the_same(steps: int, cuts: set[i
     copies, header = taken(*old)
     bounds = [0, *sorted(cuts), 7]
     parts = [rows_of(copies, header, number=at, keep=pair) for at, pair in enumerate(pairwise(bounds))]
-    fill(*new, [parts[-1], *parts])
+    fill(*new, sources=[parts[-1], *parts])
     assert_same(old, new)
     for module, optimizer in (old, new):
         module(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
@@ -93,7 +93,7 @@ def test_a_copy_is_of_its_moment() -> None:
     module(torch.ones(2, 5)).square().sum().backward()
     optimizer.step()
     assert not torch.equal(before[0], next(module.parameters()))
-    fill(module, optimizer, [source(copies, header)])
+    fill(module, optimizer, sources=[source(copies, header)])
     assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
     assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
 
@@ -105,17 +105,17 @@ def test_copies_that_do_not_make_a_state_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"parameter of 0\.weight .* has 35 elements, copies give 20; give those of all"
     ):
-        fill(*new, [low])
+        fill(*new, sources=[low])
     with pytest.raises(ValueError, match="has 35 elements, copies give 40"):
-        fill(*new, [low, rows_of(copies, header, number=2, keep=(3, 7))])
+        fill(*new, sources=[low, rows_of(copies, header, number=2, keep=(3, 7))])
     other = replace(high, header=replace(high.header, state=StateId(version=3, generation=2)))
     with pytest.raises(ValueError, match="copies are of 2 states"):
-        fill(*new, [low, other])
+        fill(*new, sources=[low, other])
     other = replace(high, header=replace(high.header, scalars={"step": 2.0}))
     with pytest.raises(ValueError, match="must have the same"):
-        fill(*new, [low, other])
+        fill(*new, sources=[low, other])
     with pytest.raises(ValueError, match=r"has elements of 8 bytes, copies have \[4\]"):
-        fill(*make(seed=0, steps=0, dtype=torch.float64), [low, high])
+        fill(*make(seed=0, steps=0, dtype=torch.float64), sources=[low, high])
 
 
 def test_numbers_that_differ_between_parameters_are_refused() -> None:
