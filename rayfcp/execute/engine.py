@@ -86,10 +86,8 @@ class RankEngine:
         self._optimizer = make_optimizer(self._module, self._config.train)
         self._writer = CheckpointWriter(world.channels.control)
         self._snapshots = Snapshots(self._module, self._optimizer, place=place, copies=self.copies)
-        dtype = getattr(torch, self._config.model.dtype)
-        pipes = make_pipes(
-            world.channels, hidden_size=hidden_size, dtype=dtype, device=self.device, progress=self._progress
-        )
+        width = {"hidden_size": hidden_size, "dtype": getattr(torch, self._config.model.dtype)}
+        pipes = make_pipes(world.channels, device=self.device, progress=self._progress, **width)
         self._interpreter = Interpreter(
             transport=self.transport,
             kernel=pick_kernel(self.device.type),

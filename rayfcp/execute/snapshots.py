@@ -91,8 +91,7 @@ class Snapshots:
             num_bytes=num_bytes,
             scalars=_scalars(self._optimizer),
         )
-        buffer = self._copies.spare(num_bytes)
-        self._copy(parts, header=header, buffer=buffer)
+        self._copy(parts, header=header, buffer=self._copies.spare(num_bytes))
         self.seconds += time.perf_counter() - start_s
         return header
 
