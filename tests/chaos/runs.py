@@ -20,7 +20,7 @@ from tests.chaos.schedule import Planned
 from tests.chaos.workers import ChaosWorker
 from tests.cluster.runs import run_config, steps_of
 
-QUICK = {"hang_min_s": 3.0, "hang_factor": 5.0, "look_every_s": 0.5}
+QUICK = {"hang_min_s": 10.0, "hang_factor": 5.0, "look_every_s": 0.5}
 """Nobody waits long for what hangs."""
 
 Say = Callable[[str], None]
