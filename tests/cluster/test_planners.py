@@ -16,6 +16,7 @@ from rayfcp.models.describe import model_config, profile_of
 from rayfcp.values import ClusterSpec, StepReport
 from tests.cluster.processes import descendants
 from tests.cluster.runs import run_config, steps_of, write_texts
+from tests.cluster.test_cli_runs import wait_until
 from tests.plan.helpers import UNIT
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -48,7 +49,7 @@ def test_a_run_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     assert [(report.step, report.samples_hash, report.loss) for report in steps_of(disturbed)] == [
         (report.step, report.samples_hash, report.loss) for report in steps_of(want)
     ]
-    assert descendants("ray::Planner") == []
+    assert wait_until(lambda: descendants("ray::Planner") == [], seconds=30)
 
 
 def test_plans_stay_in_order_and_deaths_without_a_plan_in_between_are_counted(tmp_path: Path) -> None:
