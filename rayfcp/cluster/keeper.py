@@ -74,7 +74,7 @@ class Keeper:
         self._watch.heard()
         return self._copies.headers()
 
-    def pieces(self, state: StateId, number: int, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
         """Parts of a copy; see `HeldCopies.pieces`."""
         self._watch.heard()
         return self._copies.pieces(state, number, wanted=wanted)

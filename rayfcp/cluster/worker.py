@@ -117,7 +117,7 @@ class RankWorker:
         return () if self._facts is None else self._engine.copies.headers()
 
     @copies
-    def pieces(self, state: StateId, number: int, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
         """Parts of a copy; see `HeldCopies.pieces`."""
         return self._engine.copies.pieces(state, number, wanted=wanted)
 
@@ -189,7 +189,8 @@ class RankWorker:
         def others(source: Source) -> snapshots.Source:
             header, holder = source.header, source.holder
             return snapshots.Source(
-                header=header, pieces=lambda wanted: ray.get(holder.pieces.remote(header.state, header.number, wanted))
+                header=header,
+                pieces=lambda wanted: ray.get(holder.pieces.remote(header.state, header.number, wanted=wanted)),
             )
 
         ours = [own(source.header) for source in sources if source.holder_id == self._worker_id]

@@ -1,6 +1,6 @@
 """Three nodes of an own Ray, in a process of its own: keepers on other nodes, a drain notice, a lost node.
 
-Prints what it finds as JSON, for `test_nodes`.
+Writes what it finds as JSON to the file it is given, for `test_nodes`.
 """
 
 import json
@@ -84,8 +84,7 @@ def main() -> None:
     recruits.end()
     crew.end()
     keeping.end()
-    json.dump(found, sys.stdout)
-    sys.stdout.flush()
+    Path(sys.argv[1]).write_text(json.dumps(found))
     ray.shutdown()
     cluster.shutdown()
 

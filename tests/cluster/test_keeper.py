@@ -60,7 +60,7 @@ def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> N
     (source,) = keeping.sources(timeout_s=10)
     assert source.header == header
     wanted = [("weight", "parameter", Box(offsets=(0,), sizes=(num_bytes,)))] if num_bytes else []
-    found = ray.get(source.holder.pieces.remote(header.state, 0, wanted))
+    found = ray.get(source.holder.pieces.remote(header.state, 0, wanted=wanted))
     for piece in found:
         np.testing.assert_array_equal(piece, bytes_of(header))
     (crew_source,) = [each for each in sources_of(started_members(worker), timeout_s=10) if each.header == header]

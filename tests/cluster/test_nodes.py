@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,17 @@ from rayfcp.cluster.nodes import NodeWatch
 from tests.cluster.light import until
 
 
-def test_keepers_recruits_drains_and_losses_over_nodes() -> None:
+def test_keepers_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
+    answer = tmp_path / "found.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.nodes_script"], capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-m", "tests.cluster.nodes_script", str(answer)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(answer.read_text())
     assert found["spread"] == 2
     assert found["kept_elsewhere"]
     assert found["pending"] == [1, 0], "no device is free yet"
