@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from rayfcp.config.plan import PipelineOptions, PlanConfig
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import slowed, speeds_of
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.plan.strategies.staged import check_stages
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
@@ -30,7 +31,8 @@ def propose(
 def propose_pipelines(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig, strategy: str
 ) -> Proposal:
-    """The pipeline planner's answer, with options of `options.pipeline`."""
+    """The pipeline planner's answer, with options of `options.pipeline`. Chunks pass through all ranks of a stage, so
+    that a slow rank slows every one of them: seconds are those of the slowest rank, work cannot be balanced."""
     from rayfcp.plan.pipelines.planner import plan_pipelines  # compiled: loaded where a plan is made
 
     if cost.pipeline is None:
@@ -39,7 +41,8 @@ def propose_pipelines(
             "2 or more"
         )
     check_stages(cost, num_stages=cluster.num_stages)
-    found = plan_pipelines(sequences, cluster=cluster, cost=cost, options=options)
+    priced = slowed(cost, speed=float(speeds_of(cluster).min()))
+    found = plan_pipelines(sequences, cluster=cluster, cost=priced, options=options)
     return Proposal(
         microbatches=found.microbatches, reason=_reason(found.longest_run, options.pipeline), pipelines=found.pipelines
     )
