@@ -75,7 +75,7 @@ def propose_unequal(
 
 def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[Pool]:
     """Ranks of about one speed, most speed together first, each with seats of one rank, then larger ones; then the
-    fastest ranks down to some speed; all of them last."""
+    fastest ranks down to some speed, and all of them last."""
     speeds = speeds_of(cluster)
     alike = {
         tuple(np.flatnonzero((speeds >= least) & (speeds <= least * (1 + ALIKE))).tolist()): least

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.primitives import require
 from rayfcp.plan.strategies.interface import Proposal
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
@@ -39,14 +40,35 @@ def propose_blocks(
     options: BlockOptions,
     allowed: Iterable[Primitive] = (Primitive.RING,),
 ) -> Proposal:
-    """`propose` with the block planner's own options."""
+    """`propose` with the block planner's own options. Where ranks are not as fast, microbatches are also tried in which
+    the fastest has memory for its part: they are more, but fast ranks that are full leave too much to slow ones."""
+    speeds, most = speeds_of(cluster), cluster.max_tokens_per_rank
+    longest = max(sequence.num_tokens for sequence in sequences)
+    in_parts = max(int(most * speeds.sum() / speeds.max()), longest)
+    found = [
+        _of_room(sequences, room, cluster=cluster, cost=cost, options=options, allowed=allowed)
+        for room in dict.fromkeys((cluster.num_ranks * most, min(in_parts, cluster.num_ranks * most)))
+    ]
+    return min(found, key=lambda proposal: sum(each.predicted_s for each in proposal.microbatches))
+
+
+def _of_room(
+    sequences: Sequence[SequenceSpec],
+    room: int,
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: BlockOptions,
+    allowed: Iterable[Primitive],
+) -> Proposal:
+    """Microbatches of at most `room` tokens, on all ranks."""
     from rayfcp.plan.blocks.columns import batch_of, microbatches_of  # compiled: loaded where a plan is made
     from rayfcp.plan.blocks.planner import plan_blocks
 
     batch, by_id = batch_of(sequences), {sequence.id: sequence for sequence in sequences}
     timed: list[Timed] = []
     sizes = set()
-    for members in microbatches_of(batch, room=cluster.num_ranks * cluster.max_tokens_per_rank):
+    for members in microbatches_of(batch, room=room):
         found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options, allowed=allowed)
         ids = batch.ids[members]
         layout = found.layout(ids)
