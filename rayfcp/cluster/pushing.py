@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import ShardHeader, StateId
@@ -113,7 +113,7 @@ class Pusher:
                 return self._send(keeper, header, drop=drop)
             except RayTaskError as error:
                 logger.warning("the keeper refused a copy of state %s: %r", header.state, error.cause)
-            except (RayActorError, GetTimeoutError) as error:
+            except RayError as error:  # dead, silent, or on a node that is gone before it started
                 logger.warning("the keeper of this device's copies is lost: %s", error)
                 return False
             except LookupError:
@@ -124,7 +124,7 @@ class Pusher:
         """One call where the copy is one chunk. The first chunk announces the copy, so it arrives alone.
 
         Raises:
-            RayTaskError, RayActorError, GetTimeoutError: the keeper refused a chunk, died, did not answer.
+            RayTaskError, RayError: the keeper refused a chunk; it died, did not answer, cannot start.
             LookupError: the copy is not held here any more.
         """
         state, number = header.state, header.number

@@ -11,7 +11,7 @@ from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.schedule import Kind, Planned
 from tests.chaos.strikes import Strikes
 
-STANDSTILL_S = 120.0
+STANDSTILL_S = 300.0
 """After so long without a step something is wrong."""
 
 
