@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from jobs.bench.faults import Moment
 from rayfcp.cluster.checkpoints import CheckpointFolder
-from tests.chaos.census import is_running, living
+from tests.chaos.census import living
 from tests.chaos.grounds import ManyNodes, OneNode
 from tests.chaos.orders import Order, Orders
 from tests.chaos.progress import Progress
@@ -100,12 +100,12 @@ class Strikes:
         return f"node {victim.node_id[:8]} with {_named(victim)}"
 
     def _drain(self, target: int) -> str:
-        """The node goes when nobody works there any more, or at its time."""
+        """The node goes when it is not in use any more, or at its time."""
         victim = _drawn(self._on_nodes(), target)
         self._nodes.announce(victim.node_id, in_s=NOTICE_S)
-        left_s = self._progress.within(NOTICE_S, lambda: not is_running(victim.pid))
+        left_s = self._progress.within(NOTICE_S, lambda: victim.pid not in self._pids_in_use())
         self._nodes.remove(victim.node_id)
-        return f"node {victim.node_id[:8]} with {_named(victim)}, gone after {left_s:.1f} of {NOTICE_S:.0f} s"
+        return f"node {victim.node_id[:8]} with {_named(victim)}, left after {left_s:.1f} of {NOTICE_S:.0f} s"
 
     @property
     def _nodes(self) -> ManyNodes:
@@ -115,6 +115,9 @@ class Strikes:
     def _in_use(self) -> list[Moment]:
         """At least two, so that one is left."""
         return self._progress.until(lambda: self._progress.running(at_least=2), what="two devices in use")
+
+    def _pids_in_use(self) -> set[int]:
+        return {each.pid for each in self._progress.running()}
 
     def _on_nodes(self) -> list[Moment]:
         """Devices on nodes that can be taken away."""
