@@ -18,11 +18,10 @@ from tests.chaos.runs import Ended, chaos_config, run_as_users_do, run_until_str
 from tests.chaos.schedule import Kind, Planned
 from tests.cluster.runs import write_texts
 
+pytestmark = pytest.mark.timeout(600)
+
 NODES = 3
 """Beside the first, whose last CPU takes a worker too."""
-
-HANGS = (Kind.STOP,)
-DEATHS = (Kind.KILL, Kind.TWO_KILLS, Kind.KILL_IN_RECOVERY)
 
 
 @pytest.fixture(scope="module")
