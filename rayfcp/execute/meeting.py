@@ -2,12 +2,13 @@
 
 import os
 import socket
+import stat
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -53,7 +54,7 @@ class Meeting(dist.Store):
         call it. Neighbours notice at once."""
         self._aborted.set()
         for connection in _connections():
-            with connection:
+            with connection, suppress(OSError):  # closed by its other end meanwhile
                 if any(end in self._told for end in _ends(connection)):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -94,15 +95,17 @@ class Meeting(dist.Store):
 
 def _connections() -> Iterator[socket.socket]:
     """Second handles of all TCP connections of this process."""
-    for each in list(Path("/dev/fd").iterdir()):
-        try:
-            found = socket.socket(fileno=os.dup(int(each.name)))
-        except OSError:
-            continue
-        if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
-            yield found
-        else:
-            found.close()
+    for number in os.listdir("/dev/fd"):
+        with suppress(OSError):  # closed meanwhile
+            handle = os.dup(int(number))
+            if not stat.S_ISSOCK(os.fstat(handle).st_mode):
+                os.close(handle)
+                continue
+            found = socket.socket(fileno=handle)
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield found
+            else:
+                found.close()
 
 
 def _ends(connection: socket.socket) -> list[bytes]:
