@@ -105,10 +105,6 @@ def _in_one_line(error: BaseException) -> str:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split()) or type(error).__name__
 
-    def abandon(self) -> None:
-        """Forget a write under way, whose group was aborted: it fails by itself, and nobody waits for it."""
-        self._future = None
-
 
 def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup) -> None:
     """Fill a sharded model and its optimizer from `folder`, written by any number of ranks.
