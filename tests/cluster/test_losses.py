@@ -53,6 +53,7 @@ def crew(company: tuple[Crew, Recruits, Keeping]) -> Iterator[Crew]:
         time.sleep(0.01)
     crew.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in crew.all])
     keeping.cover(crew.members)
+    crew.each(lambda _, worker: worker.abort.remote())
     crew.each(lambda _, worker: worker.rest.remote())
     pids = {fact.pid for fact in crew.facts}
     yield crew
