@@ -16,10 +16,10 @@ from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.layout import with_stages
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.members import WorkerStart
-from rayfcp.cluster.nodes import NodeWatch
+from rayfcp.cluster.nodes import NodeWatch, look
 from rayfcp.cluster.recruits import Recruits
 from rayfcp.cluster.rendezvous import RendezvousStore
-from rayfcp.cluster.restoring import Restorable, restorable
+from rayfcp.cluster.restoring import ANSWER_S, Restorable, restorable
 from rayfcp.cluster.startup import join_devices
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
@@ -69,9 +69,9 @@ class Fleet:
         self._warned: set[str] = set()
         self._generation = -1
 
-    def newest(self) -> Restorable:
-        """The newest state in memory."""
-        found = restorable(self.crew.all, self.keeping)
+    def newest(self, *, up_to: int) -> Restorable:
+        """The newest state in memory of at most so many steps: a step that nobody wrote down has to run again."""
+        found = restorable(self.crew.all, self.keeping, up_to=up_to)
         self._generation = max(self._generation, found.generation)
         return found
 
@@ -162,6 +162,12 @@ class Fleet:
         self.keeping.cover(self.crew.members, avoid=self._watch.view.draining)
         self.crew.each(lambda _, worker: worker.take_snapshot.remote(state))
 
+    def forget_copies(self) -> None:
+        """Nobody goes on from the copies that are there, now or later."""
+        calls = [member.handle.drop_copies.remote() for member in self.crew.all]
+        ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)
+        self.keeping.drop_copies()
+
     def mend_keepers(self, numbers: Iterable[int]) -> None:
         """The keepers of these devices' copies are lost: others take their place."""
         self.keeping.replace({self.crew.members[number].facts.node_id for number in numbers})
@@ -171,7 +177,12 @@ class Fleet:
         """Take note of a loss, and look for replacements."""
         now_s = time.monotonic()
         self._losses += tuple(Loss(place=each.node_id, at_s=now_s) for each in error.lost)
-        failure = Failure(cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=str(error))
+        gone = {each.node_id for each in error.lost if each.cause == "node"}
+        for node in gone - look().alive if gone else ():
+            self.keeping.forget(node)
+        failure = Failure(
+            cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
+        )
         self._want(self._limits.max_devices)
         return failure
 

@@ -83,6 +83,10 @@ class Keeper:
         self._watch.heard()
         self._copies.drop_older(than)
 
+    def drop_copies(self) -> None:
+        self._watch.heard()
+        self._copies.drop_all()
+
     def watch(self, pids: Sequence[int]) -> None:
         """Processes on this node that `kill` may end: these and no others."""
         self._watch.heard()

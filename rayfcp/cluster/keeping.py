@@ -111,6 +111,11 @@ class Keeping:
         for keeper in self.keepers.values():
             keeper.drop_older.remote(than)
 
+    def drop_copies(self) -> None:
+        """All keepers forget all that they hold."""
+        for keeper in self.keepers.values():
+            keeper.drop_copies.remote()
+
     def kill(self, facts: DeviceFacts) -> None:
         """SIGKILL to a worker's process on its node, if that has a keeper. Does not wait."""
         keeper = self.keepers.get(facts.node_id)

@@ -52,6 +52,7 @@ class Pusher:
         self._newest: ShardHeader | None = None
         self._drop: StateId | None = None
         self._pushed = Pushed()
+        self._turn = 0
         threading.Thread(target=self._run, name="pusher", daemon=True).start()
 
     @property
@@ -62,7 +63,14 @@ class Pusher:
         """Send to this keeper from now on, the newest copy first; None: to nobody."""
         with self._changed:
             self._keeper, self._pushed = keeper, Pushed()
+            self._turn += 1
             self._changed.notify_all()
+
+    def forget(self) -> None:
+        """All copies offered up to now are dropped: as if none had been sent."""
+        with self._changed:
+            self._newest, self._pushed = None, Pushed(lost=self._pushed.lost)
+            self._turn += 1
 
     def offer(self, header: ShardHeader, *, safe: StateId | None) -> None:
         """A new copy, which takes the place of one that waits. Copies older than `safe` go from the keeper."""
@@ -71,13 +79,15 @@ class Pusher:
             self._changed.notify_all()
 
     def wait_for(self, state: StateId, *, timeout_s: float) -> bool:
-        """True once the keeper has this state or a newer one, False if not in time, or the keeper is lost."""
+        """True once the keeper has this state or a newer one of the same generation, False if not in time, or the
+        keeper is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._pushed.lost or self._has(state), timeout_s)
             return self._has(state)
 
     def _has(self, state: StateId) -> bool:
-        return self._pushed.kept is not None and self._pushed.kept >= state
+        kept = self._pushed.kept
+        return kept is not None and kept.generation == state.generation and kept >= state
 
     def _due(self) -> bool:
         return (
@@ -91,12 +101,12 @@ class Pusher:
         while True:
             with self._changed:
                 self._changed.wait_for(self._due)
-                keeper, header, drop = self._keeper, self._newest, self._drop
+                keeper, header, drop, turn = self._keeper, self._newest, self._drop, self._turn
             assert header is not None
             start_s = time.perf_counter()
             done = self._push(keeper, header, drop=drop)
             with self._changed:
-                if self._keeper is not keeper:
+                if self._turn != turn:
                     continue
                 if done:
                     seconds = time.perf_counter() - start_s

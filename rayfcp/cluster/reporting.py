@@ -62,6 +62,11 @@ class Journal:
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
         self._began_s, self._productive_s = began_s, 0.0
 
+    @property
+    def last_step(self) -> int:
+        """That is written down."""
+        return self._log.last_step
+
     def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> bool:
         """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
         disk stops no training: the line is written later."""

@@ -24,12 +24,12 @@ class Restorable:
     generation: int
 
 
-def restorable(members: Sequence[Member], keeping: Keeping) -> Restorable:
-    """Ask all workers and keepers what they hold."""
+def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int) -> Restorable:
+    """Ask all workers and keepers what they hold of states of at most `up_to` steps."""
     ours, theirs = sources_of(members, timeout_s=ANSWER_S), keeping.sources(timeout_s=ANSWER_S)
     held = [Held(header=each.header, where=each.holder_id) for each in ours]
     held += [Held(header=each.header, where=each.holder_id, is_keeper=True) for each in theirs]
-    found = newest(held)
+    found = newest(each for each in held if each.header.state.version <= up_to)
     copy = {(each.holder_id, each.header.state, each.header.number): each for each in (*ours, *theirs)}
     sources = (
         # A worker takes from its own copies what it can, and of equal copies the first.

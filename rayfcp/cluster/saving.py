@@ -63,6 +63,16 @@ class Saver:
         """The checkpoint that the run goes on from."""
         return str(self._resume.folder) if self._resume.folder else None
 
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint, 0 if there is none."""
+        return self._saved_step
+
+    @property
+    def saved(self) -> str | None:
+        """The newest checkpoint."""
+        return self.source if self._saved_step == self._resume.step else str(self._folder.latest())
+
     def verify(self, crew: Crew) -> None:
         """Settle, by reading it whole, from which checkpoint the run goes on; later ones are put aside where it does
         not go on with them. To be called before the step log is opened."""

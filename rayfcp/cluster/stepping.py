@@ -39,7 +39,8 @@ class Done:
 class Stepper:
     """Runs the steps of one generation after the other; knows what is finished, and what keepers hold.
 
-    `tell` is given the report of each step once it is committed, each step once.
+    `cost` and `version`: what the first plans are made with, and how many steps were done before. `tell` is given the
+    report of each step once it is committed, each step once.
     """
 
     def __init__(
@@ -51,18 +52,21 @@ class Stepper:
         journal: Journal,
         saver: Saver,
         guard: NumberGuard,
+        cost: CostModel,
+        version: int,
         say: Callable[[str], None],
         tell: Callable[[StepReport], None],
     ) -> None:
         self._config, self._fleet, self._plans, self._tell = config, fleet, plans, tell
         self._journal, self._saver, self._guard = journal, saver, guard
         self._paces = Paces(config.elastic, say=say)
-        self._peak_flops = 0.0
+        self._peak_flops, self._refit = 0.0, Refit.start(cost)
         self._times = StepTimes()
         self._done: Done | None = None
         self._kept: Kept | None = None
+        self._droppable: StateId | None = None
         self._again_to = 0
-        self.last_finished = 0
+        self.last_finished = version
         self.own_s: list[tuple[float, float]] = []
         """Wall and CPU seconds of the controller's own work in each step."""
 
@@ -167,7 +171,10 @@ class Stepper:
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """A reference of each device's report."""
         assert self._kept is not None
-        cluster = self._fleet.cluster
+        cluster, safe = self._fleet.cluster, self._kept.safe
+        if safe is not None and safe.version <= self._journal.last_step:
+            # From a state that is not written down yet a controller that is lost could not go on.
+            self._droppable = safe
         after = StateId(version=step, generation=cluster.generation)
         state = after if self._kept.due(step) else None
         return [
@@ -176,7 +183,7 @@ class Stepper:
                 planned.batch_ref,
                 plan_hash=planned.record.plan_hash,
                 snapshot=state,
-                safe=self._kept.safe if self._kept.every else after,
+                safe=self._droppable if self._kept.every else after,
             )
             for number, worker in enumerate(self._fleet.crew.workers)
         ]

@@ -1,6 +1,5 @@
 """The life of a run inside the controller: open, start, step by step, through losses and resizes, save, end."""
 
-import dataclasses
 import logging
 import statistics
 import threading
@@ -9,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from rayfcp.cluster.adoption import find_living
-from rayfcp.cluster.capacity import configured_bound, device_memory
+from rayfcp.cluster.capacity import configured_bound
+from rayfcp.cluster.costs import StartCosts
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import CannotGoOnError, Finished
@@ -18,30 +18,23 @@ from rayfcp.cluster.guard import NumberGuard
 from rayfcp.cluster.layout import strategy_on
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.losses import RanksLostError
-from rayfcp.cluster.measured import (
-    COMMAND,
-    about_run,
-    analytic_cost,
-    profiled_cost,
-    ranks_per_node,
-    write_measured,
-    write_refitted,
-)
+from rayfcp.cluster.measured import write_refitted
 from rayfcp.cluster.members import WorkerStart
 from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError, resolved_device
 from rayfcp.cluster.planners import Planners, PlanQueue
-from rayfcp.cluster.profiling import start_cost
 from rayfcp.cluster.reporting import Journal
 from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.startup import device_peak_flops, write_skipped
 from rayfcp.cluster.stepping import Stepper
-from rayfcp.cluster.transitions import StoppedError, Transitions
+from rayfcp.cluster.transitions import First, StoppedError, Transitions
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, dump_config
+from rayfcp.plan import CostModel
 from rayfcp.plan.bound import check_longest
 from rayfcp.plan.strategies import slices
+from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, Decision, Move, SequenceSpec, StepReport
 
 logger = logging.getLogger(__name__)
@@ -106,34 +99,30 @@ class TrainingRun:
         if data.index.named_bad_rows:
             self._say(write_skipped(self._run_dir / "skipped_rows.jsonl", data.index.named_bad_rows))
 
-    def _start(self, ending: ExitStack) -> int:
-        """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. How many steps the
-        state has that the devices have taken up."""
+    def _start(self, ending: ExitStack) -> First:
+        """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. What the devices are
+        to begin with."""
         device = resolved_device(self._config)
         fleet = self._fleet = self._gather_fleet(device)
         ending.callback(fleet.end)
-        found = self._living_state()
-        decision = self._first_decision()
+        found, decision = self._first_state()
         cluster = fleet.spec(decision)
         self._check_longest(cluster)
         planners = Planners.start(self._config, self._data.model, say=self._tell)
         ending.callback(planners.end)
-        if found is None:
-            self._saver.verify(fleet.crew)
         version = self._saver.first_step - 1 if found is None or found.state is None else found.state.version
         self._open_journal(ending, version=version)
-        self._connect(planners)
+        self._costs = StartCosts(
+            self._config, self._data.model, device=device, profile_path=self._profile_path, say=self._say
+        )
+        self._connect(planners, guess=self._costs.guess(fleet.crew, cluster), version=version)
         self._say(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
-        formed = self._transitions.begin(decision, cluster, found=found)
-        left = len(fleet.crew.waiting)
+        left = len(fleet.crew.all) - len(decision.devices)
         if left:
-            self._say(f"{left} of {left + len(formed.ids)} devices stand by: {cluster.num_ranks} ranks need the others")
+            self._say(f"{left} of {len(fleet.crew.all)} devices stand by: {cluster.num_ranks} ranks need the others")
         if version:
             self._say(f"going on after step {version}{' from copies in memory' if found else ''}")
-        self._measure(cluster, device=device)
-        self._stepper.plan_for(cluster, formed.ids, version=version)
-        self._stepper.begin(formed, version=version)
-        return version
+        return First(decision=decision, cluster=cluster, found=found, version=version)
 
     def _open_journal(self, ending: ExitStack, *, version: int) -> None:
         journal = self._journal = Journal(
@@ -143,7 +132,7 @@ class TrainingRun:
         for reason, count in self._data.index.skipped.items():
             journal.metrics.count_skipped(reason, count=count)
 
-    def _connect(self, planners: Planners) -> None:
+    def _connect(self, planners: Planners, *, guess: CostModel, version: int) -> None:
         """What runs steps, and what carries the run from one set of devices to the next."""
         self._stepper = Stepper(
             self._config,
@@ -152,6 +141,8 @@ class TrainingRun:
             journal=self._journal,
             saver=self._saver,
             guard=NumberGuard(self._config, data_dir=self._data_dir, say=self._tell),
+            cost=guess,
+            version=version,
             say=self._tell,
             tell=self._reports.append,
         )
@@ -164,13 +155,25 @@ class TrainingRun:
             say=self._tell,
         )
 
-    def _first_decision(self) -> Decision:
-        decision = self._fleet.await_devices(None, stopping=self._stopping)
-        if decision.what is Move.GIVE_UP:
-            raise CannotGoOnError(decision.reason)
-        if not decision.devices:
-            raise StoppedError
-        return decision
+    def _first_state(self) -> tuple[Restorable | None, Decision]:
+        """What living workers and keepers hold, None if the run goes on from a checkpoint, by now verified, or from
+        nothing; and with which devices."""
+        while True:
+            found = self._living_state()
+            decision = self._fleet.await_devices(None, stopping=self._stopping)
+            if decision.what is Move.GIVE_UP:
+                raise CannotGoOnError(decision.reason)
+            if not decision.devices:
+                raise StoppedError
+            try:
+                if found is None:
+                    self._fleet.forget_copies()
+                    self._saver.verify(self._fleet.crew)
+            except RanksLostError as error:
+                self._fleet.count_loss(error)
+                self._say(f"{error}, before the first step; starting with those that live")
+            else:
+                return found, decision
 
     def _gather_fleet(self, device: str) -> Fleet:
         """The devices that a lost controller left behind, or new ones."""
@@ -203,43 +206,43 @@ class TrainingRun:
 
     def _living_state(self) -> Restorable | None:
         """What living workers and keepers hold that is newer than the newest checkpoint."""
-        found = self._fleet.newest()
+        found = self._fleet.newest(up_to=self._logged_step())
         return found if found.state is not None and found.state.version >= self._saver.first_step else None
 
-    def _measure(self, cluster: ClusterSpec, *, device: str) -> None:
-        """Coefficients of `rayfcp profile` for the same model and ranks, or measured now: after a resume too,
-        since the ranks may be others. Steps refit them from there."""
-        self._say("measuring devices")
-        config, crew, model = self._config, self._fleet.crew, self._data.model
-        about = about_run(config, model, device=device, cluster=cluster)
-        cost = profiled_cost(self._profile_path, about=about)
-        if cost is not None:
-            self._say(f"cost model of {COMMAND} in {self._profile_path}")
-        else:
-            memory_bytes = device_memory(config, crew.facts)
-            guess = dataclasses.replace(
-                analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=memory_bytes),
-                ranks_per_node=ranks_per_node(cluster),
-            )
-            measured = start_cost(
-                crew, guess, cluster=cluster, max_seqlen=config.data.max_seqlen, primitives=config.plan.primitives
-            )
-            write_measured(self._profile_path, measured, about=about)
-            cost = measured.fit.cost
-        self._stepper.learn_from(cost, peak_flops=device_peak_flops(config, crew))
+    def _logged_step(self) -> int:
+        reports = read_steps(self._run_dir / "steps.jsonl")
+        return reports[-1].step if reports else 0
 
-    def _train(self, version: int) -> Finished:
-        """Until the last step, or until the user asks for an end, and the checkpoint after it."""
-        self._say("training")
+    def _train(self, first: First) -> Finished:
+        """Until the last step, or until the user asks for an end, and the checkpoint after it. The first generation,
+        and what is measured with it, may be lost as any other."""
+        version, formed, measured = first.version, False, False
         while True:
             try:
+                if not formed:
+                    formed = True
+                    self._transitions.begin(first)
+                if not measured:
+                    self._measure(version)
+                    measured = True
                 while version < self._config.train.steps and not self._stopping.is_set():
                     self._transitions.at_boundary(version=version)
                     self._stepper.run(version + 1)
                     version += 1
                 return self._finish(version)
             except RanksLostError as error:
-                version = self._transitions.after_loss(error, step=version + 1)
+                try:
+                    version = self._transitions.after_loss(error, step=version + 1)
+                except StoppedError:
+                    return Finished(last_step=self._saver.saved_step, checkpoint=self._saver.saved)
+
+    def _measure(self, version: int) -> None:
+        """Steps are planned with what the devices show."""
+        fleet, stepper = self._fleet, self._stepper
+        cost = self._costs.measure(fleet.crew, fleet.cluster)
+        stepper.learn_from(cost, peak_flops=device_peak_flops(self._config, fleet.crew))
+        stepper.plan_for(fleet.cluster, fleet.ids, version=version)
+        self._say("training")
 
     def _finish(self, version: int) -> Finished:
         """Write down the last step and save."""

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.fleet import Fleet, Formed
@@ -17,6 +18,17 @@ from rayfcp.values import ClusterSpec, Decision, Move
 
 class StoppedError(Exception):
     """The user asked for an end while there was no generation that could run a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """What the first generation is to be, and the state after `version` steps that it takes up: `found` in memory, else
+    the checkpoint that the run goes on from, else first weights."""
+
+    decision: Decision
+    cluster: ClusterSpec
+    found: Restorable | None
+    version: int
 
 
 class Transitions:
@@ -36,20 +48,19 @@ class Transitions:
         self._fleet, self._stepper, self._saver, self._journal = fleet, stepper, saver, journal
         self._stopping, self._say = stopping, say
 
-    def begin(self, decision: Decision, cluster: ClusterSpec, *, found: Restorable | None) -> Formed:
-        """The first generation, with a state that living workers and keepers hold, else from the checkpoint that the
-        run goes on from, else with first weights.
+    def begin(self, first: First) -> None:
+        """The first generation; it is not planned for yet.
 
         Raises:
             RanksLostError: a device was lost meanwhile.
         """
-        formed = self._fleet.form(decision, cluster, empty=found is not None)
-        if found is not None:
-            self._fleet.fill(found)
+        formed = self._fleet.form(first.decision, first.cluster, empty=first.found is not None)
+        if first.found is not None:
+            self._fleet.fill(first.found)
         else:
             self._saver.resume(self._fleet.crew)
         self._note(formed)
-        return formed
+        self._stepper.begin(formed, version=first.version)
 
     def at_boundary(self, *, version: int) -> None:
         """After `version` steps: grow, or leave nodes that are about to go, where that is decided.
@@ -114,7 +125,7 @@ class Transitions:
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation and give it the newest state that there is; `version`, where it is known and
         planned for."""
-        found = self._fleet.newest()
+        found = self._fleet.newest(up_to=self._stepper.last_finished)
         if found.state is not None and found.state.version != version:
             version = found.state.version
             self._stepper.plan_for(cluster, decision.devices, version=version)
@@ -129,7 +140,9 @@ class Transitions:
         return version
 
     def _fall_back(self, found: Restorable, decision: Decision, cluster: ClusterSpec) -> int:
-        """No state has all its shards: the newest checkpoint, or the first weights."""
+        """No state has all its shards: the newest checkpoint, or the first weights. What copies are left of are of
+        steps that run again."""
+        self._fleet.forget_copies()
         version = self._saver.fall_back(self._fleet.crew)
         whence = f"the checkpoint of step {version}" if version else "the beginning, for there is no checkpoint"
         self._say(f"{found.reason}; going on from {whence}")

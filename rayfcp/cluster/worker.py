@@ -204,6 +204,13 @@ class RankWorker:
         """Forget copies of older states."""
         self._engine.copies.drop_older(than)
 
+    @copies
+    def drop_copies(self) -> None:
+        """Forget all copies; none is sent any more."""
+        self._watch.heard()
+        self._pusher.forget()
+        self._engine.copies.drop_all()
+
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
         """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
         from rayfcp.execute.calibrate import time_passes

@@ -153,6 +153,13 @@ class HeldCopies:
             for state, number in [key for key in self._copies if key[0] < than]:
                 self._drop(self._copies.pop((state, number)))
 
+    def drop_all(self) -> None:
+        """Forget all copies, complete or not."""
+        with self._lock:
+            for copy in self._copies.values():
+                self._drop(copy)
+            self._copies.clear()
+
     @property
     def num_bytes(self) -> int:
         """Of all buffers, spare ones included."""
