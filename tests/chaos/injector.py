@@ -11,6 +11,8 @@ from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.schedule import Kind, Planned
 from tests.chaos.strikes import Strikes
 
+STEPS_APART = 2
+
 STANDSTILL_S = 300.0
 """After so long without a step something is wrong."""
 
@@ -26,8 +28,8 @@ class Struck:
 
 
 class Injector(threading.Thread):
-    """Strikes when `steps.jsonl` shows that the run has come to the fault's step, and `num_devices` are in use, or,
-    after `patience_s`, fewer.
+    """Strikes when `steps.jsonl` shows that the run has come to the fault's step, and gone on for `STEPS_APART` steps
+    after the last fault, and `num_devices` are in use, or, after `patience_s`, fewer.
 
     `say`: told of each fault, a line.
     """
@@ -88,7 +90,8 @@ class Injector(threading.Thread):
 
     def _await(self, planned: Planned) -> None:
         progress = self._progress
-        self._await_step(planned.step - 1)
+        last = self._struck[-1].step if self._struck else 0
+        self._await_step(max(planned.step - 1, last + STEPS_APART))
         progress.within(self._patience_s, lambda: progress.running(at_least=self._num_devices))
         progress.pause(planned.moment * progress.usual_s)
 
