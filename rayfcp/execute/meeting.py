@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -95,9 +96,9 @@ class Meeting(dist.Store):
 
 def _connections() -> Iterator[socket.socket]:
     """Second handles of all TCP connections of this process."""
-    for number in os.listdir("/dev/fd"):
+    for each in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):  # closed meanwhile
-            handle = os.dup(int(number))
+            handle = os.dup(int(each.name))
             if not stat.S_ISSOCK(os.fstat(handle).st_mode):
                 os.close(handle)
                 continue
