@@ -141,15 +141,20 @@ class Gathering:
         return [refs[ref] for ref in left]
 
     def _free(self, freeing: Callable[[], None] | None) -> None:
-        """Abort what the living are in, and wait until their calls have ended; who does not is hung as well."""
+        """Abort what the living are in, and wait until their calls have ended; who does not is hung as well. A call
+        that had not begun when it was aborted is aborted again."""
         living = [number for number in range(len(self._members)) if number not in self._gone]
         refs = {self._members[number].handle.abort.remote(): number for number in living}
         if freeing is not None:
             freeing()
         self._gone |= dict.fromkeys(self._unanswered(refs, until_death=False), "hung")
         end_s = time.monotonic() + self._end_s
+        again: dict[Any, int] = {}
         while self._waiting_for_living() and time.monotonic() < end_s:
-            self._take_ended()
+            if not self._take_ended():
+                pending = [self._number_of[ref] for ref in self._waiting]
+                again |= {self._members[number].handle.abort.remote(): number for number in pending}
+        self._unanswered(again, until_death=False)  # so that none of them meets a later call
         self._gone |= {self._number_of[ref]: "hung" for ref in self._waiting}
 
     def _waiting_for_living(self) -> bool:
