@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,14 @@ class Pushed:
     seconds: float = 0.0
     num_bytes: int = 0
     lost: bool = False
+
+
+class Waited(StrEnum):
+    """What came of waiting until a keeper has a copy."""
+
+    KEPT = "kept"
+    LATE = "late"
+    LOST = "lost"
 
 
 class Pusher:
@@ -78,12 +87,13 @@ class Pusher:
             self._newest, self._drop = header, safe
             self._changed.notify_all()
 
-    def wait_for(self, state: StateId, *, timeout_s: float) -> bool:
-        """True once the keeper has this state or a newer one of the same generation, False if not in time, or the
-        keeper is lost."""
+    def wait_for(self, state: StateId, *, timeout_s: float) -> Waited:
+        """Until the keeper has this state or a newer one of the same generation, is lost, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._pushed.lost or self._has(state), timeout_s)
-            return self._has(state)
+            if self._has(state):
+                return Waited.KEPT
+            return Waited.LOST if self._pushed.lost else Waited.LATE
 
     def _has(self, state: StateId) -> bool:
         kept = self._pushed.kept
@@ -128,6 +138,9 @@ class Pusher:
                 return False
             except LookupError:
                 return False  # dropped here meanwhile: a newer one waits
+            except Exception:
+                logger.exception("a copy of state %s cannot be sent", header.state)
+                return False
         return False
 
     def _send(self, keeper: Any, header: ShardHeader, *, drop: StateId | None) -> bool:

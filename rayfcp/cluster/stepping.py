@@ -13,6 +13,7 @@ from rayfcp.cluster.measured import ranks_per_node
 from rayfcp.cluster.observing import observations
 from rayfcp.cluster.paces import Paces
 from rayfcp.cluster.planners import PlannedStep, PlanQueue
+from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
 from rayfcp.config import Config
@@ -161,12 +162,14 @@ class Stepper:
         while not self._kept.may_dispatch(step):
             state, crew = self._kept.needed(step), self._fleet.crew
             timeout_s = self._config.elastic.hang_min_s
-            kept = crew.gather([each.await_kept.remote(state, timeout_s=timeout_s) for each in crew.workers])
-            late = [number for number, done in enumerate(kept) if not done]
-            self._kept = self._kept.after({each: state for number, each in enumerate(self._fleet.ids) if kept[number]})
-            if late:
-                logger.warning("keepers lack %s of %d devices; waiting before step %d", state, len(late), step)
-                self._fleet.mend_keepers(late)
+            waited = crew.gather([each.await_kept.remote(state, timeout_s=timeout_s) for each in crew.workers])
+            kept = [each for each, found in zip(self._fleet.ids, waited, strict=True) if found is Waited.KEPT]
+            self._kept = self._kept.after(dict.fromkeys(kept, state))
+            lost = [number for number, found in enumerate(waited) if found is Waited.LOST]
+            if lost:
+                self._fleet.mend_keepers(lost)
+            elif len(kept) < len(waited):
+                logger.warning("keepers lack %s of %d devices for long", state, len(waited) - len(kept))
 
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """A reference of each device's report."""

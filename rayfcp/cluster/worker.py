@@ -15,7 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous, Source
 from rayfcp.cluster.orphans import OrphanWatch
-from rayfcp.cluster.pushing import Pusher
+from rayfcp.cluster.pushing import Pusher, Waited
 from rayfcp.config import Config
 from rayfcp.execute.copies import Wanted
 from rayfcp.execute.integrity import FileSum, find_damage
@@ -122,8 +122,8 @@ class RankWorker:
         return self._engine.copies.pieces(state, number, wanted=wanted)
 
     @copies
-    def await_kept(self, state: StateId, *, timeout_s: float) -> bool:
-        """True once a keeper has this device's copy of this state or a newer one; False if not in time."""
+    def await_kept(self, state: StateId, *, timeout_s: float) -> Waited:
+        """Until a keeper has this device's copy of this state or a newer one; see `Pusher.wait_for`."""
         self._watch.heard()
         return self._pusher.wait_for(state, timeout_s=timeout_s)
 

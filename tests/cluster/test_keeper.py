@@ -13,7 +13,7 @@ import ray
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.keeper import born
 from rayfcp.cluster.keeping import Keeping, ring, sources_of
-from rayfcp.cluster.pushing import Pusher
+from rayfcp.cluster.pushing import Pusher, Waited
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import Box, StateId
 from tests.cluster.light import bytes_of, free_cpus_again, light_config, light_start, lives, shard, until
@@ -56,7 +56,7 @@ def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> N
     worker, keeping = kept
     header = shard(10 + num_bytes, num_bytes=num_bytes)
     worker.keep.remote(header, bytes_of(header))
-    assert ray.get(worker.await_kept.remote(header.state, timeout_s=30))
+    assert ray.get(worker.await_kept.remote(header.state, timeout_s=30)) == Waited.KEPT
     (source,) = keeping.sources(timeout_s=10)
     assert source.header == header
     wanted = [("weight", "parameter", Box(offsets=(0,), sizes=(num_bytes,)))] if num_bytes else []
@@ -79,13 +79,15 @@ def test_a_keeper_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: 
     (member,) = started_members(worker)
     first, second = shard(9000), shard(9001)
     worker.keep.remote(first, bytes_of(first))
-    assert ray.get(worker.await_kept.remote(first.state, timeout_s=30))
+    assert ray.get(worker.await_kept.remote(first.state, timeout_s=30)) == Waited.KEPT
     ray.kill(keeping.keeper_of(member.facts.node_id))
     worker.keep.remote(second, bytes_of(second))
-    assert not ray.get(worker.await_kept.remote(second.state, timeout_s=30)), "lost, long before the time is over"
+    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.LOST, (
+        "lost, long before the time is over"
+    )
     assert keeping.sources(timeout_s=10) == [], "a dead keeper is forgotten"
     keeping.cover([member])
-    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30))
+    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.KEPT
     assert [source.header for source in keeping.sources(timeout_s=10)] == [second]
 
 
@@ -135,7 +137,7 @@ def test_a_damaged_copy_is_sent_again_and_never_seen(kept: tuple[object, Keeping
     copies.put(header, bytes_of(header))
     pusher.use(keeper)
     pusher.offer(header, safe=None)
-    assert pusher.wait_for(header.state, timeout_s=30) == arrives
+    assert pusher.wait_for(header.state, timeout_s=30) == (Waited.KEPT if arrives else Waited.LOST)
     assert pusher.pushed.lost != arrives
     found = [source.header for source in keeping.sources(timeout_s=10)]
     assert (header in found) == arrives
@@ -151,7 +153,7 @@ def test_older_copies_go_when_newer_ones_come(kept: tuple[object, Keeping]) -> N
         header = shard(version, number=3)
         copies.put(header, bytes_of(header))
         pusher.offer(header, safe=StateId(version=version - 1, generation=0) if version > 1 else None)
-        assert pusher.wait_for(header.state, timeout_s=30)
+        assert pusher.wait_for(header.state, timeout_s=30) == Waited.KEPT
         assert pusher.pushed.num_bytes == 2500
         assert pusher.pushed.seconds > 0
         headers = [source.header for source in keeping.sources(timeout_s=10)]
@@ -171,7 +173,7 @@ def test_a_keeper_that_is_stopped_is_lost(kept: tuple[object, Keeping]) -> None:
     try:
         pusher.use(keeper)
         pusher.offer(header, safe=None)
-        assert not pusher.wait_for(header.state, timeout_s=30)
+        assert pusher.wait_for(header.state, timeout_s=30) == Waited.LOST
         assert pusher.pushed.lost
     finally:
         os.kill(pid, signal.SIGCONT)

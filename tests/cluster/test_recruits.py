@@ -13,6 +13,7 @@ from rayfcp.cluster.adoption import end_leftovers, find_living
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.keeping import Keeping, sources_of
 from rayfcp.cluster.placement import ask
+from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.recruits import Recruits
 from rayfcp.config import Config
 from rayfcp.execute.reports import CollectiveFailedError
@@ -99,7 +100,7 @@ def test_a_new_controller_finds_who_lives_and_ends_the_silent(config: Config) ->
     keeping.cover(crew.members)
     header = shard(4)
     crew.workers[0].keep.remote(header, bytes_of(header))
-    assert ray.get(crew.workers[0].await_kept.remote(header.state, timeout_s=30))
+    assert ray.get(crew.workers[0].await_kept.remote(header.state, timeout_s=30)) == Waited.KEPT
     forgotten = ask(config, device="cpu", run_key="left")
     busy = crew.workers[0].exchange.remote()
     os.kill(crew.facts[1].pid, signal.SIGSTOP)
