@@ -4,6 +4,8 @@ Driver and controller name the class, so torch and the model library are importe
 """
 
 import dataclasses
+import gc
+import importlib
 import os
 import socket
 from collections.abc import Sequence
@@ -63,6 +65,7 @@ class RankWorker:
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
+        _settle_memory()
         elastic = self._config.elastic
         self._pusher = Pusher(
             self._engine.copies,
@@ -264,6 +267,13 @@ class RankWorker:
 
     def close(self) -> None:
         self._engine.close()
+
+
+def _settle_memory() -> None:
+    """What was imported stays. Collections of garbage, one of which is part of each recovery, need not look at it."""
+    importlib.import_module("rayfcp.models.build")
+    gc.collect()
+    gc.freeze()
 
 
 def loopback_interface() -> str:

@@ -260,10 +260,13 @@ class RankEngine:
     @collective
     def leave(self) -> None:
         """Finish what is being written and leave the generation in order, as all devices do at once. Copies stay."""
-        if self._member.world is not None:
+        was_in = self._member.world is not None
+        if was_in:
             self._writer.finish()
             self._member.leave()
         self._forget()
+        if was_in:
+            self._member.collect()
 
     def _forget(self) -> None:
         """Be rid of all that belongs to the last generation, its memory and a write under way included."""

@@ -1,5 +1,6 @@
 """This process's part in one generation of devices after another, which another thread can end at any time."""
 
+import functools
 import gc
 import logging
 import threading
@@ -31,6 +32,7 @@ class Membership:
         self._start_timeout_s, self._collective_timeout_s = start_timeout_s, collective_timeout_s
         self._meeting: Meeting | None = None
         self._lock = threading.Lock()
+        self._caches = _caches_of_shapes()
         self.world: World | None = None
 
     @property
@@ -47,7 +49,6 @@ class Membership:
 
     def join(self, place: Place, *, store: Callable[[], dist.Store]) -> World:
         """Meet the others at the store and make groups."""
-        _forget_shapes()
         meeting = Meeting(store, timeout_s=self._start_timeout_s)
         self._meeting = meeting
         self.world = join_world(
@@ -86,14 +87,25 @@ class Membership:
         if dist.is_initialized():
             dist.destroy_process_group()
         self._meeting = None
+        self.collect()
+
+    def collect(self) -> None:
+        """Free what is left of a generation. Sharded tensors that torch remembers would keep its groups; and meshes of
+        two generations are equal if their devices' numbers are, though this process may have another number now."""
+        tensor_debug._clear_sharding_prop_cache()
+        getattr(_redistribute, "_planner_cache", {}).clear()  # some releases have it
+        for cache in self._caches:
+            cache.cache_clear()
         gc.collect()
 
 
-def _forget_shapes() -> None:
-    """Clear what torch remembers of sharded tensors by their mesh: local shapes of this process's old place. Meshes of
-    two generations are equal if their devices' numbers are, though this process may have another number now."""
-    tensor_debug._clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+def _caches_of_shapes() -> list[Any]:
+    """What torch remembers of sharded tensors by their mesh, as caches of functions; some are in closures only."""
+    return [
+        each
+        for each in gc.get_objects()
+        if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed.tensor")
+    ]
 
 
 def abort_accelerator(device: torch.device) -> None:

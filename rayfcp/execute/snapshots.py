@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rayfcp.execute.copies import HeldCopies, Wanted
 from rayfcp.execute.groups import Place
+from rayfcp.execute.shards import PARAMETER, Part, entries_of, own_box, parts_of, scalars_of, wanted_parts
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
-
-PARAMETER = "parameter"
-ALIGNMENT = 64
-"""Bytes; entries begin at multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +27,6 @@ class Source:
 
     header: ShardHeader
     pieces: Callable[[Sequence[Wanted]], Sequence[np.ndarray[Any, Any]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A tensor of this device, its own memory."""
-
-    name: str
-    kind: str
-    box: Box
-    tensor: Tensor
 
 
 class Snapshots:
@@ -67,6 +52,8 @@ class Snapshots:
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = place
+        self._boxes: dict[Tensor, Box] = {}
+        self._laid_out: tuple[tuple[ShardEntry, ...], int] = ((), 0)
         self._lock = threading.Lock()
         self._under_way: tuple[ShardHeader, np.ndarray[Any, Any], Any] | None = None
         self._stream: Any = None
@@ -81,21 +68,34 @@ class Snapshots:
         """
         self.settle()
         start_s = time.perf_counter()
-        parts = list(_parts(self._module, self._optimizer))
-        entries, num_bytes = _entries(parts)
+        parts = list(parts_of(self._module, self._optimizer, box_of=self._box))
+        entries, num_bytes = self._lay_out(parts)
         header = ShardHeader(
             state=state,
             number=self._place.device,
             num_devices=self._place.num_devices,
             entries=entries,
             num_bytes=num_bytes,
-            scalars=_scalars(self._optimizer),
+            scalars=scalars_of(self._optimizer),
         )
         self._copy(parts, header=header, buffer=self._copies.spare(num_bytes))
         self.seconds += time.perf_counter() - start_s
         return header
 
-    def _copy(self, parts: Sequence[_Part], *, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
+    def _box(self, parameter: Tensor) -> Box:
+        """Worked out once: parameters stay where they are as long as there is this generation."""
+        if parameter not in self._boxes:
+            self._boxes[parameter] = own_box(parameter)
+        return self._boxes[parameter]
+
+    def _lay_out(self, parts: Sequence[Part]) -> tuple[tuple[ShardEntry, ...], int]:
+        """`entries_of`, again only when the optimizer has got more to hold."""
+        entries, _ = self._laid_out
+        if [(part.name, part.kind) for part in parts] != [(entry.name, entry.kind) for entry in entries]:
+            self._laid_out = entries_of(parts)
+        return self._laid_out
+
+    def _copy(self, parts: Sequence[Part], *, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
         flat = torch.from_numpy(buffer)
         pairs = [
             (flat[entry.start_byte : entry.start_byte + entry.num_bytes].view(part.tensor.dtype), part.tensor)
@@ -103,8 +103,7 @@ class Snapshots:
         ]
         kinds = {part.tensor.device.type for part in parts} - {"cpu"}
         if not kinds:
-            for view, tensor in pairs:
-                view.view(tensor.shape).copy_(tensor)
+            torch._foreach_copy_([view.view(tensor.shape) for view, tensor in pairs], [tensor for _, tensor in pairs])
             self._copies.put(header, buffer)
             return
         accelerator = getattr(torch, kinds.pop())
@@ -155,8 +154,8 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
     if len(states) != 1:
         raise ValueError(f"copies are of {len(states)} states {sorted(states)}, must be of one; ask for one state only")
     held = _holders(sources)
-    parts = list(_wanted_parts(module, optimizer, kinds=_kinds(held), scalars=_common_scalars(sources)))
-    orders: dict[int, list[tuple[_Part, Box]]] = defaultdict(list)
+    parts = list(wanted_parts(module, optimizer, kinds=_kinds(held), scalars=_common_scalars(sources)))
+    orders: dict[int, list[tuple[Part, Box]]] = defaultdict(list)
     for part in parts:
         for at, box in _cover(part, held.get((part.name, part.kind), {})):
             orders[at].append((part, box))
@@ -201,7 +200,7 @@ def _kinds(held: Holders) -> dict[str, list[str]]:
     return kinds
 
 
-def _cover(part: _Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
+def _cover(part: Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
     found: list[tuple[int, Box]] = []
     itemsizes = set()
     for box, (at, itemsize) in boxes.items():
@@ -226,74 +225,8 @@ def _cover(part: _Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Bo
 
 
 @torch.no_grad()
-def _put(part: _Part, box: Box, *, piece: np.ndarray[Any, Any]) -> None:
+def _put(part: Part, box: Box, *, piece: np.ndarray[Any, Any]) -> None:
     ends = zip(box.offsets, part.box.offsets, box.sizes, strict=True)
     target = part.tensor[tuple(slice(at - start, at - start + size) for at, start, size in ends)]
     flat = torch.from_numpy(np.require(piece.reshape(-1), requirements="W").view(np.uint8))
     target.copy_(flat.view(part.tensor.dtype).view(target.shape))
-
-
-def _wanted_parts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, kinds: dict[str, list[str]], scalars: dict[str, float]
-) -> Iterator[_Part]:
-    """All parts that the device is to hold, with memory for them."""
-    optimizer.state.clear()
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in module.named_parameters():
-        if parameter in trained and name in kinds:
-            numbers = {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
-            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds[name]}
-            optimizer.state[parameter] = numbers | moments
-    yield from _parts(module, optimizer)
-
-
-def _parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[_Part]:
-    """Tensors of the device, by parameter; those of which it has nothing are left out."""
-    for name, parameter in module.named_parameters():
-        box = _box(parameter)
-        if box.num_elements:
-            yield _Part(name=name, kind=PARAMETER, box=box, tensor=_local(parameter))
-            for kind, value in optimizer.state.get(parameter, {}).items():
-                if _is_shaped(value, parameter):
-                    yield _Part(name=name, kind=kind, box=box, tensor=_local(value))
-
-
-def _is_shaped(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
-
-
-def _scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers of the optimizer's state; all parameters have the same."""
-    found: dict[str, set[float]] = defaultdict(set)
-    for parameter, state in optimizer.state.items():
-        for kind, value in state.items():
-            if not _is_shaped(value, parameter):
-                found[kind].add(float(value))
-    for kind, values in found.items():
-        if len(values) > 1:
-            raise RuntimeError(
-                f"{kind} of the optimizer is {sorted(values)}; all parameters must have been updated alike"
-            )
-    return {kind: values.pop() for kind, values in found.items()}
-
-
-def _entries(parts: Iterable[_Part]) -> tuple[tuple[ShardEntry, ...], int]:
-    """Where each part lies in the buffer, and the buffer's bytes."""
-    entries, at = [], 0
-    for part in parts:
-        itemsize = part.tensor.element_size()
-        entries.append(ShardEntry(name=part.name, kind=part.kind, box=part.box, itemsize=itemsize, start_byte=at))
-        at += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-    return tuple(entries), at
-
-
-def _box(parameter: Tensor) -> Box:
-    """This device's part of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return Box(offsets=(0,) * parameter.ndim, sizes=tuple(parameter.shape))
-    sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
