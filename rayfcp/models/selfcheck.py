@@ -85,7 +85,11 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     _disturb(ours, generator)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
     theirs.load_state_dict(ours.model.state_dict())
+    buffers = _kept_buffers(ours)
     found = {"packed sequences": _result(_packed([ours], rows), [ours])}
+    for name, value in _kept_buffers(ours).items():
+        if not torch.equal(value, buffers[name]):
+            raise ValueError(f"buffer {name} changes in training, but copies of the state hold parameters only")
     if num_stages > 1:
         stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
         found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows), stages)
@@ -94,6 +98,12 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
         for row in rows
     ]
     return found, _result(torch.stack(alone).sum(), [theirs])
+
+
+def _kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those that belong to the model's state, as they are now."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value.clone() for name, value in model.state_dict().items() if name not in parameters}
 
 
 def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[CausalLM]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.qwen3 import modeling_qwen3
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import ModelConfig
@@ -81,3 +82,21 @@ def test_a_model_of_the_run_passes_as_it_is_configured() -> None:
 
 def test_a_model_of_one_layer_passes() -> None:
     check_supported(AutoConfig.for_model("qwen3", num_hidden_layers=1))
+
+
+def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the state has none."""
+
+    class Counting(modeling_qwen3.Qwen3RMSNorm):
+        def __init__(self, *args: Any, **keywords: Any) -> None:
+            super().__init__(*args, **keywords)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return super().forward(hidden)
+
+    check_supported(library("qwen3"))
+    monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", Counting)
+    with pytest.raises(ConfigError, match=r"buffer .*\.seen changes in training"):
+        check_supported(library("qwen3"))
