@@ -4,11 +4,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
 from rayfcp.cluster.adoption import Living
+from rayfcp.cluster.asking import death
 from rayfcp.cluster.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import Dataset
@@ -71,7 +72,7 @@ class Fleet:
 
     def newest(self, *, up_to: int) -> Restorable:
         """The newest state in memory of at most so many steps: a step that nobody wrote down has to run again."""
-        found = restorable(self.crew.all, self.keeping, up_to=up_to)
+        found = restorable(self.crew.all, self.keeping, up_to=up_to, patience_s=self._config.elastic.hang_min_s)
         self._generation = max(self._generation, found.generation)
         return found
 
@@ -94,6 +95,12 @@ class Fleet:
         if failure is None and waiting_since_s is None and self._formed is not None and self._is_quiet():
             return Decision(what=Move.GO_ON, reason="the devices are the same")
         return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
+
+    def decide_for_any(self, failure: Failure) -> Decision:
+        """As `decide`, after a loss, if as few devices were enough as the model fits on."""
+        facts = self._facts(failure=failure, waiting_since_s=None)
+        least = replace(facts.limits, min_devices=facts.limits.tensor_parallel)
+        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=time.monotonic())
 
     def await_devices(self, failure: Failure | None, *, stopping: threading.Event) -> Decision:
         """The decision after a loss (or before the first generation), once it is not to wait."""
@@ -159,8 +166,16 @@ class Fleet:
         Raises:
             RanksLostError: one was lost meanwhile.
         """
-        self.keeping.cover(self.crew.members, avoid=self._watch.view.draining)
         self.crew.each(lambda _, worker: worker.take_snapshot.remote(state))
+
+    def cover(self) -> None:
+        """Every device has a keeper on another node that is to stay, and one on its own that ends it if it hangs."""
+        self.keeping.cover(self.crew.all, avoid=self._watch.view.draining)
+
+    def end_leaving(self) -> None:
+        """End the devices that stand by on nodes that are about to go."""
+        draining = self._watch.view.draining
+        self.crew.drop([each.id for each in self.crew.waiting if each.facts.node_id in draining])
 
     def forget_copies(self) -> None:
         """Nobody goes on from the copies that are there, now or later."""
@@ -171,7 +186,7 @@ class Fleet:
     def mend_keepers(self, numbers: Iterable[int]) -> None:
         """The keepers of these devices' copies are lost: others take their place."""
         self.keeping.replace({self.crew.members[number].facts.node_id for number in numbers})
-        self.keeping.cover(self.crew.members, avoid=self._watch.view.draining)
+        self.cover()
 
     def count_loss(self, error: RanksLostError) -> Failure:
         """Take note of a loss, and look for replacements."""
@@ -180,6 +195,7 @@ class Fleet:
         gone = {each.node_id for each in error.lost if each.cause == "node"}
         for node in gone - look().alive if gone else ():
             self.keeping.forget(node)
+        self._drop_dead()
         failure = Failure(
             cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
         )
@@ -207,6 +223,12 @@ class Fleet:
                 end()
             except Exception:
                 logger.exception("ending devices")
+
+    def _drop_dead(self) -> None:
+        """Of those who stand by."""
+        beats = {member.handle.beat.remote(): member.id for member in self.crew.waiting}
+        done = ray.wait(list(beats), num_returns=len(beats), timeout=ANSWER_S)[0] if beats else []
+        self.crew.drop([beats[ref] for ref in done if death(ref) is not None])
 
     def _look(self) -> None:
         """Those who came stand by."""

@@ -1,13 +1,22 @@
 """From where a generation takes up its state, if not from a checkpoint."""
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
 
 from rayfcp.cluster.facts import Source
-from rayfcp.cluster.keeping import Keeping, sources_of
+from rayfcp.cluster.keeping import Keeping, keeper_id
 from rayfcp.cluster.members import Member
 from rayfcp.elastic.recoverable import Held, newest
 from rayfcp.values import StateId
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
 """For workers and keepers to say what they hold; they have threads of their own for that."""
@@ -24,13 +33,25 @@ class Restorable:
     generation: int
 
 
-def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int) -> Restorable:
-    """Ask all workers and keepers what they hold of states of at most `up_to` steps."""
-    ours, theirs = sources_of(members, timeout_s=ANSWER_S), keeping.sources(timeout_s=ANSWER_S)
-    held = [Held(header=each.header, where=each.holder_id) for each in ours]
-    held += [Held(header=each.header, where=each.holder_id, is_keeper=True) for each in theirs]
-    found = newest(each for each in held if each.header.state.version <= up_to)
-    copy = {(each.holder_id, each.header.state, each.header.number): each for each in (*ours, *theirs)}
+def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int, patience_s: float) -> Restorable:
+    """Ask all workers and keepers what they hold of states of at most `up_to` steps. After `ANSWER_S` others are waited
+    for only while what is known makes no whole state, for `patience_s` at most."""
+    keepers = {keeper_id(node): node for node in keeping.keepers}
+    holders = {member.id: member.handle for member in members}
+    holders |= {id: keeping.keepers[node] for id, node in keepers.items()}
+    asking, end_s = _Asking(holders), time.monotonic() + patience_s
+    while True:
+        asking.listen(ANSWER_S)
+        held = [
+            Held(header=each.header, where=each.holder_id, is_keeper=each.holder_id in keepers) for each in asking.told
+        ]
+        found = newest(each for each in held if each.header.state.version <= up_to)
+        if not asking.waiting or found.state is not None or time.monotonic() > end_s:
+            break
+    for id in asking.silent & keepers.keys():
+        logger.warning("the %s does not answer", id)
+        keeping.forget(keepers[id])
+    copy = {(each.holder_id, each.header.state, each.header.number): each for each in asking.told}
     sources = (
         # A worker takes from its own copies what it can, and of equal copies the first.
         tuple(copy[where[0], found.state, number] for number, where in enumerate(found.sources_for("")))
@@ -43,3 +64,23 @@ def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int) -> Re
         reason=found.reason,
         generation=max((each.header.state.generation for each in held), default=-1),
     )
+
+
+class _Asking:
+    """Holders of copies by id, each asked once. `told`: what was heard; `silent`: who did not answer, or is gone."""
+
+    def __init__(self, holders: Mapping[str, Any]) -> None:
+        self._holders = holders
+        self.waiting = {handle.headers.remote(): id for id, handle in holders.items()}
+        self.silent = set(holders)
+        self.told: list[Source] = []
+
+    def listen(self, timeout_s: float) -> None:
+        """To those that answer in time; returns as soon as all did."""
+        refs = list(self.waiting)
+        done, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        for ref in done:
+            id = self.waiting.pop(ref)
+            with suppress(RayError):
+                self.told += [Source(header=each, holder=self._holders[id], holder_id=id) for each in ray.get(ref)]
+                self.silent.discard(id)

@@ -104,6 +104,7 @@ class Stepper:
             if before
             else Kept.start(formed.ids, generation=generation, first=version, every=every)
         )
+        self._fleet.cover()
         if every:
             self._fleet.keep(StateId(version=version, generation=generation))
 
@@ -133,6 +134,14 @@ class Stepper:
         self._saver.after_step(step, crew, ranks=devices, metrics=self._journal.metrics)
         idle_s = planned.wait_s + crew.waited_s - waited_s
         self.own_s.append((time.perf_counter() - began_s - idle_s, time.thread_time() - cpu_s))
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a loss can be recovered from without copies of earlier generations."""
+        kept = self._kept
+        return kept is not None and (
+            kept.every == 0 or (kept.safe is not None and kept.safe.generation == kept.generation)
+        )
 
     def commit(self) -> None:
         """Write down the last finished step, unless that is done."""

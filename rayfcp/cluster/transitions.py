@@ -13,7 +13,7 @@ from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.elastic.facts import Failure
-from rayfcp.values import ClusterSpec, Decision, Move
+from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move
 
 
 class StoppedError(Exception):
@@ -70,6 +70,8 @@ class Transitions:
         """
         decision = self._fleet.decide()
         if not decision.devices:
+            if self._stepper.is_safe:
+                self._fleet.end_leaving()
             for node in self._fleet.leaves_soon():
                 self._say(f"node {node} is about to go and nothing can replace it: {decision.reason}; saving")
                 self._saver.save_now(version, self._fleet.crew)
@@ -114,13 +116,29 @@ class Transitions:
     def _go_on(self, failure: Failure, *, step: int) -> int:
         decision = self._fleet.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
-            raise CannotGoOnError(decision.reason)
+            raise CannotGoOnError(f"{decision.reason}{self._rescue(failure)}")
         if not decision.devices:
+            self._rescue(failure)
             raise StoppedError
         self._fleet.went_on(failure)
         self._say(f"step {step}: {decision.reason}")
         cluster = self._fleet.spec(decision)
         return self._take_up(decision, cluster, version=None)
+
+    def _rescue(self, failure: Failure) -> str:
+        """Before the end: those who are left, too few to go on, save the newest state in memory if no checkpoint has
+        it. A clause that says so."""
+        found, decision = self._fleet.newest(up_to=self._stepper.last_finished), self._fleet.decide_for_any(failure)
+        if found.state is None or found.state.version <= self._saver.saved_step or not decision.devices:
+            return ""
+        self._say(f"saving step {found.state.version} with the {len(decision.devices)} devices that are left")
+        try:
+            self._fleet.form(decision, self._fleet.spec(decision), empty=True)
+            self._fleet.fill(found)
+            checkpoint = self._saver.last(found.state.version, self._fleet.crew, metrics=self._journal.metrics)
+        except (RanksLostError, CannotGoOnError, InfeasiblePlanError) as error:
+            return f"; step {found.state.version} could not be saved: {' '.join(str(error).split())}"
+        return f"; step {found.state.version} is saved in {checkpoint}"
 
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation and give it the newest state that there is; `version`, where it is known and
