@@ -148,9 +148,10 @@ class Saver:
 
     def _begin(self, step: int, crew: Crew) -> _Pending:
         folder = self._folder.unfinished(step).absolute()
+        # Known before anybody writes: a loss meanwhile must find what to give up.
+        pending = self._pending = _Pending(step=step, folder=folder, world_size=len(crew))
         crew.each(lambda _, worker: worker.begin_save.remote(str(folder)))
-        self._pending = _Pending(step=step, folder=folder, world_size=len(crew))
-        return self._pending
+        return pending
 
     def _wait(self, pending: _Pending, crew: Crew) -> str:
         """Until it is committed; what was wrong, empty if nothing."""
