@@ -29,7 +29,8 @@ POLL_S = 0.1
 
 def assert_steps(found: Sequence[StepReport], want: Sequence[Wanted], *, losses: bool = True) -> None:
     """No step missing or twice, the same samples in each, and, to rounding, the same losses."""
-    assert [report.step for report in found] == [report.step for report in want]
+    steps = [report.step for report in found]
+    assert steps == [report.step for report in want], steps
     assert [report.samples_hash for report in found] == [report.samples_hash for report in want]
     if losses:
         wrong = [
@@ -130,7 +131,11 @@ class Footprint:
         return cls(
             pid=pid,
             ports=frozenset(listening_ports([pid])[pid]),
-            threads=frozenset(thread.name for thread in threading.enumerate()),
+            threads=frozenset(
+                thread.name
+                for thread in threading.enumerate()
+                if not thread.name.startswith("Dummy")  # Ray's own, seen when they first call Python
+            ),
             actors=frozenset(actor.pid for actor in all_actors()),
         )
 
