@@ -53,6 +53,7 @@ def main() -> None:
     figures = {
         "kind": arguments.kind,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "workers": arguments.workers,
         "checkpoint_every": arguments.checkpoint_every,
@@ -123,9 +124,10 @@ def _config(folder: Path, arguments: argparse.Namespace, *, num_steps: int) -> C
 
 def page(sides: dict[str, list[Cost]], arguments: argparse.Namespace) -> str:
     """Both sides, a row each."""
+    busy = ", ".join(f"{load:.0f}" for load in os.getloadavg())
     lines = [
         f"{arguments.faults} x loss of a {arguments.kind}, {arguments.workers} workers, seed {arguments.seed}; "
-        f"{platform.machine()} with {os.cpu_count()} cores, {datetime.datetime.now(datetime.UTC).date()}",
+        f"{platform.machine()} with {os.cpu_count()} cores (load {busy}), {datetime.datetime.now(datetime.UTC).date()}",
         f"{'':12}{'stall s':>24}{'back s':>24}{'lost steps':>24}",
     ]
     for side, costs in sides.items():

@@ -72,6 +72,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     ]
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load": os.getloadavg(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "workers": arguments.workers,
         "steps": arguments.steps - arguments.skip,
