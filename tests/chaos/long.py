@@ -17,11 +17,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jobs.bench.faults import Cost, Fault, cost_of, read_moments
+from rayfcp.config import Config
 from tests.chaos.checks import assert_gradients_after, assert_steps
 from tests.chaos.grounds import ManyNodes, OneNode
 from tests.chaos.reference import undisturbed
@@ -58,7 +60,7 @@ def main() -> int:
 def kills(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     """Stalls and lost steps of single deaths."""
     costs: list[Cost] = []
-    steps = 0
+    runs: list[Ended] = []
     with OneNode(num_cpus=6) as ground:
         for first in range(0, count, KILLS_OF_A_RUN):
             config = chaos_config(folder, name=f"kills-{first}", cluster={"num_workers": [1, 4]})
@@ -66,14 +68,14 @@ def kills(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
                 _kill(seed + first + index, step=4 * (index + 1)) for index in range(min(KILLS_OF_A_RUN, count - first))
             ]
             ended = run_until_struck(config, schedule, ground=ground, num_devices=4, patience_s=60.0, say=_say)
-            _check(ended, config=config, losses=True)
+            runs.append(ended)
             moments = read_moments(moments_dir(config.run_dir))
             costs += [cost_of(Fault(step=each.step, at_s=each.at_s), moments) for each in ended.struck]
-            steps += len(ended.steps)
+    _check(runs, config=config, losses=True)
     stalls_s, lost = [cost.stall_s for cost in costs], [cost.lost_steps for cost in costs]
     return {
         "kills": len(costs),
-        "steps": steps,
+        "steps": sum(len(ended.steps) for ended in runs),
         "stall_s": {"min": min(stalls_s), "median": statistics.median(stalls_s), "max": max(stalls_s)},
         "lost_steps": dict(sorted(Counter(lost).items())),
         "each": [asdict(cost) for cost in costs],
@@ -100,7 +102,7 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     began_s = time.monotonic()
     with ManyNodes(num_nodes=3, head_cpus=3) as ground:
         ended = run_as_users_do(config, schedule, ground=ground, num_devices=3, say=_say)
-    _check(ended, config=config, losses=False)
+    _check([ended], config=config, losses=False)
     audience = ended.audience
     return {
         "steps": len(ended.steps),
@@ -114,11 +116,13 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     }
 
 
-def _check(ended: Ended, *, config: Any, losses: bool) -> None:
-    want = undisturbed(config, num_steps=len(ended.steps))
-    assert_steps(ended.steps, want, losses=losses)
-    assert_gradients_after((each.step for each in ended.struck), ended.steps, want=want)
-    assert not ended.leaks, ended.leaks
+def _check(runs: Sequence[Ended], *, config: Config, losses: bool) -> None:
+    """All of them against one undisturbed run."""
+    want = undisturbed(config, num_steps=max(len(ended.steps) for ended in runs))
+    for ended in runs:
+        assert_steps(ended.steps, want[: len(ended.steps)], losses=losses)
+        assert_gradients_after((each.step for each in ended.struck), ended.steps, want=want[: len(ended.steps)])
+        assert not ended.leaks, ended.leaks
 
 
 def _say(text: str) -> None:
