@@ -10,13 +10,13 @@ first `--skip` steps of a run, which warm up, are left out. The goal is a ratio 
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import platform
 import shutil
 import statistics
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 from clusters import Ground
@@ -58,16 +58,16 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     profile = profile_run(
         _config(folder / "profiled", arguments, every=0), out_dir=None, rounds=1, max_tokens=1024, say=lambda _: None
     )
-    seconds: dict[str, list[list[float]]] = {side: [] for side in EVERY}
+    seconds: dict[str, list[dict[int, float]]] = {side: [] for side in EVERY}
     for pair in range(arguments.pairs):
         for side in list(EVERY) if pair % 2 == 0 else reversed(EVERY):
             root = folder / f"{side}-{pair}"
             (root / "run").mkdir(parents=True)
             shutil.copy(profile.profile_path, root / "run" / "profile.json")
             config = _config(root, arguments, every=EVERY[side])
-            seconds[side].append(_step_seconds(root, config)[arguments.skip :])
+            seconds[side].append(_step_seconds(root, config, skip=arguments.skip))
     ratios = [
-        statistics.median(a / b for a, b in zip(with_s, without_s, strict=True))
+        statistics.median(with_s[step] / without_s[step] for step in with_s.keys() & without_s.keys())
         for with_s, without_s in zip(seconds["with"], seconds["without"], strict=True)
     ]
     return {
@@ -97,13 +97,17 @@ def _config(root: Path, arguments: argparse.Namespace, *, every: int) -> Config:
     )
 
 
-def _step_seconds(root: Path, config: Config) -> list[float]:
-    """From the start of each step on device 0 to the start of the next."""
+def _step_seconds(root: Path, config: Config, *, skip: int) -> dict[int, float]:
+    """From the start of each step on device 0 to the start of the next; steps that ran twice are left out."""
     moments_dir = root / MOMENTS_DIR
     moments_dir.mkdir()
     train(config, prepared_data(config, say=lambda _: None), moments_dir)
-    starts_s = [each.at_s for each in read_moments(moments_dir) if each.what == BEGAN and each.number == 0]
-    return [after_s - at_s for at_s, after_s in itertools.pairwise(starts_s)]
+    starts_s: dict[int, list[float]] = defaultdict(list)
+    for each in read_moments(moments_dir):
+        if each.what == BEGAN and each.number == 0:
+            starts_s[each.step].append(each.at_s)
+    once = {step: at_s[0] for step, at_s in starts_s.items() if len(at_s) == 1}
+    return {step: once[step + 1] - at_s for step, at_s in once.items() if step > skip and step + 1 in once}
 
 
 def page(figures: dict[str, object]) -> str:
@@ -111,7 +115,9 @@ def page(figures: dict[str, object]) -> str:
     ratios, seconds = figures["ratios"], figures["seconds"]
     assert isinstance(ratios, list)
     assert isinstance(seconds, dict)
-    medians = {side: statistics.median(value for run in runs for value in run) for side, runs in seconds.items()}
+    medians = {
+        side: statistics.median(value for run in runs for value in run.values()) for side, runs in seconds.items()
+    }
     return "\n".join(
         [
             f"snapshots of every step, {figures['workers']} workers, {len(ratios)} pairs of {figures['steps']} steps; "
