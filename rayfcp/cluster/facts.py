@@ -17,7 +17,8 @@ class CannotGoOnError(RuntimeError):
 class DeviceFacts:
     """Where a worker is and what its device has. `peak_flops` is None where no table knows it.
 
-    `worker_id` stays the worker's for as long as it lives, whatever its number; `pid`: its process on that node.
+    `worker_id` stays the worker's for as long as it lives, whatever its number; `pid`: its process on that node. `slot`
+    names the accelerator, which a worker that comes after it may get again; CPUs have none.
     """
 
     node_id: str
@@ -26,12 +27,13 @@ class DeviceFacts:
     peak_flops: float | None
     worker_id: str = ""
     pid: int = 0
+    slot: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted)` gives
-    parts of it. `local`: on the node of who asked for it."""
+    """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted=...)` gives
+    parts of it."""
 
     header: ShardHeader
     holder: Any

@@ -68,6 +68,7 @@ class Fleet:
         self._setbacks = Setbacks()
         self._losses: tuple[Loss, ...] = ()
         self._warned: set[str] = set()
+        self._place_of: dict[str, str] = {}
         self._generation = -1
 
     def newest(self, *, up_to: int) -> Restorable:
@@ -191,7 +192,7 @@ class Fleet:
     def count_loss(self, error: RanksLostError) -> Failure:
         """Take note of a loss, and look for replacements."""
         now_s = time.monotonic()
-        self._losses += tuple(Loss(place=each.node_id, at_s=now_s) for each in error.lost)
+        self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
         gone = {each.node_id for each in error.lost if each.cause == "node"}
         for node in gone - look().alive if gone else ():
             self.keeping.forget(node)
@@ -233,6 +234,8 @@ class Fleet:
     def _look(self) -> None:
         """Those who came stand by."""
         self.crew.add(self._recruits.ready())
+        # A place that often loses its device is watched; a process on a CPU has no place that another one takes.
+        self._place_of |= {member.id: member.facts.slot or member.id for member in self.crew.all}
         if self._config.elastic.grow:
             self._want(self._limits.max_devices)
 
@@ -251,7 +254,10 @@ class Fleet:
         formed = self._formed
         return Facts(
             limits=self._limits,
-            devices=tuple(Device(id=member.id, node_id=member.facts.node_id) for member in self.crew.all),
+            devices=tuple(
+                Device(id=member.id, node_id=member.facts.node_id, place=self._place_of[member.id])
+                for member in self.crew.all
+            ),
             fits=layouts_that_fit(
                 self._config,
                 self._data.model,

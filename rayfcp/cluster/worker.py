@@ -73,13 +73,16 @@ class RankWorker:
             chunk_bytes=elastic.snapshot_chunk_mib * MIB,
             patience_s=elastic.hang_min_s,
         )
+        context = ray.get_runtime_context()
+        accelerators = [id for ids in context.get_accelerator_ids().values() for id in ids]
         self._facts = DeviceFacts(
-            node_id=ray.get_runtime_context().get_node_id(),
+            node_id=context.get_node_id(),
             device=self._device.type,
             memory_bytes=total_memory_bytes(self._device),
             peak_flops=peak_flops(self._device),
             worker_id=self._worker_id,
             pid=os.getpid(),
+            slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
         )
         return self._facts
 
