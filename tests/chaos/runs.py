@@ -1,7 +1,7 @@
 """Runs with faults and without, on the texts of the cluster tests."""
 
-import _thread
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +80,8 @@ def run_as_users_do(
     patience_s: float = 30.0,
     say: Say = lambda _: None,
 ) -> Ended:
-    """As `run_until_struck`, for at least the run's steps, with a controller of its own; Ctrl-C ends it."""
+    """As `run_until_struck`, for at least the run's steps, with a controller of its own; SIGTERM ends it, which is
+    heeded also where Ctrl-C is not, as in shells' background jobs."""
     injector = Injector(
         schedule,
         run_dir=config.run_dir,
@@ -92,7 +93,10 @@ def run_as_users_do(
     )
     trainer = FlexTrainer(_endless(config), worker=ChaosWorker)
     return _watched(
-        config, lambda audience: trainer.fit(watcher=audience), injector=injector, stop=_thread.interrupt_main
+        config,
+        lambda audience: trainer.fit(watcher=audience),
+        injector=injector,
+        stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
 
 
