@@ -81,10 +81,13 @@ class Cuts:
 
     def _mixed(self, counts: Iterable[int]) -> Iterator[Ints]:
         """Runs as short as may be, first of those that take more than a mean microbatch on one rank, from long to
-        short, then of the others, from short to long: where few need several ranks, the shortest fill these up."""
+        short, then of the others, from short to long: the shortest fill up the longest. None where these already fill
+        a microbatch."""
         batch = self._world.batch
         for count in counts:
             longer = int(np.searchsorted(-batch.work_s, -self._work_s / count))
+            if batch.tokens[:longer].sum() > self.num_tokens / count:
+                continue
             order = np.r_[np.arange(longer), np.arange(len(batch.tokens) - 1, longer - 1, -1)]
             tokens = batch.tokens[order]
             low, high = max(float(tokens.max()), self.num_tokens / count), self.room
