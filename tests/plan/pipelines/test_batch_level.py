@@ -209,7 +209,7 @@ def test_more_memory_is_no_slower() -> None:
             plan_batch(batch_of(lengths), cluster=cluster, cost=cost, strategy=each) for each in ("flex-ring", "dapple")
         ]
         spent.append([plan.predicted_s for plan in plans])
-        assert plans[0].predicted_s <= plans[1].predicted_s
+        assert plans[0].predicted_s <= plans[1].predicted_s * 1.001  # both are searched, neither to the end
     assert (np.diff(spent, axis=0) <= 1e-9).all()
 
 
