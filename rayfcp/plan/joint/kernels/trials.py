@@ -24,7 +24,8 @@ class Change(NamedTuple):
 
 
 class Bottleneck(NamedTuple):
-    """The slowest group of a microbatch, its seconds, and those of the next two; `good_s` is a score that is good."""
+    """The slowest group of a microbatch, its seconds, and those of the next two; `good_s` is a score that is good, the
+    mean being that of all ranks, those of seats too."""
 
     group: int
     span_s: float
@@ -37,13 +38,14 @@ class Bottleneck(NamedTuple):
 @inner
 def _bottleneck(world: World, microbatch: int) -> Bottleneck:
     state = world.state
-    group, second = -1, -1
+    group, second, ranks = -1, -1, world.prices.num_ranks
     span_s = second_s = third_s = work_s = 0.0
     for each in range(state.counts[GROUPS]):
         if state.home[each] != microbatch:
             continue
         seconds = state.seconds[each]
         work_s += seconds * state.degree[each]
+        ranks += state.degree[each] if state.far[each] >= SEAT else 0
         if group < 0 or seconds > span_s:
             group, second = each, group
             span_s, second_s, third_s = seconds, span_s, second_s
@@ -52,8 +54,7 @@ def _bottleneck(world: World, microbatch: int) -> Bottleneck:
             second_s, third_s = seconds, second_s
         elif seconds > third_s:
             third_s = seconds
-    mean_s = work_s / world.prices.num_ranks
-    return Bottleneck(group, span_s, second, second_s, third_s, span_s - GOOD * (span_s - mean_s))
+    return Bottleneck(group, span_s, second, second_s, third_s, span_s - GOOD * (span_s - work_s / ranks))
 
 
 @inner
