@@ -295,7 +295,5 @@ class CostModel:
 
     def batch_s(self, makespans_s: list[float]) -> float:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
-        ordered = sorted(makespans_s)
-        return sum(self.microbatch_s(each, last=False) for each in ordered[:-1]) + self.microbatch_s(
-            ordered[-1], last=True
-        )
+        *others, longest = sorted(makespans_s)
+        return sum(self.microbatch_s(each, last=False) for each in others) + self.microbatch_s(longest, last=True)
