@@ -1,8 +1,13 @@
-"""What all tests share: one Ray cluster per session, started by the first test that needs it."""
+"""What all tests share: one Ray cluster per session, started by the first test that needs it, and examples of
+properties that may take any time, since machines are shared."""
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("any time", deadline=None)
+settings.load_profile("any time")
 
 
 @pytest.fixture(scope="session")

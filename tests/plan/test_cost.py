@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
@@ -61,6 +62,22 @@ def test_an_exchange_hides_behind_nothing(cells: int, tokens: int, degree: int) 
     seconds = float(cost.group_s(cells, tokens, degree=degree, primitive=Primitive.ULYSSES))
     assert seconds == pytest.approx(expected, rel=1e-12)
     assert np.isinf(cost.group_s(cells, tokens, degree=3, primitive=Primitive.ULYSSES))
+
+
+@pytest.mark.parametrize(("degree", "per_node"), [(2, 8), (4, 8), (8, 8), (4, 2), (8, 4), (8, 2), (4, 1)])
+def test_an_exchange_between_nodes_takes_what_the_best_way_to_lie_there_takes(degree: int, per_node: int) -> None:
+    """Of all ways to lie on two nodes or more, by the rank of each that sends the most out of its node."""
+    links = {"ulysses_intra_s_per_token": 3e-3, "ulysses_inter_s_per_token": 5e-2, "ulysses_s": 0.1}
+    heads = {"num_heads": 8, "num_kv_heads": 8}
+    cost = dataclasses.replace(UNIT, ranks_per_node=per_node).with_coefficients(**links, **heads)
+    most = range(1, min(per_node, degree - 1) + 1)
+    splits = (each for size in range(2, degree + 1) for each in combinations_with_replacement(most, size))
+    ways = [max(degree - held for held in split) / degree for split in splits if sum(split) == degree]
+    found = cost.group_s(0, 40, degree=degree, primitive=Primitive.ULYSSES, crosses=True)
+    expected = cost.compute_s(0, 40) / degree + cost.fixed_s + 0.1 + 40 / degree * min(ways) * 5e-2
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+    near = cost.group_s(0, 40, degree=1, primitive=Primitive.ULYSSES, crosses=True)
+    assert float(near) == pytest.approx(cost.compute_s(0, 40) + cost.fixed_s, rel=1e-12)
 
 
 def test_group_seconds_broadcast() -> None:

@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.degrees import dynamic_program, least_degrees
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.plan.joint.search import JointSearch
+from rayfcp.plan.joint.world import world_of
+from rayfcp.plan.microbatches import columns_of
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check
 from tests.plan.test_bound import best_plan_s
@@ -48,6 +52,18 @@ def test_tiny_batches_are_close_to_the_best_of_all_plans(
     best_s = best_plan_s(sequences, cluster, cost)
     plan = plan_batch(sequences, cluster=cluster, cost=cost)
     assert best_s * (1 - 1e-9) <= plan.predicted_s <= best_s * 1.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(batches(max_sequences=14, max_tokens=300), st.integers(1, 9), st.integers(1, 300))
+def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
+    """So that, where groups of the best cannot lie inside nodes, those of another may."""
+    cluster = cluster_of(sequences, num_ranks, room)
+    batch = columns_of(sequences, cost=UNIT)
+    world = world_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,))
+    found = JointSearch(world, cuts=Cuts(world, max_more=3), max_moves=2000).run()
+    seconds = np.array([each[0] for each in found])
+    assert (np.diff(seconds) > 1e-10 * seconds[1:]).all()
 
 
 @settings(max_examples=25, deadline=None)

@@ -14,10 +14,11 @@ from rayfcp.plan.joint.kernels.kick import kick
 from rayfcp.plan.joint.kernels.pack import pack
 from rayfcp.plan.joint.kernels.price import _price
 from rayfcp.plan.joint.kernels.ruin import ruin
-from rayfcp.plan.joint.kernels.state import MOVES, Trials, World, _join, _open, copied, total_s
+from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _join, _open, copied, total_s
 from rayfcp.plan.joint.kernels.take import Take, _take
+from rayfcp.plan.joint.kernels.trials import _bottleneck
 from rayfcp.plan.joint.kernels.turns import _queue, fill_in_turn
-from rayfcp.plan.joint.world import prices_of, table_of, world_of
+from rayfcp.plan.joint.world import Seat, prices_of, table_of, world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
 from tests.plan.helpers import UNIT, batch_of, profiled
@@ -28,11 +29,17 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
 
 def world(
-    lengths: Sequence[int], *, num_ranks: int, room: int, cost: CostModel = UNIT, full: Sequence[bool] = ()
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    room: int,
+    cost: CostModel = UNIT,
+    full: Sequence[bool] = (),
+    seats: Sequence[Seat] = (),
 ) -> World:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-max(lengths) // num_ranks)))
     batch = columns_of(batch_of(lengths, full=full), cost=cost)
-    return world_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,))
+    return world_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,), seats=seats)
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -107,6 +114,25 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
         before_s = after_s
+
+
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 300), st.lists(st.integers(1, 3), max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_ranks(
+    lengths: list[int], num_ranks: int, room: int, sizes: list[int]
+) -> None:
+    """Those of seats are ranks as well."""
+    seats = [Seat(ranks=tuple(range(size)), speed=0.5, crosses=False) for size in sizes]
+    held = world(lengths, num_ranks=num_ranks, room=room, seats=seats)
+    fill_in_turn(held)
+    state = held.state
+    for microbatch in range(state.counts[MICROBATCHES]):
+        groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
+        seconds = np.zeros(num_ranks + sum(sizes))
+        busy = np.repeat(state.seconds[groups], state.degree[groups])
+        seconds[: len(busy)] = busy
+        slow = _bottleneck(held, microbatch)
+        assert slow.good_s == pytest.approx((seconds.max() + seconds.mean()) / 2, rel=1e-12)
 
 
 @given(LENGTHS, st.lists(st.booleans(), max_size=14), st.integers(1, 12), st.integers(1, 300), st.data())

@@ -245,9 +245,11 @@ class CostModel:
         )
 
     def _exchanged(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
-        """Ulysses' forward and backward."""
+        """Ulysses' forward and backward. Of a group over several nodes, as few as hold it but two at least, some node
+        has no more than its share."""
         grown = 1 + self.ulysses_kv_share * (np.maximum(ranks / self.num_kv_heads, 1.0) - 1)
-        inside = np.where(across, np.minimum(ranks, self.ranks_per_node), ranks)
+        nodes = np.where(across, np.maximum(np.ceil(ranks / self.ranks_per_node), 2.0), 1.0)
+        inside = ranks / np.minimum(nodes, ranks)
         intra_s = (inside - 1) / ranks * self.ulysses_intra_s_per_token
         inter_s = (ranks - inside) / ranks * self.ulysses_inter_s_per_token
         per_token = grown * np.maximum(intra_s, inter_s) / ranks
@@ -293,7 +295,5 @@ class CostModel:
 
     def batch_s(self, makespans_s: list[float]) -> float:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
-        ordered = sorted(makespans_s)
-        return sum(self.microbatch_s(each, last=False) for each in ordered[:-1]) + self.microbatch_s(
-            ordered[-1], last=True
-        )
+        *others, longest = sorted(makespans_s)
+        return sum(self.microbatch_s(each, last=False) for each in others) + self.microbatch_s(longest, last=True)

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from rayfcp.plan.joint.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time, floor_s
+from rayfcp.plan.joint.kernels.cut import Cut, _runs, bins_by_tokens, cut_by_length, cut_by_time, floor_s
 from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.state import World
 
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
 
 FIRST_COUNTS = 4  # of microbatches: more seldom help
+MIXED_COUNTS = 1  # of these, cut with the longest beside the shortest too
 
 
 class Cuts:
@@ -52,15 +53,19 @@ class Cuts:
                 yield part
 
     def hopeful(self) -> Iterator[Ints]:
-        """One by time and one by length in turn: of the first counts, then of the others, in each those that leave some
-        memory free before those that can seldom be packed well, and those with the least floor first. Best-fit
-        decreasing, which always fits, comes last."""
+        """One by time, one by length and one with the longest beside the shortest in turn: of the first counts, then
+        of the others, in each those that leave some memory free before those that can seldom be packed well, and those
+        with the least floor first. Best-fit decreasing, which always fits, comes last."""
+        seen = set()
         for counts in (self.counts[:FIRST_COUNTS], self.counts[FIRST_COUNTS:]):
-            kinds = [list(kind) for kind in (self._roomy_by_time(counts), self._by_length(counts))]
+            mixed = self._mixed(counts[:MIXED_COUNTS] if counts.start == self.counts.start else ())
+            kinds = [list(kind) for kind in (self._roomy_by_time(counts), self._by_length(counts), mixed)]
             for kind in kinds:
                 kind.sort(key=lambda part: (self._is_tight(part), floor_s(self._world, part)))
-            for pair in itertools.zip_longest(*kinds):
-                yield from (part for part in pair if part is not None)
+            for part in itertools.chain.from_iterable(itertools.zip_longest(*kinds)):
+                if part is not None and part.tobytes() not in seen:
+                    seen.add(part.tobytes())
+                    yield part
         yield self.packed
 
     def _roomy_by_time(self, counts: Iterable[int]) -> Iterator[Ints]:
@@ -72,6 +77,28 @@ class Cuts:
         for count in counts:
             part = cut_by_length(self._world, Cut(count, self.room, math.inf))
             if len(part):
+                yield part
+
+    def _mixed(self, counts: Iterable[int]) -> Iterator[Ints]:
+        """Runs as short as may be, first of those that take more than a mean microbatch on one rank, from long to
+        short, then of the others, from short to long: the shortest fill up the longest. None where these already fill
+        a microbatch."""
+        batch = self._world.batch
+        for count in counts:
+            longer = int(np.searchsorted(-batch.work_s, -self._work_s / count))
+            if batch.tokens[:longer].sum() > self.num_tokens / count:
+                continue
+            order = np.r_[np.arange(longer), np.arange(len(batch.tokens) - 1, longer - 1, -1)]
+            tokens = batch.tokens[order]
+            low, high = max(float(tokens.max()), self.num_tokens / count), self.room
+            runs = _runs(tokens, count, high)
+            while len(runs) and high - low > 1.0:
+                middle = (low + high) / 2
+                shorter = _runs(tokens, count, middle)
+                low, high, runs = (low, middle, shorter) if len(shorter) else (middle, high, runs)
+            if len(runs):
+                part = np.empty_like(runs)
+                part[order] = runs
                 yield part
 
     def _is_tight(self, part: Ints) -> bool:

@@ -25,7 +25,8 @@ STAGED_CUTS = 2  # of them as the paper does too
 MORE = 2  # microbatches than the fewest, for plans of one degree
 FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
 SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it
-KEPT = 8  # states, the best
+KEPT = 8  # states, the best; one that is no better than another leaves room for what lies better on nodes
+SAME = 1e-9  # relative difference of seconds
 IMPROVED = 3  # starts that local search goes on from
 IMPROVE_SHARE = 0.5  # of what is left goes to that
 PLACED_SHARE = 0.5  # as much more where groups that should not span nodes do
@@ -113,7 +114,7 @@ class JointSearch:
     def _keep(self, seconds: float) -> None:
         """Remember the best states, the first found among equals."""
         self.num_starts += 1
-        if seconds == math.inf:
+        if seconds == math.inf or any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self._found):
             return
         self._found.append((seconds, self.num_starts, copied(self._world.state)))
         self._found.sort(key=lambda each: each[:2])

@@ -40,6 +40,7 @@ def test_the_projects_own_dispatch_case() -> None:
     assert max(loads(DISPATCH_CASE, equal, 4)) == least == 18
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_dispatch_is_within_a_third_of_the_optimum(jobs: list[int], num_buckets: int) -> None:
     found = max(loads(jobs, dispatch(jobs, num_buckets=num_buckets), num_buckets))

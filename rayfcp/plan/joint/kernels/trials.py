@@ -9,6 +9,7 @@ from rayfcp.plan.joint.kernels.price import SEAT, Floats, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _beside_s
 
 ENOUGH = 1e-9  # of a makespan: less is no gain
+GOOD = 0.5  # of how far the slowest group is above the mean: a change that gets it so far down is taken at once
 
 
 class Change(NamedTuple):
@@ -23,24 +24,28 @@ class Change(NamedTuple):
 
 
 class Bottleneck(NamedTuple):
-    """The slowest group of a microbatch, its seconds, and those of the next two."""
+    """The slowest group of a microbatch, its seconds, and those of the next two; `good_s` is a score that is good, the
+    mean being that of all ranks, those of seats too."""
 
     group: int
     span_s: float
     second: int
     second_s: float
     third_s: float
+    good_s: float
 
 
 @inner
 def _bottleneck(world: World, microbatch: int) -> Bottleneck:
     state = world.state
-    group, second = -1, -1
-    span_s = second_s = third_s = 0.0
+    group, second, ranks = -1, -1, world.prices.num_ranks
+    span_s = second_s = third_s = work_s = 0.0
     for each in range(state.counts[GROUPS]):
         if state.home[each] != microbatch:
             continue
         seconds = state.seconds[each]
+        work_s += seconds * state.degree[each]
+        ranks += state.degree[each] if state.far[each] >= SEAT else 0
         if group < 0 or seconds > span_s:
             group, second = each, group
             span_s, second_s, third_s = seconds, span_s, second_s
@@ -49,7 +54,7 @@ def _bottleneck(world: World, microbatch: int) -> Bottleneck:
             second_s, third_s = seconds, second_s
         elif seconds > third_s:
             third_s = seconds
-    return Bottleneck(group, span_s, second, second_s, third_s)
+    return Bottleneck(group, span_s, second, second_s, third_s, span_s - GOOD * (span_s - work_s / ranks))
 
 
 @inner
@@ -86,7 +91,7 @@ def _moves(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Ch
     source = slow.group
     pace = state.pace[state.home[source]]
     at = links.head[source]
-    while at >= 0:
+    while at >= 0 and best.score_s > slow.good_s:
         tokens, cells = state.tokens[source] - batch.tokens[at], state.cells[source] - batch.cells[at]
         left_s = 0.0
         if tokens > 0.0:
@@ -113,9 +118,12 @@ def _moves(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Ch
 @inner
 def _swaps(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Change) -> Change:
     """Every sequence of the slowest group against every one of less work in other groups."""
-    state = world.state
-    for target in range(state.counts[GROUPS]):
-        if target != slow.group and state.home[target] >= 0:
+    state, size = world.state, world.state.counts[GROUPS]
+    for step in range(1, size):
+        if best.score_s <= slow.good_s:
+            break
+        target = (slow.group + step) % size
+        if state.home[target] >= 0:
             there = state.home[target] == state.home[slow.group]
             limit_s = slow.span_s if there else spans[state.home[target]] + slow.span_s - slow.second_s
             if state.seconds[target] < limit_s:
@@ -156,6 +164,8 @@ def _swaps_with(
                     if score_s < best.score_s:
                         best = Change(score_s, at, target, other, ranks)
             other = links.after[other]
+        if best.score_s <= slow.good_s:
+            break
         at = links.after[at]
     return best
 

@@ -1,0 +1,142 @@
+"""How much of the gap of a batch its longest sequence alone explains, whatever the planner.
+
+python jobs/bench/longest.py --lengths FILE
+
+Beyond `lower_bound` it knows that the longest sequence takes a degree, and that memory bounds what the other ranks
+compute meanwhile.
+
+Proof. Let k be the longest sequence, of w_k seconds of compute, S the slowest forward and the slowest backward of its
+microbatch together, f the fixed cost. Its group has d ranks, of a primitive and a degree that memory permits.
+(1) Each pass of the group takes the larger of two sums, each linear in its cells and tokens: all that can hide hides,
+or attention hides all that it can (`Terms`). Any other sequence j of the group adds at least a_j / N to each of them,
+a_j being its compute in that pass: that is checked for every j, degree and primitive. So S is at least t(k, d) + e / N,
+e being the compute of the others in the group.
+(2) The other N - d ranks hold at most (N - d) x max_tokens_per_rank tokens. By Dantzig's bound of the knapsack problem
+they compute at most K(d), for which sequences are taken by compute per token until these tokens are full.
+(3) So of the N (S - f) seconds of all ranks in this microbatch, useful ones are at most w_k + e + K(d), and wasted ones
+at least N (t(k, d) - f) - w_k - K(d), if that is not negative. Those of the other microbatches are at least the
+compute of what they hold. Added up and divided by N: all microbatches take at least what `lower_bound` has for its
+shared compute, plus the N-th part of the least waste of any permitted d.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan.costs.terms import Terms
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+
+Floats = npt.NDArray[np.float64]
+
+
+def beside_longest_s(
+    sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, primitives: tuple[Primitive, ...]
+) -> float:
+    """No plan of groups of these primitives takes less; no more than the compute shared by all ranks where nothing
+    must be wasted."""
+    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
+    tokens = np.array([each.num_tokens for each in ordered], np.float64)
+    cells = np.array([each.attention_cells for each in ordered], np.float64)
+    work_s = np.asarray(cost.compute_s(cells, tokens), np.float64)
+    num_ranks, room = cluster.num_ranks, cluster.max_tokens_per_rank
+    degrees = np.arange(-(-ordered[0].num_tokens // room), num_ranks + 1)
+    beside_s = _most_work(tokens[1:], work_s[1:], (num_ranks - degrees) * float(room))
+    wasted_s = np.inf
+    for primitive in primitives:
+        for crosses in (degrees > cost.ranks_per_node, np.ones(len(degrees), np.bool_)):
+            passes = cost.terms(degrees, primitive=primitive, crosses=crosses)
+            alone_s = sum(terms.seconds(cells[0], tokens[0]) for terms in passes) - cost.fixed_s
+            wasted = np.maximum(num_ranks * alone_s - work_s[0] - beside_s, 0.0)
+            adds = _adds_enough(passes, cells[1:], tokens[1:], num_ranks=num_ranks, cost=cost)
+            wasted_s = min(wasted_s, float(np.where(adds, wasted, 0.0).min()))
+    fewest = -(-int(tokens.sum()) // (num_ranks * room))
+    shared_s = (float(work_s.sum()) + wasted_s) / num_ranks
+    return shared_s + fewest * (cost.fixed_s + cost.exposed_s) + cost.reduce_exposed_s
+
+
+def _most_work(tokens: Floats, work_s: Floats, rooms: Floats) -> Floats:
+    """Dantzig's bound: by compute per token until so many tokens are taken, the last in part."""
+    order = np.argsort(-work_s / tokens, kind="stable")
+    held = np.concatenate([[0.0], np.cumsum(tokens[order])])
+    return np.asarray(np.interp(rooms, held, np.concatenate([[0.0], np.cumsum(work_s[order])])), np.float64)
+
+
+def _adds_enough(
+    passes: tuple[Terms, Terms], cells: Floats, tokens: Floats, *, num_ranks: int, cost: CostModel
+) -> npt.NDArray[np.bool_]:
+    """[degrees]: (1) of the proof holds there for every sequence."""
+    found = np.ones(np.shape(passes[0].moved_s), np.bool_)
+    cells, tokens = cells[:, None], tokens[:, None]
+    shares = (cost.attention_forward, cost.linear_forward), (1 - cost.attention_forward, 1 - cost.linear_forward)
+    for terms, (attention, linear) in zip(passes, shares, strict=True):
+        needed = attention * cost.attention_s_per_cell * (cells + cost.attention_half_tokens * tokens / 2)
+        needed = (needed + linear * cost.linear_s_per_token * tokens) / num_ranks
+        computed = terms.attention_s_per_cell * cells + terms.attention_s_per_token * tokens
+        rest = terms.linear_s_per_token * tokens
+        moved, tail = terms.moved_s_per_token * tokens, terms.tail_s_per_token * tokens
+        hidden = computed + rest + moved - terms.hidden * (moved - tail)
+        shown = computed * (1 - terms.hidden * terms.cover) + rest + moved
+        found &= (np.minimum(hidden, shown) >= needed * (1 - 1e-12)).all(axis=0)
+    return found
+
+
+def main() -> None:
+    """Print the ratios of every batch, and their means."""
+    args = _parser().parse_args()
+    model, hardware = model_profile(args.model), hardware_profile(args.hardware)
+    sizes = {"bytes_per_element": hardware.dtype_bytes, "reduce_every": args.reduce_every}
+    cost = CostModel.from_profiles(model, hardware, num_ranks=args.ranks, **sizes)
+    room = args.max_tokens_per_rank or max_tokens_per_rank(
+        model, num_devices=args.ranks, memory_bytes=hardware.memory_bytes, recomputed_layers=0, **sizes
+    )
+    cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=room)
+    options, used = PlanConfig(primitives=args.primitives), tuple(Primitive(each) for each in args.primitives)
+    drawn = draw_batches(
+        str(args.lengths),
+        num_batches=args.batches,
+        global_batch=args.sequences,
+        max_seqlen=args.max_seqlen,
+        seed=args.seed,
+    )
+    rows = []
+    for number, lengths in enumerate(drawn):
+        sequences = list(sequences_of(lengths))
+        plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
+        bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
+        proven_s = max(beside_longest_s(sequences, cluster=cluster, cost=cost, primitives=used), bound_s)
+        rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
+        _say(f"batch {number}", rows[-1])
+    _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
+
+
+def _say(name: str, ratios: tuple[float, ...]) -> None:
+    sys.stdout.write(
+        "{}: plan / lower bound {:.4f}, proven / lower bound {:.4f}, plan / proven {:.4f}\n".format(name, *ratios)
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
+    parser.add_argument("--sequences", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--max-tokens-per-rank", type=int, help="replaces the memory model")
+    parser.add_argument("--primitives", nargs="+", choices=("ring", "ulysses"), default=("ring", "ulysses"))
+    parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
+    parser.add_argument("--batches", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", default="qwen3-8b")
+    parser.add_argument("--hardware", default="ascend-910c")
+    parser.add_argument("--max-seqlen", type=int, default=131_072)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
