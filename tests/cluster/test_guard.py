@@ -10,6 +10,7 @@ from rayfcp.cluster import FlexTrainer, RunFailedError
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.guard import RECORD, NumberGuard
 from rayfcp.config import Config
+from rayfcp.data import load_tokenizer
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import GlobalBatch, Sample
@@ -97,22 +98,41 @@ def test_stop_is_one_line(tmp_path: Path, metrics: MetricsExporter) -> None:
     assert "\n" not in str(caught.value) and (Path(config.run_dir) / RECORD).exists() and said == []
 
 
+def poisoned(folder: Path) -> Path:
+    """A pretrained model with one weight that is no number, as a broken file has it."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    shape = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(
+        Qwen3Config(
+            vocab_size=load_tokenizer("bytes").vocab_size,
+            num_hidden_layers=2,
+            head_dim=12,
+            max_position_embeddings=1024,
+            **shape,
+        )
+    )
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = math.nan
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
-def test_a_learning_rate_without_bounds_ends_the_run(on_nonfinite: str, tmp_path: Path) -> None:
-    """Parameters overflow in the first update, so that every later loss is NaN."""
+def test_a_weight_that_is_no_number_ends_the_run(on_nonfinite: str, tmp_path: Path) -> None:
     write_texts(tmp_path)
     config = run_config(
         tmp_path,
-        name="overflown",
-        train={"learning_rate": 1e38, "on_nonfinite": on_nonfinite, "max_skipped_steps": 2},
+        name="poisoned",
+        model={"path": str(poisoned(tmp_path / "model")), "init": "pretrained"},
+        train={"on_nonfinite": on_nonfinite, "max_skipped_steps": 2},
         cluster={"num_workers": 1},
     )
     with pytest.raises(RunFailedError, match=r"^step \d: loss is nan, gradient norm nan") as caught:
         FlexTrainer(config).fit()
     assert "\n" not in str(caught.value)
-    reports = steps_of(config)
-    assert [math.isfinite(report.loss) for report in reports] == [True, *[False] * (len(reports) - 1)]
-    assert len(reports) == (1 if on_nonfinite == "stop" else 3)
     lines = (Path(config.run_dir) / RECORD).read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == ([2] if on_nonfinite == "stop" else [2, 3, 4])
+    assert [json.loads(line)["step"] for line in lines] == ([1] if on_nonfinite == "stop" else [1, 2, 3])
+    assert [math.isnan(report.loss) for report in steps_of(config)] == ([] if on_nonfinite == "stop" else [True, True])
