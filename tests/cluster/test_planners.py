@@ -77,7 +77,7 @@ def test_plans_stay_in_order_and_deaths_without_a_plan_in_between_are_counted(tm
         assert 2 <= len(said) <= 4
         for _ in range(MAX_DEATHS):
             planners.replace(0, cause="made up")
-        with pytest.raises(CannotGoOnError, match="4 planners died in a row, at most 3 may: made up"):
+        with pytest.raises(CannotGoOnError, match="4 planners died one after the other, at most 3 may: made up"):
             planners.replace(0, cause="made up")
     finally:
         planners.end()

@@ -77,7 +77,10 @@ def test_a_worker_lost_with_its_keeper_costs_the_way_from_the_last_checkpoint(fo
     def strike() -> None:
         kill(*pids(KEEPER), pids(WORKER)[0])
 
-    trouble = Trouble({4: strike, 45: strike, 50: lambda: kill(pids(WORKER)[0])})
+    def strike_all() -> None:
+        kill(*pids(KEEPER), *pids(WORKER))
+
+    trouble = Trouble({4: strike, 40: strike_all, 50: lambda: kill(pids(WORKER)[0])})
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
     assert trouble.is_over
