@@ -27,19 +27,14 @@ the end is taken off s. A microbatch of more seconds than the best plan known is
 v and s are the dual solution of a linear programme over a few (F, B); poor ones make the bound low, never wrong.
 """
 
-import argparse
 import itertools
-import statistics
-import sys
-from pathlib import Path
 
 import numpy as np
+from bounds import parser, print_ratios
 from kinds import Cell, Floats, excess_s, weights
 from mixes import Case, Prices, case_of, solved
 
-from rayfcp.compare.lengths import draw_batches, sequences_of
-from rayfcp.config.plan import PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
+from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 SHARES = (0.288, 0.296, 0.304, 0.312, 0.322, 0.333)  # of forward, of the first kinds of microbatches
@@ -134,55 +129,7 @@ def _over_s(case: Case, hoped: Prices, cell: Cell, hints: Floats) -> float:
 
 def main() -> None:
     """Print the ratios of every batch, and their means."""
-    args = _parser().parse_args()
-    model, hardware = model_profile(args.model), hardware_profile(args.hardware)
-    cost = CostModel.from_profiles(
-        model, hardware, num_ranks=args.ranks, bytes_per_element=hardware.dtype_bytes, reduce_every=args.reduce_every
-    )
-    cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=args.max_tokens_per_rank)
-    drawn = draw_batches(
-        str(args.lengths),
-        num_batches=args.batches,
-        global_batch=args.sequences,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-    )
-    rows, used = [], tuple(Primitive(each) for each in args.primitives)
-    for number, lengths in enumerate(drawn):
-        sequences = sequences_of(lengths)
-        options = PlanConfig(search_moves=args.search_moves, primitives=args.primitives)
-        plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
-        bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
-        proven_s = certified_s(sequences, cluster=cluster, cost=cost, primitives=used, best_s=plan_s)
-        proven_s = max(proven_s, bound_s)
-        rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
-        _say(f"batch {number}", rows[-1])
-    _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
-
-
-def _say(name: str, ratios: tuple[float, ...]) -> None:
-    sys.stdout.write(
-        "{}: plan / lower bound {:.4f}, certified / lower bound {:.4f}, plan / certified {:.4f}\n".format(name, *ratios)
-    )
-    sys.stdout.flush()
-
-
-def _parser() -> argparse.ArgumentParser:
-    defaults = PlanConfig()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
-    parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--max-tokens-per-rank", type=int, default=8102)
-    parser.add_argument("--primitives", nargs="+", choices=("ring", "ulysses"), default=defaults.primitives)
-    parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
-    parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--search-moves", type=int, default=defaults.search_moves)
-    parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--hardware", default="ascend-910c")
-    parser.add_argument("--max-seqlen", type=int, default=131_072)
-    return parser
+    print_ratios(parser(__doc__, batches=3).parse_args(), bound=certified_s)
 
 
 if __name__ == "__main__":

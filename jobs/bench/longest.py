@@ -19,17 +19,11 @@ compute of what they hold. Added up and divided by N: all microbatches take at l
 shared compute, plus the N-th part of the least waste of any permitted d.
 """
 
-import argparse
-import statistics
-import sys
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
+from bounds import parser, print_ratios
 
-from rayfcp.compare.lengths import draw_batches, sequences_of
-from rayfcp.config.plan import PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.plan import CostModel
 from rayfcp.plan.costs.terms import Terms
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
@@ -37,7 +31,12 @@ Floats = npt.NDArray[np.float64]
 
 
 def beside_longest_s(
-    sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, primitives: tuple[Primitive, ...]
+    sequences: list[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: tuple[Primitive, ...],
+    **_: float,
 ) -> float:
     """No plan of groups of these primitives takes less; no more than the compute shared by all ranks where nothing
     must be wasted."""
@@ -89,53 +88,7 @@ def _adds_enough(
 
 def main() -> None:
     """Print the ratios of every batch, and their means."""
-    args = _parser().parse_args()
-    model, hardware = model_profile(args.model), hardware_profile(args.hardware)
-    sizes = {"bytes_per_element": hardware.dtype_bytes, "reduce_every": args.reduce_every}
-    cost = CostModel.from_profiles(model, hardware, num_ranks=args.ranks, **sizes)
-    room = args.max_tokens_per_rank or max_tokens_per_rank(
-        model, num_devices=args.ranks, memory_bytes=hardware.memory_bytes, recomputed_layers=0, **sizes
-    )
-    cluster = ClusterSpec(num_ranks=args.ranks, max_tokens_per_rank=room)
-    options, used = PlanConfig(primitives=args.primitives), tuple(Primitive(each) for each in args.primitives)
-    drawn = draw_batches(
-        str(args.lengths),
-        num_batches=args.batches,
-        global_batch=args.sequences,
-        max_seqlen=args.max_seqlen,
-        seed=args.seed,
-    )
-    rows = []
-    for number, lengths in enumerate(drawn):
-        sequences = list(sequences_of(lengths))
-        plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
-        bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
-        proven_s = max(beside_longest_s(sequences, cluster=cluster, cost=cost, primitives=used), bound_s)
-        rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
-        _say(f"batch {number}", rows[-1])
-    _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
-
-
-def _say(name: str, ratios: tuple[float, ...]) -> None:
-    sys.stdout.write(
-        "{}: plan / lower bound {:.4f}, proven / lower bound {:.4f}, plan / proven {:.4f}\n".format(name, *ratios)
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")
-    parser.add_argument("--sequences", type=int, default=512)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--max-tokens-per-rank", type=int, help="replaces the memory model")
-    parser.add_argument("--primitives", nargs="+", choices=("ring", "ulysses"), default=("ring", "ulysses"))
-    parser.add_argument("--reduce-every", choices=("microbatch", "step"), default="microbatch")
-    parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", default="qwen3-8b")
-    parser.add_argument("--hardware", default="ascend-910c")
-    parser.add_argument("--max-seqlen", type=int, default=131_072)
-    return parser
+    print_ratios(parser(__doc__, batches=10).parse_args(), bound=beside_longest_s)
 
 
 if __name__ == "__main__":

@@ -188,6 +188,7 @@ class Fleet:
         """The keepers of these devices' copies are lost: others take their place."""
         self.keeping.replace({self.crew.members[number].facts.node_id for number in numbers})
         self.cover()
+        self.keeping.await_told(timeout_s=ANSWER_S)
 
     def count_loss(self, error: RanksLostError) -> Failure:
         """Take note of a loss, and look for replacements."""

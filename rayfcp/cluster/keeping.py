@@ -1,7 +1,5 @@
 """Who keeps whose copies: one keeper a node, which holds those of the node before it in a ring."""
 
-import logging
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -11,15 +9,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayfcp.cluster.facts import DeviceFacts, Source
+from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.keeper import THREADS, Keeper
 from rayfcp.cluster.members import Member
 from rayfcp.cluster.naming import KEEPER, NAMESPACE, actor_name, new_id
 from rayfcp.cluster.orphans import KeepAlive
 from rayfcp.config import Config
-from rayfcp.values import ShardHeader, StateId
-
-logger = logging.getLogger(__name__)
+from rayfcp.values import StateId
 
 END_S = 5.0
 """How long the end waits for processes that keepers were told to kill."""
@@ -52,12 +48,13 @@ class Keeping:
         self.keepers: dict[str, Any] = dict(adopted or {})
         self._ring: dict[str, str] = {}
         self._told: dict[str, Any] = {}
+        self._telling: list[Any] = []
         self._kills: list[Any] = []
         self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self.keepers.values()))
 
     def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
         """Keepers for the nodes of these members, new ones where there are none, and each member told which is its
-        own. Does not wait for them. Nodes to `avoid`, such as those that leave, keep nothing unless no other is there.
+        own. Does not wait for them, see `await_told`. Nodes to `avoid`, such as those that leave, keep nothing unless no other is there.
 
         Keepers of other nodes stay, with what they hold, until `forget` or `end`.
         """
@@ -70,11 +67,17 @@ class Keeping:
             if node not in self.keepers:
                 self.keepers[node] = self._launch(node)
         pids = defaultdict(list)
+        self._telling = []
         for member in members:
             pids[member.facts.node_id].append(member.facts.pid)
             self._tell(member)
         for node, found in pids.items():
             self.keepers[node].watch.remote(found)
+
+    def await_told(self, *, timeout_s: float) -> None:
+        """Until all members use the keepers that `cover` gave them: before, what they say is of earlier ones."""
+        if self._telling:
+            ray.wait(self._telling, num_returns=len(self._telling), timeout=timeout_s)
 
     def keeper_of(self, node_id: str) -> Any:
         """Who keeps the copies of this node's devices."""
@@ -91,20 +94,6 @@ class Keeping:
         if keeper is not None:
             with suppress(RayError):
                 ray.kill(keeper, no_restart=True)
-
-    def sources(self, *, timeout_s: float) -> list[Source]:
-        """Complete copies of all keepers. A keeper that does not answer in time is forgotten."""
-        refs = {node: keeper.headers.remote() for node, keeper in self.keepers.items()}
-        headers, silent = answers_in_time(refs, timeout_s=timeout_s)
-        keepers = dict(self.keepers)
-        for node in silent:
-            logger.warning("the keeper on node %s does not answer", node)
-            self.forget(node)
-        return [
-            Source(header=header, holder=keepers[node], holder_id=keeper_id(node))
-            for node, found in headers.items()
-            for header in found
-        ]
 
     def drop_older(self, than: StateId) -> None:
         """All keepers forget older copies, also those that get no new ones."""
@@ -145,34 +134,9 @@ class Keeping:
         keeper = self.keeper_of(member.facts.node_id)
         if self._told.get(member.id) is not keeper:
             self._told[member.id] = keeper
-            member.handle.use_keeper.remote(keeper)
+            self._telling.append(member.handle.use_keeper.remote(keeper))
 
 
 def keeper_id(node: str) -> str:
     """Names a node's keeper among the holders of copies."""
     return f"keeper on {node}"
-
-
-def sources_of(members: Sequence[Member], *, timeout_s: float) -> list[Source]:
-    """Complete copies that workers hold of their own shards."""
-    by_id = {member.id: member for member in members}
-    headers, _ = answers_in_time({id: each.handle.headers.remote() for id, each in by_id.items()}, timeout_s=timeout_s)
-    return [
-        Source(header=header, holder=by_id[id].handle, holder_id=id)
-        for id, found in headers.items()
-        for header in found
-    ]
-
-
-def answers_in_time(
-    refs: Mapping[str, Any], *, timeout_s: float
-) -> tuple[dict[str, tuple[ShardHeader, ...]], list[str]]:
-    """Answers by name, and names of those who gave none in time or are gone."""
-    end_s = time.monotonic() + timeout_s
-    found, silent = {}, []
-    for name, ref in refs.items():
-        try:
-            found[name] = ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
-        except RayError:
-            silent.append(name)
-    return found, silent

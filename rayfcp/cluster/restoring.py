@@ -39,7 +39,7 @@ def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int, patie
     keepers = {keeper_id(node): node for node in keeping.keepers}
     holders = {member.id: member.handle for member in members}
     holders |= {id: keeping.keepers[node] for id, node in keepers.items()}
-    asking, end_s = _Asking(holders), time.monotonic() + patience_s
+    asking, end_s = Asking(holders), time.monotonic() + patience_s
     while True:
         asking.listen(ANSWER_S)
         held = [
@@ -66,7 +66,7 @@ def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int, patie
     )
 
 
-class _Asking:
+class Asking:
     """Holders of copies by id, each asked once. `told`: what was heard; `silent`: who did not answer, or is gone."""
 
     def __init__(self, holders: Mapping[str, Any]) -> None:

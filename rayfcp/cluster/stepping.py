@@ -98,10 +98,9 @@ class Stepper:
         self._paces.forget_all_but([member.id for member in self._fleet.crew.all])
         self.last_finished = version
         generation, every = formed.cluster.generation, self._config.elastic.snapshot_every_steps
-        before = self._kept if self._kept is not None and _is_behind(self._kept.safe, version) else None
         self._kept = (
-            before.again(formed.ids, generation=generation, first=version)
-            if before
+            self._kept.again(formed.ids, generation=generation, first=version)
+            if self._kept
             else Kept.start(formed.ids, generation=generation, first=version, every=every)
         )
         self._fleet.cover()
@@ -233,9 +232,3 @@ class Stepper:
 
     def _peak(self) -> float:
         return self._peak_flops * self._fleet.cluster.num_devices
-
-
-def _is_behind(safe: StateId | None, version: int) -> bool:
-    """Whether copies that are safe stay of use to a run that goes on from `version`: after a fall back to a checkpoint
-    they do not."""
-    return safe is None or safe.version <= version

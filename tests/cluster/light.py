@@ -3,16 +3,18 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
 
-from rayfcp.cluster.facts import DeviceFacts
+from rayfcp.cluster.facts import DeviceFacts, Source
 from rayfcp.cluster.members import WorkerStart
 from rayfcp.cluster.pushing import Pusher
+from rayfcp.cluster.restoring import Asking
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.execute.copies import HeldCopies
@@ -103,6 +105,13 @@ def light_config(folder: Path, *, name: str, num_workers: int, **elastic: float)
 
 def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = LightWorker) -> WorkerStart:
     return WorkerStart(config, device="cpu", data_dir="", vocab_size=256, run_key=run_key, worker=worker)
+
+
+def copies_at(holders: Mapping[str, Any]) -> list[Source]:
+    """Complete copies that these workers or keepers hold, by names of theirs."""
+    asking = Asking(holders)
+    asking.listen(20)
+    return asking.told
 
 
 def lives(pid: int) -> bool:

@@ -21,7 +21,7 @@ from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.nodes import NodeWatch
 from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.recruits import Recruits
-from tests.cluster.light import LightWorker, bytes_of, light_config, light_start, shard, until
+from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard, until
 
 DRAIN_S = 60.0
 
@@ -61,7 +61,7 @@ def main() -> None:
     found: dict[str, Any] = {"spread": len({fact.node_id for fact in crew.facts})}
     node_of = {number: fact.node_id for number, fact in enumerate(crew.facts)}
     found["kept_elsewhere"] = all(
-        node_of[source.header.number] not in source.holder_id for source in keeping.sources(timeout_s=20)
+        node_of[source.header.number] != source.holder_id for source in copies_at(keeping.keepers)
     )
     recruits.want(1, in_use=2)
     found["pending"] = [recruits.num_pending, len(recruits.ready())]
@@ -80,7 +80,7 @@ def main() -> None:
     except RanksLostError as error:
         found["noticed_s"] = time.monotonic() - begun_s
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
-    found["copies_left"] = sorted(source.header.number == lost_number for source in keeping.sources(timeout_s=5))
+    found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(keeping.keepers))
     found["living"] = ray.get([worker.value.remote(5) for worker in crew.workers], timeout=30)
     recruits.end()
     crew.end()

@@ -12,11 +12,12 @@ import ray
 
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.keeper import born
-from rayfcp.cluster.keeping import Keeping, ring, sources_of
+from rayfcp.cluster.keeping import Keeping, ring
 from rayfcp.cluster.pushing import Pusher, Waited
+from rayfcp.cluster.restoring import restorable
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import Box, StateId
-from tests.cluster.light import bytes_of, free_cpus_again, light_config, light_start, lives, shard, until
+from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, lives, shard, until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -36,10 +37,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Crew, Ke
 
 @pytest.fixture
 def kept(started: tuple[Crew, Keeping]) -> tuple[object, Keeping]:
-    """The one worker, and the keepers with that of its node, empty."""
+    """The one worker and the keeper of its node, both empty."""
     crew, keeping = started
     keeping.forget(crew.facts[0].node_id)
+    ray.get(crew.workers[0].drop_copies.remote())
     keeping.cover(crew.members)
+    keeping.await_told(timeout_s=30)
     return crew.workers[0], keeping
 
 
@@ -57,14 +60,13 @@ def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> N
     header = shard(10 + num_bytes, num_bytes=num_bytes)
     worker.keep.remote(header, bytes_of(header))
     assert ray.get(worker.await_kept.remote(header.state, timeout_s=30)) == Waited.KEPT
-    (source,) = keeping.sources(timeout_s=10)
+    (source,) = copies_at(keeping.keepers)
     assert source.header == header
     wanted = [("weight", "parameter", Box(offsets=(0,), sizes=(num_bytes,)))] if num_bytes else []
     found = ray.get(source.holder.pieces.remote(header.state, 0, wanted=wanted))
     for piece in found:
         np.testing.assert_array_equal(piece, bytes_of(header))
-    (crew_source,) = [each for each in sources_of(started_members(worker), timeout_s=10) if each.header == header]
-    assert crew_source.holder_id == "w"
+    assert [each.header for each in copies_at({"w": worker})] == [header]
 
 
 def started_members(worker: object) -> list[object]:
@@ -85,10 +87,12 @@ def test_a_keeper_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: 
     assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.LOST, (
         "lost, long before the time is over"
     )
-    assert keeping.sources(timeout_s=10) == [], "a dead keeper is forgotten"
+    assert restorable([], keeping, up_to=9001, patience_s=10).sources == ()
+    assert keeping.keepers == {}, "a dead keeper is forgotten"
     keeping.cover([member])
+    keeping.await_told(timeout_s=30)
     assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.KEPT
-    assert [source.header for source in keeping.sources(timeout_s=10)] == [second]
+    assert [source.header for source in copies_at(keeping.keepers)] == [second]
 
 
 def test_only_watched_processes_are_killed(kept: tuple[object, Keeping]) -> None:
@@ -139,7 +143,7 @@ def test_a_damaged_copy_is_sent_again_and_never_seen(kept: tuple[object, Keeping
     pusher.offer(header, safe=None)
     assert pusher.wait_for(header.state, timeout_s=30) == (Waited.KEPT if arrives else Waited.LOST)
     assert pusher.pushed.lost != arrives
-    found = [source.header for source in keeping.sources(timeout_s=10)]
+    found = [source.header for source in copies_at(keeping.keepers)]
     assert (header in found) == arrives
 
 
@@ -156,7 +160,7 @@ def test_older_copies_go_when_newer_ones_come(kept: tuple[object, Keeping]) -> N
         assert pusher.wait_for(header.state, timeout_s=30) == Waited.KEPT
         assert pusher.pushed.num_bytes == 2500
         assert pusher.pushed.seconds > 0
-        headers = [source.header for source in keeping.sources(timeout_s=10)]
+        headers = [source.header for source in copies_at(keeping.keepers)]
         held = [each.state.version for each in headers if each.number == 3]
         assert held == list(range(max(1, version - 1), version + 1))
         assert ray.get(keeper.beat.remote()) <= 5 * 2500, "bounded: two copies, spare buffers, and what the worker sent"

@@ -11,7 +11,7 @@ import ray
 
 from rayfcp.cluster.adoption import end_leftovers, find_living
 from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.keeping import Keeping, sources_of
+from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.placement import ask
 from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.recruits import Recruits
@@ -20,6 +20,7 @@ from rayfcp.execute.reports import CollectiveFailedError
 from tests.cluster.light import (
     LightWorker,
     bytes_of,
+    copies_at,
     free_cpus_again,
     light_config,
     light_start,
@@ -109,9 +110,9 @@ def test_a_new_controller_finds_who_lives_and_ends_the_silent(config: Config) ->
         ray.get(busy)
     (member,) = living.members
     assert (member.id, member.facts) == (crew.members[0].id, crew.facts[0])
-    assert [source.header for source in sources_of(living.members, timeout_s=5)] == [header]
+    assert [source.header for source in copies_at({member.id: member.handle})] == [header]
     adopted = Keeping(config, run_key="left", adopted=living.keepers)
-    assert [source.header for source in adopted.sources(timeout_s=5)] == [header]
+    assert [source.header for source in copies_at(adopted.keepers)] == [header]
     assert forgotten.id.hex() not in {
         id for id, each in ray.util.placement_group_table().items() if each["state"] != "REMOVED"
     }
