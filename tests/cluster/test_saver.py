@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
 from rayfcp.cluster.crew import Crew
@@ -17,17 +16,20 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.integrity import find_damage, sum_files
 from rayfcp.execute.reports import RankReport, SavedPart
 from rayfcp.telemetry.metrics import MetricsExporter
+from tests.cluster.light import LightWorker, free_cpus_again, light_start
 from tests.cluster.runs import run_config, write_texts
 from tests.cluster.test_guard import report_of
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
-class Writing:
+class WritingWorker(LightWorker):
     """Writes its part of a checkpoint no sooner than it is asked how that ended."""
 
-    def __init__(self, number: int) -> None:
-        self._number, self._folder, self._loaded = number, "", ""
+    _number, _folder, _loaded = 0, "", ""
+
+    def be(self, number: int) -> None:
+        self._number = number
 
     def begin_save(self, folder: str) -> None:
         self._folder = folder
@@ -70,8 +72,11 @@ class Run:
         return Saver(config, sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append)
 
     def start(self, size: int) -> None:
-        actor = ray.remote(Writing).options(num_cpus=0)
-        self.crew = Crew([actor.remote(number) for number in range(size)], (), facts=())
+        cluster = self.config.cluster.model_copy(update={"num_workers": size})
+        config = self.config.model_copy(update={"cluster": cluster})
+        start = light_start(config, run_key="saved", worker=WritingWorker)
+        self.crew = Crew.launch(start, stopped=lambda: False)
+        self.crew.each(lambda number, worker: worker.be.remote(number))
 
     def write(self) -> list[SavedPart | None]:
         return self.crew.each(lambda _, worker: worker.finish_save.remote())
@@ -97,10 +102,11 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path: Path):
-    made = Run(tmp_path)
-    yield made
-    made.crew.end()
-    made.metrics.close()
+    with free_cpus_again():
+        made = Run(tmp_path)
+        yield made
+        made.crew.end()
+        made.metrics.close()
 
 
 def test_a_slow_write_holds_nothing_up_and_the_next_is_left_out(run: Run) -> None:
