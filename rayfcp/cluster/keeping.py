@@ -54,7 +54,8 @@ class Keeping:
 
     def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
         """Keepers for the nodes of these members, new ones where there are none, and each member told which is its
-        own. Does not wait for them, see `await_told`. Nodes to `avoid`, such as those that leave, keep nothing unless no other is there.
+        own. Does not wait for them, see `await_told`. Nodes to `avoid`, such as those that leave, keep nothing unless
+        no other is there.
 
         Keepers of other nodes stay, with what they hold, until `forget` or `end`.
         """

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -21,33 +22,44 @@ RELEASE_S = 5.0
 
 
 class OrphanWatch:
-    """Ends the process, and gives its device back, after `orphan_s` without `heard`.
+    """Ends the process, and gives its device back, after `orphan_s` without `heard`; for as long as somebody holds it.
 
     Time is counted in looks, so that a process that was stopped and goes on has heard of nobody no longer than
     before.
     """
 
     def __init__(self, orphan_s: float) -> None:
-        self._tick_s, self._heard, self._never = orphan_s / TICKS, False, threading.Event()
+        self._heard = False
         self.group = get_current_placement_group()
-        threading.Thread(target=self._look, name="orphan watch", daemon=True).start()
+        looks = threading.Thread(target=_look, args=[weakref.ref(self), orphan_s / TICKS], daemon=True)
+        looks.name = "orphan watch"
+        looks.start()
 
     def heard(self) -> None:
         """Somebody called."""
         self._heard = True
 
-    def _look(self) -> None:
-        quiet = 0
-        while quiet < TICKS:
-            self._never.wait(self._tick_s)
-            quiet = 0 if self._heard else quiet + 1
-            self._heard = False
-        if self.group is not None:
-            # Ray may be gone as well, and would be waited for without end.
-            release = threading.Thread(target=remove_placement_group, args=[self.group], daemon=True)
-            release.start()
-            release.join(RELEASE_S)
-        os._exit(1)
+    def is_quiet(self) -> bool:
+        """Whether nobody called since this was asked last."""
+        heard, self._heard = self._heard, False
+        return not heard
+
+
+def _look(held: "weakref.ref[OrphanWatch]", tick_s: float) -> None:
+    quiet, never, group = 0, threading.Event(), None
+    while quiet < TICKS:
+        never.wait(tick_s)
+        watch = held()
+        if watch is None:
+            return
+        quiet, group = quiet + 1 if watch.is_quiet() else 0, watch.group
+        del watch
+    if group is not None:
+        # Ray may be gone as well, and would be waited for without end.
+        release = threading.Thread(target=remove_placement_group, args=[group], daemon=True)
+        release.start()
+        release.join(RELEASE_S)
+    os._exit(1)
 
 
 class KeepAlive:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -188,6 +190,19 @@ def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:
         until(lambda: not lives(crew.facts[0].pid))
         with pytest.raises(ray.exceptions.RayActorError):
             ray.get(keeper.open.remote())
+
+
+def test_a_watch_that_nobody_holds_ends_nothing() -> None:
+    code = (
+        "import threading; from rayfcp.cluster.orphans import OrphanWatch\n"
+        "watch = OrphanWatch(0.5); (looks,) = [each for each in threading.enumerate() if each.name == 'orphan watch']\n"
+        "DROP; looks.join(30); print('lives')"
+    )
+    for drop, said in (("del watch", "lives\n"), ("pass", "")):
+        found = subprocess.run(
+            [sys.executable, "-c", code.replace("DROP", drop)], capture_output=True, text=True, check=False
+        )
+        assert (found.stdout, found.returncode) == (said, 0 if said else 1), found.stderr
 
 
 def test_the_class_of_workers_is_the_callers(config: Config) -> None:
