@@ -15,7 +15,7 @@ from rayfcp.execute.integrity import find_damage
 
 def with_absolute_paths(config: Config) -> Config:
     """Local paths that exist, made absolute: actors run in other folders than the user."""
-    tokenizer, resume = config.data.tokenizer, config.checkpoint.resume
+    tokenizer, resume, metrics = config.data.tokenizer, config.checkpoint.resume, config.metrics
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
@@ -28,6 +28,7 @@ def with_absolute_paths(config: Config) -> Config:
             "checkpoint": config.checkpoint.model_copy(
                 update={"resume": resume if resume in ("auto", "never") else _absolute(resume)}
             ),
+            "metrics": metrics.model_copy(update={"token_file": _absolute(metrics.token_file)}),
         }
     )
 

@@ -6,12 +6,16 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
+from rayfcp.cluster.observing import PlannedGroups
 from rayfcp.cluster.planners import PlannedStep
+from rayfcp.cluster.ray_metrics import ray_mirror
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
+from rayfcp.telemetry.live import Worker
 from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.report import write_report
-from rayfcp.telemetry.steps import StepLog
+from rayfcp.telemetry.steps import StepLog, read_steps
 from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import Span, StepReport
 
@@ -47,6 +51,29 @@ def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: fl
     )
 
 
+def picture_of(step: int, *, groups: PlannedGroups, ranks: Sequence[RankReport]) -> Picture:
+    """A step as it was planned, each microbatch from where the slowest group of the one before ends, and as it was."""
+    planned, start_s = [], 0.0
+    for number, held in enumerate(groups):
+        planned += [
+            PlannedGroup(
+                ranks=group.ranks,
+                microbatch=number,
+                num_tokens=group.part.num_tokens,
+                start_s=start_s,
+                stop_s=start_s + group.predicted_s,
+            )
+            for group in held
+        ]
+        start_s += max((group.predicted_s for group in held), default=0.0)
+    return Picture(step=step, planned=tuple(planned), measured=_spans(ranks))
+
+
+def _spans(ranks: Sequence[RankReport]) -> tuple[Span, ...]:
+    """Of a rank's tensor-parallel devices the first one's."""
+    return tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans)
+
+
 class Journal:
     """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end trace and report.
 
@@ -56,9 +83,19 @@ class Journal:
     def __init__(self, config: Config, *, run_dir: Path, resume_step: int, began_s: float) -> None:
         self._run_dir = run_dir
         self.metrics = MetricsExporter(
-            config.run.name, run_dir=run_dir, host=config.metrics.host, port=config.metrics.port
+            config.run.name,
+            run_dir=run_dir,
+            host=config.metrics.host,
+            port=config.metrics.port,
+            token_file=config.metrics.token_file,
+            target_steps=config.train.steps,
+            wanted=config.cluster.max_workers,
+            mirror=ray_mirror() if config.metrics.ray else None,
         )
-        self._log = StepLog(run_dir / "steps.jsonl", resume_step=resume_step)
+        self.metrics.set_slow_ratio(config.elastic.slow_ratio)
+        log = run_dir / "steps.jsonl"
+        self.metrics.restore(read_steps(log), resume_step=resume_step)
+        self._log = StepLog(log, resume_step=resume_step)
         self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
         self._began_s, self._productive_s = began_s, 0.0
 
@@ -67,12 +104,15 @@ class Journal:
         """That is written down."""
         return self._log.last_step
 
-    def commit(self, report: StepReport, ranks: Sequence[RankReport]) -> bool:
+    def commit(self, report: StepReport, ranks: Sequence[RankReport], *, groups: PlannedGroups = ()) -> bool:
         """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
         disk stops no training: the line is written later."""
-        for each in ranks:
-            self.metrics.set_worker(each.number, step_s=each.step_s, memory_bytes=each.memory_bytes)
-        self._spans.append(tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans))
+        self.metrics.observe_workers(
+            [Worker(rank=each.number, step_s=each.step_s, busy_s=each.step_s - each.wait_s) for each in ranks],
+            memory=[each.memory_bytes for each in ranks],
+            picture=picture_of(report.step, groups=groups, ranks=ranks),
+        )
+        self._spans.append(_spans(ranks))
         if report.step <= self._log.last_step:
             return False
         try:
@@ -80,8 +120,8 @@ class Journal:
         except OSError as error:
             logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
         self._productive_s += report.step_s
-        self.metrics.observe_step(report)
-        self.metrics.set_goodput(min(1.0, self._productive_s / (time.monotonic() - self._began_s)))
+        goodput = min(1.0, self._productive_s / (time.monotonic() - self._began_s))
+        self.metrics.observe_step(report, goodput=goodput)
         return True
 
     def close(self) -> None:

@@ -13,7 +13,8 @@ from rayfcp.cluster.whole import Check, newest_whole, shares
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import Sampler
 from rayfcp.execute.integrity import FileSum, find_wrong_size
-from rayfcp.telemetry.steps import read_steps
+from rayfcp.telemetry.counters import COUNTERS_FILE
+from rayfcp.telemetry.steps import StepLog, read_steps
 
 _IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
 
@@ -116,8 +117,9 @@ def _read_by(crew: Crew) -> Check:
 
 def put_aside(run_dir: Path, *, after_step: int) -> Path | None:
     """Move checkpoints of later steps, and a copy of a step log that has them, to `earlier-1`, `earlier-2`, ...,
-    so that a run that starts again before them neither loses them nor takes them for its own. That folder, None if
-    there was nothing."""
+    so that a run that starts again before them neither loses them nor takes them for its own; the log ends at
+    `after_step` then, and counters of a run that starts over go with the rest. That folder, None if there was
+    nothing."""
     log = run_dir / "steps.jsonl"
     later = [
         path for path in CheckpointFolder(run_dir / "checkpoints", keep=1).complete() if step_of(path) > after_step
@@ -131,6 +133,9 @@ def put_aside(run_dir: Path, *, after_step: int) -> Path | None:
         path.rename(folder / "checkpoints" / path.name)
     if has_steps:
         shutil.copy2(log, folder / log.name)
+        StepLog(log, resume_step=after_step).close()
+    if after_step == 0 and (counters := run_dir / COUNTERS_FILE).exists():
+        counters.rename(folder / counters.name)
     return folder
 
 

@@ -83,12 +83,14 @@ class Saver:
         """Load the checkpoint that the run goes on from, if there is one."""
         self._resume.load(crew)
 
-    def fall_back(self, crew: Crew) -> int:
+    def fall_back(self, crew: Crew, *, metrics: MetricsExporter) -> int:
         """Load the newest whole checkpoint that the run has by now; its step, 0 if it has none."""
         self.abandon()
         if self._pending is not None:
-            self._conclude(self._pending)
+            pending = self._pending
+            self._note(pending, self._conclude(pending), metrics=metrics)
         self._saved_step = self._resume.fall_back(crew)
+        metrics.set_checkpoint(self._saved_step)
         return self._saved_step
 
     def after_step(self, step: int, crew: Crew, *, ranks: Sequence[RankReport], metrics: MetricsExporter) -> None:
@@ -186,7 +188,7 @@ class Saver:
 
     def _note(self, pending: _Pending, problem: str, *, metrics: MetricsExporter) -> None:
         if not problem:
-            metrics.observe_checkpoint(max(part.seconds for part in pending.parts.values()))
+            metrics.observe_checkpoint(max(part.seconds for part in pending.parts.values()), step=pending.step)
             return
         self._failures += 1
         metrics.count_failed_checkpoint()

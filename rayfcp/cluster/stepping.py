@@ -149,7 +149,7 @@ class Stepper:
             return
         report = step_report(done.planned, done.devices, step_s=done.step_s, peak_flops=self._peak())
         report = dataclasses.replace(report, recovered=done.again)
-        if self._journal.commit(report, done.devices):
+        if self._journal.commit(report, done.devices, groups=done.planned.record.groups):
             self._tell(report)
 
     def broke(self, step: int) -> None:

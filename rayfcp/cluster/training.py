@@ -4,6 +4,7 @@ import logging
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from rayfcp.config import Config, dump_config
 from rayfcp.plan import CostModel
 from rayfcp.plan.bound import check_longest
 from rayfcp.plan.strategies import slices
+from rayfcp.telemetry.live import State
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, Decision, Move, SequenceSpec, StepReport
 
@@ -52,6 +54,7 @@ class TrainingRun:
         self._profile_path = self._run_dir / "profile.json"
         self._began_s = time.monotonic()
         self._messages: list[str] = []
+        self._listeners: list[Callable[[str], None]] = []
         self._reports: list[StepReport] = []
 
     def reports(self, after: int) -> tuple[StepReport, ...]:
@@ -129,8 +132,11 @@ class TrainingRun:
             self._config, run_dir=self._run_dir, resume_step=version, began_s=self._began_s
         )
         ending.callback(journal.close)
+        self._listeners.append(journal.metrics.say)
         for reason, count in self._data.index.skipped.items():
             journal.metrics.count_skipped(reason, count=count)
+        journal.metrics.set_checkpoint(self._saver.saved_step)
+        self._say(f"live page: {journal.metrics.where}")
 
     def _connect(self, planners: Planners, *, guess: CostModel, version: int) -> None:
         """What runs steps, and what carries the run from one set of devices to the next."""
@@ -248,6 +254,7 @@ class TrainingRun:
         """Write down the last step and save."""
         stepper, crew = self._stepper, self._fleet.crew
         stepper.commit()
+        self._journal.metrics.enter(State.SAVING)
         if stepper.refit.num_steps:
             write_refitted(self._profile_path, stepper.refit.cost, num_steps=stepper.refit.num_steps)
         self._say("saving")
@@ -275,3 +282,5 @@ class TrainingRun:
     def _tell(self, text: str) -> None:
         logger.info(text)
         self._messages.append(text)
+        for listen in self._listeners:
+            listen(text)

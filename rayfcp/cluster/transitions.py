@@ -13,6 +13,7 @@ from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.elastic.facts import Failure
+from rayfcp.telemetry.live import State
 from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move
 
 
@@ -69,6 +70,7 @@ class Transitions:
             RanksLostError: a device was lost meanwhile.
         """
         decision = self._fleet.decide()
+        self._journal.metrics.set_standing_by(len(self._fleet.crew.waiting))
         if not decision.devices:
             if self._stepper.is_safe:
                 self._fleet.end_leaving()
@@ -97,6 +99,7 @@ class Transitions:
             StoppedError: the user asked for an end meanwhile.
         """
         noticed_s = time.monotonic()
+        self._journal.metrics.enter(State.RECOVERING)
         before = len(self._fleet.ids)
         self._stepper.broke(step)
         self._saver.abandon()
@@ -161,7 +164,7 @@ class Transitions:
         """No state has all its shards: the newest checkpoint, or the first weights. What copies are left of are of
         steps that run again."""
         self._fleet.forget_copies()
-        version = self._saver.fall_back(self._fleet.crew)
+        version = self._saver.fall_back(self._fleet.crew, metrics=self._journal.metrics)
         whence = f"the checkpoint of step {version}" if version else "the beginning, for there is no checkpoint"
         self._say(f"{found.reason}; going on from {whence}")
         self._stepper.plan_for(cluster, decision.devices, version=version)
@@ -170,5 +173,6 @@ class Transitions:
     def _note(self, formed: Formed) -> None:
         metrics = self._journal.metrics
         metrics.keep_ranks(formed.cluster.num_devices)
+        metrics.set_standing_by(len(self._fleet.crew.waiting))
         seconds = max(each.process_group_s for each in formed.joined)
         metrics.set_process_groups(formed.joined[0].process_groups, seconds=seconds)

@@ -166,8 +166,10 @@ class CheckpointConfig(Section):
 class MetricsConfig(Section):
     """What is reported, and where."""
 
-    host: str = "127.0.0.1"
+    host: str = Field(default="127.0.0.1", description="interface of metrics and live page; others ask for a token")
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
+    token_file: str | None = Field(default=None, description="holds the token; RUN_DIR/token is made if absent")
+    ray: bool = Field(default=True, description="the same metrics through ray.util.metrics")
     peak_flops: PositiveFloat | None = Field(default=None, description="of one device; from a table if absent")
     trace_steps: int = Field(default=3, ge=0, description="the last steps whose spans trace.json keeps")
 

@@ -1,160 +1,223 @@
-"""The Prometheus endpoint of a run: its own registry, its own HTTP server, found through a file_sd file."""
+"""What a run shows while it runs: metrics for Prometheus, found through a file_sd file, and the live page."""
 
+import dataclasses
 import json
-import socket
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client.exposition import choose_encoder
 
-from rayfcp.config import ConfigError
+from rayfcp.telemetry.counters import COUNTERS_FILE, KeptCounters
 from rayfcp.telemetry.files import write_whole
-from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Kind
+from rayfcp.telemetry.live import Live, State, Worker
+from rayfcp.telemetry.page import live_page
+from rayfcp.telemetry.picture import Picture
+from rayfcp.telemetry.series import Mirror, Series
+from rayfcp.telemetry.serving import RunServer
 from rayfcp.values import StepReport
 
 SD_FILE = "prometheus_sd.json"
 
 
 class MetricsExporter:
-    """Serves the metrics of `run` at `url` until `close`. `port` 0 takes a free one.
+    """Serves metrics and live page of `run` until `close`. `port` 0 takes a free one; `mirror` shows the same metrics
+    elsewhere. Counters go on from what `run_dir` holds of an earlier process.
 
     While it serves, `run_dir/prometheus_sd.json` names it for Prometheus's `file_sd_configs`.
-    A series appears with its first value: nothing is shown that has not been measured.
 
     Raises:
-        ConfigError: Host and port cannot be listened on.
+        ConfigError: Host and port cannot be listened on, or `token_file` holds no token.
     """
 
-    def __init__(self, run: str, *, run_dir: str | Path, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._run = run
-        self._registry = CollectorRegistry()
-        self._gauges: dict[str, Gauge] = {}
-        self._counters: dict[str, Counter] = {}
-        self._histograms: dict[str, Histogram] = {}
-        self._memory_kinds: dict[int, set[str]] = {}
-        self._speeds: set[int] = set()
-        self._declare()
-        try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=self._registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics.port is {port}, must be free on {host} ({error.strerror}); choose another, 0 takes a free one"
-            ) from error
-        self.port: int = self._server.server_port
-        shown_host = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
-        self.target = f"[{shown_host}]:{self.port}" if ":" in shown_host else f"{shown_host}:{self.port}"
+    def __init__(
+        self,
+        run: str,
+        *,
+        run_dir: str | Path,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token_file: str | None = None,
+        target_steps: int = 0,
+        wanted: int = 0,
+        mirror: Mirror | None = None,
+    ) -> None:
+        self._series, self._live = Series(run, mirror=mirror), Live(run, target_steps=target_steps, wanted=wanted)
+        self._kept = KeptCounters(Path(run_dir) / COUNTERS_FILE)
+        for name, labels, value in self._kept:
+            self._series.restore(name, value, **dict(labels))
+            self._live.count(name, value)
+        self._series.set("target_steps", target_steps)
+        self._series.set("devices_wanted", wanted)
+        self._counted_to = 0
+        self._speeds: dict[int, float] = {}
+        pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
+        self._server = RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
+        self.port, self.target = self._server.port, self._server.target
         self._sd_file = Path(run_dir) / SD_FILE
-        labels = {"job": "rayfcp", "run": run}
-        write_whole(self._sd_file, json.dumps([{"targets": [self.target], "labels": labels}]) + "\n")
+        found_as = [{"targets": [self.target], "labels": {"job": "rayfcp", "run": run}}]
+        write_whole(self._sd_file, json.dumps(found_as) + "\n")
 
     @property
     def url(self) -> str:
         return f"http://{self.target}/metrics"
 
-    def observe_step(self, report: StepReport) -> None:
-        """All values of one committed step."""
-        self._set("step_seconds", report.step_s)
-        self._set("plan_seconds", report.plan_s)
-        self._set("plan_wait_seconds", report.plan_wait_s)
-        self._set("mfu_ratio", report.mfu)
-        self._set("attention_mfu_ratio", report.attention_mfu)
+    @property
+    def where(self) -> str:
+        """The live page, and what it takes to open it."""
+        file = self._server.token_file
+        return f"http://{self.target}/" + (f"?token=TOKEN, with the token in {file}" if file else "")
+
+    def restore(self, reports: Sequence[StepReport], *, resume_step: int) -> None:
+        """Steps that earlier processes committed; those after `resume_step` run again and do not count again."""
+        self._counted_to = reports[-1].step if reports else 0
+        series, num_tokens = self._series, sum(report.num_tokens for report in reports)
+        series.restore("tokens_total", num_tokens)
+        self._live.count("tokens_total", num_tokens)
+        series.restore("sequences_total", sum(report.num_sequences for report in reports))
+        for strategy, count in Counter(report.strategy for report in reports).items():
+            series.restore("strategy_steps_total", count, strategy=strategy)
+        degrees: Counter[int] = Counter()
+        for report in reports:
+            degrees.update(report.degrees)
+        series.restore_observed("context_parallel_degree", degrees)
+        self._live.remember([report for report in reports if report.step <= resume_step])
+
+    def observe_step(self, report: StepReport, *, goodput: float) -> None:
+        """All values of one committed step. `goodput`: productive time over wall time, up to it."""
+        for name, value in _gauges(report).items():
+            self._series.set(name, value)
         for resource in ("compute", "attention", "memory", "communication"):
-            self._set("imbalance_ratio", getattr(report.imbalance, resource), resource=resource)
-        self._set("bubble_ratio", report.bubble)
-        self._set("gap_ratio", report.gap)
-        if report.step_s > 0:
-            self._set("prediction_error_ratio", abs(report.predicted_s - report.step_s) / report.step_s)
-        self._set("loss", report.loss)
-        self._set("grad_norm", report.grad_norm)
-        self._set("learning_rate", report.learning_rate)
-        self._set("world_size", report.world_size)
-        self._counters["tokens_total"].labels(run=self._run).inc(report.num_tokens)
-        self._counters["sequences_total"].labels(run=self._run).inc(report.num_sequences)
-        histogram = self._histograms["context_parallel_degree"].labels(run=self._run)
-        for degree, num_groups in report.degrees.items():
-            for _ in range(num_groups):
-                histogram.observe(degree)
+            self._series.set("imbalance_ratio", getattr(report.imbalance, resource), resource=resource)
+        self._series.set("goodput_ratio", goodput)
+        self._series.set("last_step_timestamp_seconds", time.time())
+        if report.step > self._counted_to:
+            self._series.add("tokens_total", report.num_tokens)
+            self._live.count("tokens_total", report.num_tokens)
+            self._series.add("sequences_total", report.num_sequences)
+            self._series.add("strategy_steps_total", 1, strategy=report.strategy)
+            self._series.observe("context_parallel_degree", report.degrees)
+        self._live.observe(report, goodput=goodput)
 
-    def set_process_groups(self, count: int, *, seconds: float) -> None:
-        self._set("process_groups", count)
-        self._set("process_group_seconds", seconds)
-
-    def set_goodput(self, ratio: float) -> None:
-        self._set("goodput_ratio", ratio)
-
-    def set_worker(self, rank: int, *, step_s: float, memory_bytes: dict[str, int]) -> None:
-        """A rank's own step time and its memory by kind, e.g. `resident`, `allocated`, `peak`."""
-        self._set("worker_step_seconds", step_s, rank=str(rank))
-        for kind, num_bytes in memory_bytes.items():
-            self._set("worker_memory_bytes", num_bytes, rank=str(rank), kind=kind)
-        self._memory_kinds.setdefault(rank, set()).update(memory_bytes)
-
-    def drop_rank(self, rank: int) -> None:
-        """Ends the series of a rank that left; a rank never seen is no error."""
-        if rank in self._speeds:
-            self._gauges["worker_speed_ratio"].remove(self._run, str(rank))
-            self._speeds.remove(rank)
-        if rank not in self._memory_kinds:
-            return
-        for kind in self._memory_kinds.pop(rank):
-            self._gauges["worker_memory_bytes"].remove(self._run, str(rank), kind)
-        self._gauges["worker_step_seconds"].remove(self._run, str(rank))
-
-    def keep_ranks(self, num_devices: int) -> None:
-        """Ends the series of devices with larger numbers."""
-        for rank in [rank for rank in self._memory_kinds.keys() | self._speeds if rank >= num_devices]:
-            self.drop_rank(rank)
+    def observe_workers(self, workers: Sequence[Worker], *, memory: Sequence[dict[str, int]], picture: Picture) -> None:
+        """What each device did in the last step, and its memory by kind, e.g. `resident`, `allocated`, `peak`."""
+        for each, kinds in zip(workers, memory, strict=True):
+            rank = str(each.rank)
+            self._series.set("worker_step_seconds", each.step_s, rank=rank)
+            if math.isfinite(each.busy_s):
+                self._series.set("worker_busy_seconds", each.busy_s, rank=rank)
+            for kind, num_bytes in kinds.items():
+                self._series.set("worker_memory_bytes", num_bytes, rank=rank, kind=kind)
+        speeds = [dataclasses.replace(each, speed=self._speeds.get(each.rank, math.nan)) for each in workers]
+        self._live.show(picture, workers=speeds)
 
     def set_speed(self, rank: int, ratio: float) -> None:
-        self._set("worker_speed_ratio", ratio, rank=str(rank))
-        self._speeds.add(rank)
+        self._series.set("worker_speed_ratio", ratio, rank=str(rank))
+        self._speeds[rank] = ratio
+
+    def keep_ranks(self, num_devices: int) -> None:
+        """A generation of so many devices is formed: the series of larger numbers end."""
+        for rank in [rank for rank in self._series.ranks if rank >= num_devices]:
+            self._series.drop_rank(rank)
+            self._speeds.pop(rank, None)
+        self._series.set("world_size", num_devices)
+        self._live.tell_devices(in_use=num_devices)
+
+    def set_standing_by(self, count: int) -> None:
+        self._series.set("devices_standing_by", count)
+        self._live.tell_devices(standing_by=count)
+
+    def set_slow_ratio(self, ratio: float) -> None:
+        self._series.set("straggler_threshold_ratio", ratio)
+
+    def set_process_groups(self, count: int, *, seconds: float) -> None:
+        self._series.set("process_groups", count)
+        self._series.set("process_group_seconds", seconds)
 
     def set_snapshot(self, seconds: float) -> None:
-        self._set("snapshot_seconds", seconds)
+        self._series.set("snapshot_seconds", seconds)
+
+    def set_checkpoint(self, step: int) -> None:
+        """The newest whole one, 0 if there is none."""
+        self._series.set("checkpoint_step", step)
+        self._live.tell(checkpoint_step=step)
+
+    def observe_checkpoint(self, seconds: float, *, step: int) -> None:
+        """One was committed."""
+        self._series.set("checkpoint_seconds", seconds)
+        self.set_checkpoint(step)
+        self._count("checkpoints_total")
 
     def observe_recovery(self, cause: str, *, seconds: float) -> None:
         """The run went on after a loss, `seconds` after it was noticed."""
-        self._counters["recoveries_total"].labels(run=self._run, cause=cause).inc()
-        self._set("recovery_seconds", seconds)
+        self._count("recoveries_total", cause=cause)
+        self._series.set("recovery_seconds", seconds)
+        self._live.recovered(cause, seconds=seconds)
 
     def count_lost_steps(self, count: int) -> None:
         """Finished steps that will be executed again."""
-        self._counters["lost_steps_total"].labels(run=self._run).inc(count)
+        self._count("lost_steps_total", count)
 
     def count_resize(self, direction: str) -> None:
         """`direction`: up or down."""
-        self._counters["resizes_total"].labels(run=self._run, direction=direction).inc()
+        self._count("resizes_total", direction=direction)
 
     def count_skipped(self, reason: str, *, count: int) -> None:
-        self._counters["sequences_skipped_total"].labels(run=self._run, reason=reason).inc(count)
+        """Found at each start."""
+        self._series.add("sequences_skipped_total", count, reason=reason)
 
     def count_failed_checkpoint(self) -> None:
-        self._counters["failed_checkpoints_total"].labels(run=self._run).inc()
+        self._count("failed_checkpoints_total")
 
     def count_skipped_update(self) -> None:
-        self._counters["skipped_updates_total"].labels(run=self._run).inc()
+        self._count("skipped_updates_total")
 
-    def observe_checkpoint(self, seconds: float) -> None:
-        self._set("checkpoint_seconds", seconds)
+    def enter(self, state: State) -> None:
+        """What the live page says that the run does; a committed step makes it `training`."""
+        self._live.tell(state=state)
+
+    def say(self, text: str) -> None:
+        """A line of what is being done, for the live page."""
+        self._live.tell(message=text)
 
     def close(self) -> None:
         """Stops serving and removes the file_sd file. Once is enough; twice is no error."""
         self._sd_file.unlink(missing_ok=True)
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
-    def _declare(self) -> None:
-        for metric in METRICS:
-            name, labels = PREFIX + metric.name, ("run", *metric.labels)
-            text = f"{metric.help} ({metric.unit})"
-            if metric.kind is Kind.GAUGE:
-                self._gauges[metric.name] = Gauge(name, text, labels, registry=self._registry)
-            elif metric.kind is Kind.COUNTER:
-                self._counters[metric.name] = Counter(name, text, labels, registry=self._registry)
-            else:
-                self._histograms[metric.name] = Histogram(
-                    name, text, labels, registry=self._registry, buckets=DEGREE_BUCKETS
-                )
+    def _count(self, name: str, amount: int = 1, **labels: str) -> None:
+        self._series.add(name, amount, **labels)
+        self._kept.add(name, amount, labels=labels)
+        self._live.count(name, amount)
 
-    def _set(self, name: str, value: float, **labels: str) -> None:
-        self._gauges[name].labels(run=self._run, **labels).set(value)
+    def _state(self, _accept: str) -> tuple[str, bytes]:
+        return "application/json", self._live.text().encode()
+
+    def _metrics(self, accept: str) -> tuple[str, bytes]:
+        encode, kind = choose_encoder(accept)
+        return kind, encode(self._series.registry)
+
+
+def _gauges(report: StepReport) -> dict[str, float]:
+    """Gauges without labels that a report tells."""
+    found = {
+        "step": report.step,
+        "step_seconds": report.step_s,
+        "predicted_seconds": report.predicted_s,
+        "plan_seconds": report.plan_s,
+        "plan_wait_seconds": report.plan_wait_s,
+        "num_microbatches": report.num_microbatches,
+        "mfu_ratio": report.mfu,
+        "attention_mfu_ratio": report.attention_mfu,
+        "bubble_ratio": report.bubble,
+        "gap_ratio": report.gap,
+        "loss": report.loss,
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "world_size": report.world_size,
+    }
+    if report.step_s > 0:
+        found["prediction_error_ratio"] = abs(report.predicted_s - report.step_s) / report.step_s
+    return found
