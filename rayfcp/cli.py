@@ -108,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
     report.epilog = "Example:  rayfcp report runs/quickstart"
 
+    watch = _command(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
+    watch.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    watch.epilog = "Example:  rayfcp watch runs/quickstart"
+
     export = _command(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
     export.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
     export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
@@ -214,6 +218,15 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ConfigError(str(error)) from error
     summary = summarize(read_steps(page.with_name("steps.jsonl")))
     sys.stdout.write(f"{format_summary(summary, run_dir=arguments.run_dir)}\n")
+
+
+def _watch(arguments: argparse.Namespace) -> None:
+    from rayfcp.telemetry.watching import watch
+
+    try:
+        watch(arguments.run_dir, stream=sys.stdout)
+    except KeyboardInterrupt:
+        sys.stdout.write("\n")  # the run goes on; only the watching ends
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -182,6 +182,10 @@ class MetricsExporter:
         """A line of what is being done, for the live page."""
         self._live.tell(message=text)
 
+    def value(self, name: str, **labels: str) -> float | None:
+        """Of one series as it is served, None if there is none; `name` without the prefix."""
+        return self._series.value(name, **labels)
+
     def close(self) -> None:
         """Stops serving and removes the file_sd file. Once is enough; twice is no error."""
         self._sd_file.unlink(missing_ok=True)

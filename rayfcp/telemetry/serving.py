@@ -22,6 +22,9 @@ MIN_TOKEN = 16
 PATIENCE_S = 10.0
 """For a request that is slow to come."""
 
+LOOK_S = 0.1
+"""From one look whether it shall end to the next."""
+
 Page = Callable[[str], tuple[str, bytes]]
 """From what the client accepts to the type and the body of an answer."""
 
@@ -62,7 +65,9 @@ class RunServer:
             raise
         named = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.target = f"[{named}]:{self.port}" if ":" in named else f"{named}:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="run-server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(LOOK_S,), name="run-server", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -162,12 +162,12 @@ def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> 
         save(16, fails=True)
     assert "(rank 0: No space left on device); the newest good one is " in str(caught.value)
     assert "step-00000008" in str(caught.value) and run.steps == [8] and run.unfinished == []
-    assert run.metrics._registry.get_sample_value("rayfcp_failed_checkpoints_total", {"run": "saved"}) == 7
+    assert run.metrics.value("failed_checkpoints_total") == 7
     assert run.said.count("checkpoint of step 6 could not be written: rank 0: No space left on device") == 1
 
 
 def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
-    assert run.saver.fall_back(run.crew) == 0
+    assert run.saver.fall_back(run.crew, metrics=run.metrics) == 0
     for step in (2, 4):
         run.step(step)
         run.step(step + 1, *run.write())
@@ -175,7 +175,7 @@ def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
     older, newer = CheckpointFolder(Path(run.config.run_dir) / "checkpoints", keep=1).complete()
     (newer / "__1_0.distcp").write_bytes(bytes(100) + b"x")
     run.step(6)
-    assert run.saver.fall_back(run.crew) == 2
+    assert run.saver.fall_back(run.crew, metrics=run.metrics) == 2
     assert run.crew.each(lambda _, worker: worker.loaded.remote()) == [str(older)] * 2
     assert len(run.said) == 1 and str(newer / "__1_0.distcp") in run.said[0]
     run.step(4)

@@ -1,23 +1,32 @@
 """What Prometheus reads from a run."""
 
 import json
+import math
 import socket
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.config import ConfigError
+from rayfcp.telemetry.live import Worker
 from rayfcp.telemetry.metrics import MetricsExporter
-from tests.telemetry.samples import report
+from rayfcp.telemetry.names import METRICS, PREFIX, Kind
+from rayfcp.telemetry.picture import Picture
+from rayfcp.values import StepReport
+from tests.telemetry.samples import report, reports
 
 CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
 gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
 context_parallel_degree_bucket world_size goodput_ratio process_group_seconds process_groups checkpoint_seconds
 worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total
-snapshot_seconds worker_speed_ratio"""
+snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds predicted_seconds num_microbatches
+strategy_steps_total worker_busy_seconds devices_standing_by devices_wanted checkpoints_total checkpoint_step
+straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
+NOTHING = Picture(step=0)
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -39,13 +48,19 @@ def scrape(exporter: MetricsExporter) -> Samples:
     }
 
 
+def work(exporter: MetricsExporter, *ranks: int) -> None:
+    """A step of these devices."""
+    workers = [Worker(rank=rank, step_s=1.5, busy_s=1.0) for rank in ranks]
+    exporter.observe_workers(workers, memory=[{"resident": 7, "peak": 9}] * len(ranks), picture=NOTHING)
+
+
 def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[f"rayfcp_{name}", frozenset({"run": "demo", **labels}.items())]
 
 
 def test_values_of_steps(exporter: MetricsExporter) -> None:
-    exporter.observe_step(report(1))
-    exporter.observe_step(report(2, loss=4.0, world_size=3, degrees={3: 2}))
+    exporter.observe_step(report(1), goodput=0.5)
+    exporter.observe_step(report(2, loss=4.0, world_size=3, degrees={3: 2}), goodput=0.25)
     samples = scrape(exporter)
     assert value(samples, "loss") == 4.0 and value(samples, "world_size") == 3
     assert value(samples, "step_seconds") == 2.0 and value(samples, "prediction_error_ratio") == 0.25
@@ -57,12 +72,13 @@ def test_values_of_steps(exporter: MetricsExporter) -> None:
 
 
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
-    exporter.observe_step(report(1))
+    exporter.observe_step(report(1), goodput=0.9)
     exporter.set_process_groups(4, seconds=0.5)
-    exporter.set_goodput(0.9)
-    exporter.set_worker(0, step_s=1.5, memory_bytes={"resident": 10})
+    work(exporter, 0)
+    exporter.set_standing_by(2)
+    exporter.set_slow_ratio(0.8)
     exporter.count_skipped("empty", count=3)
-    exporter.observe_checkpoint(0.25)
+    exporter.observe_checkpoint(0.25, step=1)
     exporter.observe_recovery("died", seconds=0.5)
     exporter.count_lost_steps(1)
     exporter.count_resize("down")
@@ -71,6 +87,7 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     samples = scrape(exporter)
     names = {name for name, _ in samples}
     assert {f"rayfcp_{name}" for name in CONTRACT.split()} <= names
+    assert {name.removesuffix("_bucket") for name in CONTRACT.split()} == {metric.name for metric in METRICS}
     assert all(("run", "demo") in labels for _, labels in samples)
     assert value(samples, "sequences_skipped_total", reason="empty") == 3
     assert value(samples, "recoveries_total", cause="died") == 1 and value(samples, "recovery_seconds") == 0.5
@@ -78,14 +95,120 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
 
 
 def test_a_rank_that_leaves_takes_its_series_along(exporter: MetricsExporter) -> None:
+    work(exporter, 0, 1)
     for rank in (0, 1):
-        exporter.set_worker(rank, step_s=1.0, memory_bytes={"resident": 7, "peak": 9})
         exporter.set_speed(rank, 0.5)
     exporter.set_speed(2, 1.0)
     exporter.keep_ranks(1)
-    exporter.drop_rank(5)
-    ranks = {dict(labels).get("rank") for _, labels in scrape(exporter)} - {None}
-    assert ranks == {"0"}
+    exporter.keep_ranks(1)
+    samples = scrape(exporter)
+    assert {dict(labels).get("rank") for _, labels in samples} - {None} == {"0"}
+    assert value(samples, "world_size") == 1
+    work(exporter, 0, 1)
+    assert {dict(labels).get("rank") for _, labels in scrape(exporter)} - {None} == {"0", "1"}
+
+
+def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> None:
+    kinds: list[dict[str, int]] = [{}, {}]
+    workers = [Worker(rank=0, step_s=2.0, busy_s=1.5), Worker(rank=1, step_s=2.0, busy_s=math.nan)]
+    exporter.observe_workers(workers, memory=kinds, picture=NOTHING)
+    assert exporter.value("worker_busy_seconds", rank="0") == 1.5
+    assert exporter.value("worker_busy_seconds", rank="1") is None
+
+
+def test_counters_are_there_before_they_count(exporter: MetricsExporter) -> None:
+    samples = scrape(exporter)
+    for metric in METRICS:
+        if metric.kind is Kind.COUNTER and (metric.known or not metric.labels):
+            for each in metric.known or ("",):
+                labels = {metric.labels[0]: each} if each else {}
+                assert value(samples, metric.name, **labels) == 0, metric.name
+    assert value(samples, "context_parallel_degree_count") == 0
+
+
+def lives(folder: Path, done: list[StepReport], *, again: int) -> Samples:
+    """What a second exporter serves that finds `done` in the log, goes on `again` steps before its end, and does those
+    steps again."""
+    exporter = MetricsExporter("demo", run_dir=folder)
+    try:
+        kept = len(done) - again
+        exporter.restore(done, resume_step=done[kept - 1].step if kept else 0)
+        for each in done[kept:]:
+            exporter.observe_step(each, goodput=1.0)
+        return scrape(exporter)
+    finally:
+        exporter.close()
+
+
+@settings(max_examples=4, deadline=None)
+@given(done=reports())
+def test_each_step_counts_once_in_all_lives(done: list[StepReport], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("lives")
+    for again in (0, len(done) // 2, len(done)):
+        samples = lives(folder, done, again=again)
+        assert value(samples, "tokens_total") == sum(each.num_tokens for each in done)
+        assert value(samples, "sequences_total") == sum(each.num_sequences for each in done)
+        for strategy in {each.strategy for each in done}:
+            count = sum(each.strategy == strategy for each in done)
+            assert value(samples, "strategy_steps_total", strategy=strategy) == count
+        assert value(samples, "context_parallel_degree_count") == sum(sum(each.degrees.values()) for each in done)
+
+
+def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
+    for _ in range(2):
+        exporter = MetricsExporter("demo", run_dir=tmp_path)
+        exporter.observe_recovery("hung", seconds=1.0)
+        exporter.count_resize("down")
+        exporter.count_lost_steps(3)
+        exporter.observe_checkpoint(0.1, step=4)
+        exporter.count_skipped("empty", count=7)
+        samples = scrape(exporter)
+        exporter.close()
+    assert value(samples, "recoveries_total", cause="hung") == 2
+    assert value(samples, "recoveries_total", cause="died") == 0
+    assert value(samples, "resizes_total", direction="down") == 2 and value(samples, "lost_steps_total") == 6
+    assert value(samples, "checkpoints_total") == 2 and value(samples, "checkpoint_step") == 4
+    assert value(samples, "sequences_skipped_total", reason="empty") == 7, "found anew at each start"
+    assert all(name.startswith(PREFIX) for name, _ in samples)
+
+
+class Seen:
+    """A mirror that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.series: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+
+    def set(self, name: str, value: float, *, labels: dict[str, str]) -> None:
+        self.series[name, frozenset(labels.items())] = value
+
+    def add(self, name: str, amount: float, *, labels: dict[str, str]) -> None:
+        key = name, frozenset(labels.items())
+        self.series[key] = self.series.get(key, 0) + amount
+
+    def observe(self, name: str, value: float, *, labels: dict[str, str], times: int) -> None:
+        self.add(f"{name}_count", times, labels=labels)
+
+    def remove(self, name: str, *, labels: dict[str, str]) -> None:
+        del self.series[name, frozenset(labels.items())]
+
+
+def test_a_mirror_has_what_is_served(tmp_path: Path) -> None:
+    mirror = Seen()
+    exporter = MetricsExporter("demo", run_dir=tmp_path, mirror=mirror)
+    work(exporter, 0, 1)
+    exporter.observe_step(report(1), goodput=0.5)
+    exporter.keep_ranks(1)
+    exporter.observe_recovery("died", seconds=2.0)
+    samples = scrape(exporter)
+    exporter.close()
+    served = {
+        (name.removeprefix(PREFIX), labels): value
+        for (name, labels), value in samples.items()
+        if not name.endswith(("_created", "_bucket", "_sum"))
+    }
+    assert {key: value for key, value in served.items() if value} == {
+        key: value for key, value in mirror.series.items() if value
+    }
 
 
 def test_file_sd_while_it_serves(tmp_path: Path) -> None:
