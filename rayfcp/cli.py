@@ -104,16 +104,9 @@ def _parser() -> argparse.ArgumentParser:
 
     profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
 
-    report = _command(commands, _report, "report", "write RUN_DIR/report.html and print the run's summary")
-    report.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
-    report.epilog = "Example:  rayfcp report runs/quickstart"
-
-    watch = _command(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
-    watch.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
-    watch.epilog = "Example:  rayfcp watch runs/quickstart"
-
-    export = _command(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
-    export.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    _with_run(commands, _report, "report", "write RUN_DIR/report.html and print the run's summary")
+    _with_run(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
+    export = _with_run(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
     export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
     export.epilog = "Example:  rayfcp export runs/quickstart exported"
     return parser
@@ -135,6 +128,15 @@ def _with_config(
     parser = _command(commands, run, name, text)
     parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. jobs/quickstart.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of configuration keys")
+    return parser
+
+
+def _with_run(
+    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
+) -> argparse.ArgumentParser:
+    parser = _command(commands, run, name, text)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    parser.epilog = f"Example:  rayfcp {name} runs/quickstart"
     return parser
 
 
