@@ -5,7 +5,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -104,21 +105,21 @@ class Live:
         self._history = History()
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._picture = Picture(step=0)
-        self._picture_text = ""
+        self._text = ""
 
     def tell(self, **fields: Any) -> None:
         """Some fields have these values from now on."""
-        with self._lock:
+        with self._change():
             self._fields |= fields
 
     def tell_devices(self, **counts: int) -> None:
         """`in_use`, `standing_by`."""
-        with self._lock:
+        with self._change():
             self._fields["devices"] = self._fields["devices"] | counts
 
     def remember(self, reports: Sequence[StepReport]) -> None:
         """Steps that were done before this process."""
-        with self._lock:
+        with self._change():
             for report in reports:
                 self._history.add(report)
             if reports:
@@ -126,7 +127,7 @@ class Live:
 
     def observe(self, report: StepReport, *, goodput: float) -> None:
         """A committed step."""
-        with self._lock:
+        with self._change():
             self._history.add(report)
             self._ends_s.append(time.monotonic())
             self._fields |= {
@@ -148,8 +149,8 @@ class Live:
 
     def show(self, picture: Picture, *, workers: Sequence[Worker]) -> None:
         """Where the time of the last step went."""
-        with self._lock:
-            self._picture, self._picture_text = picture, ""
+        with self._change():
+            self._picture = picture
             self._fields["workers"] = [
                 {"rank": each.rank, "step_s": each.step_s, "busy_s": each.busy_s, "speed": each.speed}
                 for each in workers
@@ -157,13 +158,13 @@ class Live:
 
     def count(self, name: str, amount: float) -> None:
         """One of `counts`, over all labels."""
-        with self._lock:
+        with self._change():
             counts: dict[str, float] = self._fields["counts"]
             self._fields["counts"] = counts | {name: counts.get(name, 0) + amount}
 
     def recovered(self, cause: str, *, seconds: float) -> None:
         """The run went on after a loss."""
-        with self._lock:
+        with self._change():
             told = {"step": self._fields["step"], "cause": cause, "seconds": seconds, "at": time.time()}
             self._fields["recoveries"] = [*self._fields["recoveries"], told][-MAX_EVENTS:]
             self._fields["state"] = State.TRAINING
@@ -171,14 +172,20 @@ class Live:
     def text(self) -> str:
         """The state as one JSON object; what is not a number is null."""
         with self._lock:
-            if not self._picture_text:
-                self._picture_text = picture_json(self._picture)
-            fields = {"now": time.time()} | self._fields
-            columns = json.dumps(list(COLUMNS))
-            return (
-                f'{json.dumps(_cleaned(fields), allow_nan=False)[:-1]}, "columns": {columns}, '
-                f'"history": {self._history.text()}, "picture": {self._picture_text}}}'
-            )
+            if not self._text:
+                fields, columns = json.dumps(_cleaned(self._fields), allow_nan=False), json.dumps(list(COLUMNS))
+                self._text = (
+                    f'{fields[1:-1]}, "columns": {columns}, "history": {self._history.text()}, '
+                    f'"picture": {picture_json(self._picture)}'
+                )
+            return f'{{"now": {time.time()}, {self._text}}}'
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """What is within changes the state; it is made into text once, however many ask."""
+        with self._lock:
+            self._text = ""
+            yield
 
     def _eta_s(self, report: StepReport) -> float:
         """By the pace of the last steps, all that came between them included."""

@@ -8,12 +8,14 @@ from ray.util import placement_group_table
 
 from rayfcp.cluster import FlexTrainer, RunFailedError
 from rayfcp.config import Config, dump_config
+from rayfcp.telemetry.names import METRICS, Kind
 from rayfcp.values import StepReport
 from tests.chaos.reference import undisturbed
 from tests.cluster.light import free_cpus_again, lives, until
 from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.cluster.test_cli_runs import Command
+from tests.telemetry.scraping import Samples, scrape_run, total
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -59,13 +61,19 @@ def test_the_controller_is_lost_and_workers_stay(folder: Path) -> None:
         workers.append(pids(WORKER) + pids(KEEPER))
         kill(*pids(CONTROLLER))
 
+    served: list[Samples] = []
+
     def look() -> None:
         workers.append(pids(WORKER) + pids(KEEPER))
+        served.append(scrape_run(config.run_dir))
 
     trouble = Trouble({3: strike, 6: strike, 9: look}, end=lambda report: True)
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
-    assert_undisturbed(config, folder)
+    reports = assert_undisturbed(config, folder)
+    done = reports[: int(total(served[0], "step"))]
+    assert total(served[0], "tokens_total") == sum(report.num_tokens for report in done)
+    assert total(served[0], "strategy_steps_total") == len(done) >= 9
     assert len(workers[0]) == 3 and workers[0] == workers[1] == workers[2]
     assert len(trouble.said("from copies in memory")) == 2
     assert len(trouble.said("the controller was lost and starts again")) == 2
@@ -80,11 +88,20 @@ def test_a_worker_lost_with_its_keeper_costs_the_way_from_the_last_checkpoint(fo
     def strike_all() -> None:
         kill(*pids(KEEPER), *pids(WORKER))
 
-    trouble = Trouble({4: strike, 40: strike_all, 50: lambda: kill(pids(WORKER)[0])})
+    served: list[Samples] = []
+
+    def look() -> None:
+        served.append(scrape_run(config.run_dir))
+
+    trouble = Trouble({4: strike, 40: strike_all, 50: lambda: kill(pids(WORKER)[0]), 55: look})
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
     assert trouble.is_over
     assert_undisturbed(config, folder)
+    names = {metric.name: metric.name + "_count" * (metric.kind is Kind.HISTOGRAM) for metric in METRICS}
+    found = {name: total(served[0], sample) for name, sample in names.items()}
+    assert found["recoveries_total"] == 3 and found["lost_steps_total"] > 0 and found["checkpoint_step"] == 30
+    assert found["sequences_skipped_total"] == 2 and found["world_size"] == 2
     assert len(trouble.said("going on from the beginning, for there is no checkpoint")) == 1
     assert len(trouble.said("going on from the checkpoint of step 30")) == 1
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import Worker
@@ -18,6 +17,7 @@ from rayfcp.telemetry.names import METRICS, PREFIX, Kind
 from rayfcp.telemetry.picture import Picture
 from rayfcp.values import StepReport
 from tests.telemetry.samples import report, reports
+from tests.telemetry.scraping import Samples, scrape
 
 CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
 gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
@@ -28,24 +28,12 @@ strategy_steps_total worker_busy_seconds devices_standing_by devices_wanted chec
 straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
 NOTHING = Picture(step=0)
 
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
 
 @pytest.fixture
 def exporter(tmp_path: Path) -> Iterator[MetricsExporter]:
     exporter = MetricsExporter("demo", run_dir=tmp_path)
     yield exporter
     exporter.close()
-
-
-def scrape(exporter: MetricsExporter) -> Samples:
-    with urllib.request.urlopen(exporter.url, timeout=5) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 def work(exporter: MetricsExporter, *ranks: int) -> None:
@@ -61,7 +49,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 def test_values_of_steps(exporter: MetricsExporter) -> None:
     exporter.observe_step(report(1), goodput=0.5)
     exporter.observe_step(report(2, loss=4.0, world_size=3, degrees={3: 2}), goodput=0.25)
-    samples = scrape(exporter)
+    samples = scrape(exporter.url)
     assert value(samples, "loss") == 4.0 and value(samples, "world_size") == 3
     assert value(samples, "step_seconds") == 2.0 and value(samples, "prediction_error_ratio") == 0.25
     assert value(samples, "imbalance_ratio", resource="memory") == 0.3
@@ -84,7 +72,7 @@ def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) ->
     exporter.count_resize("down")
     exporter.set_snapshot(0.1)
     exporter.set_speed(0, 0.75)
-    samples = scrape(exporter)
+    samples = scrape(exporter.url)
     names = {name for name, _ in samples}
     assert {f"rayfcp_{name}" for name in CONTRACT.split()} <= names
     assert {name.removesuffix("_bucket") for name in CONTRACT.split()} == {metric.name for metric in METRICS}
@@ -101,11 +89,11 @@ def test_a_rank_that_leaves_takes_its_series_along(exporter: MetricsExporter) ->
     exporter.set_speed(2, 1.0)
     exporter.keep_ranks(1)
     exporter.keep_ranks(1)
-    samples = scrape(exporter)
+    samples = scrape(exporter.url)
     assert {dict(labels).get("rank") for _, labels in samples} - {None} == {"0"}
     assert value(samples, "world_size") == 1
     work(exporter, 0, 1)
-    assert {dict(labels).get("rank") for _, labels in scrape(exporter)} - {None} == {"0", "1"}
+    assert {dict(labels).get("rank") for _, labels in scrape(exporter.url)} - {None} == {"0", "1"}
 
 
 def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> None:
@@ -117,7 +105,7 @@ def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> No
 
 
 def test_counters_are_there_before_they_count(exporter: MetricsExporter) -> None:
-    samples = scrape(exporter)
+    samples = scrape(exporter.url)
     for metric in METRICS:
         if metric.kind is Kind.COUNTER and (metric.known or not metric.labels):
             for each in metric.known or ("",):
@@ -135,7 +123,7 @@ def lives(folder: Path, done: list[StepReport], *, again: int) -> Samples:
         exporter.restore(done, resume_step=done[kept - 1].step if kept else 0)
         for each in done[kept:]:
             exporter.observe_step(each, goodput=1.0)
-        return scrape(exporter)
+        return scrape(exporter.url)
     finally:
         exporter.close()
 
@@ -162,7 +150,7 @@ def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
         exporter.count_lost_steps(3)
         exporter.observe_checkpoint(0.1, step=4)
         exporter.count_skipped("empty", count=7)
-        samples = scrape(exporter)
+        samples = scrape(exporter.url)
         exporter.close()
     assert value(samples, "recoveries_total", cause="hung") == 2
     assert value(samples, "recoveries_total", cause="died") == 0
@@ -199,7 +187,7 @@ def test_a_mirror_has_what_is_served(tmp_path: Path) -> None:
     exporter.observe_step(report(1), goodput=0.5)
     exporter.keep_ranks(1)
     exporter.observe_recovery("died", seconds=2.0)
-    samples = scrape(exporter)
+    samples = scrape(exporter.url)
     exporter.close()
     served = {
         (name.removeprefix(PREFIX), labels): value
