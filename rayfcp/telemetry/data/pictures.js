@@ -41,7 +41,7 @@ function rankChart(workers) {
   const svg = node("svg", { class: "chart ranks", viewBox: `0 0 ${width} ${SIZE.height}`, role: "img",
     "aria-label": `Busy time of ${workers.length} ranks` },
     ...lines, ...bars, ...labels(workers.map((_, index) => index), across), name);
-  made.append(legend([["own", "own work"], ["whole", "with waiting"]]), svg);
+  made.append(legend([["own", "own work"], ["whole", "with waiting"]]), html("div", { class: "scroll" }, svg));
   return made;
 }
 
