@@ -1,15 +1,20 @@
 """A run's metrics through `ray.util.metrics`, so that Ray's own Prometheus and Grafana have them."""
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
-from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Kind
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Kind, Metric
 from rayfcp.telemetry.series import Mirror
 
 logger = logging.getLogger(__name__)
 
-GONE = float("nan")
+TELL_EVERY_S = 4.0
+"""Ray's agents forget a gauge that was not set for two of their intervals, 20 s by default."""
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def ray_mirror() -> Mirror | None:
@@ -22,45 +27,70 @@ def ray_mirror() -> Mirror | None:
 
 
 class _RayMirror:
-    """Ray's agents add up what each process counts, so that a counter is told of what comes anew, never of what an
-    earlier process counted. Ray cannot end a series while the process lives: one of a rank that left becomes NaN.
+    """Tells Ray from a thread of its own, so that steps wait for nothing: every gauge again and again, which keeps its
+    series alive and lets that of a rank that left end; of counters what came anew, since Ray's agents add up what they
+    are told.
 
     The first failure is logged and ends the mirror: no training ends for a metric.
     """
 
     def __init__(self) -> None:
-        from ray.util import metrics
-
-        self._metrics: dict[str, Any] = {}
-        for metric in METRICS:
-            name, tags = PREFIX + metric.name, ("run", *metric.labels)
-            text = f"{metric.help} ({metric.unit})"
-            if metric.kind is Kind.HISTOGRAM:
-                bounds = [float(bound) for bound in DEGREE_BUCKETS]
-                self._metrics[metric.name] = metrics.Histogram(name, text, boundaries=bounds, tag_keys=tags)
-            else:
-                made = metrics.Gauge if metric.kind is Kind.GAUGE else metrics.Counter
-                self._metrics[metric.name] = made(name, text, tag_keys=tags)
+        self._metrics = {metric.name: _made(metric) for metric in METRICS}
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._gauges: dict[Key, float] = {}
+        self._amounts: Counter[Key] = Counter()
+        self._observed: Counter[tuple[Key, float]] = Counter()
+        self._thread = threading.Thread(target=self._keep_telling, name="ray-metrics", daemon=True)
+        self._thread.start()
 
     def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
-        self._try(name, lambda metric: metric.set(value, tags=dict(labels)))
+        with self._lock:
+            self._gauges[name, tuple(labels.items())] = value
 
     def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
-        if amount > 0:  # Ray refuses 0
-            self._try(name, lambda metric: metric.inc(amount, tags=dict(labels)))
+        with self._lock:
+            self._amounts[name, tuple(labels.items())] += amount  # type: ignore[assignment]
 
     def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
-        for _ in range(times):
-            self._try(name, lambda metric: metric.observe(value, tags=dict(labels)))
+        with self._lock:
+            self._observed[(name, tuple(labels.items())), value] += times
 
     def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
-        self.set(name, GONE, labels=labels)
+        with self._lock:
+            self._gauges.pop((name, tuple(labels.items())), None)
 
-    def _try(self, name: str, call: Callable[[Any], None]) -> None:
-        if name not in self._metrics:
-            return
+    def close(self) -> None:
+        """Tells the last values, and no more."""
+        self._closing.set()
+        self._thread.join(timeout=TELL_EVERY_S)
+
+    def _keep_telling(self) -> None:
         try:
-            call(self._metrics[name])
+            while not self._closing.wait(TELL_EVERY_S):
+                self._tell()
+            self._tell()
         except Exception:
             logger.warning("ray.util.metrics failed; from here on the run has its own endpoint only", exc_info=True)
-            self._metrics.clear()
+
+    def _tell(self) -> None:
+        with self._lock:
+            gauges, amounts, observed = dict(self._gauges), self._amounts, self._observed
+            self._amounts, self._observed = Counter(), Counter()
+        for (name, labels), value in gauges.items():
+            self._metrics[name].set(value, tags=dict(labels))
+        for (name, labels), amount in amounts.items():
+            if amount > 0:  # Ray refuses 0
+                self._metrics[name].inc(amount, tags=dict(labels))
+        for ((name, labels), value), times in observed.items():
+            for _ in range(times):
+                self._metrics[name].observe(value, tags=dict(labels))
+
+
+def _made(metric: Metric) -> Any:
+    from ray.util import metrics
+
+    name, tags = PREFIX + metric.name, ("run", *metric.labels)
+    text = f"{metric.help} ({metric.unit})"
+    if metric.kind is Kind.HISTOGRAM:
+        return metrics.Histogram(name, text, boundaries=[float(bound) for bound in DEGREE_BUCKETS], tag_keys=tags)
+    return (metrics.Gauge if metric.kind is Kind.GAUGE else metrics.Counter)(name, text, tag_keys=tags)

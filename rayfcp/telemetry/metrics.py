@@ -190,6 +190,7 @@ class MetricsExporter:
         """Stops serving and removes the file_sd file. Once is enough; twice is no error."""
         self._sd_file.unlink(missing_ok=True)
         self._server.close()
+        self._series.close()
 
     def _count(self, name: str, amount: int = 1, **labels: str) -> None:
         self._series.add(name, amount, **labels)

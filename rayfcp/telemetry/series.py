@@ -30,6 +30,10 @@ class Mirror(Protocol):
         """A gauge's series ends."""
         ...
 
+    def close(self) -> None:
+        """The run has ended."""
+        ...
+
 
 class NoMirror:
     """Shows nothing."""
@@ -44,6 +48,9 @@ class NoMirror:
         pass
 
     def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -101,6 +108,9 @@ class Series:
     def value(self, name: str, **labels: str) -> float | None:
         """Of one series, None if there is none."""
         return self.registry.get_sample_value(PREFIX + name, self._run | labels)
+
+    def close(self) -> None:
+        self._mirror.close()
 
     def _declare(self, metric: Metric) -> None:
         name, labels = PREFIX + metric.name, ("run", *metric.labels)

@@ -179,6 +179,9 @@ class Seen:
     def remove(self, name: str, *, labels: dict[str, str]) -> None:
         del self.series[name, frozenset(labels.items())]
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def test_a_mirror_has_what_is_served(tmp_path: Path) -> None:
     mirror = Seen()
@@ -189,6 +192,7 @@ def test_a_mirror_has_what_is_served(tmp_path: Path) -> None:
     exporter.observe_recovery("died", seconds=2.0)
     samples = scrape(exporter.url)
     exporter.close()
+    assert mirror.closed
     served = {
         (name.removeprefix(PREFIX), labels): value
         for (name, labels), value in samples.items()
