@@ -90,8 +90,11 @@ class Fleet:
         return self._formed.ids
 
     def decide(self, *, failure: Failure | None = None, waiting_since_s: float | None = None) -> Decision:
-        """What to do about the devices now; new ones stand by from here on."""
+        """What to do about the devices now; new ones stand by from here on. More are looked for, but not while a
+        recovery needs all there is: starting a process takes more than going on."""
         self._look()
+        if self._config.elastic.grow and failure is None and self._setbacks == Setbacks():
+            self._want(self._limits.max_devices)
         now_s = time.monotonic()
         if failure is None and waiting_since_s is None and self._formed is not None and self._is_quiet():
             return Decision(what=Move.GO_ON, reason="the devices are the same")
@@ -191,18 +194,16 @@ class Fleet:
         self.keeping.await_told(timeout_s=ANSWER_S)
 
     def count_loss(self, error: RanksLostError) -> Failure:
-        """Take note of a loss, and look for replacements."""
+        """Take note of a loss."""
         now_s = time.monotonic()
         self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
         gone = {each.node_id for each in error.lost if each.cause == "node"}
         for node in gone - look().alive if gone else ():
             self.keeping.forget(node)
         self._drop_dead()
-        failure = Failure(
+        return Failure(
             cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
         )
-        self._want(self._limits.max_devices)
-        return failure
 
     def went_on(self, failure: Failure) -> None:
         """The run goes on after it."""
@@ -237,8 +238,6 @@ class Fleet:
         self.crew.add(self._recruits.ready())
         # A place that often loses its device is watched; a process on a CPU has no place that another one takes.
         self._place_of |= {member.id: member.facts.slot or member.id for member in self.crew.all}
-        if self._config.elastic.grow:
-            self._want(self._limits.max_devices)
 
     def _want(self, num_devices: int) -> None:
         """Look for as many devices as are missing to these; those of nodes that are about to go do not count."""
