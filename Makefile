@@ -12,7 +12,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 
-.PHONY: quickstart test chaos check setup setup-dev clean
+.PHONY: quickstart test chaos check setup setup-dev packages clean
 
 quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
@@ -31,7 +31,11 @@ check: setup-dev
 	$(BIN)/python -m pytest tests/test_house.py
 
 setup: .venv/installed
-setup-dev: .venv/installed-dev
+setup-dev: packages .venv/installed-dev
+
+# Programs that tests start: Prometheus, Chromium.
+packages:
+	@.ci/install-packages
 
 # Stamps, so that the set-up runs once, and again when what it installs has changed.
 .venv/made:
