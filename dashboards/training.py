@@ -1,0 +1,147 @@
+"""The board Training: is the run learning, and how fast."""
+
+from grafana_foundation_sdk.builders import dashboard
+
+from dashboards.frame import Section, board
+from dashboards.panels import GREEN, HIGH_IS_GOOD, RED, YELLOW, Line, bars, chart, number
+from dashboards.queries import grown, of, per_second, recorded
+
+STEP_S = recorded("run:rayfcp_step_seconds:avg5m")
+LEFT_S = f"({of('target_steps')} - {of('step')}) * on (run) {STEP_S} / on (run) {of('goodput_ratio')}"
+
+
+def training() -> dashboard.Dashboard:
+    about = "Loss, throughput, time per step, model FLOPs utilisation and goodput of the chosen runs."
+    return board("Training", about=about, sections=[_now(), _learning(), _speed(), _use()])
+
+
+def _now() -> Section:
+    progress = f"{of('step')} / {of('target_steps')}"
+    quiet = f"time() - {of('last_step_timestamp_seconds')}"
+    quiet_steps = ((None, GREEN), (120, YELLOW), (600, RED))
+    return Section(
+        title="Now",
+        panels=(
+            number(
+                "Done", Line(expr=progress), about="Steps done, of those that the run shall do.", unit="percentunit"
+            ),
+            number(
+                "Time left",
+                Line(expr=LEFT_S),
+                unit="s",
+                about="Steps left, times the mean step of the last five minutes, over goodput.",
+            ),
+            number(
+                "Since last step",
+                Line(expr=quiet),
+                unit="s",
+                about="Grows while the run recovers, waits for devices, or hangs.",
+                steps=quiet_steps,
+                decimals=0,
+            ),
+            number("Loss", Line(expr=of("loss")), unit="none", about="Nats per target, of the last step.", decimals=4),
+            number(
+                "Tokens/s", Line(expr=per_second("tokens_total")), unit="short", about="Trained on; none are padding."
+            ),
+            number(
+                "MFU",
+                Line(expr=of("mfu_ratio")),
+                about="Model FLOPs of the last step, over its time and the peak of the devices in use.",
+                unit="percentunit",
+            ),
+            number(
+                "Goodput",
+                Line(expr=of("goodput_ratio")),
+                about="Time in steps that count, over time since the start; starting and recovering included.",
+                steps=HIGH_IS_GOOD,
+                unit="percentunit",
+            ),
+            number("Devices", Line(expr=of("world_size")), unit="short", about="In use.", decimals=0),
+        ),
+    )
+
+
+def _learning() -> Section:
+    return Section(
+        title="Learning",
+        panels=(
+            chart(
+                "Loss", Line(expr=of("loss")), unit="none", about="Nats per target, of each step's batch.", floor=None
+            ),
+            chart(
+                "Gradient norm",
+                Line(expr=of("grad_norm")),
+                unit="none",
+                about="Before clipping. Jumps that the loss follows ask for clipping or a lower learning rate.",
+                width=6,
+            ),
+            chart("Learning rate", Line(expr=of("learning_rate")), unit="sci", about="Of the last step.", width=6),
+        ),
+    )
+
+
+def _speed() -> Section:
+    return Section(
+        title="Speed",
+        panels=(
+            chart("Tokens per second", Line(expr=per_second("tokens_total")), unit="short", about="Trained on."),
+            chart(
+                "Step time",
+                Line(expr=of("step_seconds"), legend="{{run}} measured"),
+                Line(expr=of("predicted_seconds"), legend="{{run}} predicted"),
+                Line(expr=STEP_S, legend="{{run}} mean of 5 minutes"),
+                unit="s",
+                about="From dispatch to the last rank's report, and what the plan said it would be. Steps differ: "
+                "batches hold sequences of different lengths.",
+                dashed=".*(predicted|mean).*",
+            ),
+            chart("Sequences per second", Line(expr=per_second("sequences_total")), unit="short", about="Trained on."),
+            chart(
+                "Rows left out",
+                Line(expr=of("sequences_skipped_total"), legend="{{run}} {{reason}}"),
+                unit="short",
+                about="Of the data, since the start, by reason.",
+                width=6,
+                stepped=True,
+            ),
+            bars(
+                "Updates left out",
+                Line(expr=grown("skipped_updates_total")),
+                about="Steps whose loss or gradients were not finite: nothing was learnt from them.",
+                width=6,
+            ),
+        ),
+    )
+
+
+def _use() -> Section:
+    return Section(
+        title="Use of the devices",
+        panels=(
+            chart(
+                "Model FLOPs utilisation",
+                Line(expr=of("mfu_ratio"), legend="{{run}} MFU"),
+                Line(expr=recorded("run:rayfcp_mfu_ratio:avg5m"), legend="{{run}} mean of 5 minutes"),
+                Line(expr=recorded("run:rayfcp_mfu_ratio:median6h"), legend="{{run}} usual"),
+                unit="percentunit",
+                about="Attention counted by its mask. Below 80 % of the usual (the median of six hours) for ten "
+                "minutes there is an alert.",
+                dashed=".*(mean|usual).*",
+            ),
+            chart(
+                "Attention's share of MFU",
+                Line(expr=of("attention_mfu_ratio")),
+                unit="percentunit",
+                about="FLOPs of attention alone, over step time and peak; grows with the lengths of sequences.",
+                width=6,
+            ),
+            chart(
+                "Goodput",
+                Line(expr=of("goodput_ratio")),
+                unit="percentunit",
+                about="Time in steps that count over time since the start.",
+                width=6,
+                ceiling=1,
+            ),
+        ),
+    )
