@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.frame import Section, board
-from dashboards.panels import GREEN, HIGH_IS_BAD, RED, YELLOW, Line, chart, histogram, number, rows
+from dashboards.panels import GREEN, HIGH_IS_BAD, RED, YELLOW, Line, Panel, chart, histogram, number, rows
 from dashboards.queries import EVENTS, RUN, of, recorded
 
 OVER_USUAL = recorded("run_rank:rayfcp_worker_busy_seconds:over_median")
@@ -17,13 +17,17 @@ def balance() -> dashboard.Dashboard:
 
 
 def _now() -> Section:
+    return Section(title="Now", panels=(*_imbalances(), *_ranks_now()))
+
+
+def _imbalances() -> tuple[Panel, ...]:
     resources = {
         "compute": "FLOPs of all kinds",
         "attention": "FLOPs of attention",
         "memory": "tokens, which activations follow",
         "communication": "bytes sent",
     }
-    imbalances = tuple(
+    return tuple(
         number(
             f"Imbalance: {resource}",
             Line(expr=of("imbalance_ratio", f'resource="{resource}"')),
@@ -33,41 +37,40 @@ def _now() -> Section:
         )
         for resource, what in resources.items()
     )
-    return Section(
-        title="Now",
-        panels=(
-            *imbalances,
-            number(
-                "Bubbles",
-                Line(expr=of("bubble_ratio")),
-                unit="percentunit",
-                about="Share of rank time spent waiting for other ranks, in the last step.",
-                steps=HIGH_IS_BAD,
-            ),
-            number(
-                "Gap to bound",
-                Line(expr=of("gap_ratio")),
-                unit="none",
-                about="Predicted step over what no plan can beat; 1 is the best there is.",
-                steps=GAP,
-                decimals=3,
-            ),
-            number(
-                "Slowest rank",
-                Line(expr=f"min by (run) ({of('worker_speed_ratio')})"),
-                unit="none",
-                about="Lowest speed of a rank over that of a usual one, from what steps measured.",
-                steps=SPEED,
-                decimals=2,
-            ),
-            number(
-                "Busiest rank",
-                Line(expr=f"max by (run) ({OVER_USUAL})"),
-                unit="none",
-                about="Own time of the busiest rank in the last step, over the median rank's.",
-                steps=GAP,
-                decimals=2,
-            ),
+
+
+def _ranks_now() -> tuple[Panel, ...]:
+    return (
+        number(
+            "Bubbles",
+            Line(expr=of("bubble_ratio")),
+            unit="percentunit",
+            about="Share of rank time spent waiting for other ranks, in the last step.",
+            steps=HIGH_IS_BAD,
+        ),
+        number(
+            "Gap to bound",
+            Line(expr=of("gap_ratio")),
+            unit="none",
+            about="Predicted step over what no plan can beat; 1 is the best there is.",
+            steps=GAP,
+            decimals=3,
+        ),
+        number(
+            "Slowest rank",
+            Line(expr=f"min by (run) ({of('worker_speed_ratio')})"),
+            unit="none",
+            about="Lowest speed of a rank over that of a usual one, from what steps measured.",
+            steps=SPEED,
+            decimals=2,
+        ),
+        number(
+            "Busiest rank",
+            Line(expr=f"max by (run) ({OVER_USUAL})"),
+            unit="none",
+            about="Own time of the busiest rank in the last step, over the median rank's.",
+            steps=GAP,
+            decimals=2,
         ),
     )
 

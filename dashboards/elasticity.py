@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.frame import Section, board
-from dashboards.panels import ANY_IS_BAD, HIGH_IS_GOOD, Line, bars, chart, number, rows
+from dashboards.panels import ANY_IS_BAD, HIGH_IS_GOOD, Line, Panel, bars, chart, number, rows
 from dashboards.queries import grown, of
 
 UNSAVED = f"{of('step')} - {of('checkpoint_step')}"
@@ -16,62 +16,68 @@ def elasticity() -> dashboard.Dashboard:
 
 
 def _now() -> Section:
-    return Section(
-        title="Now",
-        panels=(
-            number("Devices", Line(expr=of("world_size")), unit="short", about="In use.", decimals=0),
-            number(
-                "Of those wanted",
-                Line(expr=f"{of('world_size')} / {of('devices_wanted')}"),
-                unit="percentunit",
-                about="Devices in use over the most that cluster.num_workers allows.",
-                steps=HIGH_IS_GOOD,
-                decimals=0,
-            ),
-            number(
-                "Standing by",
-                Line(expr=of("devices_standing_by")),
-                unit="short",
-                about="Devices that are there and that no rank needs now.",
-                decimals=0,
-            ),
-            number(
-                "Recoveries",
-                Line(expr=f"sum by (run) ({of('recoveries_total')})"),
-                unit="short",
-                about="Times that the run went on after a loss, since its start.",
-                steps=ANY_IS_BAD,
-                decimals=0,
-            ),
-            number(
-                "Steps done again",
-                Line(expr=of("lost_steps_total")),
-                unit="short",
-                about="Finished steps that were executed again after a loss.",
-                steps=ANY_IS_BAD,
-                decimals=0,
-            ),
-            number(
-                "Last recovery",
-                Line(expr=of("recovery_seconds")),
-                unit="s",
-                about="From the notice of the loss to the dispatch of the next step.",
-            ),
-            number(
-                "Steps since checkpoint",
-                Line(expr=UNSAVED),
-                unit="short",
-                about="What is lost should all devices and keepers go at once.",
-                decimals=0,
-            ),
-            number(
-                "Failed checkpoints",
-                Line(expr=of("failed_checkpoints_total")),
-                unit="short",
-                about="More than checkpoint.max_failures in a row end the run.",
-                steps=ANY_IS_BAD,
-                decimals=0,
-            ),
+    return Section(title="Now", panels=(*_devices_now(), *_losses_now()))
+
+
+def _devices_now() -> tuple[Panel, ...]:
+    return (
+        number("Devices", Line(expr=of("world_size")), unit="short", about="In use.", decimals=0),
+        number(
+            "Of those wanted",
+            Line(expr=f"{of('world_size')} / {of('devices_wanted')}"),
+            unit="percentunit",
+            about="Devices in use over the most that cluster.num_workers allows.",
+            steps=HIGH_IS_GOOD,
+            decimals=0,
+        ),
+        number(
+            "Standing by",
+            Line(expr=of("devices_standing_by")),
+            unit="short",
+            about="Devices that are there and that no rank needs now.",
+            decimals=0,
+        ),
+        number(
+            "Recoveries",
+            Line(expr=f"sum by (run) ({of('recoveries_total')})"),
+            unit="short",
+            about="Times that the run went on after a loss, since its start.",
+            steps=ANY_IS_BAD,
+            decimals=0,
+        ),
+    )
+
+
+def _losses_now() -> tuple[Panel, ...]:
+    return (
+        number(
+            "Steps done again",
+            Line(expr=of("lost_steps_total")),
+            unit="short",
+            about="Finished steps that were executed again after a loss.",
+            steps=ANY_IS_BAD,
+            decimals=0,
+        ),
+        number(
+            "Last recovery",
+            Line(expr=of("recovery_seconds")),
+            unit="s",
+            about="From the notice of the loss to the dispatch of the next step.",
+        ),
+        number(
+            "Steps since checkpoint",
+            Line(expr=UNSAVED),
+            unit="short",
+            about="What is lost should all devices and keepers go at once.",
+            decimals=0,
+        ),
+        number(
+            "Failed checkpoints",
+            Line(expr=of("failed_checkpoints_total")),
+            unit="short",
+            about="More than checkpoint.max_failures in a row end the run.",
+            steps=ANY_IS_BAD,
+            decimals=0,
         ),
     )
 

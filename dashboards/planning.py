@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.frame import Section, board
-from dashboards.panels import GREEN, HIGH_IS_BAD, RED, YELLOW, Line, bars, chart, number, shares
+from dashboards.panels import GREEN, HIGH_IS_BAD, RED, YELLOW, Line, Panel, bars, chart, number, shares
 from dashboards.queries import grown, of, recorded
 
 WAIT_SHARE = recorded("run:rayfcp_plan_wait:share5m")
@@ -16,55 +16,61 @@ def planning() -> dashboard.Dashboard:
 
 
 def _now() -> Section:
-    return Section(
-        title="Now",
-        panels=(
-            number(
-                "Plan time",
-                Line(expr=of("plan_seconds")),
-                unit="s",
-                about="From lengths to plan, on a planner, for the last step.",
-                width=4,
-            ),
-            number(
-                "Wait for plan",
-                Line(expr=of("plan_wait_seconds")),
-                unit="s",
-                about="What the last step waited for its plan.",
-                width=4,
-            ),
-            number(
-                "Share spent waiting",
-                Line(expr=WAIT_SHARE),
-                unit="percentunit",
-                about="Waits for plans over waits and steps, of five minutes. Above 5 % there is an alert.",
-                width=4,
-                steps=LATE,
-            ),
-            number(
-                "Prediction error",
-                Line(expr=of("prediction_error_ratio")),
-                unit="percentunit",
-                about="|predicted - measured| / measured of the last step.",
-                width=4,
-                steps=HIGH_IS_BAD,
-            ),
-            number(
-                "Gap to bound",
-                Line(expr=of("gap_ratio")),
-                unit="none",
-                about="Predicted step over what no plan can beat.",
-                width=4,
-                decimals=3,
-            ),
-            number(
-                "Process groups",
-                Line(expr=of("process_groups")),
-                unit="short",
-                about="Alive on a rank; bounded, however many sets of ranks plans ask for.",
-                width=4,
-                decimals=0,
-            ),
+    return Section(title="Now", panels=(*_plan_times(), *_plan_quality()))
+
+
+def _plan_times() -> tuple[Panel, ...]:
+    return (
+        number(
+            "Plan time",
+            Line(expr=of("plan_seconds")),
+            unit="s",
+            about="From lengths to plan, on a planner, for the last step.",
+            width=4,
+        ),
+        number(
+            "Wait for plan",
+            Line(expr=of("plan_wait_seconds")),
+            unit="s",
+            about="What the last step waited for its plan.",
+            width=4,
+        ),
+        number(
+            "Share spent waiting",
+            Line(expr=WAIT_SHARE),
+            unit="percentunit",
+            about="Waits for plans over waits and steps, of five minutes. Above 5 % there is an alert.",
+            width=4,
+            steps=LATE,
+        ),
+    )
+
+
+def _plan_quality() -> tuple[Panel, ...]:
+    return (
+        number(
+            "Prediction error",
+            Line(expr=of("prediction_error_ratio")),
+            unit="percentunit",
+            about="|predicted - measured| / measured of the last step.",
+            width=4,
+            steps=HIGH_IS_BAD,
+        ),
+        number(
+            "Gap to bound",
+            Line(expr=of("gap_ratio")),
+            unit="none",
+            about="Predicted step over what no plan can beat.",
+            width=4,
+            decimals=3,
+        ),
+        number(
+            "Process groups",
+            Line(expr=of("process_groups")),
+            unit="short",
+            about="Alive on a rank; bounded, however many sets of ranks plans ask for.",
+            width=4,
+            decimals=0,
         ),
     )
 

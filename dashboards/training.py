@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.frame import Section, board
-from dashboards.panels import GREEN, HIGH_IS_GOOD, RED, YELLOW, Line, bars, chart, number
+from dashboards.panels import GREEN, HIGH_IS_GOOD, RED, YELLOW, Line, Panel, bars, chart, number
 from dashboards.queries import grown, of, per_second, recorded
 
 STEP_S = recorded("run:rayfcp_step_seconds:avg5m")
@@ -16,48 +16,50 @@ def training() -> dashboard.Dashboard:
 
 
 def _now() -> Section:
+    return Section(title="Now", panels=(*_progress(), *_figures()))
+
+
+def _progress() -> tuple[Panel, ...]:
     progress = f"{of('step')} / {of('target_steps')}"
     quiet = f"time() - {of('last_step_timestamp_seconds')}"
     quiet_steps = ((None, GREEN), (120, YELLOW), (600, RED))
-    return Section(
-        title="Now",
-        panels=(
-            number(
-                "Done", Line(expr=progress), about="Steps done, of those that the run shall do.", unit="percentunit"
-            ),
-            number(
-                "Time left",
-                Line(expr=LEFT_S),
-                unit="s",
-                about="Steps left, times the mean step of the last five minutes, over goodput.",
-            ),
-            number(
-                "Since last step",
-                Line(expr=quiet),
-                unit="s",
-                about="Grows while the run recovers, waits for devices, or hangs.",
-                steps=quiet_steps,
-                decimals=0,
-            ),
-            number("Loss", Line(expr=of("loss")), unit="none", about="Nats per target, of the last step.", decimals=4),
-            number(
-                "Tokens/s", Line(expr=per_second("tokens_total")), unit="short", about="Trained on; none are padding."
-            ),
-            number(
-                "MFU",
-                Line(expr=of("mfu_ratio")),
-                about="Model FLOPs of the last step, over its time and the peak of the devices in use.",
-                unit="percentunit",
-            ),
-            number(
-                "Goodput",
-                Line(expr=of("goodput_ratio")),
-                about="Time in steps that count, over time since the start; starting and recovering included.",
-                steps=HIGH_IS_GOOD,
-                unit="percentunit",
-            ),
-            number("Devices", Line(expr=of("world_size")), unit="short", about="In use.", decimals=0),
+    return (
+        number("Done", Line(expr=progress), about="Steps done, of those that the run shall do.", unit="percentunit"),
+        number(
+            "Time left",
+            Line(expr=LEFT_S),
+            unit="s",
+            about="Steps left, times the mean step of the last five minutes, over goodput.",
         ),
+        number(
+            "Since last step",
+            Line(expr=quiet),
+            unit="s",
+            about="Grows while the run recovers, waits for devices, or hangs.",
+            steps=quiet_steps,
+            decimals=0,
+        ),
+    )
+
+
+def _figures() -> tuple[Panel, ...]:
+    return (
+        number("Loss", Line(expr=of("loss")), unit="none", about="Nats per target, of the last step.", decimals=4),
+        number("Tokens/s", Line(expr=per_second("tokens_total")), unit="short", about="Trained on; none are padding."),
+        number(
+            "MFU",
+            Line(expr=of("mfu_ratio")),
+            about="Model FLOPs of the last step, over its time and the peak of the devices in use.",
+            unit="percentunit",
+        ),
+        number(
+            "Goodput",
+            Line(expr=of("goodput_ratio")),
+            about="Time in steps that count, over time since the start; starting and recovering included.",
+            steps=HIGH_IS_GOOD,
+            unit="percentunit",
+        ),
+        number("Devices", Line(expr=of("world_size")), unit="short", about="In use.", decimals=0),
     )
 
 
