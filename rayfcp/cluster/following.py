@@ -13,7 +13,7 @@ from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config
-from rayfcp.telemetry.metrics import SD_FILE
+from rayfcp.telemetry.targets import target_files
 from rayfcp.values import StepReport
 
 POLL_S = 0.1
@@ -123,4 +123,4 @@ class _Following:
             self._controller = None
         if not controller_only:
             end_leftovers(run_key(self._config))
-            sweep(self._config.run_dir, names=(SD_FILE,))
+            sweep(self._config.run_dir, names=target_files(self._config.run_dir))

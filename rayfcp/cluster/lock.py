@@ -47,8 +47,9 @@ def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
             folder.rmdir()
 
 
-def sweep(run_dir: str | Path, *, names: tuple[str, ...] = (), wait_s: float = 2.0) -> None:
-    """Remove the lock and these other files that a run ended by force has left, unless another run is there."""
+def sweep(run_dir: str | Path, *, names: tuple[str | Path, ...] = (), wait_s: float = 2.0) -> None:
+    """Remove the lock and these other files, in the folder unless absolute, that a run ended by force has left, unless
+    another run is there."""
     folder = Path(run_dir)
     if (folder / LOCK_FILE).exists():
         with suppress(ConfigError), hold(folder, wait_s=wait_s):

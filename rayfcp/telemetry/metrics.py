@@ -1,7 +1,6 @@
 """What a run shows while it runs: metrics for Prometheus, found through a file_sd file, and the live page."""
 
 import dataclasses
-import json
 import math
 import time
 from collections import Counter
@@ -11,22 +10,20 @@ from pathlib import Path
 from prometheus_client.exposition import choose_encoder
 
 from rayfcp.telemetry.counters import COUNTERS_FILE, KeptCounters
-from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.live import Live, State, Worker
 from rayfcp.telemetry.page import live_page
 from rayfcp.telemetry.picture import Picture
 from rayfcp.telemetry.series import Mirror, Series
 from rayfcp.telemetry.serving import RunServer
+from rayfcp.telemetry.targets import announce, withdraw
 from rayfcp.values import StepReport
-
-SD_FILE = "prometheus_sd.json"
 
 
 class MetricsExporter:
     """Serves metrics and live page of `run` until `close`. `port` 0 takes a free one; `mirror` shows the same metrics
     elsewhere. Counters go on from what `run_dir` holds of an earlier process.
 
-    While it serves, `run_dir/prometheus_sd.json` names it for Prometheus's `file_sd_configs`.
+    While it serves, Prometheus finds it by the files of `targets`.
 
     Raises:
         ConfigError: Host and port cannot be listened on, or `token_file` holds no token.
@@ -56,9 +53,8 @@ class MetricsExporter:
         pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
         self._server = RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
         self.port, self.target = self._server.port, self._server.target
-        self._sd_file = Path(run_dir) / SD_FILE
-        found_as = [{"targets": [self.target], "labels": {"job": "rayfcp", "run": run}}]
-        write_whole(self._sd_file, json.dumps(found_as) + "\n")
+        self._run_dir = run_dir
+        announce(run_dir, run=run, target=self.target)
 
     @property
     def url(self) -> str:
@@ -187,8 +183,8 @@ class MetricsExporter:
         return self._series.value(name, **labels)
 
     def close(self) -> None:
-        """Stops serving and removes the file_sd file. Once is enough; twice is no error."""
-        self._sd_file.unlink(missing_ok=True)
+        """Stops serving and removes these files. Once is enough; twice is no error."""
+        withdraw(self._run_dir)
         self._server.close()
         self._series.close()
 

@@ -10,7 +10,7 @@ from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
 from rayfcp.config import Config
 from rayfcp.execute.integrity import find_damage
-from rayfcp.telemetry.metrics import SD_FILE
+from rayfcp.telemetry.targets import SD_FILE
 from rayfcp.values import StepReport
 from tests.cluster.processes import descendants
 from tests.cluster.runs import run_config, steps_of, write_texts
