@@ -115,11 +115,21 @@ def shares(title: str, line: Line, *, about: str, width: int = 6) -> Panel:
     legend = piechart.PieChartLegendOptions().show_legend(True).placement(common_models.LegendPlacement.BOTTOM)
     legend = legend.display_mode(common_models.LegendDisplayMode.LIST)
     panel = panel.legend(legend.values([piechart_models.PieChartLegendValues.PERCENT]))
+    panel = panel.hide_from(_nowhere())
     return panel.with_target(_query(line, ref="A").instant())
 
 
 def _heat(title: str, *, about: str, unit: str, width: int, height: int, axis: str) -> heatmap.Panel:
-    panel = heatmap.Panel().title(title).description(about).datasource(DATA).span(width).height(height)
+    panel = (
+        heatmap.Panel()
+        .title(title)
+        .description(about)
+        .datasource(DATA)
+        .span(width)
+        .height(height)
+        .unit(unit)
+        .hide_from(_nowhere())
+    )
     colours = heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Turbo").steps(64)
     y_axis = heatmap.YAxisConfig().axis_label(axis).axis_placement(common_models.AxisPlacement.LEFT).unit("short")
     panel = panel.calculate(False).color(colours).y_axis(y_axis.decimals(0)).cell_gap(1)
@@ -139,6 +149,11 @@ def _query(line: Line, *, ref: str) -> prometheus.Dataquery:
 def _thresholds(steps: Steps) -> dashboard.ThresholdsConfig:
     found = [models.Threshold(value=value, color=colour) for value, colour in steps]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(found)
+
+
+def _nowhere() -> common.HideSeriesConfig:
+    """Series are hidden from nothing; the schema wants it said."""
+    return common.HideSeriesConfig().legend(False).tooltip(False).viz(False)
 
 
 def _legend(width: int, *calcs: str) -> common.VizLegendOptions:

@@ -1,0 +1,78 @@
+"""A real Prometheus on loopback, with a folder of its own."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+READY_S = 60.0
+
+
+class Prometheus:
+    """Runs the Debian package's program with `config` in `folder`, until the end of the block."""
+
+    def __init__(self, folder: Path, *, config: Mapping[str, Any]) -> None:
+        self._folder, self._config = folder, config
+
+    def __enter__(self) -> Self:
+        program = shutil.which("prometheus")
+        assert program, "prometheus is missing; run .ci/install-packages"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path, self._log = self._folder / "prometheus.yml", self._folder / "log"
+        path.write_text(yaml.safe_dump(dict(self._config)))
+        options = ("--web.listen-address=127.0.0.1:0", f"--storage.tsdb.path={self._folder / 'data'}")
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen([program, f"--config.file={path}", *options], stderr=log)
+        try:
+            self._url = f"http://{self._address()}/api/v1/"
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def ask(self, what: str, **arguments: str | float) -> Any:
+        """`data` of an answer.
+
+        Raises:
+            AssertionError: Prometheus refuses; says why.
+        """
+        url = f"{self._url}{what}?{urllib.parse.urlencode(arguments)}"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{arguments}: {error.read().decode()}") from error
+
+    def _address(self) -> str:
+        """Where it listens, as its log says once it is ready."""
+        until_s = time.monotonic() + READY_S
+        while time.monotonic() < until_s:
+            text = self._log.read_text()
+            assert self._process.poll() is None, text
+            found = re.search(r'msg="Listening on" address=(\S+)', text)
+            if found and "Server is ready to receive web requests" in text:
+                return found.group(1)
+            time.sleep(0.05)
+        raise TimeoutError(f"Prometheus is not ready after {READY_S:.0f} s:\n{self._log.read_text()}")
+
+    def _end(self) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

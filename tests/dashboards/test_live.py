@@ -1,0 +1,129 @@
+"""A real Prometheus watches a real run that loses a worker and gets it back: every query and every rule has data."""
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dashboards.install import scrape_config
+from dashboards.places import RULES
+from rayfcp.cluster import FlexTrainer
+from rayfcp.values import StepReport
+from tests.cluster.light import free_cpus_again
+from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
+from tests.cluster.runs import run_config, write_texts
+from tests.dashboards.prometheus import Prometheus
+from tests.dashboards.promql import Expression, boards, of_boards, of_rules, rules, substituted
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+TRAIN_S = 60.0
+SCRAPE_S = 1
+DEVICES = 3
+RUN = "watched"
+WAYS = re.compile(r"label_values\((\w+), (\w+)\)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A run that is over, and the Prometheus that saw it. `end_s`: shortly before its end, on the clock of the day."""
+
+    prometheus: Prometheus
+    start_s: float
+    end_s: float
+    trouble: Trouble
+
+
+def quick(folder: Path) -> dict[str, Any]:
+    """The configuration that is installed, with one second where it has ten."""
+    config = scrape_config(runs=[folder], ray=folder, token_file=None)
+    pace = f"{SCRAPE_S}s"
+    config["global"] = {"scrape_interval": pace, "evaluation_interval": pace}
+    for job in config["scrape_configs"]:
+        job["file_sd_configs"][0]["refresh_interval"] = pace
+    return config | {"rule_files": [str(RULES / "*.yml")]}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    write_texts(folder)
+    config = run_config(
+        folder,
+        name=RUN,
+        cluster={"num_workers": [1, DEVICES]},
+        train={"steps": 100_000},
+        checkpoint={"every_steps": 20},
+    )
+    start_s = time.time()
+
+    def strike() -> None:
+        close(config)
+        kill(pids("PickyWorker")[0])
+
+    def is_over(report: StepReport) -> bool:
+        return time.time() > start_s + TRAIN_S and report.world_size == DEVICES
+
+    trouble = Trouble({15: strike, 25: lambda: reopen(config)}, end=is_over)
+    with Prometheus(folder / "prometheus", config=quick(folder)) as prometheus:
+        with free_cpus_again():
+            FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
+        last = prometheus.ask("query", query="max(max_over_time(rayfcp_last_step_timestamp_seconds[10m]))")
+        yield Watched(
+            prometheus=prometheus, start_s=start_s, end_s=float(last["result"][0]["value"][1]), trouble=trouble
+        )
+
+
+def samples(watched: Watched, expression: Expression) -> list[float]:
+    """Numbers that Grafana would draw."""
+    range_s = int(watched.end_s - watched.start_s)
+    text = substituted(expression.text, runs=[RUN], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=range_s)
+    if expression.instant:
+        found = watched.prometheus.ask("query", query=text, time=watched.end_s)
+    else:
+        over = {"start": watched.start_s, "end": watched.end_s, "step": SCRAPE_S}
+        found = watched.prometheus.ask("query_range", query=text, **over)
+    series = [each.get("values") or [each["value"]] for each in found["result"]]
+    return [float(value) for values in series for _, value in values if math.isfinite(float(value))]
+
+
+@pytest.mark.parametrize("kind", [of_boards, of_rules], ids=["boards", "rules"])
+def test_every_query_has_data(kind: Any, watched: Watched) -> None:
+    assert watched.trouble.is_over
+    empty = [expression.place for expression in kind() if not samples(watched, expression)]
+    assert not empty
+
+
+def test_rules_are_healthy_and_alerts_quiet(watched: Watched) -> None:
+    groups = watched.prometheus.ask("rules")["groups"]
+    loaded = {rule["name"]: rule for group in groups for rule in group["rules"]}
+    assert set(loaded) == {rule.get("record") or rule["alert"] for rule in rules()}
+    assert {name: rule.get("lastError") for name, rule in loaded.items() if rule["health"] != "ok"} == {}
+    firing = watched.prometheus.ask(
+        "query_range", query='ALERTS{alertstate="firing"}', start=watched.start_s, end=watched.end_s, step=SCRAPE_S
+    )
+    assert firing["result"] == []
+
+
+def test_readers_can_choose_the_run(watched: Watched) -> None:
+    for board in boards().values():
+        query = board["templating"]["list"][1]["query"]["query"]
+        metric, label = WAYS.fullmatch(query).groups()  # type: ignore[union-attr]
+        over = {"start": watched.start_s, "end": watched.end_s}
+        assert watched.prometheus.ask(f"label/{label}/values", **{"match[]": metric}, **over) == [RUN]
+
+
+def test_the_loss_and_the_growth_are_on_the_boards(watched: Watched) -> None:
+    def values(text: str) -> set[float]:
+        return set(samples(watched, Expression(place="", text=text)))
+
+    assert {DEVICES - 1, DEVICES} <= values("rayfcp_world_size")
+    assert max(values('rayfcp_recoveries_total{cause="died"}')) == 1
+    assert max(values('rayfcp_resizes_total{direction="up"}')) >= 1
+    ranks = watched.prometheus.ask("query", query="count by (rank) (rayfcp_worker_step_seconds)", time=watched.end_s)
+    assert sorted(each["metric"]["rank"] for each in ranks["result"]) == ["0", "1", "2"]
