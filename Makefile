@@ -1,6 +1,7 @@
 # make quickstart   sets up .venv and trains a small model on 4 CPU ranks
 # make test         sets up .venv and runs all tests
 # make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
+# make dashboards   writes boards and rules again from their code
 # make check        format, lint, types, import rules, sizes
 #
 # PYTHON       an interpreter of 3.11 or newer:  make quickstart PYTHON=python3.12
@@ -12,7 +13,7 @@ TORCH_INDEX ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 
-.PHONY: quickstart test chaos check setup setup-dev packages clean
+.PHONY: quickstart test chaos check dashboards setup setup-dev packages clean
 
 quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
@@ -22,6 +23,9 @@ test: setup-dev
 
 chaos: setup-dev
 	$(BIN)/python -m tests.chaos.long
+
+dashboards: setup-dev
+	$(BIN)/python -m dashboards.generate
 
 check: setup-dev
 	$(BIN)/ruff format --check .

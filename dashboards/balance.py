@@ -9,6 +9,7 @@ from dashboards.queries import EVENTS, RUN, of, recorded
 OVER_USUAL = recorded("run_rank:rayfcp_worker_busy_seconds:over_median")
 GAP = ((None, GREEN), (1.2, YELLOW), (1.5, RED))
 SPEED = ((None, RED), (0.8, GREEN))
+ON_CPUS = " On CPUs alone: accelerators do not tell waits from work."
 
 
 def balance() -> dashboard.Dashboard:
@@ -45,7 +46,7 @@ def _ranks_now() -> tuple[Panel, ...]:
             "Bubbles",
             Line(expr=of("bubble_ratio")),
             unit="percentunit",
-            about="Share of rank time spent waiting for other ranks, in the last step.",
+            about=f"Share of rank time spent waiting for other ranks, in the last step.{ON_CPUS}",
             steps=HIGH_IS_BAD,
         ),
         number(
@@ -60,7 +61,7 @@ def _ranks_now() -> tuple[Panel, ...]:
             "Slowest rank",
             Line(expr=f"min by (run) ({of('worker_speed_ratio')})"),
             unit="none",
-            about="Lowest speed of a rank over that of a usual one, from what steps measured.",
+            about=f"Lowest speed of a rank over that of a usual one, from what steps measured.{ON_CPUS}",
             steps=SPEED,
             decimals=2,
         ),
@@ -68,7 +69,7 @@ def _ranks_now() -> tuple[Panel, ...]:
             "Busiest rank",
             Line(expr=f"max by (run) ({OVER_USUAL})"),
             unit="none",
-            about="Own time of the busiest rank in the last step, over the median rank's.",
+            about=f"Own time of the busiest rank in the last step, over the median rank's.{ON_CPUS}",
             steps=GAP,
             decimals=2,
         ),
@@ -117,7 +118,7 @@ def _ranks() -> Section:
                 Line(expr=f"max by (rank) ({of('worker_step_seconds')})", legend=by_rank),
                 unit="s",
                 axis="rank",
-                about="Each device's own time in the last step, with its waits for others inside it.",
+                about="How long each device took for the last step, waiting for others included.",
             ),
             rows(
                 "Busy time by rank: $run",
@@ -125,7 +126,7 @@ def _ranks() -> Section:
                 unit="s",
                 axis="rank",
                 about="Each device's time without waiting. A row that stays bright is a straggler; single bright cells "
-                "are long sequences.",
+                f"are long sequences.{ON_CPUS}",
             ),
             chart(
                 "Busiest ranks",
