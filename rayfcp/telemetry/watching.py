@@ -12,10 +12,10 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 import yaml
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.telemetry.progress import LINE_EVERY_S
 from rayfcp.telemetry.serving import TOKEN_FILE, read_token
 from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.telemetry.targets import SD_FILE
 from rayfcp.telemetry.terminal import Terminal
 
 if TYPE_CHECKING:

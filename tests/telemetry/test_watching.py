@@ -9,7 +9,8 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.metrics import SD_FILE, MetricsExporter
+from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.targets import SD_FILE
 from rayfcp.telemetry.watching import RunPage, watch
 from tests.telemetry.samples import report
 
