@@ -7,7 +7,8 @@ from dashboards.panels import GREEN, HIGH_IS_GOOD, RED, YELLOW, Line, Panel, bar
 from dashboards.queries import grown, of, per_second, recorded
 
 STEP_S = recorded("run:rayfcp_step_seconds:avg5m")
-LEFT_S = f"({of('target_steps')} - {of('step')}) * on (run) {STEP_S} / on (run) {of('goodput_ratio')}"
+STEPS_LEFT = f"max by (run) ({of('target_steps')} - {of('step')})"
+LEFT_S = f"{STEPS_LEFT} * {STEP_S} / max by (run) ({of('goodput_ratio')})"
 
 
 def training() -> dashboard.Dashboard:
