@@ -13,18 +13,21 @@ import pytest
 from dashboards.install import scrape_config
 from dashboards.places import RULES
 from rayfcp.cluster import FlexTrainer
+from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.cluster.light import free_cpus_again
-from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
+from tests.cluster.recovering import PickyWorker, close, kill, pids, reopen
 from tests.cluster.runs import run_config, write_texts
 from tests.dashboards.prometheus import Prometheus
 from tests.dashboards.promql import Expression, boards, of_boards, of_rules, rules, substituted
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 TRAIN_S = 60.0
 SCRAPE_S = 1
 DEVICES = 3
+STEPS = 12
+"""Of each stage of the run."""
 RUN = "watched"
 WAYS = re.compile(r"label_values\((\w+), (\w+)\)")
 
@@ -36,7 +39,38 @@ class Watched:
     prometheus: Prometheus
     start_s: float
     end_s: float
-    trouble: Trouble
+
+
+class Course:
+    """Closes the run to new workers and kills one; lets another come once there were steps without it; presses Ctrl-C
+    once there were steps with it, and the run has trained for `TRAIN_S`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config, self._first_s = config, 0.0
+        self._stages = [
+            (DEVICES, lambda: (close(config), kill(pids("PickyWorker")[0]))),
+            (DEVICES - 1, lambda: reopen(config)),
+            (DEVICES, self._press),
+        ]
+        self._num_steps = 0
+
+    def say(self, text: str) -> None:
+        """Nothing of it matters here."""
+
+    def update(self, report: StepReport) -> None:
+        self._first_s = self._first_s or time.monotonic()
+        if not self._stages:
+            return
+        size, act = self._stages[0]
+        self._num_steps += report.world_size == size
+        is_last = len(self._stages) == 1
+        if self._num_steps >= STEPS and not (is_last and time.monotonic() < self._first_s + TRAIN_S):
+            self._num_steps = 0
+            self._stages.pop(0)
+            act()
+
+    def _press(self) -> None:
+        raise KeyboardInterrupt
 
 
 def quick(folder: Path) -> dict[str, Any]:
@@ -61,22 +95,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iter
         checkpoint={"every_steps": 20},
     )
     start_s = time.time()
-
-    def strike() -> None:
-        close(config)
-        kill(pids("PickyWorker")[0])
-
-    def is_over(report: StepReport) -> bool:
-        return time.time() > start_s + TRAIN_S and report.world_size == DEVICES
-
-    trouble = Trouble({15: strike, 25: lambda: reopen(config)}, end=is_over)
     with Prometheus(folder / "prometheus", config=quick(folder)) as prometheus:
         with free_cpus_again():
-            FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
+            FlexTrainer(config, worker=PickyWorker).fit(watcher=Course(config))
         last = prometheus.ask("query", query="max(max_over_time(rayfcp_last_step_timestamp_seconds[10m]))")
-        yield Watched(
-            prometheus=prometheus, start_s=start_s, end_s=float(last["result"][0]["value"][1]), trouble=trouble
-        )
+        yield Watched(prometheus=prometheus, start_s=start_s, end_s=float(last["result"][0]["value"][1]))
 
 
 def samples(watched: Watched, expression: Expression) -> list[float]:
@@ -94,7 +117,6 @@ def samples(watched: Watched, expression: Expression) -> list[float]:
 
 @pytest.mark.parametrize("kind", [of_boards, of_rules], ids=["boards", "rules"])
 def test_every_query_has_data(kind: Any, watched: Watched) -> None:
-    assert watched.trouble.is_over
     empty = [expression.place for expression in kind() if not samples(watched, expression)]
     assert not empty
 
