@@ -10,8 +10,8 @@ NAMES = {"app.kubernetes.io/name": "rayfcp"}
 BOARD_LABEL = {"grafana_dashboard": "1"}
 """What the sidecar of Grafana's Helm charts looks for, unless told otherwise."""
 
-RULE_LABEL = {"release": "kube-prometheus-stack"}
-"""What the operator of that chart looks for, where the release has the chart's name."""
+RULE_LABEL = {"release": "prometheus"}
+"""What the operator of the chart kube-prometheus-stack looks for, in a release that is called prometheus."""
 
 
 def config_maps(boards: Mapping[str, str]) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfcp.telemetry.metrics import SD_FILE
 from rayfcp.telemetry.names import PREFIX
+from rayfcp.telemetry.targets import SD_FILE
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
