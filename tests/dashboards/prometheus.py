@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
@@ -14,7 +15,21 @@ from typing import Any, Self
 
 import yaml
 
+from dashboards.install import scrape_config
+from dashboards.places import RULES
+
 READY_S = 60.0
+SCRAPE_S = 1
+
+
+def quick_config(runs: Path, *, token_file: Path | None = None) -> dict[str, Any]:
+    """The configuration that is installed, for runs' folders in `runs`, with one second where it has ten."""
+    config = scrape_config(runs=[runs], ray=runs, token_file=token_file)
+    pace = f"{SCRAPE_S}s"
+    config["global"] = {"scrape_interval": pace, "evaluation_interval": pace}
+    for job in config["scrape_configs"]:
+        job["file_sd_configs"][0]["refresh_interval"] = pace
+    return config | {"rule_files": [str(RULES / "*.yml")]}
 
 
 class Prometheus:

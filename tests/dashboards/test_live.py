@@ -5,26 +5,22 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dashboards.install import scrape_config
-from dashboards.places import RULES
 from rayfcp.cluster import FlexTrainer
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.cluster.light import free_cpus_again
 from tests.cluster.recovering import PickyWorker, close, kill, pids, reopen
 from tests.cluster.runs import run_config, write_texts
-from tests.dashboards.prometheus import Prometheus
+from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import Expression, boards, of_boards, of_rules, rules, substituted
 
 pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
 
 TRAIN_S = 60.0
-SCRAPE_S = 1
 DEVICES = 3
 STEPS = 12
 """Of each stage of the run."""
@@ -73,16 +69,6 @@ class Course:
         raise KeyboardInterrupt
 
 
-def quick(folder: Path) -> dict[str, Any]:
-    """The configuration that is installed, with one second where it has ten."""
-    config = scrape_config(runs=[folder], ray=folder, token_file=None)
-    pace = f"{SCRAPE_S}s"
-    config["global"] = {"scrape_interval": pace, "evaluation_interval": pace}
-    for job in config["scrape_configs"]:
-        job["file_sd_configs"][0]["refresh_interval"] = pace
-    return config | {"rule_files": [str(RULES / "*.yml")]}
-
-
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("watched")
@@ -95,7 +81,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iter
         checkpoint={"every_steps": 20},
     )
     start_s = time.time()
-    with Prometheus(folder / "prometheus", config=quick(folder)) as prometheus:
+    with Prometheus(folder / "prometheus", config=quick_config(folder)) as prometheus:
         with free_cpus_again():
             FlexTrainer(config, worker=PickyWorker).fit(watcher=Course(config))
         last = prometheus.ask("query", query="max(max_over_time(rayfcp_last_step_timestamp_seconds[10m]))")
