@@ -1,0 +1,63 @@
+"""A page in a headless browser that remembers everything that went wrong on it."""
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from playwright.sync_api import BrowserContext, Page, Request, Route
+
+SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
+LOCAL_SCHEMES = ("data", "blob", "about")
+
+
+class Watched:
+    """One tab. It may load the file that is opened and what lies on `allowed` hosts, e.g. `127.0.0.1:9100`; anything
+    else is refused, written down in `problems`, and so are errors of scripts and of loading."""
+
+    def __init__(self, context: BrowserContext, *, name: str, allowed: tuple[str, ...] = ()) -> None:
+        self.tab: Page = context.new_page()
+        self.problems: list[str] = []
+        self._name, self._hosts, self._opened = name, set(allowed), ""
+        self.tab.on("console", lambda said: self._note("console", said.text) if said.type == "error" else None)
+        self.tab.on("pageerror", lambda error: self._note("script", str(error)))
+        self.tab.on("requestfailed", lambda request: self._note("failed", f"{request.url}: {request.failure}"))
+        self.tab.on("response", lambda response: self._note_bad(response.status, response.url))
+        self.tab.on("websocket", lambda socket: self._judge(socket.url))
+        self.tab.route("**/*", self._route)
+
+    def open(self, page: Path | str) -> Page:
+        """A file, or an address on an allowed host; back once it is loaded."""
+        self._opened = page.absolute().as_uri() if isinstance(page, Path) else page
+        self.tab.goto(self._opened, wait_until="load")
+        return self.tab
+
+    def picture(self, what: str, *, whole: bool = True) -> Path:
+        """A screenshot, kept as `build/screenshots/NAME-WHAT.png`."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        path = SCREENSHOTS / f"{self._name}-{what}.png"
+        self.tab.screenshot(path=path, full_page=whole)
+        return path
+
+    def _route(self, route: Route, request: Request) -> None:
+        if self._judge(request.url):
+            route.continue_()
+        else:
+            route.abort()
+
+    def _judge(self, url: str) -> bool:
+        """Whether it may be asked for."""
+        place = urlsplit(url)
+        allowed = (
+            place.scheme in LOCAL_SCHEMES
+            or place.netloc in self._hosts
+            or url.split("#", maxsplit=1)[0] == self._opened
+        )
+        if not allowed:
+            self._note("outside", url)
+        return allowed
+
+    def _note_bad(self, status: int, url: str) -> None:
+        if status >= 400:
+            self._note("answer", f"{status} {url}")
+
+    def _note(self, kind: str, text: str) -> None:
+        self.problems.append(f"{kind}: {text}")
