@@ -9,7 +9,7 @@ from rayfcp.config import Config
 from rayfcp.plan import CostModel, attention_flops, model_flops, plan_batch
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.program import RankProgram, check_progress, lower
-from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec
+from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +95,10 @@ class Planner:
             own_s=own_seconds(loads, cost=cost),
         )
         return (record, *programs)
+
+    def foretell(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel, device: str) -> tuple[Span, ...]:
+        """What the simulator says each rank does in a step, from 0."""
+        from rayfcp.cluster.foretelling import foretell, run_hardware
+
+        hardware = run_hardware(self._config, self._model, device=device, cluster=cluster, cost=cost)
+        return foretell(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster).spans

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,10 +15,13 @@ from rayfcp.cluster.planner import Planner, PlanRecord
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.plan import CostModel
-from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile
+from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile, Span
 
 MAX_DEATHS = 3
 """Planners that may die one after the other without a plan in between; one more ends the run."""
+
+FORETELL_S = 60.0
+"""For the simulation of one step of the trace, compiling included."""
 
 
 class Planners:
@@ -165,6 +168,18 @@ class PlanQueue:
             programs=tuple(flight.refs[1:]),
             wait_s=time.perf_counter() - start_s,
         )
+
+    def foretell(
+        self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel, device: str
+    ) -> tuple[Span, ...]:
+        """What a step that was taken, of which `programs` are references, should have been like.
+
+        Raises:
+            RayError: it died, failed, or is not done in time.
+        """
+        call = self._planners[0].foretell.remote(*programs, cluster=cluster, cost=cost, device=device)
+        found: tuple[Span, ...] = ray.get(call, timeout=FORETELL_S)
+        return found
 
     def refill(self) -> None:
         """Submit plans until enough are in flight; call it while workers are busy."""

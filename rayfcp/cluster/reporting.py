@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from rayfcp.cluster.observing import PlannedGroups
 from rayfcp.cluster.planners import PlannedStep
 from rayfcp.cluster.ray_metrics import ray_mirror
+from rayfcp.cluster.recording import Recorder
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.live import Worker
@@ -16,7 +16,6 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog, read_steps
-from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import Span, StepReport
 
 logger = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def _spans(ranks: Sequence[RankReport]) -> tuple[Span, ...]:
 
 
 class Journal:
-    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end trace and report.
+    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end the report; `record` what is beside.
 
     `began_s`: when the run began, on `time.monotonic`; goodput counts from then, starting included.
     """
@@ -96,7 +95,7 @@ class Journal:
         log = run_dir / "steps.jsonl"
         self.metrics.restore(read_steps(log), resume_step=resume_step)
         self._log = StepLog(log, resume_step=resume_step)
-        self._spans: deque[tuple[Span, ...]] = deque(maxlen=config.metrics.trace_steps)
+        self.record = Recorder(run_dir, trace_steps=config.metrics.trace_steps, resume_step=resume_step)
         self._began_s, self._productive_s = began_s, 0.0
 
     @property
@@ -112,7 +111,6 @@ class Journal:
             memory=[each.memory_bytes for each in ranks],
             picture=picture_of(report.step, groups=groups, ranks=ranks),
         )
-        self._spans.append(_spans(ranks))
         if report.step <= self._log.last_step:
             return False
         try:
@@ -125,16 +123,16 @@ class Journal:
         return True
 
     def close(self) -> None:
-        """Write trace and report, stop serving metrics. A report that cannot be written is logged, no more:
+        """Write record and report, stop serving metrics. A report that cannot be written is logged, no more:
         the run's result does not hang on it."""
         self.metrics.close()
         try:
             self._log.close()
         except OSError:
             logger.exception("the last steps of %s are not in its log", self._run_dir)
+        self.record.close()
         if self._log.last_step:
             try:
-                write_trace(self._run_dir / "trace.json", {"measured": [span for step in self._spans for span in step]})
                 write_report(self._run_dir)
             except (OSError, ValueError):
-                logger.exception("trace and report of %s", self._run_dir)
+                logger.exception("report of %s", self._run_dir)

@@ -149,8 +149,16 @@ class Stepper:
             return
         report = step_report(done.planned, done.devices, step_s=done.step_s, peak_flops=self._peak())
         report = dataclasses.replace(report, recovered=done.again)
+        self._journal.record.step_done(done.planned, done.devices, cluster=self._fleet.cluster)
         if self._journal.commit(report, done.devices, groups=done.planned.record.groups):
             self._tell(report)
+
+    def foretell(self) -> None:
+        """Simulate, on a planner, the steps that the trace keeps."""
+        device, cost = self._fleet.crew.facts[0].device, self._refit.cost
+        self._journal.record.foretell(
+            lambda traced: self._plans.foretell(traced.programs, cluster=traced.cluster, cost=cost, device=device)
+        )
 
     def broke(self, step: int) -> None:
         """`step` was under way when something was lost: it, and those finished that are lost, run again."""

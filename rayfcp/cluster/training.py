@@ -158,6 +158,7 @@ class TrainingRun:
             saver=self._saver,
             journal=self._journal,
             stopping=self._stopping,
+            began_s=self._began_s,
             say=self._tell,
         )
 
@@ -257,6 +258,7 @@ class TrainingRun:
         self._journal.metrics.enter(State.SAVING)
         if stepper.refit.num_steps:
             write_refitted(self._profile_path, stepper.refit.cost, num_steps=stepper.refit.num_steps)
+        stepper.foretell()
         self._say("saving")
         checkpoint = self._saver.last(version, crew, metrics=self._journal.metrics)
         wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))

@@ -13,6 +13,7 @@ from rayfcp.cluster.restoring import Restorable
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.elastic.facts import Failure
+from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.live import State
 from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move
 
@@ -34,7 +35,7 @@ class First:
 
 class Transitions:
     """Carries decisions out. A generation is formed the same way whatever came before: devices meet, take up a state,
-    hand it to keepers; it is planned for meanwhile."""
+    hand it to keepers; it is planned for meanwhile. `began_s`: when the run did, on `time.monotonic`."""
 
     def __init__(
         self,
@@ -44,10 +45,11 @@ class Transitions:
         saver: Saver,
         journal: Journal,
         stopping: threading.Event,
+        began_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._fleet, self._stepper, self._saver, self._journal = fleet, stepper, saver, journal
-        self._stopping, self._say = stopping, say
+        self._stopping, self._say, self._began_s = stopping, say, began_s
 
     def begin(self, first: First) -> None:
         """The first generation; it is not planned for yet.
@@ -62,6 +64,7 @@ class Transitions:
             self._saver.resume(self._fleet.crew)
         self._note(formed)
         self._stepper.begin(formed, version=first.version)
+        self._happened(EventKind.START, first.decision, step=first.version, since_s=self._began_s)
 
     def at_boundary(self, *, version: int) -> None:
         """After `version` steps: grow, or leave nodes that are about to go, where that is decided.
@@ -79,7 +82,7 @@ class Transitions:
                 self._saver.save_now(version, self._fleet.crew)
             return
         self._say(decision.reason)
-        before = len(self._fleet.ids)
+        before, since_s = len(self._fleet.ids), time.monotonic()
         self._stepper.commit()
         self._saver.finish(self._fleet.crew, metrics=self._journal.metrics)
         self._stepper.copy_state(version)
@@ -87,6 +90,7 @@ class Transitions:
         self._stepper.plan_for(cluster, decision.devices, version=version)
         self._fleet.leave()
         self._take_up(decision, cluster, version=version)
+        self._happened(EventKind.RESIZE, decision, step=version, since_s=since_s, before=before)
         if len(self._fleet.ids) != before:
             self._journal.metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
 
@@ -100,23 +104,32 @@ class Transitions:
         """
         noticed_s = time.monotonic()
         self._journal.metrics.enter(State.RECOVERING)
-        before = len(self._fleet.ids)
+        before, finished = len(self._fleet.ids), self._stepper.last_finished
         self._stepper.broke(step)
         self._saver.abandon()
         while True:
             failure = self._fleet.count_loss(error)
             try:
-                version = self._go_on(failure, step=step)
+                decision, version = self._go_on(failure, step=step)
                 break
             except RanksLostError as again:
                 error = again
+        self._happened(
+            EventKind.RECOVERY,
+            decision,
+            step=version,
+            since_s=noticed_s,
+            before=before,
+            cause=failure.cause.value,
+            lost_steps=max(0, finished - version),
+        )
         metrics = self._journal.metrics
         metrics.observe_recovery(failure.cause.value, seconds=time.monotonic() - noticed_s)
         if len(self._fleet.ids) != before:
             metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
         return version
 
-    def _go_on(self, failure: Failure, *, step: int) -> int:
+    def _go_on(self, failure: Failure, *, step: int) -> tuple[Decision, int]:
         decision = self._fleet.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
             raise CannotGoOnError(f"{decision.reason}{self._rescue(failure)}")
@@ -126,7 +139,33 @@ class Transitions:
         self._fleet.went_on(failure)
         self._say(f"step {step}: {decision.reason}")
         cluster = self._fleet.spec(decision)
-        return self._take_up(decision, cluster, version=None)
+        return decision, self._take_up(decision, cluster, version=None)
+
+    def _happened(
+        self,
+        kind: EventKind,
+        decision: Decision,
+        *,
+        step: int,
+        since_s: float,
+        before: int = 0,
+        cause: str = "",
+        lost_steps: int = 0,
+    ) -> None:
+        """Write it down."""
+        event = Event(
+            kind=kind,
+            step=step,
+            at_s=time.time(),
+            devices=len(self._fleet.ids),
+            devices_before=before,
+            seconds=time.monotonic() - since_s,
+            lost_steps=lost_steps,
+            cause=cause,
+            reason=decision.reason,
+            cluster=self._fleet.cluster,
+        )
+        self._journal.record.happened(event)
 
     def _rescue(self, failure: Failure) -> str:
         """Before the end: those who are left, too few to go on, save the newest state in memory if no checkpoint has

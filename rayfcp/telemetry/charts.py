@@ -1,23 +1,34 @@
-"""Charts as inline SVG: lines over steps, and shares stacked over steps. No script, no outside asset."""
+"""Charts as inline SVG: lines over steps, and shares stacked over steps. They are whole without any script; the page's
+own adds a hairline and a box with the values of the step that is pointed at."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from rayfcp.telemetry.scales import Scale, thin, ticks
+from rayfcp.telemetry.scales import Scale, runs_of, thin, ticks
 from rayfcp.telemetry.summary import number, percent
 
-WIDTH, HEIGHT = 560, 230
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 26
+WIDTH, HEIGHT = 560, 232
+LEFT, RIGHT, TOP, BOTTOM = 60, 12, 14, 28
 MAX_POINTS, MAX_BARS = 400, 140
 
 Format = Callable[[float], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A line across a chart where something happened after `step` steps; `kind` is its colour: recovery or resize."""
+
+    step: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chart:
-    """What a chart says: `series` are parallel to `steps`, drawn in the order given."""
+    """What a chart says: `series` are parallel to `steps`, drawn in the order given. `stepped`: values hold until the
+    next one; `dots`: each point is marked."""
 
     title: str
     note: str
@@ -25,55 +36,60 @@ class Chart:
     series: Mapping[str, Sequence[float]]
     format: Format = number
     from_zero: bool = True
+    marks: tuple[Mark, ...] = ()
+    stepped: bool = False
+    dots: bool = False
+    level: float | None = None
 
 
 def line_chart(chart: Chart) -> str:
-    """A figure with one line per series; hovering over a step tells its values."""
+    """A figure with one line per series."""
     steps = thin(chart.steps, limit=MAX_POINTS)
     series = {name: thin(values, limit=MAX_POINTS) for name, values in chart.series.items()}
     finite = [value for values in series.values() for value in values if math.isfinite(value)] or [0.0]
+    finite += [] if chart.level is None else [chart.level]
     marks = ticks(min(0.0, *finite) if chart.from_zero else min(finite), max(finite))
     across = Scale(low=chart.steps[0], high=chart.steps[-1], start=LEFT + 8, stop=WIDTH - RIGHT - 8)
     up = Scale(low=marks[0], high=marks[-1], start=HEIGHT - BOTTOM, stop=TOP)
     lines = [
-        _line(values, steps=steps, across=across, up=up, colour=index % 6 + 1)
+        _line(values, steps=steps, across=across, up=up, colour=index % 6 + 1, chart=chart)
         for index, values in enumerate(series.values())
     ]
     body = _grid(marks, up=up, form=chart.format) + _step_labels(chart.steps, across=across)
-    body += "".join(lines) + _hits(steps, series=series, across=across, form=chart.format)
-    last = {name: chart.format(values[-1]) for name, values in chart.series.items()}
-    return _figure(chart.title, chart.note, body=body, legend=last)
+    body += _level(chart.level, up=up) + _mark_lines(chart.marks, across=across) + "".join(lines)
+    last = {name: chart.format(_last(values)) for name, values in chart.series.items()}
+    return _figure(chart, body=body, legend=last, tips=_tips(chart, series=series, across=across, limit=MAX_POINTS))
 
 
 def stacked_chart(chart: Chart) -> str:
     """A figure with one bar a step, its series stacked to 100 %; a step without any has no bar."""
-    steps = thin(chart.steps, limit=MAX_BARS)
     series = {name: thin(values, limit=MAX_BARS) for name, values in chart.series.items()}
-    totals = [math.fsum(column) for column in zip(*series.values(), strict=True)] or [0.0] * len(steps)
+    num_bars = len(thin(chart.steps, limit=MAX_BARS))
+    totals = [math.fsum(column) for column in zip(*series.values(), strict=True)] or [0.0] * num_bars
     shares = {
         name: [value / total if total > 0 else 0.0 for value, total in zip(values, totals, strict=True)]
         for name, values in series.items()
     }
-    pitch = (WIDTH - LEFT - RIGHT) / len(steps)
-    across = Scale(low=0, high=len(steps), start=LEFT, stop=WIDTH - RIGHT)
+    pitch = (WIDTH - LEFT - RIGHT) / num_bars
     up = Scale(low=0.0, high=1.0, start=HEIGHT - BOTTOM, stop=TOP)
     bars = []
-    bottoms = [0.0] * len(steps)
+    bottoms = [0.0] * num_bars
     for layer, values in enumerate(shares.values()):
         colour = 1 + round(layer * 5 / max(1, len(shares) - 1))
         for index, share in enumerate(values):
             if share > 0:
-                top = up(bottoms[index] + share)
+                top, left = up(bottoms[index] + share), LEFT + pitch * (index + 0.08)
                 bars.append(
-                    f'<rect class="ramp{colour}" x="{across(index) + pitch * 0.08:.2f}" y="{top:.2f}" '
+                    f'<rect class="ramp{colour}" x="{left:.2f}" y="{top:.2f}" '
                     f'width="{pitch * 0.84:.2f}" height="{up(bottoms[index]) - top:.2f}"/>'
                 )
             bottoms[index] += share
     middle = Scale(low=chart.steps[0], high=chart.steps[-1], start=LEFT + pitch / 2, stop=WIDTH - RIGHT - pitch / 2)
     body = _grid((0.0, 0.5, 1.0), up=up, form=percent) + _step_labels(chart.steps, across=middle) + "".join(bars)
-    body += _hits(steps, series=shares, across=middle, form=percent)
+    body += _mark_lines(chart.marks, across=middle)
     last = {name: percent(values[-1]) for name, values in shares.items()}
-    return _figure(chart.title, chart.note, body=body, legend=last, ramp=True)
+    tips = _tips(chart, series=shares, across=middle, limit=MAX_BARS)
+    return _figure(chart, body=body, legend=last, tips=tips, ramp=True)
 
 
 def key_mark(colour: str) -> str:
@@ -82,17 +98,20 @@ def key_mark(colour: str) -> str:
     return f'<svg class="key" viewBox="0 0 10 10" aria-hidden="true">{square}</svg>'
 
 
-def _line(values: Sequence[float], *, steps: Sequence[float], across: Scale, up: Scale, colour: int) -> str:
+def _line(
+    values: Sequence[float], *, steps: Sequence[float], across: Scale, up: Scale, colour: int, chart: Chart
+) -> str:
     """A path that breaks where a value is missing; a lone value is a dot."""
     path, pen, dots = [], "M", []
     for index, (step, value) in enumerate(zip(steps, values, strict=True)):
         if not math.isfinite(value):
             pen = "M"
             continue
-        path.append(f"{pen}{across(step):.2f} {up(value):.2f}")
+        x, y = across(step), up(value)
+        path.append(f"H{x:.2f} V{y:.2f}" if chart.stepped and pen == "L" else f"{pen}{x:.2f} {y:.2f}")
         alone = pen == "M" and (index + 1 == len(values) or not math.isfinite(values[index + 1]))
-        if alone or index + 1 == len(values):
-            dots.append(f'<circle class="fill{colour}" cx="{across(step):.2f}" cy="{up(value):.2f}" r="3.2"/>')
+        if alone or chart.dots or index + 1 == len(values):
+            dots.append(f'<circle class="fill{colour}" cx="{x:.2f}" cy="{y:.2f}" r="3.2"/>')
         pen = "L"
     return f'<path class="line stroke{colour}" d="{" ".join(path)}"/>{"".join(dots)}' if path else ""
 
@@ -105,45 +124,63 @@ def _grid(marks: Sequence[float], *, up: Scale, form: Format) -> str:
     )
 
 
+def _level(value: float | None, *, up: Scale) -> str:
+    """A dashed line that values are to be seen against."""
+    if value is None:
+        return ""
+    return f'<line class="level" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(value):.2f}" y2="{up(value):.2f}"/>'
+
+
+def _mark_lines(marks: Sequence[Mark], *, across: Scale) -> str:
+    places = {(mark.kind, round(across(mark.step), 1)) for mark in marks if across.low <= mark.step <= across.high}
+    return "".join(
+        f'<line class="mark-{escape(kind)}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{HEIGHT - BOTTOM}"/>'
+        for kind, x in sorted(places)
+    )
+
+
 def _step_labels(steps: Sequence[float], *, across: Scale) -> str:
     inside = [mark for mark in ticks(steps[0], steps[-1], count=6) if steps[0] <= mark <= steps[-1] and mark % 1 == 0]
     shown = sorted({steps[0], steps[-1], *inside})
-    gap = 26.0
+    gap = 18.0 + 6.0 * len(str(steps[-1]))
     kept: list[float] = []
     for step in shown:
         near_end = step != steps[-1] and across(steps[-1]) - across(step) < gap
         if not near_end and (not kept or across(step) - across(kept[-1]) >= gap):
             kept.append(step)
-    return "".join(
-        f'<text class="tick" x="{across(step):.2f}" y="{HEIGHT - 8}" text-anchor="middle">{step:.0f}</text>'
+    labels = "".join(
+        f'<text class="tick" x="{across(step):.2f}" y="{HEIGHT - 9}" text-anchor="middle">{step:.0f}</text>'
         for step in kept
     )
+    return f'{labels}<text class="tick" x="{LEFT - 7}" y="{HEIGHT - 9}" text-anchor="end">step</text>'
 
 
-def _hits(steps: Sequence[float], *, series: Mapping[str, Sequence[float]], across: Scale, form: Format) -> str:
-    """An invisible column over each step that names the step's values when pointed at."""
-    width = (WIDTH - LEFT - RIGHT) / len(steps)
-    columns = []
-    for index, step in enumerate(steps):
-        told = [f"{name}: {form(values[index])}" for name, values in series.items() if values[index]]
-        title = escape("\n".join([f"step {step:.0f}", *told]))
-        columns.append(
-            f'<rect class="hit" x="{across(step) - width / 2:.2f}" y="{TOP}" width="{width:.2f}" '
-            f'height="{HEIGHT - TOP - BOTTOM}"><title>{title}</title></rect>'
-        )
-    return "".join(columns)
+def _tips(chart: Chart, *, series: Mapping[str, Sequence[float]], across: Scale, limit: int) -> str:
+    """Places of the points on the drawing and what is told of them, as JSON."""
+    runs = runs_of(chart.steps, limit=limit)
+    places = [round(across(step), 1) for step in thin(chart.steps, limit=limit)]
+    told = []
+    for index, run in enumerate(runs):
+        when = f"step {run[0]}" if len(run) == 1 else f"steps {run[0]} to {run[-1]}, mean"
+        told.append([when, *(f"{name}\t{chart.format(values[index])}" for name, values in series.items() if values)])
+    return json.dumps({"x": places, "t": told}, separators=(",", ":"))
 
 
-def _figure(title: str, note: str, *, body: str, legend: Mapping[str, str], ramp: bool = False) -> str:
+def _last(values: Sequence[float]) -> float:
+    return next((value for value in reversed(values) if math.isfinite(value)), math.nan)
+
+
+def _figure(chart: Chart, *, body: str, legend: Mapping[str, str], tips: str, ramp: bool = False) -> str:
     spread = max(1, len(legend) - 1)
     colours = [f"ramp{1 + round(i * 5 / spread)}" if ramp else f"fill{i % 6 + 1}" for i in range(len(legend))]
     entries = "".join(
         f"<li>{key_mark(colour)}{escape(name)} <b>{escape(value)}</b></li>"
         for colour, (name, value) in zip(colours, legend.items(), strict=True)
     )
+    title, note = escape(chart.title), escape(chart.note)
     return (
-        f"<figure><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p></figcaption>"
+        f"<figure><figcaption><h3>{title}</h3><p>{note}</p></figcaption>"
         f'<ul class="legend">{entries}</ul>'
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}: {escape(note)}">'
-        f"{body}</svg></figure>"
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}: {note}" '
+        f'data-tips="{escape(tips)}">{body}<line class="hair" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
     )

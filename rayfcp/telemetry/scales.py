@@ -3,6 +3,9 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +42,23 @@ def ticks(low: float, high: float, *, count: int = 4) -> tuple[float, ...]:
     return tuple(round(index * step, digits) for index in range(first, last + 1))
 
 
+def runs_of(values: Sequence[T], *, limit: int) -> list[Sequence[T]]:
+    """Cut into at most `limit` runs of equal length, but for the last.
+
+    >>> runs_of((1, 2, 3, 4, 5), limit=3)
+    [(1, 2), (3, 4), (5,)]
+    """
+    run = max(1, math.ceil(len(values) / limit))
+    return [values[start : start + run] for start in range(0, len(values), run)]
+
+
 def thin(values: Sequence[float], *, limit: int) -> tuple[float, ...]:
     """Means of equal runs so that at most `limit` values are left; non-finite values stay out of a mean.
 
     >>> thin((1.0, 3.0, 5.0, 7.0), limit=2)
     (2.0, 6.0)
     """
-    run = max(1, math.ceil(len(values) / limit))
-    chunks = (values[start : start + run] for start in range(0, len(values), run))
+    chunks = runs_of(values, limit=limit)
     return tuple(_mean([value for value in chunk if math.isfinite(value)]) for chunk in chunks)
 
 

@@ -1,9 +1,10 @@
 """Which charts a report shows of a run's steps."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rayfcp.telemetry.charts import Chart, Format, line_chart, stacked_chart
+from rayfcp.telemetry.charts import Chart, Format, Mark, line_chart, stacked_chart
 from rayfcp.telemetry.summary import number, percent, seconds
 from rayfcp.values import StepReport
 
@@ -17,40 +18,42 @@ class Lines:
     series: dict[str, Callable[[StepReport], float]]
     format: Format = number
     from_zero: bool = True
+    stepped: bool = False
+    level: float | None = None
 
 
 def _tokens_per_s(report: StepReport) -> float:
     return report.num_tokens / report.step_s if report.step_s > 0 else 0.0
 
 
-BEFORE_DEGREES = (
+def _error(report: StepReport) -> float:
+    return report.predicted_s / report.step_s if report.step_s > 0 else math.nan
+
+
+LEARNING = (
     Lines(title="Loss", note="Nats per target token", series={"loss": lambda r: r.loss}, from_zero=False),
+    Lines(title="Throughput", note="Tokens per second, over all devices", series={"tokens per second": _tokens_per_s}),
+    Lines(
+        title="MFU",
+        note="Model FLOPs over time and peak; of attention alone likewise",
+        series={"all": lambda r: r.mfu, "attention": lambda r: r.attention_mfu},
+        format=percent,
+    ),
+    Lines(title="Gradient norm", note="Before clipping", series={"norm": lambda r: r.grad_norm}),
+)
+PREDICTION = (
     Lines(
         title="Step time",
         note="What the plan promised and what the clock said",
         series={"measured": lambda r: r.step_s, "predicted": lambda r: r.predicted_s},
         format=seconds,
     ),
-    Lines(title="Tokens per second", note="Over all devices", series={"tokens per second": _tokens_per_s}),
     Lines(
-        title="MFU",
-        note="Model FLOPs over time and peak",
-        series={"all": lambda r: r.mfu, "attention": lambda r: r.attention_mfu},
-        format=percent,
+        title="Predicted over measured",
+        note="1 is right; below, steps took longer than foretold",
+        series={"ratio": _error},
+        level=1.0,
     ),
-    Lines(
-        title="Imbalance",
-        note="(max − mean) / max over ranks, by resource",
-        series={
-            "compute": lambda r: r.imbalance.compute,
-            "attention": lambda r: r.imbalance.attention,
-            "memory": lambda r: r.imbalance.memory,
-            "communication": lambda r: r.imbalance.communication,
-        },
-        format=percent,
-    ),
-)
-AFTER_DEGREES = (
     Lines(
         title="Gap",
         note="Predicted step over its lower bound; 1 is perfect",
@@ -64,15 +67,58 @@ AFTER_DEGREES = (
         format=seconds,
     ),
 )
+BALANCE = (
+    Lines(
+        title="Imbalance",
+        note="(max − mean) / max over ranks, by resource, as planned",
+        series={
+            "compute": lambda r: r.imbalance.compute,
+            "attention": lambda r: r.imbalance.attention,
+            "memory": lambda r: r.imbalance.memory,
+            "communication": lambda r: r.imbalance.communication,
+        },
+        format=percent,
+    ),
+    Lines(
+        title="Bubble",
+        note="Share of rank time spent waiting for other ranks",
+        series={"bubble": lambda r: r.bubble},
+        format=percent,
+    ),
+)
+WORLD = Lines(
+    title="Devices",
+    note="In use at each step",
+    series={"devices": lambda r: float(r.world_size)},
+    stepped=True,
+)
 
 
-def step_charts(reports: Sequence[StepReport]) -> str:
-    """Eight figures: what was learned, how fast, how evenly, and what planning cost."""
-    before, after = ([_draw(lines, reports) for lines in group] for group in (BEFORE_DEGREES, AFTER_DEGREES))
-    return "".join([*before, _degrees(reports), *after])
+def step_charts(group: Sequence[Lines], reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()) -> str:
+    """A figure for each; what no step has a number of is left out."""
+    return "".join(
+        _draw(lines, reports, marks=marks)
+        for lines in group
+        if lines is LEARNING[0]
+        or any(math.isfinite(read(report)) for read in lines.series.values() for report in reports)
+    )
 
 
-def _draw(lines: Lines, reports: Sequence[StepReport]) -> str:
+def degrees_chart(reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()) -> str:
+    """Degrees over time."""
+    degrees = sorted({degree for report in reports for degree in report.degrees})
+    return stacked_chart(
+        Chart(
+            title="Degrees",
+            note="Share of rank slots in groups of each degree",
+            steps=tuple(report.step for report in reports),
+            series={f"degree {d}": [float(d * report.degrees.get(d, 0)) for report in reports] for d in degrees},
+            marks=marks,
+        )
+    )
+
+
+def _draw(lines: Lines, reports: Sequence[StepReport], *, marks: tuple[Mark, ...]) -> str:
     return line_chart(
         Chart(
             title=lines.title,
@@ -81,17 +127,8 @@ def _draw(lines: Lines, reports: Sequence[StepReport]) -> str:
             series={name: [read(report) for report in reports] for name, read in lines.series.items()},
             format=lines.format,
             from_zero=lines.from_zero,
-        )
-    )
-
-
-def _degrees(reports: Sequence[StepReport]) -> str:
-    degrees = sorted({degree for report in reports for degree in report.degrees})
-    return stacked_chart(
-        Chart(
-            title="Degrees",
-            note="Share of rank slots in groups of each degree",
-            steps=tuple(report.step for report in reports),
-            series={f"degree {d}": [float(d * report.degrees.get(d, 0)) for report in reports] for d in degrees},
+            marks=marks,
+            stepped=lines.stepped,
+            level=lines.level,
         )
     )

@@ -13,9 +13,9 @@ from rayfcp.values import StepReport
 class RunSummary:
     """Medians and means leave the first step out where there are others: it pays for warming up.
 
-    `tokens_per_s`, `step_s`, `plan_s`, `mfu`: medians over steps. `compute_imbalance`: mean. `mean_degree`:
-    degree that a rank meets, i.e. each group weighted by its ranks; 0 without groups. `plan_ratio`: median
-    of plan_s / step_s; likewise what a step waited for its plan, median and maximum. `prediction_error`:
+    `tokens_per_s`, `step_s`, `plan_s`, `mfu`, `attention_mfu`: medians over steps. `compute_imbalance`: mean.
+    `mean_degree`: degree that a rank meets, i.e. each group weighted by its ranks; 0 without groups. `plan_ratio`:
+    median of plan_s / step_s; likewise what a step waited for its plan, median and maximum. `prediction_error`:
     median of |predicted - measured| / measured.
     """
 
@@ -36,6 +36,7 @@ class RunSummary:
     compute_imbalance: float
     mean_degree: float
     mfu: float
+    attention_mfu: float
     prediction_error: float
 
 
@@ -67,6 +68,7 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
         compute_imbalance=statistics.fmean(report.imbalance.compute for report in steady),
         mean_degree=mean_degree(reports),
         mfu=statistics.median(report.mfu for report in steady),
+        attention_mfu=statistics.median(report.attention_mfu for report in steady),
         prediction_error=statistics.median(
             _ratio(abs(report.predicted_s - report.step_s), report.step_s) for report in steady
         ),

@@ -1,22 +1,66 @@
-"""Spans as Chrome/Perfetto JSON: open `trace.json` at https://ui.perfetto.dev."""
+"""Spans as Chrome/Perfetto JSON (Trace Event Format): open `trace.json` at https://ui.perfetto.dev."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rayfcp.telemetry.files import write_whole
 from rayfcp.values import Span, SpanKind
 
-_ON_THE_WIRE = (SpanKind.TRANSFER, SpanKind.REDUCE)
+FILE = "trace.json"
+MEASURED, PREDICTED = "measured", "predicted"
+MAX_EVENTS = 200_000
+"""Of a trace; what would be more leaves out the earlier steps."""
+
+_ON_THE_WIRE = (SpanKind.TRANSFER,)
 
 
-def write_trace(path: str | Path, timelines: Mapping[str, Iterable[Span]]) -> None:
-    """Writes the spans of each timeline, e.g. `{"measured": spans, "predicted": spans}`, whole or not at all.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """The spans of one step on all ranks: `measured` in seconds of the wall clock, `predicted` from 0, none where
+    nobody foretold them."""
 
-    One process per timeline and stage, one track per rank; what is on the wire gets a second track of the
-    rank, since it overlaps the computation and a viewer only nests what one track holds. Each timeline
-    starts at 0, so that measured and predicted lie on top of each other. Events are sorted by start.
+    step: int
+    measured: tuple[Span, ...]
+    predicted: tuple[Span, ...] = ()
+
+    @property
+    def start_s(self) -> float:
+        return min((span.start_s for span in self.measured), default=0.0)
+
+
+def write_steps(path: str | Path, steps: Sequence[TracedStep], *, max_events: int = MAX_EVENTS) -> None:
+    """A trace of steps, predicted ones beginning where the measured ones do; the newest that make up `max_events`
+    events, and at least one."""
+    kept: list[TracedStep] = []
+    num_events = 0
+    for step in reversed([each for each in steps if each.measured]):
+        num_events += len(step.measured) + len(step.predicted)
+        if kept and num_events > max_events:
+            break
+        kept.insert(0, step)
+    predicted = [_later(span, step.start_s) for step in kept for span in step.predicted]
+    measured = [span for step in kept for span in step.measured]
+    timelines = {PREDICTED: predicted} if predicted else {}
+    marks = {f"step {each.step}": each.start_s for each in kept}
+    write_trace(path, {**timelines, MEASURED: measured}, origin_s=min(marks.values(), default=0.0), marks=marks)
+
+
+def write_trace(
+    path: str | Path,
+    timelines: Mapping[str, Iterable[Span]],
+    *,
+    origin_s: float | None = None,
+    marks: Mapping[str, float] | None = None,
+) -> None:
+    """Writes the spans of each timeline, e.g. `{"predicted": spans, "measured": spans}`, whole or not at all.
+
+    One process per timeline and stage, one track per rank; messages that overlap computation get a second track of the
+    rank, since a viewer only nests what one track holds. Time 0 is `origin_s`, and where that is absent each timeline
+    starts at 0, so that measured and predicted lie on top of each other. Events are sorted by start. `marks` are
+    points in time.
     """
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -24,43 +68,61 @@ def write_trace(path: str | Path, timelines: Mapping[str, Iterable[Span]]) -> No
     for timeline, given in timelines.items():
         spans = list(given)
         stages = sorted({span.stage for span in spans})
-        start_s = min((span.start_s for span in spans), default=0.0)
+        start_s = min((span.start_s for span in spans), default=0.0) if origin_s is None else origin_s
         for stage in stages:
+            process += 1
             name = timeline if len(stages) == 1 else f"{timeline}, stage {stage}"
             here = [span for span in spans if span.stage == stage]
-            named += _names(process, name=name, order=process, tracks={track_of(span) for span in here})
+            named += _names(process, name=name, tracks={track_of(span) for span in here})
             events += [_event(span, process=process, start_s=start_s) for span in here]
-            process += 1
+    since_s = origin_s or 0.0
+    events += [_mark(name, process=process, ts=_microseconds(at_s - since_s)) for name, at_s in (marks or {}).items()]
     # An enclosing span comes before what it encloses.
-    events.sort(key=lambda event: (event["ts"], -event["dur"], event["pid"], event["tid"]))
+    events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0), event["pid"], event["tid"]))
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named + events}, allow_nan=False) + "\n")
 
 
 def track_of(span: Span) -> int:
-    """Two tracks a rank: even for what it does, odd for what is on the wire meanwhile."""
-    return 2 * span.rank + (span.kind in _ON_THE_WIRE)
+    """Two tracks a rank, from 1 (viewers take 0 for the idle thread): odd for what it does, even for messages that
+    travel meanwhile."""
+    return 2 * span.rank + 1 + (span.kind in _ON_THE_WIRE)
+
+
+def _later(span: Span, by_s: float) -> Span:
+    return replace(span, start_s=span.start_s + by_s, stop_s=span.stop_s + by_s)
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
 
 
 def _event(span: Span, *, process: int, start_s: float) -> dict[str, Any]:
+    """Rounded at both ends, so that what touches in time does not overlap in the file."""
+    start, stop = _microseconds(span.start_s - start_s), _microseconds(span.stop_s - start_s)
     return {
-        "name": f"{span.kind} {span.label}".strip(),
+        "name": f"{span.kind} {span.label}".strip() if span.kind not in span.label else span.label,
         "cat": str(span.kind),
         "ph": "X",
-        "ts": round((span.start_s - start_s) * 1e6, 3),
-        "dur": round(span.duration_s * 1e6, 3),
+        "ts": start,
+        "dur": round(stop - start, 3),
         "pid": process,
         "tid": track_of(span),
         "args": {"kind": str(span.kind), "label": span.label, "amount": span.amount, "rank": span.rank},
     }
 
 
-def _names(process: int, *, name: str, order: int, tracks: set[int]) -> list[dict[str, Any]]:
+def _mark(name: str, *, process: int, ts: float) -> dict[str, Any]:
+    """A global instant."""
+    return {"name": name, "cat": "step", "ph": "i", "s": "g", "ts": ts, "pid": process, "tid": 1}
+
+
+def _names(process: int, *, name: str, tracks: set[int]) -> list[dict[str, Any]]:
     events = [
         _meta("process_name", process, args={"name": name}),
-        _meta("process_sort_index", process, args={"sort_index": order}),
+        _meta("process_sort_index", process, args={"sort_index": process}),
     ]
     for track in sorted(tracks):
-        title = f"rank {track // 2}" + (" wire" if track % 2 else "")
+        title = f"rank {(track - 1) // 2}" + ("" if track % 2 else " messages")
         events.append(_meta("thread_name", process, track=track, args={"name": title}))
         events.append(_meta("thread_sort_index", process, track=track, args={"sort_index": track}))
     return events
