@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rayfcp import profile_command
+from rayfcp import profile_command, report_command
 from rayfcp.compare.arguments import add_arguments
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 
     profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
 
-    _with_run(commands, _report, "report", "write RUN_DIR/report.html and print the run's summary")
+    report_command.add_arguments(_with_run(commands, report_command.run, "report", report_command.TEXT))
     _with_run(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
     export = _with_run(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
     export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
@@ -206,20 +206,6 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _profile(arguments: argparse.Namespace) -> None:
     profile_command.run(_with_cluster_of_job(_config(arguments)), arguments)
-
-
-def _report(arguments: argparse.Namespace) -> None:
-    from rayfcp.config import ConfigError
-    from rayfcp.telemetry.report import write_report
-    from rayfcp.telemetry.steps import read_steps
-    from rayfcp.telemetry.summary import format_summary, summarize
-
-    try:
-        page = write_report(arguments.run_dir)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    summary = summarize(read_steps(page.with_name("steps.jsonl")))
-    sys.stdout.write(f"{format_summary(summary, run_dir=arguments.run_dir)}\n")
 
 
 def _watch(arguments: argparse.Namespace) -> None:

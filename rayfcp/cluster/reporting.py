@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rayfcp.cluster.observing import PlannedGroups
@@ -12,6 +12,8 @@ from rayfcp.cluster.recording import Recorder
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.live import Worker
+from rayfcp.telemetry.loggers.background import Loggers
+from rayfcp.telemetry.loggers.interface import About, flat
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.report import write_report
@@ -19,6 +21,8 @@ from rayfcp.telemetry.steps import StepLog, read_steps
 from rayfcp.values import Span, StepReport
 
 logger = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
 
 
 def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float) -> StepReport:
@@ -73,13 +77,22 @@ def _spans(ranks: Sequence[RankReport]) -> tuple[Span, ...]:
     return tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans)
 
 
+def _loggers(config: Config, *, run_dir: Path, resume_step: int, say: Say) -> Loggers:
+    given = flat(config.model_dump(mode="json"))
+    about = About(name=config.run.name, run_dir=run_dir, config=given, resume_step=resume_step)
+    return Loggers(config.metrics.loggers, about, say=say)
+
+
 class Journal:
     """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end the report; `record` what is beside.
 
     `began_s`: when the run began, on `time.monotonic`; goodput counts from then, starting included.
+    `say` hears of loggers that fail.
     """
 
-    def __init__(self, config: Config, *, run_dir: Path, resume_step: int, began_s: float) -> None:
+    def __init__(
+        self, config: Config, *, run_dir: Path, resume_step: int, began_s: float, say: Say = logger.warning
+    ) -> None:
         self._run_dir = run_dir
         self.metrics = MetricsExporter(
             config.run.name,
@@ -96,6 +109,7 @@ class Journal:
         self.metrics.restore(read_steps(log), resume_step=resume_step)
         self._log = StepLog(log, resume_step=resume_step)
         self.record = Recorder(run_dir, trace_steps=config.metrics.trace_steps, resume_step=resume_step)
+        self._loggers = _loggers(config, run_dir=run_dir, resume_step=resume_step, say=say)
         self._began_s, self._productive_s = began_s, 0.0
 
     @property
@@ -117,6 +131,7 @@ class Journal:
             self._log.append(report)
         except OSError as error:
             logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
+        self._loggers.tell(report)
         self._productive_s += report.step_s
         goodput = min(1.0, self._productive_s / (time.monotonic() - self._began_s))
         self.metrics.observe_step(report, goodput=goodput)
@@ -130,6 +145,7 @@ class Journal:
             self._log.close()
         except OSError:
             logger.exception("the last steps of %s are not in its log", self._run_dir)
+        self._loggers.close()
         self.record.close()
         if self._log.last_step:
             try:

@@ -17,6 +17,7 @@ from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
 from rayfcp.plan import strategy_names
+from rayfcp.telemetry.loggers.known import check_loggers
 from rayfcp.values import StepReport
 
 if TYPE_CHECKING:
@@ -102,13 +103,14 @@ def check_runnable(config: Config) -> None:
     """What can be refused before anything starts.
 
     Raises:
-        ConfigError: a strategy, a layout or a model that cannot run.
+        ConfigError: a strategy, a layout, a logger or a model that cannot run.
         InfeasiblePlanError: the model does not fit.
     """
     if config.plan.strategy not in strategy_names():
         known = ", ".join(strategy_names())
         raise ConfigError(f"plan.strategy is {config.plan.strategy!r}, must be one of {known}; choose one of these")
     check_layout(config)
+    check_loggers(config.metrics.loggers)
     _check_model(config)
 
 

@@ -129,7 +129,7 @@ class TrainingRun:
 
     def _open_journal(self, ending: ExitStack, *, version: int) -> None:
         journal = self._journal = Journal(
-            self._config, run_dir=self._run_dir, resume_step=version, began_s=self._began_s
+            self._config, run_dir=self._run_dir, resume_step=version, began_s=self._began_s, say=self._tell
         )
         ending.callback(journal.close)
         self._listeners.append(journal.metrics.say)

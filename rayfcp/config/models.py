@@ -14,7 +14,7 @@ from pydantic import (
 from rayfcp.config.elastic import ElasticConfig
 from rayfcp.config.plan import PlanConfig
 from rayfcp.config.section import Beta, Count, Fraction, Section, Words
-from rayfcp.config.words import workers_or_range
+from rayfcp.config.words import as_list, workers_or_range
 
 STDLIB_PLACEHOLDER = "{stdlib}"
 
@@ -172,6 +172,9 @@ class MetricsConfig(Section):
     ray: bool = Field(default=True, description="the same metrics through ray.util.metrics")
     peak_flops: PositiveFloat | None = Field(default=None, description="of one device; from a table if absent")
     trace_steps: int = Field(default=3, ge=0, description="the last steps whose spans trace.json keeps")
+    loggers: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(as_list)] = Field(
+        default=(), description="other dashboards that are told of each step; each is an extra of this package"
+    )
 
 
 class Config(Section):

@@ -30,6 +30,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
     balance = "(max − mean) / max over ranks"
     if baseline is not None:
         balance = f"{baseline.static} on the same batches: {percent(baseline.before)}"
+    attention = f"of attention alone {percent(summary.attention_mfu)}"
     waits = f"steps waited {percent(summary.median_plan_wait_ratio)} of their time for one"
     return [
         Tile(key="steps", name="Steps", value=f"{summary.last_step:,}", note=f"{summary.num_steps:,} in steps.jsonl"),
@@ -39,15 +40,10 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
             key="goodput",
             name="Goodput",
             value=_or_dash(history.goodput, percent),
-            note="time of steps that count, over wall time",
+            note="time in steps, over wall time",
         ),
         Tile(key="speed", name="Tokens per second", value=number(summary.tokens_per_s), note=tokens_note),
-        Tile(
-            key="mfu",
-            name="MFU",
-            value=percent(summary.mfu),
-            note=f"of attention alone {percent(summary.attention_mfu)}",
-        ),
+        Tile(key="mfu", name="MFU", value=percent(summary.mfu), note=attention),
         Tile(
             key="step",
             name="Step",
