@@ -1,0 +1,97 @@
+"""A real run tells its report: what happened, how busy devices were, a trace with predictions, a static baseline."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rayfcp.cli import main
+from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.baselines import NoBaselineError, baseline_of
+from rayfcp.config import Config, ConfigError
+from rayfcp.telemetry.events import EventKind, read_events
+from rayfcp.telemetry.loggers import known
+from rayfcp.telemetry.rank_times import RankTimes
+from rayfcp.telemetry.timeline import read_trace
+from tests.cluster.runs import run_config, steps_of, write_texts
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Config:
+    folder = tmp_path_factory.mktemp("report")
+    write_texts(folder)
+    config = run_config(
+        folder,
+        name="told",
+        train={"steps": STEPS},
+        metrics={"trace_steps": 2, "loggers": ["tensorboard"]},
+        checkpoint={"every_steps": 3},
+    )
+    FlexTrainer(config).fit()
+    return config
+
+
+def test_what_a_run_writes_beside_its_steps(trained: Config) -> None:
+    folder = Path(trained.run_dir)
+    start, end = read_events(folder / "events.jsonl")
+    assert (start.kind, start.step, start.devices) == (EventKind.START, 0, 2) and start.seconds > 0 and start.reason
+    assert (end.kind, end.step, end.devices, end.cluster) == (EventKind.END, STEPS, 2, None)
+    assert start.cluster is not None and start.cluster.num_ranks == 2
+    stretches = RankTimes.read(folder / "ranks.json").stretches
+    assert [each.first_step for each in stretches] == list(range(1, STEPS + 1))
+    for report, each in zip(steps_of(trained), stretches, strict=True):
+        assert each.busy_s.keys() == {0, 1} and all(0 < busy_s <= report.step_s for busy_s in each.busy_s.values())
+    assert list((folder / "tensorboard").iterdir())
+
+
+def test_the_trace_has_what_was_foretold_beside_what_was_measured(trained: Config) -> None:
+    trace = read_trace(Path(trained.run_dir) / "trace.json")
+    assert [(track.process, track.name) for track in trace.tracks] == [
+        (process, f"rank {rank}") for process in ("predicted", "measured") for rank in (0, 1)
+    ]
+    assert [name for name, _ in trace.marks] == [f"step {STEPS - 1}", f"step {STEPS}"]
+    for predicted, measured in zip(trace.tracks[:2], trace.tracks[2:], strict=True):
+        passes = [
+            [name for _, _, kind, name in track.events if kind in ("forward", "backward")]
+            for track in (predicted, measured)
+        ]
+        assert passes[0] == passes[1] and passes[0]
+
+
+def test_the_command_adds_a_static_baseline(trained: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", trained.run_dir, "--baseline-steps", "3"]) == 0
+    written = capsys.readouterr()
+    assert "no static baseline" not in written.err and f"{STEPS} (1 to {STEPS})" in written.out
+    page = (Path(trained.run_dir) / "report.html").read_text()
+    assert "before: static-cp" in page and "after: flex-ring" in page
+    found = baseline_of(trained.run_dir, num_steps=3, say=lambda _: None)
+    assert found is not None and [each.step for each in found.steps] == [1, 3, STEPS]
+    for each in found.steps:
+        assert 0 <= each.before.compute < 1 and 0 <= each.after.compute < 1
+        assert math.isfinite(each.before_s) and each.before_s > 0 and each.after_s > 0 and each.before_degree in (1, 2)
+
+
+def test_a_baseline_of_other_data_is_refused(trained: Config, tmp_path: Path) -> None:
+    folder = Path(trained.run_dir)
+    for name in ("config.yaml", "profile.json", "events.jsonl", "steps.jsonl"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    lines = [
+        json.loads(line) | {"samples_hash": "0" * 16} for line in (tmp_path / "steps.jsonl").read_text().splitlines()
+    ]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(NoBaselineError, match=r"step 1 of .* was trained on other samples"):
+        baseline_of(tmp_path, num_steps=1, say=lambda _: None)
+    (tmp_path / "profile.json").unlink()
+    with pytest.raises(NoBaselineError, match=r"holds no profile\.json"):
+        baseline_of(tmp_path, num_steps=1, say=lambda _: None)
+
+
+def test_a_logger_without_its_package_is_refused_before_anything_starts(
+    trained: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(known.PACKAGES, "wandb", "a_package_that_is_not_there")
+    with pytest.raises(ConfigError, match=r"rayfcp\[wandb\]"):
+        FlexTrainer(run_config(Path(trained.run_dir).parent, name="other", metrics={"loggers": ["wandb"]}))
