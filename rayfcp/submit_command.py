@@ -1,0 +1,198 @@
+"""`rayfcp submit`: its arguments, and what it tells the user."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayfcp.config import ConfigError
+
+if TYPE_CHECKING:
+    from rayfcp.cluster.jobs.following import JobEnd
+    from rayfcp.cluster.jobs.request import JobOptions
+
+TEXT = "train on a cluster as a job, follow it, or stop it"
+
+USAGE = """\
+rayfcp submit CONFIG [key=value ...] --address URL [options]
+       rayfcp submit --follow JOB_ID --address URL
+       rayfcp submit --stop JOB_ID --address URL"""
+
+EPILOG = """\
+The working directory (without what git ignores, runs/ and .venv/) and rayfcp itself go along; the cluster needs
+Python and rayfcp's dependencies. Results stay in run.dir, an absolute path that all nodes share. The exit code is that
+of `rayfcp train` on the cluster. A stopped job saves a checkpoint; the same command goes on from there.
+
+Example:  rayfcp submit jobs/quickstart.yaml run.dir=/shared/runs/one --address http://127.0.0.1:8265
+"""
+
+ADDRESS = "RAY_API_SERVER_ADDRESS"
+OVERRULING = (ADDRESS, "RAY_ADDRESS")
+"""With which Ray would replace the address that the user gave."""
+
+WRONG_INPUT = 2
+
+
+class JobFailedError(Exception):
+    """The job did not end as it should; the message says how it did."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `rayfcp submit` takes."""
+    parser.usage, parser.epilog = USAGE, EPILOG
+    parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
+    parser.add_argument(
+        "--address",
+        metavar="URL",
+        default=os.environ.get(ADDRESS),
+        help=f"of the cluster's dashboard, e.g. http://127.0.0.1:8265 (default: ${ADDRESS})",
+    )
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--follow", metavar="JOB_ID", help="show the output of a job that was submitted before")
+    either.add_argument("--stop", metavar="JOB_ID", help="ask a job to save a checkpoint and leave, and wait for that")
+    parser.add_argument("--no-wait", action="store_true", help="submit (or ask to stop) and return at once")
+    parser.add_argument("--working-dir", metavar="DIR", default=".", help="what goes along (default: this folder)")
+    parser.add_argument("--no-package", action="store_true", help="use the rayfcp that the cluster has installed")
+    parser.add_argument(
+        "--env", metavar="KEY[=VALUE]", action="append", default=[], help="of the job; KEY alone takes it from here"
+    )
+    pip = parser.add_mutually_exclusive_group()
+    pip.add_argument("--pip", metavar="PACKAGE", action="append", default=[], help="install it for the job")
+    pip.add_argument("--requirements", metavar="FILE", help="install its packages for the job")
+    parser.add_argument("--python", metavar="NAME", default="python", help="interpreter on the cluster's head")
+    parser.add_argument("--job-id", metavar="JOB_ID", help="(default: run.name and random characters)")
+    parser.add_argument(
+        "--grace", metavar="SECONDS", type=_positive, default=600, help="for the checkpoint of a stop (default: 600)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Submit, follow or stop.
+
+    Raises:
+        ConfigError: the user's input is wrong, here or as the job found.
+        JobFailedError: the job failed, or was stopped.
+    """
+    if arguments.address is None:
+        raise ConfigError(
+            "--address is missing, must be the URL of the cluster's dashboard; e.g. http://127.0.0.1:8265"
+        )
+    for name in OVERRULING:
+        os.environ.pop(name, None)
+    if arguments.follow or arguments.stop:
+        if arguments.overrides:
+            raise ConfigError(f"{arguments.overrides[0]!r} stands beside --follow or --stop; leave one of them out")
+        _existing(arguments)
+    else:
+        _new(arguments)
+
+
+def _new(arguments: argparse.Namespace) -> None:
+    from rayfcp.cluster.jobs.client import job_client, submit, told_size
+    from rayfcp.cluster.jobs.request import job_request
+    from rayfcp.config import load_config
+
+    if not arguments.overrides:
+        raise ConfigError("CONFIG is missing; give a YAML file, e.g. jobs/quickstart.yaml")
+    path, *overrides = arguments.overrides
+    config = load_config(path, overrides=overrides)
+    options = _options(arguments)
+    request = job_request(config, Path(path), overrides=overrides, options=options)
+    client = job_client(arguments.address)
+    sent = submit(
+        client,
+        request,
+        working_dir=options.working_dir,
+        with_rayfcp=not arguments.no_package,
+        address=arguments.address,
+    )
+    _say(f"job {request.job_id} submitted with {told_size(sent)} of files; results go to {config.run_dir}")
+    if arguments.no_wait:
+        _say(f"follow it: rayfcp submit --follow {request.job_id} --address {arguments.address}")
+        _say(f"stop it:   rayfcp submit --stop {request.job_id} --address {arguments.address}")
+        return
+    _follow(client, request.job_id, arguments.address)
+
+
+def _options(arguments: argparse.Namespace) -> "JobOptions":
+    from rayfcp.cluster.jobs.request import JobOptions, read_requirements
+
+    working_dir = Path(arguments.working_dir).expanduser()
+    if not working_dir.is_dir():
+        raise ConfigError(f"--working-dir {arguments.working_dir!r} is no folder; give one that holds CONFIG")
+    return JobOptions(
+        working_dir=working_dir,
+        env=dict(_variable(text) for text in arguments.env),
+        pip=read_requirements(arguments.requirements) if arguments.requirements else tuple(arguments.pip),
+        python=arguments.python,
+        job_id=arguments.job_id,
+        grace_s=arguments.grace,
+    )
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name:
+        raise ConfigError(f"--env {text!r} must have the form KEY=VALUE, or KEY to take its value from here")
+    if equals:
+        return name, value
+    if name not in os.environ:
+        raise ConfigError(f"--env {name} has no value here; export it, or give --env {name}=VALUE")
+    return name, os.environ[name]
+
+
+def _existing(arguments: argparse.Namespace) -> None:
+    from rayfcp.cluster.jobs.client import clear_errors, job_client
+    from rayfcp.cluster.jobs.following import await_end
+
+    client = job_client(arguments.address)
+    if arguments.follow:
+        with clear_errors(arguments.address):
+            client.get_job_info(arguments.follow)
+        _follow(client, arguments.follow, arguments.address)
+        return
+    with clear_errors(arguments.address):
+        running = client.stop_job(arguments.stop)
+        if not running:
+            _say(f"job {arguments.stop} has ended before")
+            return
+        _say(f"job {arguments.stop} saves a checkpoint after the step under way and leaves")
+        if not arguments.no_wait:
+            _say(f"job {arguments.stop} ended: {await_end(client, arguments.stop).status}")
+
+
+def _follow(client: Any, job_id: str, address: str) -> None:
+    from rayfcp.cluster.jobs.following import JobFollower, LostTouchError
+
+    try:
+        end = JobFollower(client, job_id, out=sys.stdout, say=_say).to_the_end()
+    except LostTouchError as error:
+        raise JobFailedError(
+            f"{address} no longer answers ({error}); job {job_id} may go on: rayfcp submit --follow {job_id}"
+        ) from error
+    _judge(job_id, end)
+
+
+def _judge(job_id: str, end: "JobEnd") -> None:
+    if end.status == "SUCCEEDED":
+        _say(f"job {job_id} succeeded")
+    elif end.status == "STOPPED":
+        raise JobFailedError(f"job {job_id} was stopped before the end; the same command goes on from its checkpoint")
+    elif end.exit_code == WRONG_INPUT:
+        raise ConfigError(f"job {job_id} ended with exit code {WRONG_INPUT}: its input is wrong, see its output above")
+    else:
+        code = "" if end.exit_code is None else f" with exit code {end.exit_code}"
+        why = f": {' '.join(end.message.split())[:500]}" if end.exit_code is None else ", see its output above"
+        raise JobFailedError(f"job {job_id} failed{code}{why}")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"rayfcp: {text}\n")
+    sys.stderr.flush()
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
