@@ -91,7 +91,14 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = _with_config(commands, _plan, "plan", "print the plan of one global batch as a time x rank grid")
     plan.add_argument("--step", type=_positive, default=1, help="which step's batch, from 1 (default: 1)")
-    plan.epilog = f"{OVERRIDES}\nExample:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3"
+    declared = plan.add_argument_group("on a cluster that is not here, as the configuration declares it")
+    declared.add_argument("--lengths", metavar="FILE", help="tokens of sequences in place of the data, or dist:NAME")
+    declared.add_argument("--hardware", metavar="NAME", help="its devices (default: those of cluster.device)")
+    declared.add_argument("--model", metavar="NAME", help="its model (default: that of the section model)")
+    plan.epilog = (
+        f"{OVERRIDES}\nExamples:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3\n"
+        "           rayfcp plan jobs/qwen3-8b-128k-gpu.yaml --lengths dist:github"
+    )
 
     prepare = _with_config(commands, _prepare, "prepare", "tokenise the data of a configuration into columnar shards")
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder or fsspec URL for the shards")
@@ -184,10 +191,23 @@ def _with_cluster_of_job(config: "Config") -> "Config":
 
 
 def _plan(arguments: argparse.Namespace) -> None:
+    if arguments.lengths is not None:
+        sys.stdout.write(f"{_declared_plan(arguments)}\n")
+        return
     config = _config(arguments)
     from rayfcp.cluster import plan_step
 
     sys.stdout.write(f"{plan_step(config, step=arguments.step)}\n")
+
+
+def _declared_plan(arguments: argparse.Namespace) -> str:
+    """Neither data nor devices nor weights need be here."""
+    from rayfcp.cluster.declared import Declared, describe
+    from rayfcp.config import load_config
+
+    config = load_config(arguments.config, overrides=arguments.overrides)
+    given = {"lengths": arguments.lengths, "hardware": arguments.hardware, "model": arguments.model}
+    return describe(Declared.of(config, step=arguments.step, **given))
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

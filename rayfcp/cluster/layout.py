@@ -3,6 +3,7 @@
 import dataclasses
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.plan import strategy_names
 from rayfcp.plan.costs.stages import split_by_cost, split_layers
 from rayfcp.values import ClusterSpec, ModelProfile
 
@@ -67,9 +68,13 @@ def device_names(cluster: ClusterSpec) -> list[str]:
 def check_layout(config: Config) -> None:
     """
     Raises:
-        ConfigError: the strategy cannot run with these stages, or the run fixes what plans with stages choose.
+        ConfigError: no such strategy, one that cannot run with these stages, or a run that fixes what plans with stages
+            choose.
     """
     strategy, stages = config.plan.strategy, config.cluster.pipeline_stages
+    if strategy not in strategy_names():
+        known = ", ".join(strategy_names())
+        raise ConfigError(f"plan.strategy is {strategy!r}, must be one of {known}; choose one of these")
     if stages == 1 and strategy in STAGED:
         raise ConfigError(
             f"cluster.pipeline_stages is 1, must be at least 2 with plan.strategy={strategy}; raise it or choose "

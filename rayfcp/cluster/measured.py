@@ -15,7 +15,7 @@ from rayfcp.plan import CostModel, hardware_profile
 from rayfcp.plan.costs.analytic import ShardTraffic
 from rayfcp.plan.profiles.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
 from rayfcp.telemetry.files import write_whole
-from rayfcp.values import ClusterSpec, ModelProfile
+from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,20 @@ class Measured:
 
 
 def analytic_cost(
-    config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec, memory_bytes: int | None = None
+    config: Config,
+    model: ModelProfile,
+    *,
+    device: str,
+    cluster: ClusterSpec,
+    memory_bytes: int | None = None,
+    hardware: HardwareProfile | None = None,
 ) -> CostModel:
-    """From the device's named profile: a first guess, and what an unmeasured plan is made with. Of a rank's device of
-    each stage, with `memory_bytes`: sums over tensor-parallel devices are left out, and measured."""
+    """From `hardware`, or the device's named profile: a first guess, and what an unmeasured plan is made with.
+    Of a rank's device of each stage, with `memory_bytes`: sums over tensor-parallel devices are left out, and
+    measured."""
     return CostModel.from_profiles(
         device_model(model, cluster.tensor_parallel),
-        hardware_profile(BASE_HARDWARE[device]),
+        hardware or hardware_profile(BASE_HARDWARE[device]),
         num_ranks=cluster.num_ranks,
         num_stages=cluster.num_stages,
         layers_of_stage=cluster.layers_of_stage,

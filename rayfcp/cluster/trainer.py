@@ -16,7 +16,6 @@ from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
 from rayfcp.data import load_tokenizer
-from rayfcp.plan import strategy_names
 from rayfcp.telemetry.loggers.known import check_loggers
 from rayfcp.values import StepReport
 
@@ -106,9 +105,6 @@ def check_runnable(config: Config) -> None:
         ConfigError: a strategy, a layout, a logger or a model that cannot run.
         InfeasiblePlanError: the model does not fit.
     """
-    if config.plan.strategy not in strategy_names():
-        known = ", ".join(strategy_names())
-        raise ConfigError(f"plan.strategy is {config.plan.strategy!r}, must be one of {known}; choose one of these")
     check_layout(config)
     check_loggers(config.metrics.loggers)
     _check_model(config)
