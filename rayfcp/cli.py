@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rayfcp import profile_command, report_command, submit_command
+from rayfcp import doctor_command, profile_command, report_command, submit_command
 from rayfcp.compare.arguments import add_arguments
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
 
     submit_command.add_arguments(_command(commands, _submit, "submit", submit_command.TEXT))
+
+    doctor_command.add_arguments(_command(commands, _doctor, "doctor", doctor_command.TEXT))
 
     report_command.add_arguments(_with_run(commands, report_command.run, "report", report_command.TEXT))
     _with_run(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
@@ -234,6 +236,13 @@ def _submit(arguments: argparse.Namespace) -> None:
     try:
         submit_command.run(arguments)
     except submit_command.JobFailedError as error:
+        raise CommandFailedError(error) from error
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    try:
+        doctor_command.run(arguments)
+    except doctor_command.UnwellError as error:
         raise CommandFailedError(error) from error
 
 

@@ -40,7 +40,7 @@ class Declared:
             InfeasiblePlanError: the model or the longest sequence does not fit.
         """
         check_layout(config)
-        shape, machine = _model(config, model), _hardware(config, hardware)
+        shape, machine = model_of(config, model), _hardware(config, hardware)
         _check_shape(config, shape, machine)
         facts = _devices(config, machine)
         cluster = cluster_spec(config, shape, facts=facts, generation=0)
@@ -95,8 +95,12 @@ def describe(declared: Declared, *, width: int = 100) -> str:
     )
 
 
-def _model(config: Config, name: str | None) -> ModelProfile:
-    """The shape of the run's model; a folder that is not here is known by its own name."""
+def model_of(config: Config, name: str | None = None) -> ModelProfile:
+    """The shape of the run's model, or of the one named; a folder that is not here is known by its own name.
+
+    Raises:
+        ConfigError: the shape cannot be told.
+    """
     if name is not None:
         return model_profile(name)
     path = config.model.path

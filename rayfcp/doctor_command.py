@@ -1,0 +1,125 @@
+"""`rayfcp doctor`: its arguments, and what it prints."""
+
+import argparse
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rayfcp.config import ConfigError
+
+if TYPE_CHECKING:
+    from rayfcp.cluster.doctor.facts import AccessFacts, Facts, Finding, Needs
+
+TEXT = "say what a machine or cluster lacks for a run, and how to mend it"
+
+USAGE = "rayfcp doctor [CONFIG [key=value ...]] [--address ADDRESS] [--json]"
+
+EPILOG = """\
+Without --address this machine is examined, with it every node of a Ray cluster, from one of its nodes. With CONFIG also
+what that run needs: devices, storage and data. Exit code 0 if nothing fails, 1 otherwise.
+
+Examples:  rayfcp doctor jobs/quickstart.yaml
+           rayfcp doctor jobs/qwen3-8b-128k-gpu.yaml --address auto
+"""
+
+TOKEN_FILE = "~/.ray/auth_token"
+WIDTH = 4
+
+
+class UnwellError(Exception):
+    """Some check fails; the message says how many."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `rayfcp doctor` takes."""
+    parser.usage, parser.epilog = USAGE, EPILOG
+    parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
+    parser.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster: auto, or HOST:PORT of its head (6379)")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of findings")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Examine, and print a line for each finding.
+
+    Raises:
+        ConfigError: the user's input is wrong.
+        UnwellError: some check fails.
+    """
+    from rayfcp.cluster.doctor import examine, is_well
+
+    findings = examine(gather(arguments))
+    if arguments.json:
+        sys.stdout.write(json.dumps([asdict(each) for each in findings], indent=1) + "\n")
+    else:
+        sys.stdout.write("".join(f"{line(each)}\n" for each in findings))
+    if not is_well(findings):
+        count = sum(each.verdict == "fail" for each in findings)
+        raise UnwellError(f"{count} of {len(findings)} checks {'fails' if count == 1 else 'fail'}; see their remedies")
+
+
+def gather(arguments: argparse.Namespace) -> "Facts":
+    """Everything that is to be judged."""
+    from rayfcp.cluster.doctor.facts import Facts, Needs
+    from rayfcp.cluster.doctor.gather import machine_facts
+
+    needs = _needs(arguments.overrides) if arguments.overrides else Needs()
+    access = access_facts(needs)
+    if arguments.address is None:
+        node = machine_facts(device=needs.device, run_dir=needs.run_dir, paths=needs.paths)
+        return Facts(nodes=(node,), needs=needs, access=access)
+    if "://" in arguments.address:
+        raise ConfigError(
+            f"--address is {arguments.address!r}, must be auto or HOST:PORT, on a node of the cluster; from outside: "
+            f"ray job submit --address {arguments.address} --working-dir . -- python -m rayfcp doctor --address auto"
+        )
+    from rayfcp.cluster.doctor.across import cluster_facts
+
+    nodes, cluster = cluster_facts(arguments.address, needs=needs)
+    return Facts(nodes=nodes, cluster=cluster, needs=needs, access=access)
+
+
+def _needs(words: list[str]) -> "Needs":
+    from rayfcp.cluster.doctor.needs import needs_of
+    from rayfcp.config import load_config
+
+    path, *overrides = words
+    return needs_of(load_config(path, overrides=overrides))
+
+
+def access_facts(needs: "Needs") -> "AccessFacts":
+    """From the environment; never the token itself."""
+    from rayfcp.cluster.doctor.facts import AccessFacts
+
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
+    file = Path(named).expanduser()
+    found = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else named if file.is_file() else ""
+    return AccessFacts(
+        mode=os.environ.get("RAY_AUTH_MODE", "").lower(),
+        token_from=found,
+        token_open=found == named and bool(file.stat().st_mode & 0o077),
+        metrics_port_taken=bool(needs.metrics_port) and not _is_free(needs.metrics_host, needs.metrics_port),
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def line(finding: "Finding") -> str:
+    """Verdict, what was found and where, remedy.
+
+    >>> from rayfcp.cluster.doctor.facts import Finding, Verdict
+    >>> line(Finding(verdict=Verdict.WARN, what="little room", remedy="make some", node="a"))
+    'warn  a: little room  ->  make some'
+    """
+    where = f"{finding.node}: " if finding.node else ""
+    remedy = f"  ->  {finding.remedy}" if finding.remedy else ""
+    return f"{finding.verdict:<{WIDTH}}  {where}{finding.what}{remedy}"

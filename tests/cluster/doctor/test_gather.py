@@ -1,0 +1,98 @@
+"""Facts of this machine, and the command on it."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from rayfcp.cli import main
+from rayfcp.cluster.doctor.facts import Needs
+from rayfcp.cluster.doctor.gather import accelerators, home_of, machine_facts, storage_facts
+from rayfcp.cluster.doctor.needs import needs_of
+from rayfcp.config import load_config
+from rayfcp.doctor_command import access_facts
+
+JOBS = Path(__file__).resolve().parents[3] / "jobs"
+
+
+def test_storage(tmp_path: Path) -> None:
+    """The nearest folder that is there is tried, and left as it was."""
+    marker = tmp_path / "marker"
+    marker.touch()
+    found = storage_facts(str(tmp_path / "runs" / "one"), marker=str(marker))
+    assert (found.folder, found.error, found.sees_marker) == (str(tmp_path), "", True)
+    assert found.free_bytes > 0 and [each.name for each in tmp_path.iterdir()] == ["marker"]
+    assert storage_facts(str(tmp_path), marker=str(tmp_path / "absent")).sees_marker is False
+    assert home_of(str(tmp_path / "x" / "y")) == tmp_path
+    assert "no folder above it" in storage_facts("/no-such-folder-here/run", marker=None).error
+    assert storage_facts("/proc/self/run", marker=None).error
+
+
+def test_reach_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayfcp.cluster.doctor.gather.accelerators", lambda device: None)
+    (tmp_path / "a.txt").touch()
+    paths = (str(tmp_path / "*.txt"), str(tmp_path / "*.gz"), str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()[:2]
+        facts = machine_facts(device="cpu", paths=paths, driver=address)
+    assert facts.missing_paths == (str(tmp_path / "*.gz"),) and facts.reaches_driver is True
+    assert machine_facts(device="cpu", driver=address).reaches_driver is False
+    assert facts.versions["ray"] and facts.missing_modules == ()
+
+
+def test_devices_are_asked_in_a_process_of_their_own() -> None:
+    found = accelerators("cpu")
+    assert (found.kind, found.kernel, found.error) == ("cpu", "CpuKernel", "")
+    absent = accelerators("npu")
+    assert absent.kernel is None and "torch-npu" in absent.error
+
+
+def test_needs_of_a_run() -> None:
+    """Hub names and URLs are no paths; what model and tokenizer share is read once."""
+    needs = needs_of(load_config(JOBS / "qwen3-8b-128k-gpu.yaml", overrides=["metrics.port=99"]))
+    assert needs.paths == ("/shared/data/long-documents/*.parquet", "/shared/models/Qwen3-8B")
+    assert (needs.device, needs.min_workers, needs.max_workers, needs.metrics_port) == ("cuda", 32, 64, 99)
+    assert needs.checkpoint_bytes == pytest.approx(12 * 8.19e9, rel=0.01)
+    named = needs_of(load_config(JOBS / "qwen3-8b-128k-gpu.yaml", overrides=["model.path=some/hub-model"]))
+    assert named.checkpoint_bytes is None
+
+
+def test_the_token_is_looked_for_and_never_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "0f5c-secret"
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "TOKEN")
+    assert access_facts(Needs()).token_from == ""
+    (tmp_path / "token").write_text(secret)
+    (tmp_path / "token").chmod(0o600)
+    found = access_facts(Needs())
+    assert (found.mode, found.token_from, found.token_open) == ("token", str(tmp_path / "token"), False)
+    (tmp_path / "token").chmod(0o644)
+    assert access_facts(Needs()).token_open
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secret)
+    assert access_facts(Needs()).token_from == "RAY_AUTH_TOKEN" and secret not in repr(access_facts(Needs()))
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        assert access_facts(Needs(metrics_port=port)).metrics_port_taken
+    assert not access_facts(Needs(metrics_port=port)).metrics_port_taken
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code by the worst finding; a line each, or JSON."""
+    quickstart = str(JOBS / "quickstart.yaml")
+    code = main(["doctor", quickstart, f"run.dir={tmp_path}/run", "--json"])
+    findings = json.loads(capsys.readouterr().out)
+    assert code == int(any(each["verdict"] == "fail" for each in findings))
+    assert {"verdict", "what", "remedy", "node"} == set(findings[0])
+    assert f"run.dir: files can be written in {tmp_path}" in [each["what"] for each in findings]
+    assert main(["doctor", quickstart, f"run.dir={tmp_path}/run", "data.paths=/not/here"]) == 1
+    captured = capsys.readouterr()
+    assert "fail  /not/here is not there or may not be read  ->  mount it" in captured.out
+    assert captured.err.startswith("rayfcp: error: ") and "fail" in captured.err
+    for wrong in ([quickstart, "train.stpes=1"], [quickstart, "--address", "http://127.0.0.1:1"]):
+        assert main(["doctor", *wrong]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
