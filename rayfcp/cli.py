@@ -90,15 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     train.epilog = f"{OVERRIDES}\nExample:  rayfcp train jobs/quickstart.yaml train.steps=50 cluster.num_workers=2"
 
     plan = _with_config(commands, _plan, "plan", "print the plan of one global batch as a time x rank grid")
-    plan.add_argument("--step", type=_positive, default=1, help="which step's batch, from 1 (default: 1)")
-    declared = plan.add_argument_group("on a cluster that is not here, as the configuration declares it")
-    declared.add_argument("--lengths", metavar="FILE", help="tokens of sequences in place of the data, or dist:NAME")
-    declared.add_argument("--hardware", metavar="NAME", help="its devices (default: those of cluster.device)")
-    declared.add_argument("--model", metavar="NAME", help="its model (default: that of the section model)")
-    plan.epilog = (
-        f"{OVERRIDES}\nExamples:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3\n"
-        "           rayfcp plan jobs/qwen3-8b-128k-gpu.yaml --lengths dist:github"
-    )
+    _add_plan_arguments(plan)
 
     prepare = _with_config(commands, _prepare, "prepare", "tokenise the data of a configuration into columnar shards")
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder or fsspec URL for the shards")
@@ -121,6 +113,18 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
     export.epilog = "Example:  rayfcp export runs/quickstart exported"
     return parser
+
+
+def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--step", type=_positive, default=1, help="which step's batch, from 1 (default: 1)")
+    declared = plan.add_argument_group("on a cluster that is not here, as the configuration declares it")
+    declared.add_argument("--lengths", metavar="FILE", help="tokens of sequences in place of the data, or dist:NAME")
+    declared.add_argument("--hardware", metavar="NAME", help="its devices (default: those of cluster.device)")
+    declared.add_argument("--model", metavar="NAME", help="its model (default: that of the section model)")
+    plan.epilog = (
+        f"{OVERRIDES}\nExamples:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3\n"
+        "           rayfcp plan jobs/qwen3-8b-128k-gpu.yaml --lengths dist:github"
+    )
 
 
 def _command(

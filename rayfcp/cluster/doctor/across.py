@@ -74,8 +74,11 @@ def _ask(
         "marker": _marker(needs, ending),
         "driver": listener.getsockname()[:2],
     }
-    task = ray.remote(machine_facts).options(num_cpus=0, max_retries=0)
-    refs = [task.options(scheduling_strategy=_on(node)).remote(**asked, name=_name(node, nodes)) for node in nodes]
+    task = ray.remote(machine_facts)
+    refs = [
+        task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(**asked, name=_name(node, nodes))
+        for node in nodes
+    ]
     found: list[NodeFacts] = []
     broken: dict[str, str] = {}
     for node, ref in zip(nodes, refs, strict=True):
@@ -101,11 +104,15 @@ def _marker(needs: Needs, ending: ExitStack) -> str | None:
 
 def _with_clock(facts: NodeFacts, node: dict[str, Any]) -> NodeFacts:
     """By a task that does nothing else, on a node whose processes run by now."""
-    tell = ray.remote(time.time).options(num_cpus=0, scheduling_strategy=_on(node))
+    tell = ray.remote(_now_s).options(num_cpus=0, scheduling_strategy=_on(node))
     before_s = time.time()
     there_s = ray.get(tell.remote(), timeout=NODE_S)
     after_s = time.time()
     return replace(facts, clock_ahead_s=there_s - (before_s + after_s) / 2, clock_within_s=(after_s - before_s) / 2)
+
+
+def _now_s() -> float:
+    return time.time()
 
 
 def _on(node: dict[str, Any]) -> NodeAffinitySchedulingStrategy:

@@ -62,8 +62,9 @@ def data(node: NodeFacts, *, facts: Facts) -> Iterator[Finding]:
 
 def check(facts: Facts) -> Iterator[tuple[NodeFacts | None, Finding]]:
     """Room is asked of the driver's node, for the storage is the same."""
-    for finding in room(facts.nodes[0], facts=facts):
-        yield None, finding
+    for driver in facts.nodes[:1]:
+        for finding in room(driver, facts=facts):
+            yield None, finding
     for node in facts.nodes:
         for finding in (*rights(node), *data(node, facts=facts)):
             yield node, finding

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from rayfcp.cluster.jobs.package import MIB, write_package
+from rayfcp.cluster.jobs.package import HOME, MIB, brings_rayfcp, write_package
 from rayfcp.cluster.jobs.request import JobRequest
 from rayfcp.config import ConfigError
 
@@ -38,19 +38,24 @@ def job_client(address: str) -> Any:
 
 
 def submit(client: Any, request: JobRequest, *, working_dir: Path, with_rayfcp: bool, address: str) -> int:
-    """Uploads the package and starts the job. Bytes of the files that went along.
+    """Uploads the working directory, beside it (`with_rayfcp`) the rayfcp that runs here, unless the directory has one
+    of its own, and starts the job. rayfcp is a package by itself: machine code of its kernels, kept beside it on the
+    nodes, serves all jobs that bring the same. Bytes of the directory's files.
 
     Raises:
         ConfigError: too large a working directory, or a request that the cluster refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "working_dir.zip"
-        num_bytes = write_package(package, root=working_dir.resolve(), with_rayfcp=with_rayfcp)
+        num_bytes = write_package(package, root=working_dir.resolve())
+        runtime_env = {**request.runtime_env, "working_dir": str(package)}
+        if with_rayfcp and not brings_rayfcp(working_dir.resolve()):
+            runtime_env |= {"py_modules": [str(HOME)], "excludes": ["__pycache__"]}
         with clear_errors(address):
             client.submit_job(
                 entrypoint=request.entrypoint,
                 submission_id=request.job_id,
-                runtime_env={**request.runtime_env, "working_dir": str(package)},
+                runtime_env=runtime_env,
                 metadata=dict(request.metadata),
             )
     return num_bytes

@@ -1,4 +1,4 @@
-"""What travels to the cluster with a job: the working directory's own files, and rayfcp."""
+"""What travels to the cluster with a job: the working directory's own files."""
 
 import os
 import subprocess
@@ -17,31 +17,43 @@ LEFT_OUT = frozenset(
 )
 """Folders that never travel."""
 
-MODULE = "rayfcp"
 LARGEST_NAMED = 3
 EPOCH = (1980, 1, 1, 0, 0, 0)
 """The same files make the same package, whenever they were written."""
 
 
+HOME = Path(__file__).resolve().parents[2]
+"""The package that runs here."""
+
+
 def own_files(root: Path) -> list[Path]:
     """Files below `root` that travel, relative to it and sorted: in a git work tree those that git does not ignore,
-    elsewhere all; never those of `LEFT_OUT`."""
+    elsewhere all; never those of `LEFT_OUT`, nor the rayfcp that runs here, which travels by itself."""
     listed = _git_files(root)
     files = _walked(root) if listed is None else listed
-    return sorted(path for path in files if not LEFT_OUT.intersection(path.parts) and (root / path).is_file())
+    home = HOME.relative_to(root) if HOME.is_relative_to(root) else None
+    return sorted(
+        path
+        for path in files
+        if not LEFT_OUT.intersection(path.parts)
+        and not (home is not None and path.is_relative_to(home))
+        and (root / path).is_file()
+    )
 
 
-def write_package(target: Path, *, root: Path, with_rayfcp: bool) -> int:
-    """A zip of the working directory `root`; `with_rayfcp`: the package that runs here goes along, unless `root` holds
-    one of its own. Bytes of its files.
+def brings_rayfcp(root: Path) -> bool:
+    """Whether `root` holds a rayfcp of its own, which jobs in it import first."""
+    other = root / HOME.name
+    return (other / "__init__.py").exists() and other != HOME
+
+
+def write_package(target: Path, *, root: Path) -> int:
+    """A zip of the working directory `root`; bytes of its files.
 
     Raises:
         ConfigError: more than `MAX_BYTES`.
     """
     content = {path.as_posix(): root / path for path in own_files(root)}
-    if with_rayfcp and f"{MODULE}/__init__.py" not in content:
-        home = Path(__file__).resolve().parents[2]
-        content |= {f"{MODULE}/{path.as_posix()}": home / path for path in _walked(home)}
     sizes = {name: path.stat().st_size for name, path in content.items()}
     _check_size(root, sizes)
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as package:

@@ -1,7 +1,6 @@
-"""What travels with a job: files that git does not ignore, never results or environments, and rayfcp."""
+"""What travels with a job: files that git does not ignore, never results or environments."""
 
 import subprocess
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cluster.jobs import package
-from rayfcp.cluster.jobs.package import LEFT_OUT, own_files, write_package
+from rayfcp.cluster.jobs.package import LEFT_OUT, brings_rayfcp, own_files, write_package
 from rayfcp.config import ConfigError
 
 NAMES = st.sampled_from(["a", "b.py", "runs", ".venv", "__pycache__", "data", "c.yaml"])
@@ -49,20 +48,13 @@ def test_what_git_ignores_stays(tmp_path: Path) -> None:
     ]
 
 
-def test_rayfcp_goes_along_unless_it_is_there(tmp_path: Path) -> None:
-    root, target = tmp_path / "root", tmp_path / "package.zip"
-    write(root, "run.yaml")
-    write_package(target, root=root, with_rayfcp=False)
-    assert zipfile.ZipFile(target).namelist() == ["run.yaml"]
-    write_package(target, root=root, with_rayfcp=True)
-    with zipfile.ZipFile(target) as archive:
-        names = set(archive.namelist())
-        assert archive.read("rayfcp/cluster/jobs/package.py") == Path(package.__file__).read_bytes()
-    assert {"run.yaml", "rayfcp/__main__.py", "rayfcp/plan/profiles/data/models.yaml"} <= names
-    assert not any("__pycache__" in name for name in names)
-    write(root, "rayfcp/__init__.py")
-    write_package(target, root=root, with_rayfcp=True)
-    assert zipfile.ZipFile(target).namelist() == ["rayfcp/__init__.py", "run.yaml"]
+def test_the_rayfcp_that_runs_travels_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a working directory that holds it travels without it; another rayfcp there is the job's own."""
+    write(tmp_path, "rayfcp/__init__.py", "rayfcp/a.py", "rayfcp.yaml")
+    assert brings_rayfcp(tmp_path) and Path("rayfcp/a.py") in own_files(tmp_path)
+    monkeypatch.setattr(package, "HOME", tmp_path / "rayfcp")
+    assert not brings_rayfcp(tmp_path) and own_files(tmp_path) == [Path("rayfcp.yaml")]
+    assert not brings_rayfcp(tmp_path / "rayfcp")
 
 
 def test_the_same_files_make_the_same_package(tmp_path: Path) -> None:
@@ -70,7 +62,7 @@ def test_the_same_files_make_the_same_package(tmp_path: Path) -> None:
     written = []
     for name in ("one", "two"):
         write(tmp_path / name, "b.yaml", "a.py")
-        write_package(tmp_path / f"{name}.zip", root=tmp_path / name, with_rayfcp=False)
+        write_package(tmp_path / f"{name}.zip", root=tmp_path / name)
         written.append((tmp_path / f"{name}.zip").read_bytes())
     assert written[0] == written[1]
 
@@ -79,4 +71,4 @@ def test_too_much_is_refused_and_named(tmp_path: Path, monkeypatch: pytest.Monke
     write(tmp_path / "root", "long/name.bin", "b")
     monkeypatch.setattr(package, "MAX_BYTES", 5)
     with pytest.raises(ConfigError, match=r"must have at most 0 MiB .* \(largest: long/name.bin 0 MiB, b 0 MiB\)"):
-        write_package(tmp_path / "x.zip", root=tmp_path / "root", with_rayfcp=False)
+        write_package(tmp_path / "x.zip", root=tmp_path / "root")
