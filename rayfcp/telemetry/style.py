@@ -53,6 +53,8 @@ figcaption p { margin: 1px 0 0; color: var(--soft); font-size: 13px; }
 .grid { stroke: var(--rule); stroke-width: 1; }
 .lane { fill: var(--lane); }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke-linecap: round; }
+.hit { fill: var(--ink); opacity: 0; }
+.hit:hover { opacity: 0.07; }
 .hair { stroke: var(--soft); stroke-width: 1; stroke-dasharray: 2 3; visibility: hidden; }
 .hair.shown { visibility: visible; }
 .level { stroke: var(--soft); stroke-width: 1.2; stroke-dasharray: 4 4; }

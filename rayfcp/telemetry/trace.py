@@ -83,9 +83,13 @@ def write_trace(
 
 
 def track_of(span: Span) -> int:
-    """Two tracks a rank, from 1 (viewers take 0 for the idle thread): odd for what it does, even for messages that
-    travel meanwhile."""
-    return 2 * span.rank + 1 + (span.kind in _ON_THE_WIRE)
+    """Two tracks a rank: even for what it does, odd for messages that travel meanwhile."""
+    return 2 * span.rank + (span.kind in _ON_THE_WIRE)
+
+
+def _thread(track: int) -> int:
+    """Viewers take 0 for the idle thread."""
+    return track + 1
 
 
 def _later(span: Span, by_s: float) -> Span:
@@ -106,7 +110,7 @@ def _event(span: Span, *, process: int, start_s: float) -> dict[str, Any]:
         "ts": start,
         "dur": round(stop - start, 3),
         "pid": process,
-        "tid": track_of(span),
+        "tid": _thread(track_of(span)),
         "args": {"kind": str(span.kind), "label": span.label, "amount": span.amount, "rank": span.rank},
     }
 
@@ -122,11 +126,12 @@ def _names(process: int, *, name: str, tracks: set[int]) -> list[dict[str, Any]]
         _meta("process_sort_index", process, args={"sort_index": process}),
     ]
     for track in sorted(tracks):
-        title = f"rank {(track - 1) // 2}" + ("" if track % 2 else " messages")
-        events.append(_meta("thread_name", process, track=track, args={"name": title}))
-        events.append(_meta("thread_sort_index", process, track=track, args={"sort_index": track}))
+        title = f"rank {track // 2}" + (" messages" if track % 2 else "")
+        thread = _thread(track)
+        events.append(_meta("thread_name", process, thread=thread, args={"name": title}))
+        events.append(_meta("thread_sort_index", process, thread=thread, args={"sort_index": track}))
     return events
 
 
-def _meta(name: str, process: int, *, args: dict[str, Any], track: int = 0) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": process, "tid": track, "args": args}
+def _meta(name: str, process: int, *, args: dict[str, Any], thread: int = 0) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}

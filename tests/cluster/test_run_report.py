@@ -82,7 +82,7 @@ def test_a_baseline_of_other_data_is_refused(trained: Config, tmp_path: Path) ->
         json.loads(line) | {"samples_hash": "0" * 16} for line in (tmp_path / "steps.jsonl").read_text().splitlines()
     ]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(NoBaselineError, match=r"step 1 of .* was trained on other samples"):
+    with pytest.raises(NoBaselineError, match=rf"step {STEPS} of .* was trained on other samples"):
         baseline_of(tmp_path, num_steps=1, say=lambda _: None)
     (tmp_path / "profile.json").unlink()
     with pytest.raises(NoBaselineError, match=r"holds no profile\.json"):
