@@ -8,7 +8,7 @@ from rayfcp.telemetry.rank_times import RankTimes, Stretch
 from rayfcp.telemetry.scales import runs_of
 from rayfcp.telemetry.summary import seconds
 
-WIDTH, LEFT, RIGHT, HEIGHT = 560, 84, 120, 224
+WIDTH, LEFT, RIGHT, HEIGHT = 560, 84, 140, 224
 MAX_BARS, MAX_ROWS, MAX_COLUMNS = 8, 24, 80
 MOST_PITCH, LEAST_CELL, FOOT = 40.0, 12.0, 28
 
@@ -110,7 +110,7 @@ def _figure(title: str, note: str, *, body: str, height: float) -> str:
         keys = f'<ul class="legend">{entries}</ul>'
     title, note = escape(title), escape(note)
     return (
-        f"<figure><figcaption><h3>{title}</h3><p>{note}</p></figcaption>{keys}"
+        f'<figure class="top"><figcaption><h3>{title}</h3><p>{note}</p></figcaption>{keys}'
         f'<svg class="chart" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{title}: {note}">'
         f"{body}</svg></figure>"
     )

@@ -13,7 +13,7 @@ STYLE = """
     --paper: #16171a; --card: #1e2024; --ink: #eceae5; --soft: #9b978e; --rule: #33353b; --lane: #26282d;
     --c1: #6ea8e5; --c2: #f0a05a; --c3: #63c39d; --c4: #bd96e3; --c5: #dcb451; --c6: #ea7f9b;
     --h1: #63c39d; --h2: #2d5f4e; --h3: #303238; --h4: #6b4a2a; --h5: #c9772f; --h6: #ea7f9b;
-    --r1: #24394d; --r2: #2f526f; --r3: #3d6f96; --r4: #5590bd; --r5: #7cb2da; --r6: #b3d5ee;
+    --r1: #2d4a66; --r2: #3a6387; --r3: #4c7fab; --r4: #639bc8; --r5: #86b8e0; --r6: #b9d9f0;
   }
 }
 * { box-sizing: border-box; }
@@ -47,6 +47,7 @@ figcaption p { margin: 1px 0 0; color: var(--soft); font-size: 13px; }
 .legend b { color: var(--ink); font-weight: 600; }
 .key { width: 10px; height: 10px; margin-right: 6px; }
 .chart { display: block; width: 100%; height: auto; overflow: visible; margin-top: auto; }
+.top .chart { margin-top: 6px; }
 .scroll { overflow-x: auto; }
 .timeline { min-width: 760px; margin-top: 10px; }
 .tick { fill: var(--soft); font-size: 11px; }
@@ -99,5 +100,11 @@ pre { margin: 0; font: 13px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monos
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: right; padding: 5px 10px; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { color: var(--soft); font-weight: 500; }
+@media (max-width: 560px) {
+  main { padding: 32px 14px 56px; }
+  .tiles dd { font-size: 20px; }
+  .charts .chart .tick { font-size: 17px; } .charts .line { stroke-width: 3.2; }
+  figure { padding: 14px 14px 10px; }
+}
 @media print { body { background: none; } figure, details { break-inside: avoid; } }
 """

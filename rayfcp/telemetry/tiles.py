@@ -67,10 +67,15 @@ def tiles_html(tiles: Sequence[Tile]) -> str:
     """A list of definitions."""
     cells = "".join(
         f'<div data-tile="{tile.key}"><dt>{escape(tile.name)}</dt>'
-        f"<dd><b>{escape(tile.value)}</b><small>{escape(tile.note)}</small></dd></div>"
+        f"<dd><b>{escape(tile.value)}</b><small>{_unbroken(tile.note)}</small></dd></div>"
         for tile in tiles
     )
     return f'<dl class="tiles">{cells}</dl>'
+
+
+def _unbroken(text: str) -> str:
+    """A number and its unit stay on one line."""
+    return escape(text).replace(" %", "\u00a0%")
 
 
 def duration(value: float) -> str:

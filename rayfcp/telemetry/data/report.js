@@ -51,7 +51,7 @@ for (const chart of document.querySelectorAll("svg[data-tips]")) {
 
 // The time x rank view.
 const COLOURS = { forward: "--c1", transfer: "--c2", backward: "--c3", attention: "--c4", reduce: "--c5", update: "--c6", wait: "--rule", load: "--soft" };
-const LEFT = 104, HEAD = 24, AXIS = 26;
+const LEFT = 104, HEAD = 28, AXIS = 26;
 
 function inWords(microseconds) {
   const size = Math.abs(microseconds);
@@ -63,6 +63,12 @@ function roundStep(span, count) {
   const rough = span / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   return power * [1, 2, 5, 10].find((unit) => unit * power >= rough);
+}
+
+// Of an axis whose marks are `step` apart, all microseconds: as many digits as tell them apart.
+function onAxis(at, step) {
+  const [unit, name] = step >= 2e5 ? [1e6, "s"] : step >= 2e2 ? [1e3, "ms"] : [1, "µs"];
+  return `${(at / unit).toFixed(Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9)))} ${name}`;
 }
 
 class TimeView {
@@ -94,6 +100,7 @@ class TimeView {
   press(button) {
     const [from, to] = [Number(button.dataset.from) * 1e6, Number(button.dataset.to) * 1e6];
     const room = (to - from) * 0.01;
+    this.zero = from;
     this.whole = [from - room, to + room];
     this.show(...this.whole);
     for (const each of this.buttons) each.setAttribute("aria-pressed", String(each === button));
@@ -167,7 +174,7 @@ class TimeView {
     const found = row && x >= LEFT ? row.track.events.filter(([start, stop]) => start <= at && at < stop).at(-1) : undefined;
     if (!found) return hideTip();
     const [start, stop, , name] = found;
-    showTip(event, [`${row.track.process}, ${row.track.name}`, name, `takes\t${inWords(stop - start)}`, `from\t${inWords(start)}`]);
+    showTip(event, [`${row.track.process}, ${row.track.name}`, name, `takes\t${inWords(stop - start)}`, `from\t${inWords(start - this.zero)}`]);
   }
 
   draw() {
@@ -198,11 +205,11 @@ class TimeView {
 
   drawAxis(pen, { width, scale, colour }) {
     const step = roundStep(this.to - this.from, Math.max(2, (width - LEFT) / 110)), bottom = this.height - AXIS;
-    for (let mark = Math.ceil(this.from / step) * step; mark <= this.to; mark += step) {
-      const x = LEFT + (mark - this.from) * scale;
+    for (let mark = Math.ceil((this.from - this.zero) / step) * step; mark + this.zero <= this.to; mark += step) {
+      const x = LEFT + (mark + this.zero - this.from) * scale;
       pen.fillStyle = colour("--rule");
       pen.fillRect(x, 0, 1, bottom);
-      const text = inWords(Math.round(mark * 1e3) / 1e3), half = pen.measureText(text).width / 2;
+      const text = onAxis(Math.abs(mark) < step / 2 ? 0 : mark, step), half = pen.measureText(text).width / 2;
       pen.fillStyle = colour("--soft");
       if (x + half <= width && x - half >= LEFT - 30) pen.fillText(text, x - half, bottom + AXIS / 2);
     }
