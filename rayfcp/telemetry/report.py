@@ -123,7 +123,8 @@ def _charts(figures: str) -> str:
 
 def _told(told: Trace) -> str:
     both = len({track.process for track in told.tracks}) > 1
-    which = "Predicted by the simulator, beside what was measured" if both else "As measured"
+    foretold = "Predicted by the simulator (all fixed costs at the load), beside what was measured"
+    which = foretold if both else "As measured"
     return f"{which}, in the last steps of the run. All of it is in trace.json, for https://ui.perfetto.dev."
 
 

@@ -8,6 +8,7 @@ from ray.util import placement_group_table
 
 from rayfcp.cluster import FlexTrainer, RunFailedError
 from rayfcp.config import Config, dump_config
+from rayfcp.telemetry.events import EventKind, read_events
 from rayfcp.telemetry.names import METRICS, Kind
 from rayfcp.values import StepReport
 from tests.chaos.reference import undisturbed
@@ -104,6 +105,10 @@ def test_a_worker_lost_with_its_keeper_costs_the_way_from_the_last_checkpoint(fo
     assert found["sequences_skipped_total"] == 2 and found["world_size"] == 2
     assert len(trouble.said("going on from the beginning, for there is no checkpoint")) == 1
     assert len(trouble.said("going on from the checkpoint of step 30")) == 1
+    told = read_events(Path(config.run_dir) / "events.jsonl")
+    assert [event.kind for event in told] == [EventKind.START, *[EventKind.RECOVERY] * 3, EventKind.END]
+    assert sum(event.lost_steps for event in told) == found["lost_steps_total"]
+    assert all(event.cause and event.seconds > 0 and event.reason for event in told[1:-1])
 
 
 def test_stages_shrink_to_one_device_and_come_back(folder: Path) -> None:

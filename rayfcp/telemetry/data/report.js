@@ -237,7 +237,7 @@ class TimeView {
       pen.fillRect(x, row.top, wide > 3 ? wide - 0.8 : wide, height);
       const from = Math.max(x, LEFT) + 5, room = Math.min(x + wide, width) - from - 5;
       if (this.row >= 14 && room > 24 && pen.measureText(name).width <= room) {
-        pen.fillStyle = key === "wait" || key === "load" ? colour("--ink") : colour("--card");
+        pen.fillStyle = key === "wait" ? colour("--ink") : colour("--card");
         pen.fillText(name, from, row.top + height / 2 + 0.5);
       }
     }
