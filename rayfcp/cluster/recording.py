@@ -12,7 +12,7 @@ from typing import Any
 from rayfcp.cluster.planners import PlannedStep
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry import events, rank_times
-from rayfcp.telemetry.events import Event, EventKind, append_event
+from rayfcp.telemetry.events import Event, EventKind, append_event, read_events
 from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.trace import FILE, TracedStep, write_steps
 from rayfcp.values import ClusterSpec, Span
@@ -45,7 +45,9 @@ class Recorder:
         self._times = RankTimes.read(run_dir / rank_times.FILE, up_to=resume_step) if resume_step else RankTimes()
         self._traced: deque[Traced] = deque(maxlen=trace_steps)
         self._last_step, self._num_devices, self._written_s = resume_step, 0, time.monotonic()
-        if not resume_step:
+        if resume_step:
+            self._end_earlier()
+        else:
             (run_dir / events.FILE).unlink(missing_ok=True)
 
     def happened(self, event: Event) -> None:
@@ -87,6 +89,16 @@ class Recorder:
                 write_steps(self._run_dir / FILE, [each.step for each in self._traced])
             except (OSError, ValueError):
                 logger.exception("trace of %s", self._run_dir)
+
+    def _end_earlier(self) -> None:
+        """A start of the run that was killed could not write down its end: it was when the last step was."""
+        told = read_events(self._run_dir / events.FILE)
+        if told and told[-1].kind is not EventKind.END:
+            at_s = max(told[-1].at_s, (self._run_dir / "steps.jsonl").stat().st_mtime)
+            reason = f"no end was written down; going on after step {self._last_step}"
+            self.happened(
+                Event(kind=EventKind.END, step=self._last_step, at_s=at_s, devices=told[-1].devices, reason=reason)
+            )
 
     def _write_times(self) -> None:
         self._written_s = time.monotonic()

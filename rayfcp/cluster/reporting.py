@@ -107,8 +107,8 @@ class Journal:
         self.metrics.set_slow_ratio(config.elastic.slow_ratio)
         log = run_dir / "steps.jsonl"
         self.metrics.restore(read_steps(log), resume_step=resume_step)
-        self._log = StepLog(log, resume_step=resume_step)
         self.record = Recorder(run_dir, trace_steps=config.metrics.trace_steps, resume_step=resume_step)
+        self._log = StepLog(log, resume_step=resume_step)
         self._loggers = _loggers(config, run_dir=run_dir, resume_step=resume_step, say=say)
         self._began_s, self._productive_s = began_s, 0.0
 
