@@ -152,6 +152,7 @@ def test_a_second_run_is_refused_and_sigterm_saves_and_leaves(started: Callable[
     (last,) = CheckpointFolder(checkpoints, keep=2).complete()[-1:]
     assert read_manifest(last).step == num_steps
     assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}
+    assert not [*run_dir.parent.glob(".prometheus/*")]
 
     again = started()
     assert wait_until(lambda: len(steps.read_text().splitlines()) > num_steps, seconds=150), again.log.read_text()
@@ -161,3 +162,4 @@ def test_a_second_run_is_refused_and_sigterm_saves_and_leaves(started: Callable[
     written = again.ends_with(1, seconds=90)
     assert written.rstrip().endswith("rayfcp: stopped before the end")
     assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}
+    assert not [*run_dir.parent.glob(".prometheus/*")]

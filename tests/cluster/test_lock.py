@@ -66,10 +66,11 @@ def test_a_killed_run_leaves_a_folder_that_is_free_at_once(holder: subprocess.Po
 def test_what_a_killed_run_left_is_swept(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    for name in ("one", "two"):
-        (tmp_path / "run" / name).touch()
-    sweep(tmp_path / "run", names=("one", "absent"))
+    for name in ("run/one", "run/two", "beside"):
+        (tmp_path / name).touch()
+    sweep(tmp_path / "run", names=("one", "absent", tmp_path / "beside"))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["two"]
+    assert not (tmp_path / "beside").exists()
 
 
 def test_never_two_at_once_although_the_file_comes_and_goes(tmp_path: Path) -> None:
