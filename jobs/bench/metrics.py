@@ -3,14 +3,18 @@
     python jobs/bench/metrics.py --blocks 10 --steps 4
 
 While they are on, another process asks for the page's state every second, as a browser does, and for `/metrics` as
-often, which is five times what Prometheus does; while they are off nothing is recorded, mirrored to Ray or asked for.
-A step runs from the commit of one to the commit of the next. Printed are, as medians over steps: seconds on and off;
-CPU seconds of the whole controller process on and off, which other processes on the same cores do not lengthen; and
-the CPU seconds within the exporter's own calls and pages. The ratios are of the seconds of a step, the goal is 1 %.
+often, which is more than Prometheus does; while they are off nothing is recorded, mirrored to Ray or asked for.
+A step runs from the commit of one to the commit of the next. Printed are
+
+- seconds of a step, on and off: the median over blocks, and of the ratios of blocks that follow each other;
+- how much of a core the controller's process takes, on and off, which other processes do not lengthen;
+- the exporter's own CPU: of each step's recording, over the shortest step, and of serving, per second. Their sum is
+  the cost, the goal is 1 %.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import multiprocessing
 import os
@@ -46,12 +50,13 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """One step. `calls_s`: CPU within the exporter's calls and pages."""
+    """One step. `cpu_s`: of the whole process; `recording_s`, `serving_s`: within the exporter's calls and pages."""
 
     on: bool
     wall_s: float
     cpu_s: float
-    calls_s: float
+    recording_s: float
+    serving_s: float
 
 
 @dataclass(slots=True)
@@ -61,32 +66,33 @@ class Meter:
     block: int
     asking: Event
     intervals: list[Interval] = field(default_factory=list)
-    calls_s: float = 0.0
+    spent_s: dict[str, float] = field(default_factory=lambda: {"recording": 0.0, "serving": 0.0})
     on: bool = True
-    url: str = ""
-    _began: tuple[float, float, float] | None = None
+    _began: tuple[float, ...] | None = None
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def step(self) -> None:
         """One is committed, another begins."""
-        now = time.perf_counter(), time.process_time(), self.calls_s
+        now = time.perf_counter(), time.process_time(), *self.spent_s.values()
         if self._began is not None:
-            wall_s, cpu_s, calls_s = (after - before for before, after in zip(self._began, now, strict=True))
-            self.intervals.append(Interval(on=self.on, wall_s=wall_s, cpu_s=cpu_s, calls_s=calls_s))
+            wall_s, cpu_s, recording_s, serving_s = (a - b for a, b in zip(now, self._began, strict=True))
+            self.intervals.append(
+                Interval(on=self.on, wall_s=wall_s, cpu_s=cpu_s, recording_s=recording_s, serving_s=serving_s)
+            )
         self._began = now
         self._count += 1
         self.on = self._count // self.block % 2 == 0
         (self.asking.set if self.on else self.asking.clear)()
 
-    def timed(self, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """The call, and its CPU seconds."""
+    def timed(self, what: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        """The call, whose CPU seconds are added to those of `what`."""
         began_s = time.thread_time()
         try:
             return call(*given, **named)
         finally:
             with self._lock:
-                self.calls_s += time.thread_time() - began_s
+                self.spent_s[what] += time.thread_time() - began_s
 
 
 def switched(meter: Meter) -> type[MetricsExporter]:
@@ -95,28 +101,27 @@ def switched(meter: Meter) -> type[MetricsExporter]:
     class Switched(MetricsExporter):
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
-            meter.url = self.url.removesuffix("/metrics")
             for name in RECORDING:
                 setattr(self, name, _only_while_on(meter, getattr(self, name)))
 
         def observe_workers(self, *given: Any, **named: Any) -> None:
             meter.step()
             if meter.on:
-                meter.timed(super().observe_workers, *given, **named)
+                meter.timed("recording", super().observe_workers, *given, **named)
 
         def _state(self, accept: str) -> tuple[str, bytes]:
-            found: tuple[str, bytes] = meter.timed(super()._state, accept)
+            found: tuple[str, bytes] = meter.timed("serving", super()._state, accept)
             return found
 
         def _metrics(self, accept: str) -> tuple[str, bytes]:
-            found: tuple[str, bytes] = meter.timed(super()._metrics, accept)
+            found: tuple[str, bytes] = meter.timed("serving", super()._metrics, accept)
             return found
 
     return Switched
 
 
 def _only_while_on(meter: Meter, call: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given, **named: meter.timed(call, *given, **named) if meter.on else None
+    return lambda *given, **named: meter.timed("recording", call, *given, **named) if meter.on else None
 
 
 def ask(run_dir: str, asking: Event, ended: Event) -> None:
@@ -169,21 +174,27 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _figures(intervals: list[Interval], arguments: argparse.Namespace) -> dict[str, Any]:
     sides = {name: [each for each in intervals if each.on == on] for name, on in (("on", True), ("off", False))}
-    wall_s = {name: statistics.median(each.wall_s for each in side) for name, side in sides.items()}
-    cpu_s = {name: statistics.median(each.cpu_s for each in side) for name, side in sides.items()}
-    calls_s = statistics.fmean(each.calls_s for each in sides["on"])
+    blocks = [list(block) for _, block in itertools.groupby(intervals, key=lambda each: each.on)]
+    mean_s = [(block[0].on, statistics.fmean(each.wall_s for each in block)) for block in blocks]
+    ratios = [one_s / other_s if on else other_s / one_s for (on, one_s), (_, other_s) in itertools.pairwise(mean_s)]
+    recording_s = statistics.median(each.recording_s for each in sides["on"])
+    serving = sum(each.serving_s for each in sides["on"]) / sum(each.wall_s for each in sides["on"])
+    shortest_s = min(each.wall_s for each in intervals)
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": os.getloadavg(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "workers": arguments.workers,
         "steps": {name: len(side) for name, side in sides.items()},
-        "wall_s": wall_s,
-        "cpu_s": cpu_s,
-        "calls_s": calls_s,
-        "wall_ratio": wall_s["on"] / wall_s["off"] - 1,
-        "cpu_ratio": (cpu_s["on"] - cpu_s["off"]) / wall_s["off"],
-        "calls_ratio": calls_s / wall_s["off"],
+        "wall_s": {name: statistics.median(each.wall_s for each in side) for name, side in sides.items()},
+        "ratios": ratios,
+        "cores": {
+            name: sum(each.cpu_s for each in side) / sum(each.wall_s for each in side) for name, side in sides.items()
+        },
+        "recording_s": recording_s,
+        "serving_share": serving,
+        "shortest_s": shortest_s,
+        "cost": recording_s / shortest_s + serving,
     }
 
 
@@ -202,17 +213,18 @@ def _config(folder: Path, arguments: argparse.Namespace) -> Config:
 
 def page(figures: dict[str, Any]) -> str:
     """For people."""
-    wall_s, cpu_s, steps = figures["wall_s"], figures["cpu_s"], figures["steps"]
+    wall_s, cores, steps, ratios = figures["wall_s"], figures["cores"], figures["steps"], figures["ratios"]
     load = ", ".join(f"{each:.1f}" for each in figures["load"])
     return "\n".join(
         [
             f"metrics and live page, {figures['workers']} workers, {steps['on']} steps on and {steps['off']} off; "
             f"{figures['machine']}, load {load}, {figures['date']}",
-            f"a step            {wall_s['on']:.3f} s on, {wall_s['off']:.3f} s off: {figures['wall_ratio']:+.2%}",
-            f"controller's CPU  {1e3 * cpu_s['on']:.1f} ms on, {1e3 * cpu_s['off']:.1f} ms off: "
-            f"{figures['cpu_ratio']:+.2%} of a step",
-            f"exporter's CPU    {1e3 * figures['calls_s']:.2f} ms: {figures['calls_ratio']:.2%} of a step, "
-            f"goal {GOAL:.0%}",
+            f"a step      {wall_s['on']:.3f} s on, {wall_s['off']:.3f} s off; blocks {statistics.median(ratios):.3f} "
+            f"({min(ratios):.3f}..{max(ratios):.3f}) as long with it",
+            f"controller  {cores['on']:.2%} of a core on, {cores['off']:.2%} off: {cores['on'] - cores['off']:+.2%}",
+            f"exporter    {1e3 * figures['recording_s']:.2f} ms of CPU a step, the shortest took "
+            f"{figures['shortest_s']:.3f} s, and {figures['serving_share']:.2%} of a core to serve: "
+            f"{figures['cost']:.2%}, goal {GOAL:.0%}",
         ]
     )
 
