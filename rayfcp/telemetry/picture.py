@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rayfcp.telemetry.trace import track_of
-from rayfcp.values import Span
+from rayfcp.values import Span, SpanKind
+
+ON_THE_WIRE = (SpanKind.TRANSFER, SpanKind.REDUCE)
+"""What overlaps the computation gets a row of its own."""
 
 MAX_BARS = 2000
 """Of a timeline, the longest."""
@@ -38,7 +40,9 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bar:
-    row: tuple[int, int]
+    """`row`: stage, rank, and whether it is on the wire."""
+
+    row: tuple[int, int, bool]
     start_s: float
     duration_s: float
     kind: str
@@ -57,7 +61,7 @@ def picture_json(picture: Picture) -> str:
 def _planned(groups: Sequence[PlannedGroup]) -> list[_Bar]:
     return [
         _Bar(
-            row=(0, 2 * rank),
+            row=(0, rank, False),
             start_s=group.start_s,
             duration_s=group.stop_s - group.start_s,
             kind=f"degree {len(group.ranks)}",
@@ -72,7 +76,7 @@ def _measured(spans: Sequence[Span]) -> list[_Bar]:
     begin_s = min((span.start_s for span in spans), default=0.0)
     return [
         _Bar(
-            row=(span.stage, track_of(span)),
+            row=(span.stage, span.rank, span.kind in ON_THE_WIRE),
             start_s=span.start_s - begin_s,
             duration_s=span.duration_s,
             kind=str(span.kind),
@@ -89,14 +93,14 @@ def _visible(bars: Iterable[_Bar], *, whole_s: float) -> list[_Bar]:
 
 def _rows(bars: Iterable[_Bar]) -> list[dict[str, object]]:
     """What encloses comes before what it encloses."""
-    rows: dict[tuple[int, int], list[_Bar]] = defaultdict(list)
+    rows: dict[tuple[int, int, bool], list[_Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: (bar.start_s, -bar.duration_s)):
         rows[bar.row].append(bar)
-    stages = len({stage for stage, _ in rows}) > 1
+    stages = len({stage for stage, _, _ in rows}) > 1
     return [
         {
-            "name": (f"stage {stage}, " if stages else "") + f"rank {track // 2}" + (" wire" if track % 2 else ""),
+            "name": (f"stage {stage}, " if stages else "") + f"rank {rank}" + (" wire" if wire else ""),
             "bars": [[round(bar.start_s, 6), round(bar.duration_s, 6), bar.kind, bar.label] for bar in row],
         }
-        for (stage, track), row in sorted(rows.items())
+        for (stage, rank, wire), row in sorted(rows.items())
     ]

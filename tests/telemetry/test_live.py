@@ -124,6 +124,14 @@ def test_a_picture_begins_at_0_and_keeps_what_can_be_seen(measured: list[Span], 
         assert all(start >= 0 and start + lasts <= picture["duration_s"] + 1e-5 for start, lasts, _, _ in bars)
     wide = [span for span in measured if span.duration_s >= NARROWEST * picture["duration_s"]]
     assert len(found.get("measured", [])) == len(wide)
+    rows = {row["name"] for panel in picture["panels"][1:] for row in panel["rows"]}
+    stages = len({span.stage for span in wide}) > 1
+    assert rows == {
+        f"stage {span.stage}, " * stages
+        + f"rank {span.rank}"
+        + " wire" * (span.kind in (SpanKind.TRANSFER, SpanKind.REDUCE))
+        for span in wide
+    }
     kinds = [str(kind) for kind in SpanKind]
     assert all(kind in kinds for _, _, kind, _ in found.get("measured", []))
 
