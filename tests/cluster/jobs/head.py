@@ -1,6 +1,7 @@
 """A Ray head of a test's own, as `ray start --head` makes it, with its own token, ports and folders. Whatever it
 started is ended by process id; other clusters on the machine are left alone."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,10 +11,11 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
@@ -25,8 +27,10 @@ START_S, END_S = 120.0, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """`url` of its dashboard; `address` of the cluster; `env` for commands that have its token; `folder` for files."""
+    """`url` of its dashboard; `address` of the cluster; `env` for commands that have its token; `folder` for files;
+    `pid` of the process that started all of it."""
 
+    pid: int
     url: str
     address: str
     env: dict[str, str]
@@ -51,25 +55,34 @@ class Head:
         return process.returncode, output
 
 
+Scaling = Callable[[str], dict[str, Any]]
+"""The autoscaler's configuration for a cluster at an address."""
+
+
 @contextmanager
-def ray_head(*, num_cpus: int) -> Iterator[Head]:
-    """From the time that its dashboard answers, until all its processes are gone."""
+def ray_head(*, num_cpus: int, scaling: Scaling | None = None, **more_env: str) -> Iterator[Head]:
+    """From the time that its dashboard answers, until all its processes are gone. With `scaling` an autoscaler runs."""
     name = uuid.uuid4().hex
     folder = Path(tempfile.mkdtemp(prefix="rayfcp-", dir="/tmp"))  # short: Ray's sockets lie below
-    env = _environment(folder, name)
+    env = _environment(folder, name) | more_env
     gcs, dashboard, agent, agent_grpc, client = _free_ports(5)
     command = [BIN / "ray", "start", "--head", "--block", "--disable-usage-stats", f"--num-cpus={num_cpus}"]
     command += [f"--port={gcs}", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"]
     command += [f"--dashboard-agent-grpc-port={agent_grpc}", f"--ray-client-server-port={client}"]
     command += [f"--temp-dir={folder / 'ray'}", "--node-ip-address=127.0.0.1", "--object-store-memory=200000000"]
+    if scaling is not None:
+        (folder / "scaling.json").write_text(json.dumps(scaling(f"127.0.0.1:{gcs}")))
+        command.append(f"--autoscaling-config={folder / 'scaling.json'}")
     with ExitStack() as ending, (folder / "head.log").open("w") as log:
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
         head = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
         ending.callback(head.wait, timeout=END_S)
         ending.callback(lambda: _end_all({head.pid, *below(head.pid), *marked(name)}))
         _await_port(dashboard, head, log=folder / "head.log")
-        env.pop(MARK)
-        yield Head(url=f"http://127.0.0.1:{dashboard}", address=f"127.0.0.1:{gcs}", env=env, folder=folder)
+        clients = {key: value for key, value in env.items() if key != MARK and key not in more_env}
+        yield Head(
+            pid=head.pid, url=f"http://127.0.0.1:{dashboard}", address=f"127.0.0.1:{gcs}", env=clients, folder=folder
+        )
 
 
 def _environment(folder: Path, name: str) -> dict[str, str]:
