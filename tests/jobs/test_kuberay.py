@@ -121,13 +121,13 @@ def test_what_a_job_runs(path: Path) -> None:
     spec = read(path)["spec"]
     *command, config, host, port, token = shlex.split(spec["entrypoint"])
     assert command == ["python", "-m", "rayfcp", "train"]
-    metrics = load_config(JOBS / Path(config).name, overrides=[host, port]).metrics
+    metrics = load_config(JOBS / Path(config).name, overrides=[host, port, token]).metrics
     assert metrics.host == "0.0.0.0"
     cluster = read(FOLDER / "raycluster-gpu.yaml")
     head = container(cluster["spec"]["headGroupSpec"])
     assert {"name": "rayfcp", "containerPort": metrics.port} in head["ports"]
     mounts = {each["name"]: each["mountPath"] for each in head["volumeMounts"]}
-    assert token == f"metrics.token_file={mounts['metrics-token']}/token"
+    assert metrics.token_file == f"{mounts['metrics-token']}/token"
     assert int(yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 60
 
 
