@@ -105,6 +105,7 @@ class Live:
         self._history = History()
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
         self._picture = Picture(step=0)
+        self._drawn = self._picture, picture_json(self._picture)
         self._text = ""
 
     def tell(self, **fields: Any) -> None:
@@ -171,14 +172,14 @@ class Live:
 
     def text(self) -> str:
         """The state as one JSON object; what is not a number is null."""
+        picture, drawn = self._picture, self._drawn
+        if drawn[0] is not picture:  # not under the lock: the run shall not wait for what many ranks take to draw
+            drawn = self._drawn = picture, picture_json(picture)
         with self._lock:
             if not self._text:
                 fields, columns = json.dumps(_cleaned(self._fields), allow_nan=False), json.dumps(list(COLUMNS))
-                self._text = (
-                    f'{fields[1:-1]}, "columns": {columns}, "history": {self._history.text()}, '
-                    f'"picture": {picture_json(self._picture)}'
-                )
-            return f'{{"now": {time.time()}, {self._text}}}'
+                self._text = f'{fields[1:-1]}, "columns": {columns}, "history": {self._history.text()}'
+            return f'{{"now": {time.time()}, {self._text}, "picture": {drawn[1]}}}'
 
     @contextmanager
     def _change(self) -> Iterator[None]:

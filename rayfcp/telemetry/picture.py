@@ -5,6 +5,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rayfcp.values import Span, SpanKind
 
@@ -38,8 +39,7 @@ class Picture:
     measured: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bar:
+class _Bar(NamedTuple):
     """`row`: stage, rank, and whether it is on the wire."""
 
     row: tuple[int, int, bool]
