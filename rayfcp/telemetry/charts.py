@@ -10,8 +10,8 @@ from html import escape
 from rayfcp.telemetry.scales import Scale, runs_of, thin, ticks
 from rayfcp.telemetry.summary import number, percent
 
-WIDTH, HEIGHT = 560, 232
-LEFT, RIGHT, TOP, BOTTOM = 60, 12, 14, 28
+WIDTH, HEIGHT = 560, 236
+LEFT, RIGHT, TOP, BOTTOM = 60, 12, 14, 34
 MAX_POINTS, MAX_BARS = 400, 140
 
 Format = Callable[[float], str]

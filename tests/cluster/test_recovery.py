@@ -106,9 +106,10 @@ def test_a_worker_lost_with_its_keeper_costs_the_way_from_the_last_checkpoint(fo
     assert len(trouble.said("going on from the beginning, for there is no checkpoint")) == 1
     assert len(trouble.said("going on from the checkpoint of step 30")) == 1
     told = read_events(Path(config.run_dir) / "events.jsonl")
-    assert [event.kind for event in told] == [EventKind.START, *[EventKind.RECOVERY] * 3, EventKind.END]
-    assert sum(event.lost_steps for event in told) == found["lost_steps_total"]
-    assert all(event.cause and event.seconds > 0 and event.reason for event in told[1:-1])
+    recoveries = [event for event in told if event.kind is EventKind.RECOVERY]
+    assert (told[0].kind, len(recoveries), told[-1].kind) == (EventKind.START, 3, EventKind.END)
+    assert sum(event.lost_steps for event in recoveries) == found["lost_steps_total"]
+    assert all(event.cause and event.seconds > 0 and event.reason for event in recoveries)
 
 
 def test_stages_shrink_to_one_device_and_come_back(folder: Path) -> None:
