@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _with_baseline(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.baselines import NoBaselineError, baseline_of
+    from rayfcp.cluster.baselines import baseline_of
     from rayfcp.compare.progress import Progress
     from rayfcp.config import ConfigError
     from rayfcp.telemetry.report import write_report
@@ -53,7 +53,7 @@ def _with_baseline(arguments: argparse.Namespace) -> None:
     with Progress(arguments.baseline_steps) as progress:
         try:
             baseline = baseline_of(arguments.run_dir, num_steps=arguments.baseline_steps, say=progress)
-        except (NoBaselineError, ConfigError, InfeasiblePlanError) as error:
+        except (ConfigError, InfeasiblePlanError, OSError, ValueError) as error:
             progress.say(f"no static baseline: {' '.join(str(error).split())}")
             return
     write_report(arguments.run_dir, baseline=baseline)

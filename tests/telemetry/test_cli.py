@@ -51,4 +51,10 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with StepLog(tmp_path / "steps.jsonl") as log:
         log.append(report(1))
     assert main(["report", str(tmp_path)]) == 0
-    assert (tmp_path / "report.html").exists() and "1,000 tokens" in capsys.readouterr().out
+    written = capsys.readouterr()
+    assert (tmp_path / "report.html").exists() and "1,000 tokens" in written.out
+    assert f"no static baseline: {tmp_path} holds no config.yaml" in written.err
+    assert main(["report", str(tmp_path), "--baseline-steps", "0"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["report", str(tmp_path), "--baseline-steps", "-1"]) == 2
+    assert "--baseline-steps is -1, must be at least 0" in last_word(capsys)
