@@ -132,7 +132,8 @@ def _level(value: float | None, *, up: Scale) -> str:
 
 
 def _mark_lines(marks: Sequence[Mark], *, across: Scale) -> str:
-    places = {(mark.kind, round(across(mark.step), 1)) for mark in marks if across.low <= mark.step <= across.high}
+    """What happened before the first step stands at it."""
+    places = {(each.kind, round(across(max(each.step, across.low)), 1)) for each in marks if each.step <= across.high}
     return "".join(
         f'<line class="mark-{escape(kind)}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 4}" y2="{HEIGHT - BOTTOM}"/>'
         for kind, x in sorted(places)
