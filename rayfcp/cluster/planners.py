@@ -25,27 +25,20 @@ FORETELL_S = 60.0
 
 
 class Planners:
-    """`plan.planner_actors` planner actors. One that dies is replaced."""
+    """`plan.planner_actors` planner actors, which start beside whatever else does. One that dies is replaced."""
 
     def __init__(self, config: Config, model: ModelProfile, *, say: Callable[[str], None]) -> None:
         self._config, self._model, self._say = config, model, say
         self._actors = [self._new() for _ in range(config.plan.planner_actors)]
         self._deaths = 0
 
-    @classmethod
-    def start(cls, config: Config, model: ModelProfile, *, say: Callable[[str], None]) -> "Planners":
-        """Planners that run.
+    def await_ready(self) -> None:
+        """Until all of them run.
 
         Raises:
             CapacityError: Ray has no CPU for them beside the workers.
         """
-        planners = cls(config, model, say=say)
-        try:
-            planners._await([planner.ready.remote() for planner in planners._actors])
-        except BaseException:
-            planners.end()
-            raise
-        return planners
+        self._await([planner.ready.remote() for planner in self._actors])
 
     def __len__(self) -> int:
         return len(self._actors)

@@ -106,13 +106,16 @@ class TrainingRun:
         """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. What the devices are
         to begin with."""
         device = resolved_device(self._config)
+        planners = Planners(self._config, self._data.model, say=self._tell)
+        ending.callback(planners.end)
+        if device == "cpu" and self._config.cluster.min_workers < self._config.cluster.max_workers:
+            planners.await_ready()  # workers take as many CPUs as there are
         fleet = self._fleet = self._gather_fleet(device)
         ending.callback(fleet.end)
         found, decision = self._first_state()
         cluster = fleet.spec(decision)
         self._check_longest(cluster)
-        planners = Planners.start(self._config, self._data.model, say=self._tell)
-        ending.callback(planners.end)
+        planners.await_ready()
         version = self._saver.first_step - 1 if found is None or found.state is None else found.state.version
         self._open_journal(ending, version=version)
         self._costs = StartCosts(

@@ -62,7 +62,8 @@ def test_plans_stay_in_order_and_deaths_without_a_plan_in_between_are_counted(tm
     sampler = Sampler(index, seed=0, global_batch=6)
     model = profile_of(model_config(config.model, vocab_size=257), name="tiny")
     said: list[str] = []
-    planners = Planners.start(config, model, say=said.append)
+    planners = Planners(config, model, say=said.append)
+    planners.await_ready()
     try:
         queue = PlanQueue(planners, sampler, lookahead=4)
         queue.start(1, 9, cluster=ClusterSpec(num_ranks=2, max_tokens_per_rank=512), cost=UNIT)

@@ -262,6 +262,19 @@ def test_range_of_workers_takes_what_fits(folder: Path) -> None:
         release(groups)
 
 
+def test_a_range_of_workers_on_cpus_leaves_one_for_the_planner(folder: Path) -> None:
+    """Three workers of two CPUs would take what the controller leaves of seven."""
+    config = run_config(
+        folder,
+        name="shared",
+        cluster={"device": "cpu", "num_workers": [1, 3]},
+        train={"threads_per_worker": 2, "steps": 2},
+        elastic={"start_timeout_s": 60},
+    )
+    FlexTrainer(config).fit()
+    assert [report.world_size for report in steps_of(config)] == [2, 2]
+
+
 def test_configuration_is_checked_before_anything_starts(folder: Path) -> None:
     def trainer(**sections: dict) -> Config:
         return FlexTrainer(run_config(folder, name="wrong", **sections)).config
