@@ -1,7 +1,15 @@
 """Processes that this one has started, and what they started: never those of other tests on the machine."""
 
 import os
+import sys
 from pathlib import Path
+
+HEEDING_CTRL_C = (
+    sys.executable,
+    "-c",
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])",
+)
+"""Before a command: Ctrl-C ends it as in a terminal, although the tests may have been started where it is ignored."""
 
 
 def descendants(name: str) -> list[int]:

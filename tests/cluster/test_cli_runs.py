@@ -14,6 +14,7 @@ import pytest
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
+from tests.cluster.processes import HEEDING_CTRL_C
 from tests.cluster.runs import run_config, write_texts
 
 STEPS = 200
@@ -41,12 +42,6 @@ def wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
     return True
 
 
-# as in a terminal, although the tests may have been started where Ctrl-C is ignored
-HEED_CTRL_C = (
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-)
-
-
 class Command:
     """`rayfcp train` in a process group of its own, as a terminal starts it; all its children carry a mark."""
 
@@ -55,7 +50,7 @@ class Command:
         self.log = folder / f"{self.mark}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", HEED_CTRL_C, Path(sys.executable).with_name("rayfcp"), "train", config],
+                [*HEEDING_CTRL_C, Path(sys.executable).with_name("rayfcp"), "train", config],
                 cwd=folder,
                 env=os.environ | {MARK: self.mark},
                 stdin=subprocess.DEVNULL,

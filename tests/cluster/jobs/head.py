@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.cluster.processes import HEEDING_CTRL_C
+
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
 MARK = "RAYFCP_TEST_HEAD"
@@ -39,7 +41,7 @@ class Head:
     def start(self, *command: str, **env: str) -> "subprocess.Popen[str]":
         """A command of the environment's, in the repository's root, its output in one pipe."""
         return subprocess.Popen(
-            [BIN / command[0], *command[1:]],
+            [*HEEDING_CTRL_C, BIN / command[0], *command[1:]],
             cwd=ROOT,
             env={**self.env, **env},
             stdout=subprocess.PIPE,
