@@ -1,4 +1,4 @@
-"""The example of docs/own_loop.md runs as it is written."""
+"""The examples of docs/own_loop.md run as they are written."""
 
 import os
 import re
@@ -6,14 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_documented_loop_equals_dense_attention(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["own_loop.py", "packed_loop.py"])
+def test_a_documented_loop_equals_dense_attention(name: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    example = re.search(rf"Save this as `{name}`.*?```python\n(.*?)```", text, re.DOTALL)
     assert example
-    script = tmp_path / "packed_loop.py"
+    script = tmp_path / name
     script.write_text(example[1], encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
