@@ -1,0 +1,118 @@
+"""Every command of the documentation: all are of a known form and checked by it, and all are run but those of one table."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rayfcp.cli import main
+from tests.docs.forms import check, words_of
+from tests.docs.pages import BLOCKS, COMMANDS, LANGUAGES, ROOT, SAVED, Command
+
+# What is not run: pattern of page and command, and why. `make quickstart` is run as the `rayfcp train` that it ends with.
+NOT_RUN = {
+    r"README.md:\d+ make test": "these tests are part of it",
+    r"README.md:\d+ make quickstart TORCH": "downloads torch; make -n takes it, and quickstart itself is run",
+    r".* source ": "of the reader's shell",
+    r".* export ": "of the reader's shell",
+    r".* ssh ": "needs a second machine",
+    r".* rayfcp watch ": "follows a run that lives: tests/telemetry does; here the run has ended",
+    r".* torchrun ": "tests/execute/test_own_loop.py runs these files",
+    r".* rayfcp (train|doctor) .*(cluster\.|--)address.auto": "joins a cluster: tests/cluster/jobs and doctor start one",
+    r".* rayfcp doctor --address auto": "joins a cluster: tests/cluster/doctor starts one",
+    r".* rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
+    r".* ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",
+    r".* rayfcp profile ": "tests/cluster/test_profiling.py times workers",
+    r".* kubectl ": "needs Kubernetes; tests/jobs/test_kuberay.py holds manifests against schemas",
+    r".* sbatch ": "needs Slurm",
+    r"docs/results.md:.*": "takes minutes to hours; tests/jobs and tests/compare run the same code on less",
+    r"dashboards/README.md:\d+ python -m dashboards.install --beside-ray": "needs Ray's Grafana: tests/dashboards",
+}
+RUN = [each for each in COMMANDS if not any(re.match(pattern, str(each)) for pattern in NOT_RUN)]
+RUN = list({each.text.split("  #")[0].strip(): each for each in reversed(RUN)}.values())[::-1]
+
+# What makes a run small enough for a test, behind the words of the page.
+SMALL = [
+    *("train.steps=2", "train.warmup_steps=0", "cluster.num_workers=2", "data.paths={stdlib}/json"),
+    *("data.max_seqlen=512", "data.long_sequences=split", "data.max_bad_fraction=0.5"),
+    *("model.architecture.num_layers=2", "model.architecture.hidden_size=64", "data.global_batch_sequences=4"),
+]
+SMALL_CONTEST = ["--strategies", "flex-ring,static-cp", "--global-batch", "8", "--max-seqlen", "8192", "--devices", "4"]
+
+
+def small(words: list[str]) -> list[str]:
+    """The same command, doing less."""
+    if words[:2] == ["train", "jobs/quickstart.yaml"]:
+        return [*words, *SMALL, *(["train.steps=3"] if len(words) > 2 else [])]
+    if words[0] == "plan":
+        return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]
+    if words[0] == "compare":
+        return [*words, *SMALL_CONTEST]
+    return [*words, "--baseline-steps", "1"] if words[0] == "report" else words
+
+
+def test_the_table_has_nothing_that_is_no_longer_documented() -> None:
+    assert not [pattern for pattern in NOT_RUN if not any(re.match(pattern, str(each)) for each in COMMANDS)]
+
+
+def test_blocks_say_what_they_hold() -> None:
+    assert not [f"{block.page}:{block.line} {block.language!r}" for block in BLOCKS if block.language not in LANGUAGES]
+
+
+@pytest.mark.filterwarnings("ignore:.*Pydantic")  # of Ray's own command line
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_command_is_of_a_known_form(command: Command) -> None:
+    check(words_of(command.text))
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that a reader has: the repository's jobs, files that pages say to save, a few texts."""
+    folder = tmp_path_factory.mktemp("desk")
+    shutil.copytree(ROOT / "jobs", folder / "jobs")
+    for name, text in SAVED.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "my-texts").mkdir()
+    for number in range(24):
+        (folder / "my-texts" / f"{number}.txt").write_text("a long tail of words " * (2 + 100 * (number % 5 == 0)))
+    return folder
+
+
+@pytest.mark.usefixtures("ray_cluster")
+@pytest.mark.parametrize("command", RUN, ids=str)
+def test_command_runs(
+    command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(desk)
+    words = words_of(command.text)
+    if words == ["make", "quickstart"]:
+        words = ["rayfcp", "train", "jobs/quickstart.yaml"]
+    if words[:3] == ["python", "-m", "dashboards.install"]:
+        from dashboards.install import main as install
+
+        assert install(words[3:]) == 0
+        return
+    assert words[0] == "rayfcp", "say in this test how it is run, or in NOT_RUN why it is not"
+    code = main(small(words[1:]))
+    said = capsys.readouterr()
+    assert code in ((0, 1) if words[1] == "doctor" else (0,)), said.err  # 1: this machine lacks something
+    assert "Traceback" not in said.err
+    if words[1] == "doctor":
+        assert all(re.match(r"(ok  |warn|fail)  ", line) for line in said.out.splitlines())
+    made = [word for word in ("exported", "exported-tuned", "shards", "compare.html") if words[-1] == word]
+    assert all((desk / name).exists() for name in made)
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_runs_left_what_the_first_guide_names(desk: Path) -> None:
+    run = desk / "runs" / "quickstart"
+    if not run.exists():
+        pytest.skip("the commands before it were not asked for")
+    text = (ROOT / "docs" / "guides" / "first_run.md").read_text(encoding="utf-8")
+    named = re.findall(r"`([\w.]+/?)`", "\n".join(re.findall(r"(?m)^\| (`.*?) \|", text)))
+    assert {"steps.jsonl", "report.html"} <= set(named)
+    assert not [name for name in named if not (run / name).exists()]
+    steps = [json.loads(line)["step"] for line in (run / "steps.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
