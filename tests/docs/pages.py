@@ -71,17 +71,15 @@ def commands_of(block: Block) -> Iterator[Command]:
         return
     whole = ""
     for number, line in enumerate(block.text.splitlines(), start=block.line + 1):
-        if not whole:
-            if block.language == "console" and not line.startswith("$ "):
-                continue
-            line = line.removeprefix("$ ")
-        whole = f"{whole}{line.strip()}"
+        if not whole and block.language == "console" and not line.startswith("$ "):
+            continue
+        whole += (line if whole else line.removeprefix("$ ")).strip()
         if whole.endswith("\\"):
             whole = f"{whole[:-1].rstrip()} "
-        else:
-            if whole and not whole.startswith("#"):
-                yield Command(page=block.page, line=number, text=whole)
-            whole = ""
+            continue
+        if whole and not whole.startswith("#"):
+            yield Command(page=block.page, line=number, text=whole)
+        whole = ""
     if whole:
         raise ValueError(f"{block.page}:{block.line} ends in a backslash")
 

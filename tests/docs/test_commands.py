@@ -1,4 +1,4 @@
-"""Every command of the documentation: all are of a known form and checked by it, and all are run but those of one table."""
+"""Every command of the documentation: all are of a known form and checked by it; all but those of a table are run."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from rayfcp.cli import main
 from tests.docs.forms import check, words_of
 from tests.docs.pages import BLOCKS, COMMANDS, LANGUAGES, ROOT, SAVED, Command
 
-# What is not run: pattern of page and command, and why. `make quickstart` is run as the `rayfcp train` that it ends with.
+# What is not run: pattern of page and command, and why. `make quickstart` is run as the `rayfcp train` at its end.
 NOT_RUN = {
     r"README.md:\d+ make test": "these tests are part of it",
     r"README.md:\d+ make quickstart TORCH": "downloads torch; make -n takes it, and quickstart itself is run",
@@ -20,8 +20,7 @@ NOT_RUN = {
     r".* ssh ": "needs a second machine",
     r".* rayfcp watch ": "follows a run that lives: tests/telemetry does; here the run has ended",
     r".* torchrun ": "tests/execute/test_own_loop.py runs these files",
-    r".* rayfcp (train|doctor) .*(cluster\.|--)address.auto": "joins a cluster: tests/cluster/jobs and doctor start one",
-    r".* rayfcp doctor --address auto": "joins a cluster: tests/cluster/doctor starts one",
+    r".* rayfcp (train|doctor) .*address.auto": "joins a cluster: tests/cluster/jobs and doctor start one",
     r".* rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
     r".* ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",
     r".* rayfcp profile ": "tests/cluster/test_profiling.py times workers",
@@ -35,7 +34,7 @@ RUN = list({each.text.split("  #")[0].strip(): each for each in reversed(RUN)}.v
 
 # What makes a run small enough for a test, behind the words of the page.
 SMALL = [
-    *("train.steps=2", "train.warmup_steps=0", "cluster.num_workers=2", "data.paths={stdlib}/json"),
+    *("train.steps=2", "train.warmup_steps=0", "cluster.num_workers=2", 'data.paths=["{stdlib}/json"]'),
     *("data.max_seqlen=512", "data.long_sequences=split", "data.max_bad_fraction=0.5"),
     *("model.architecture.num_layers=2", "model.architecture.hidden_size=64", "data.global_batch_sequences=4"),
 ]
