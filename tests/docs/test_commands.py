@@ -20,7 +20,7 @@ NOT_RUN = {
     r".* ssh ": "needs a second machine",
     r".* rayfcp watch ": "follows a run that lives: tests/telemetry does; here the run has ended",
     r".* torchrun ": "tests/execute/test_own_loop.py runs these files",
-    r".* rayfcp (train|doctor) .*address.auto": "joins a cluster: tests/cluster/jobs and doctor start one",
+    r".* rayfcp (train|doctor) .*address.auto": "joins a cluster: tests/cluster/jobs starts one",
     r".* rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
     r".* ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",
     r".* rayfcp profile ": "tests/cluster/test_profiling.py times workers",
