@@ -29,8 +29,10 @@ NOT_RUN = {
     r"docs/results.md:.*": "takes minutes to hours; tests/jobs and tests/compare run the same code on less",
     r"dashboards/README.md:\d+ python -m dashboards.install --beside-ray": "needs Ray's Grafana: tests/dashboards",
 }
-RUN = [each for each in COMMANDS if not any(re.match(pattern, str(each)) for pattern in NOT_RUN)]
-RUN = list({each.text.split("  #")[0].strip(): each for each in reversed(RUN)}.values())[::-1]
+RUN: dict[str, Command] = {}  # once where several pages have it
+for each in COMMANDS:
+    if not any(re.match(pattern, str(each)) for pattern in NOT_RUN):
+        RUN.setdefault(each.text.split("  #")[0].strip(), each)
 
 # What makes a run small enough for a test, behind the words of the page.
 SMALL = [
@@ -82,7 +84,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("command", RUN, ids=str)
+@pytest.mark.parametrize("command", RUN.values(), ids=str)
 def test_command_runs(
     command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
