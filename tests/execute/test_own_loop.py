@@ -18,11 +18,16 @@ def test_a_documented_loop_equals_dense_attention(name: str, tmp_path: Path) -> 
     assert example
     script = tmp_path / name
     script.write_text(example[1], encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(script)]
+    # A file for each process: lines of several would mingle in one pipe.
+    logs = tmp_path / "logs"
+    options = ["--standalone", "--nproc-per-node=3", "--redirects=3", f"--log-dir={logs}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    pieces = re.findall(r"sequence=(\d+), start=(\d+), stop=(\d+)\) largest error (\S+)", done.stdout)
+    said = {path: path.read_text(encoding="utf-8") for path in logs.rglob("*.log")}
+    assert done.returncode == 0, (done.stderr, said)
+    found = "\n".join(text for path, text in said.items() if path.name == "stdout.log")
+    pieces = re.findall(r"sequence=(\d+), start=(\d+), stop=(\d+)\) largest error (\S+)", found)
     tokens = {(int(each[0]), at) for each in pieces for at in range(int(each[1]), int(each[2]))}
     assert tokens == {(i, at) for i, n in enumerate((1500, 90, 41, 300, 5)) for at in range(n)}
     assert all(float(each[3]) < 1e-5 for each in pieces)
