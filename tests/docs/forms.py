@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,31 @@ def _python(words: list[str]) -> None:
             assert (ROOT / word).is_file(), f"{word} is not there"
 
 
-def options_of(path: Path, *, seen: frozenset[Path] = frozenset()) -> set[str]:
+@cache
+def options_of(path: Path) -> frozenset[str]:
     """Names that `add_argument` gets, in the script and in the modules of the repository that it imports."""
-    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
-    for node in ast.walk(tree):
+    found, seen, waiting = set(), {path}, [path]
+    while waiting:
+        names, imported = _read(waiting.pop(), beside=path.parent)
+        found |= names
+        waiting += imported - seen
+        seen |= imported
+    return frozenset(found)
+
+
+@cache
+def _read(path: Path, *, beside: Path) -> tuple[frozenset[str], frozenset[Path]]:
+    """Names of options, and files that are imported: of the repository, or beside the script."""
+    options, names = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            for folder in (ROOT, path.parent):
-                other = folder / f"{name.replace('.', '/')}.py"
-                if other.is_file() and other not in {path, *seen}:
-                    found |= options_of(other, seen=seen | {path})
-    return found
+            options |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    files = {folder / f"{name.replace('.', '/')}.py" for name in names for folder in (ROOT, beside)}
+    return frozenset(options), frozenset(file for file in files if file.is_file())
 
 
 def _ray(words: list[str]) -> None:
