@@ -21,7 +21,7 @@ from tests.chaos.reference import Wanted
 RELATIVE = 1e-4
 
 RUN_FILES = {"config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json", "checkpoints"}
-MAYBE_FILES = {"skipped_rows.jsonl", "counters.json"}
+MAYBE_FILES = {"skipped_rows.jsonl", "counters.json", "events.jsonl", "ranks.json"}
 
 CLEARING_S = 20.0
 POLL_S = 0.1
