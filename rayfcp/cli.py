@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from rayfcp import doctor_command, profile_command, report_command, submit_command
-from rayfcp.compare.arguments import add_arguments
+from rayfcp.compare.arguments import add_arguments, positive
 
 if TYPE_CHECKING:
     from rayfcp.config import Config
@@ -116,7 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--step", type=_positive, default=1, help="which step's batch, from 1 (default: 1)")
+    plan.add_argument("--step", type=positive, default=1, help="which step's batch, from 1 (default: 1)")
     declared = plan.add_argument_group("on a cluster that is not here, as the configuration declares it")
     declared.add_argument("--lengths", metavar="FILE", help="tokens of sequences in place of the data, or dist:NAME")
     declared.add_argument("--hardware", metavar="NAME", help="its devices (default: those of cluster.device)")
@@ -153,12 +153,6 @@ def _with_run(
     parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
     parser.epilog = f"Example:  rayfcp {name} runs/quickstart"
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
 
 
 def _config(arguments: argparse.Namespace) -> "Config":

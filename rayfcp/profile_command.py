@@ -4,6 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from rayfcp.compare.arguments import positive
+
 if TYPE_CHECKING:
     from rayfcp.config import Config
 
@@ -20,9 +22,9 @@ Example:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What `rayfcp profile` takes beside the configuration and its overrides."""
     parser.add_argument("--out", metavar="DIR", help="folder of the two files (default: the run's)")
-    parser.add_argument("--rounds", type=_positive, default=3, help="times that each shape is timed (default: 3)")
+    parser.add_argument("--rounds", type=positive, default=3, help="times that each shape is timed (default: 3)")
     parser.add_argument(
-        "--max-tokens", type=_positive, help="largest pass of a rank (default: data.max_seqlen, or what memory holds)"
+        "--max-tokens", type=positive, help="largest pass of a rank (default: data.max_seqlen, or what memory holds)"
     )
     parser.epilog = EPILOG
 
@@ -41,9 +43,3 @@ def run(config: "Config", arguments: argparse.Namespace) -> None:
             say=progress.say,
         )
     sys.stdout.write(f"\n{profile_table(profiled)}\n")
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rayfcp.compare.arguments import positive
 from rayfcp.config import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--python", metavar="NAME", default="python", help="interpreter on the cluster's head")
     parser.add_argument("--job-id", metavar="JOB_ID", help="(default: run.name and random characters)")
     parser.add_argument(
-        "--grace", metavar="SECONDS", type=_positive, default=600, help="for the checkpoint of a stop (default: 600)"
+        "--grace", metavar="SECONDS", type=positive, default=600, help="for the checkpoint of a stop (default: 600)"
     )
 
 
@@ -190,9 +191,3 @@ def _judge(job_id: str, end: "JobEnd") -> None:
 def _say(text: str) -> None:
     sys.stderr.write(f"rayfcp: {text}\n")
     sys.stderr.flush()
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)

@@ -36,6 +36,11 @@ class Traced:
 Foretell = Callable[[Traced], Sequence[Span]]
 
 
+def spans_of(devices: Sequence[RankReport]) -> tuple[Span, ...]:
+    """Of a step: of a rank's tensor-parallel devices the first one's."""
+    return tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
+
+
 class Recorder:
     """Cheap: nothing here waits for devices, and nothing grows with the steps of a run but lines for what happened
     to it. `trace_steps`: how many steps, the last ones, the trace keeps; `resume_step`: after which the run begins."""
@@ -56,17 +61,15 @@ class Recorder:
         append_event(self._run_dir / events.FILE, event)
 
     def step_done(self, planned: PlannedStep, devices: Sequence[RankReport], *, cluster: ClusterSpec) -> None:
-        """What the devices say of a finished step. Of a rank's tensor-parallel devices the first one's spans are kept;
-        devices whose hosts do not wait tell nothing of how busy they were."""
+        """What the devices say of a finished step. Where hosts do not wait, nobody tells how busy a device was."""
         step = planned.batch.step
         busy_s = {each.number: each.step_s - each.wait_s for each in devices if math.isfinite(each.wait_s)}
         self._times.add(step, busy_s)
         self._last_step = step
-        spans = tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
         if self._traced and self._traced[-1].step.step >= step:
             self._traced = deque((each for each in self._traced if each.step.step < step), self._traced.maxlen)
         self._traced.append(
-            Traced(step=TracedStep(step=step, measured=spans), programs=planned.programs, cluster=cluster)
+            Traced(step=TracedStep(step=step, measured=spans_of(devices)), programs=planned.programs, cluster=cluster)
         )
         if time.monotonic() - self._written_s >= WRITE_EVERY_S:
             self._write_times()

@@ -8,7 +8,7 @@ from pathlib import Path
 from rayfcp.cluster.observing import PlannedGroups
 from rayfcp.cluster.planners import PlannedStep
 from rayfcp.cluster.ray_metrics import ray_mirror
-from rayfcp.cluster.recording import Recorder
+from rayfcp.cluster.recording import Recorder, spans_of
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.live import Worker
@@ -18,7 +18,7 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog, read_steps
-from rayfcp.values import Span, StepReport
+from rayfcp.values import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,7 @@ def picture_of(step: int, *, groups: PlannedGroups, ranks: Sequence[RankReport])
             for group in held
         ]
         start_s += max((group.predicted_s for group in held), default=0.0)
-    return Picture(step=step, planned=tuple(planned), measured=_spans(ranks))
-
-
-def _spans(ranks: Sequence[RankReport]) -> tuple[Span, ...]:
-    """Of a rank's tensor-parallel devices the first one's."""
-    return tuple(span for each in ranks if each.tensor_rank == 0 for span in each.spans)
+    return Picture(step=step, planned=tuple(planned), measured=spans_of(ranks))
 
 
 def _loggers(config: Config, *, run_dir: Path, resume_step: int, say: Say) -> Loggers:

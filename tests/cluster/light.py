@@ -114,15 +114,6 @@ def copies_at(holders: Mapping[str, Any]) -> list[Source]:
     return asking.told
 
 
-def lives(pid: int) -> bool:
-    """Neither gone nor a zombie."""
-    stat = Path(f"/proc/{pid}/stat")
-    try:
-        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def until(true: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
     """Look until it is true."""
     end_s = time.monotonic() + timeout_s

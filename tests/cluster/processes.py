@@ -29,3 +29,24 @@ def descendants(name: str) -> list[int]:
         waiting += below
         found += [each for each in below if lines[each].startswith(name)]
     return sorted(found)
+
+
+def marked(variable: str) -> dict[int, str]:
+    """Command lines of living processes whose environment began with this, NAME=VALUE. Those that rename themselves
+    lose it."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
+        except OSError:
+            continue
+    return found
+
+
+def lives(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

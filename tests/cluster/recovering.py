@@ -11,7 +11,7 @@ from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.values import StepReport
-from tests.cluster.light import lives
+from tests.cluster.processes import lives
 
 CLOSED = "closed to new workers"
 """A file in a run's folder while which no worker can start."""

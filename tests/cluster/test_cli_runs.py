@@ -14,23 +14,11 @@ import pytest
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
-from tests.cluster.processes import HEEDING_CTRL_C
+from tests.cluster.processes import HEEDING_CTRL_C, marked
 from tests.cluster.runs import run_config, write_texts
 
 STEPS = 200
 MARK = "RAYFCP_TEST_MARK"
-
-
-def processes_marked(mark: str) -> dict[int, str]:
-    """Command lines of all processes that inherited the mark in their environment."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:120]
-        except OSError:
-            continue
-    return found
 
 
 def wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
@@ -72,12 +60,12 @@ class Command:
         self.process.wait(timeout=seconds)
         written = self.log.read_text()
         assert self.process.returncode == code, written
-        assert wait_until(lambda: not processes_marked(self.mark), seconds=8), processes_marked(self.mark)
+        assert wait_until(lambda: not marked(f"{MARK}={self.mark}"), seconds=8), marked(f"{MARK}={self.mark}")
         return written
 
     def end(self) -> None:
         """After a failed test: nothing of it may stay."""
-        for process_id in processes_marked(self.mark):
+        for process_id in marked(f"{MARK}={self.mark}"):
             os.kill(process_id, signal.SIGKILL)
 
 
@@ -101,7 +89,7 @@ def test_interrupted_then_gone_on_with(started: Callable[[], Command], tmp_path:
     steps, checkpoints = tmp_path / "stopped" / "steps.jsonl", tmp_path / "stopped" / "checkpoints"
     first = started()
     assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, seconds=60), first.log.read_text()
-    seen = " ".join(processes_marked(first.mark).values())
+    seen = " ".join(marked(f"{MARK}={first.mark}").values())
     assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "RankWorker")), seen
     first.press_ctrl_c()
     written = first.ends_with(1, seconds=60)

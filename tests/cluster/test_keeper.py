@@ -17,7 +17,8 @@ from rayfcp.cluster.pushing import Pusher, Waited
 from rayfcp.cluster.restoring import restorable
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import Box, StateId
-from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, lives, shard, until
+from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard, until
+from tests.cluster.processes import lives
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

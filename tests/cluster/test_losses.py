@@ -19,7 +19,8 @@ from rayfcp.cluster.recruits import Recruits
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec
-from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start, lives, until
+from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start, until
+from tests.cluster.processes import lives
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -12,7 +12,8 @@ from rayfcp.telemetry.events import EventKind, read_events
 from rayfcp.telemetry.names import METRICS, Kind
 from rayfcp.values import StepReport
 from tests.chaos.reference import undisturbed
-from tests.cluster.light import free_cpus_again, lives, until
+from tests.cluster.light import free_cpus_again, until
+from tests.cluster.processes import lives
 from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.cluster.test_cli_runs import Command

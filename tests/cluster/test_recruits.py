@@ -24,10 +24,10 @@ from tests.cluster.light import (
     free_cpus_again,
     light_config,
     light_start,
-    lives,
     shard,
     until,
 )
+from tests.cluster.processes import lives
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.processes import HEEDING_CTRL_C
+from tests.cluster.processes import HEEDING_CTRL_C, lives, marked
 
 ROOT = Path(__file__).resolve().parents[3]
 BIN = Path(sys.executable).parent
@@ -79,7 +79,7 @@ def ray_head(*, num_cpus: int, scaling: Scaling | None = None, **more_env: str) 
         ending.callback(shutil.rmtree, folder, ignore_errors=True)
         head = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=folder)
         ending.callback(head.wait, timeout=END_S)
-        ending.callback(lambda: _end_all({head.pid, *below(head.pid), *marked(name)}))
+        ending.callback(lambda: _end_all({head.pid, *below(head.pid), *marked(f"{MARK}={name}")}))
         _await_port(dashboard, head, log=folder / "head.log")
         clients = {key: value for key, value in env.items() if key != MARK and key not in more_env}
         yield Head(
@@ -120,18 +120,6 @@ def _await_port(port: int, head: "subprocess.Popen[bytes]", *, log: Path) -> Non
     raise RuntimeError(f"the head did not start: {log.read_text()[-2000:]}")
 
 
-def marked(name: str) -> list[int]:
-    """Ids of living processes that carry the mark of this head. Those that rename themselves lose it."""
-    mark, found = f"{MARK}={name}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-        except OSError:
-            continue
-    return found
-
-
 def below(pid: int) -> list[int]:
     """Ids of a process's children, and of theirs."""
     found = []
@@ -152,15 +140,8 @@ def _end_all(pids: set[int]) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, kind)
         end_s = time.monotonic() + END_S / 3
-        while any(_lives(pid) for pid in pids) and time.monotonic() < end_s:
+        while any(lives(pid) for pid in pids) and time.monotonic() < end_s:
             time.sleep(0.1)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def overrides(run_dir: Path, *more: str) -> Sequence[str]:
