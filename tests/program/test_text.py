@@ -55,4 +55,4 @@ def test_examples_of_the_architecture_page_print_what_stands_there(capsys: pytes
     assert len(codes) == 2
     for code in codes:
         exec(code, {})
-        assert f"```\n{capsys.readouterr().out}```" in page
+        assert f"```text\n{capsys.readouterr().out}```" in page
