@@ -113,6 +113,7 @@ def check_runnable(config: Config) -> None:
 def _check_model(config: Config) -> None:
     """Model and tokenizer exist, can run, and fit."""
     from rayfcp.models.describe import check_limits, model_config, profile_of
+    from rayfcp.models.pretrained import check_weights
     from rayfcp.models.selfcheck import check_supported
     from rayfcp.models.tensor_parallel import check_tensor_parallel
 
@@ -120,6 +121,8 @@ def _check_model(config: Config) -> None:
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library, num_stages=config.cluster.pipeline_stages)
+    if config.model.init == "pretrained" and config.model.path:
+        check_weights(config.model.path, library)
     configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
 
 

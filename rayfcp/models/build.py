@@ -1,7 +1,6 @@
 """Makes models from a run's configuration: empty, whole, or this rank's shard."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -11,9 +10,10 @@ from rayfcp.execute.groups import World
 from rayfcp.execute.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.pretrained import fill_pretrained
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
-from rayfcp.models.weights import Initializer, fill_from
+from rayfcp.models.weights import Initializer
 from rayfcp.plan.costs.stages import split_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -65,10 +65,8 @@ def sharded_model(
     if empty:
         initializer.fill_buffers(model)
     elif run.init == "pretrained" and run.path:
-        library: Any = AutoModelForCausalLM.from_pretrained(
-            run.path, dtype=_parameter_dtype(run.dtype), attn_implementation=IMPLEMENTATION
-        )
-        fill_from(model, CausalLM(library))
+        initializer.fill_buffers(model)
+        fill_pretrained(model.model, run.path, config=config)
     else:
         initializer.fill(model)
     return model

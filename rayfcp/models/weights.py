@@ -26,7 +26,7 @@ class Initializer:
         self._seed = seed
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         for module in holders.values():
-            if list(module.children()):
+            if any(each._parameters or each._buffers for each in module.modules() if each is not module):
                 raise ValueError(f"{type(module).__name__} holds weights beside its modules, which are not drawn here")
         self._templates = {name: copy.deepcopy(module) for name, module in holders.items()}
         # A tied matrix is drawn once, under its first name, which every stage that holds it knows.
@@ -81,14 +81,3 @@ def put(parameter: Tensor, value: Tensor) -> None:
         parameter.to_local().copy_(part.to_local())
     else:
         parameter.copy_(value)
-
-
-@torch.no_grad()
-def fill_from(model: CausalLM, source: CausalLM) -> None:
-    """Copy all parameters and buffers of a whole model into one that may be sharded."""
-    values = dict(source.named_parameters())
-    for name, parameter in model.named_parameters():
-        put(parameter, values[name])
-    buffers = dict(source.named_buffers())
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])

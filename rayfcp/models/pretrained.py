@@ -1,0 +1,217 @@
+"""Weights of a Hugging Face folder straight into a model that may be sharded: each device reads its own parts.
+
+Names and layouts in files are those of a family's first release; the library renames tensors, and fuses or splits
+them, when it opens a model. Here its conversions run on `LazyTensor`s: what they come to is a recipe for reading, and a
+device holds no more than its shard and `BLOCK_BYTES`, but where a conversion is of a kind that needs whole tensors.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from rayfcp.config import ConfigError
+from rayfcp.execute.shards import own_box
+from rayfcp.models.lazy import Source, read
+from rayfcp.models.weight_files import WeightFiles
+from rayfcp.values.state import Box
+
+BLOCK_BYTES = 64 << 20
+"""Read at a time."""
+
+_OLD_TABLES = r"rotary_emb\.inv_freq$"
+"""Tables that older releases stored, and that are computed."""
+
+_NAMED = 3
+"""Names in a message."""
+
+
+def library_on_meta(config: PreTrainedConfig) -> Any:
+    """The whole model without memory. It gets a configuration of its own, since the library's models write into
+    theirs."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+
+
+def check_weights(path: str, config: PreTrainedConfig) -> None:
+    """Compare the headers of a folder's files with the model's configuration. What is on the hub is compared where it
+    is fetched, by the devices.
+
+    Raises:
+        ConfigError: names what is missing, of another shape, or has no place in the model.
+    """
+    if Path(path).expanduser().is_dir():
+        library = library_on_meta(config)
+        _fill(library, library, WeightFiles(path, headers_only=True))
+
+
+@torch.no_grad()
+def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) -> int:
+    """Overwrite the parameters of `model`, of the library or a stage of one, and the buffers that its files hold; of
+    what is sharded, this device's part. Nothing is sent. Returns the bytes of elements that were read.
+
+    Raises:
+        ConfigError: the files do not fit, as in `check_weights`, or a tied matrix is there twice and differs.
+    """
+    files = WeightFiles(path)
+    _fill(model, library_on_meta(config), files)
+    return files.bytes_read
+
+
+def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
+    aliases = _aliases(library)
+    own = dict((*model.named_parameters(), *model.named_buffers()))
+    wanted = {alias: own[name] for name in own for alias in aliases.get(name, ())}
+    shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
+    filled: dict[int, str] = {}
+    for name, source in _sources(files, library, wanted=wanted.keys()):
+        if tuple(source.shape) != shapes[name]:
+            raise ConfigError(
+                f"model.path is {files.path!r}, {name} has shape {list(source.shape)} there, must be "
+                f"{list(shapes[name])} by its config.json; give weights and configuration of one model"
+            )
+        target = wanted[name]
+        first = filled.setdefault(id(target), name)
+        if files.headers_only:
+            continue
+        for own_block, value in _blocks(source, target):
+            if first == name:
+                own_block.copy_(value)
+            elif not torch.equal(own_block, value.to(own_block)):
+                raise ConfigError(
+                    f"model.path is {files.path!r}, {name} and {first} differ, but its config.json ties them; set "
+                    "tie_word_embeddings to false there"
+                )
+    missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
+    if missing:
+        raise ConfigError(
+            f"model.path is {files.path!r}, its files lack {_some(missing)}; give weights and configuration of one "
+            "model"
+        )
+
+
+def _aliases(library: Any) -> dict[str, set[str]]:
+    """By name in the model's state: all names of the same tensor."""
+    state = library.state_dict(keep_vars=True)
+    names: dict[int, set[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), set()).add(name)
+    return {name: names[id(tensor)] for name, tensor in state.items()}
+
+
+@dataclass(slots=True)
+class _Recipe:
+    """Tensors of the files, by name and by what the converter matched, that become one or more of the model's."""
+
+    converter: WeightConverter | None
+    parts: list[tuple[str, str]] = field(default_factory=list)
+
+    def may_make(self, name: str, wanted: Iterable[str]) -> bool:
+        """Whether something in `wanted` can come of it. `name`: the first that it makes."""
+        patterns = self.converter.target_patterns if self.converter else [name]
+        if len(patterns) == 1:
+            return name in wanted
+        return patterns[0] not in name or any(name.replace(patterns[0], each) in wanted for each in patterns)
+
+
+def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
+    """Names of the library's model, those in `wanted`, and what the files give for them.
+
+    Raises:
+        ConfigError: a tensor of the files has no place in the model, or cannot be converted.
+    """
+    for name, recipe in _recipes(files, library).items():
+        if recipe.may_make(name, wanted):
+            made = _made(name, recipe, files, library)
+            yield from ((each, source) for each, source in made.items() if each in wanted)
+
+
+def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
+    """By the first name that each makes; in the library's order, which is that of parts to be stacked."""
+    mapping = get_model_conversion_mapping(library)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    state, prefix = library.state_dict(), library.base_model_prefix
+    recipes: dict[str, _Recipe] = {}
+    unexpected = []
+    for key in sorted(files.names, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name in state:
+            recipe = recipes.setdefault(name, _Recipe(converter_of[pattern] if pattern else None))
+            recipe.parts.append((key, pattern or key))
+        elif not _is_ignored(key, name, library):
+            unexpected.append(key)
+    if unexpected:
+        raise ConfigError(
+            f"model.path is {files.path!r}, {type(library).__name__} has no place for {_some(unexpected)} of its "
+            "files; give weights and configuration of one model"
+        )
+    return recipes
+
+
+def _is_ignored(key: str, name: str, library: Any) -> bool:
+    """What the library passes over too, such as layers that only decoding uses."""
+    patterns = (*(library._keys_to_ignore_on_load_unexpected or ()), _OLD_TABLES)
+    return any(re.search(pattern, each) for pattern in patterns for each in (key, name))
+
+
+def _made(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> dict[str, Source]:
+    sources = {key: files.tensor(key) for key, _ in recipe.parts}
+    if recipe.converter is None:
+        return {name: next(iter(sources.values()))}
+    try:
+        return _convert(name, recipe, sources, library)
+    except Exception:
+        # A conversion that asks more of its tensors than `LazyTensor` knows.
+        whole = {key: source.whole() for key, source in sources.items()}
+    try:
+        return _convert(name, recipe, whole, library)
+    except Exception as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"model.path is {files.path!r}, {name} cannot be made of {_some(list(sources))} "
+            f"({type(error).__name__}: {first}); give weights and configuration of one model"
+        ) from error
+
+
+def _convert(name: str, recipe: _Recipe, sources: Any, library: Any) -> dict[str, Source]:
+    converter = copy.deepcopy(recipe.converter)
+    assert converter is not None
+    for key, pattern in recipe.parts:
+        converter.add_tensor(name, key, pattern, sources[key])
+    found = converter.convert(name, model=library, config=library.config)
+    return {each: value[0] if isinstance(value, list) else value for each, value in found.items()}
+
+
+def _blocks(source: Source, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of this device's part of `target`, its own memory, and what `source` has for them."""
+    box = own_box(target)
+    local = (target.to_local() if isinstance(target, DTensor) else target).detach()
+    if not box.num_elements:
+        return
+    if not box.sizes:
+        yield local, read(source, box)
+        return
+    row_bytes = box.num_elements // box.sizes[0] * source.dtype.itemsize
+    rows = max(BLOCK_BYTES // row_bytes, 1)
+    for start in range(0, box.sizes[0], rows):
+        size = min(rows, box.sizes[0] - start)
+        part = Box(offsets=(box.offsets[0] + start, *box.offsets[1:]), sizes=(size, *box.sizes[1:]))
+        yield local[start : start + size], read(source, part)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,115 @@
+"""Weights of a folder on devices that share a model: each reads its own parts, and nothing else, bit for bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from rayfcp.config.models import ModelConfig
+from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.shards import own_box
+from rayfcp.models.build import sharded_model
+from rayfcp.models.lazy import read
+from rayfcp.models.pretrained import fill_pretrained
+from tests.execute.gloo import listening_store
+from tests.models.folders import saved
+
+ITEMSIZE = 2
+"""Of bfloat16 in files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model of three layers on devices."""
+
+    what: str
+    num_ranks: int = 1
+    num_stages: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_ranks * self.num_stages * self.tensor_parallel
+
+
+RUNS = (
+    Run(what="qwen3, tied", num_ranks=3),
+    Run(what="qwen3, tied", num_stages=3),
+    Run(what="qwen2, with biases", tensor_parallel=2),
+    Run(what="llama", num_ranks=2, tensor_parallel=2),
+    Run(what="phi3, fused", num_ranks=2, num_stages=2),
+    Run(what="qwen3_moe", num_ranks=3),
+    Run(what="qwen3_moe", num_ranks=2, num_stages=2),
+    Run(what="mixtral, experts renamed", num_ranks=4),
+)
+"""Five experts on three ranks; three on four."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What a device made of a folder: parameters that differ from what was saved; elements held, and of the model."""
+
+    wrong: tuple[str, ...]
+    num_held: int
+    num_whole: int
+    num_bytes: int
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Device]]:
+    """By run, then by device."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    for what in {run.what for run in RUNS}:
+        saved(folder / what, what)
+    store = listening_store()
+    size = max(run.num_devices for run in RUNS)
+    mp.spawn(_process, args=(store.port, size, str(folder)), nprocs=size)
+    told = [torch.load(folder / f"{number}.pt", weights_only=False) for number in range(size)]
+    return [[each[index] for each in told if index in each] for index in range(len(RUNS))]
+
+
+def _process(number: int, port: int, size: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    told = {}
+    for index, run in enumerate(RUNS):
+        if number < run.num_devices:
+            place = Place.of(
+                number, num_ranks=run.num_ranks, num_stages=run.num_stages, tensor_parallel=run.tensor_parallel
+            )
+            store = dist.PrefixStore(f"{index}", client)
+            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+            told[index] = _load(Path(folder) / run.what, world)
+            leave_world(world)
+    torch.save(told, Path(folder) / f"{number}.pt")
+    client.set(f"done-{number}", "1")
+    client.wait([f"done-{other}" for other in range(size)])
+
+
+def _load(folder: Path, world: World) -> Device:
+    config, path = AutoConfig.from_pretrained(folder), str(folder)
+    model = sharded_model(config, run=ModelConfig(path=path, init="pretrained"), seed=0, world=world)
+    want = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    wrong, num_held = [], 0
+    for name, parameter in model.model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        num_held += local.numel()
+        if not torch.equal(local.detach(), read(want[name].detach(), own_box(parameter)).float()):
+            wrong.append(name)
+    num_bytes = fill_pretrained(model.model, path, config=config)
+    num_whole = sum(each.numel() for each in want.values())
+    return Device(wrong=tuple(wrong), num_held=num_held, num_whole=num_whole, num_bytes=num_bytes)
+
+
+@pytest.mark.parametrize("index", range(len(RUNS)), ids=lambda index: f"{RUNS[index].what} {index}")
+def test_devices_hold_their_parts_and_read_nothing_else(index: int, found: list[list[Device]]) -> None:
+    devices = found[index]
+    assert len(devices) == RUNS[index].num_devices
+    for device in devices:
+        assert not device.wrong
+        assert device.num_bytes == ITEMSIZE * device.num_held < ITEMSIZE * 0.7 * device.num_whole
