@@ -10,6 +10,7 @@ from rayfcp.execute.groups import World
 from rayfcp.execute.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.experts import keywords_of
 from rayfcp.models.pretrained import fill_pretrained
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
@@ -25,7 +26,9 @@ def empty_model(config: PreTrainedConfig, *, dtype: str, stage: Stage | None = N
     Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
     """
     with torch.device("meta"):
-        library = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION)
+        library = AutoModelForCausalLM.from_config(
+            config, attn_implementation=IMPLEMENTATION, **keywords_of(config, dtype=dtype)
+        )
     return CausalLM(library.to(_parameter_dtype(dtype)).train(), stage=stage)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.models.experts import check_experts
 from rayfcp.models.tiny import with_layers
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
@@ -17,13 +19,15 @@ from rayfcp.values import ModelProfile
 NAMED_POSITIONS = 131072
 """Positions of models given by name."""
 
-_UNSUPPORTED = {
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-    "logit_scale": None,
-    "num_experts": None,
-    "num_local_experts": None,
+_REFUSED = {
+    "attn_logit_softcapping": "caps the logits of its attention, which kernels over several ranks do not",
+    "final_logit_softcapping": "caps its logits, which the loss does not",
+    "logit_scale": "scales its logits, which the loss does not",
 }
+"""Keys that must not be set, and why."""
+
+_SINK = re.compile(r"\bsinks?\b")
+"""Parameters of attention that takes part of its weights away from the keys."""
 
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
@@ -33,7 +37,7 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
 
     Raises:
         ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
-            experts, dropout, parts for images or sound), or does not say its shape.
+            attention sinks, losses of routers, dropout, parts for images or sound), or does not say its shape.
     """
     if config.path:
         found = _from_path(config.path)
@@ -69,17 +73,12 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
 
 
 def _check_runs(found: PreTrainedConfig) -> None:
-    kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(f"model: layer types {sorted(kinds)}, only full_attention runs; choose another model")
-    for name, neutral in _UNSUPPORTED.items():
-        if getattr(found, name, neutral) != neutral:
-            raise ConfigError(f"model: {name}={getattr(found, name)} is not supported; choose another model")
+    for name, why in _REFUSED.items():
+        value = getattr(found, name, None)
+        if value is not None:
+            raise ConfigError(f"model: {found.model_type} {why} ({name}={value}); choose another model")
     if getattr(found, "logits_scaling", None) not in (None, 1.0):
         raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
-    # Libraries without layer types slide in every layer.
-    if getattr(found, "sliding_window", None) and not getattr(found, "layer_types", None):
-        raise ConfigError(f"model: sliding_window={found.sliding_window} is not supported; choose another model")
     _check_dropout(found)
     if found.sub_configs:
         parts = ", ".join(sorted(found.sub_configs))
@@ -87,6 +86,28 @@ def _check_runs(found: PreTrainedConfig) -> None:
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
+    check_experts(found)
+    _check_sinks(found, _layer_parameters(found))
+    _check_windows(found)
+
+
+def _check_windows(found: PreTrainedConfig) -> None:
+    kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise ConfigError(f"model: layer types {sorted(kinds)}, only full_attention runs; choose another model")
+    # Libraries without layer types slide in every layer.
+    if getattr(found, "sliding_window", None) and not getattr(found, "layer_types", None):
+        raise ConfigError(f"model: sliding_window={found.sliding_window} is not supported; choose another model")
+
+
+def _check_sinks(found: PreTrainedConfig, layer: Iterable[str]) -> None:
+    """`layer`: names of a layer's parameters."""
+    sink = next((name for name in layer if _SINK.search(name)), None)
+    if sink is not None:
+        raise ConfigError(
+            f"model: {found.model_type} has attention sinks ({sink.partition('.')[2]}), which kernels over several "
+            "ranks lack; choose another model"
+        )
 
 
 def _check_dropout(found: PreTrainedConfig) -> None:

@@ -83,15 +83,27 @@ def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
 REFUSED = {
     "windows in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "only full_attention"),
     "windows in all layers": ("mistral", {"sliding_window": 128}, "sliding_window=128 is not supported"),
-    "capped logits": ("gemma2", {"layer_types": ["full_attention"] * 2}, "softcapping=.* is not supported"),
-    "scaled logits": ("cohere", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
-    "experts": ("qwen3_moe", {"num_experts": 4}, "experts=4 is not supported"),
-    "experts, named otherwise": (
-        "mixtral",
-        {"num_local_experts": 4, "sliding_window": None},
-        "experts=4 is not supported",
+    "capped logits of attention": (
+        "gemma2",
+        {"head_dim": 16},
+        r"gemma2 caps the logits of its attention, .*\(attn_logit_softcapping=50.0\); choose another model",
     ),
-    "experts beside shared ones": ("deepseek_v3", {"n_routed_experts": 4}, "experts=4 is not supported"),
+    "capped logits": (
+        "gemma2",
+        {"head_dim": 16, "attn_logit_softcapping": None},
+        r"gemma2 caps its logits, .*\(final_logit_softcapping=30.0\); choose another model",
+    ),
+    "scaled logits": ("cohere", {"logit_scale": 0.5}, r"cohere scales its logits, .*\(logit_scale=0.5\); choose"),
+    "sinks": (
+        "gpt_oss",
+        {"head_dim": 16, "num_key_value_heads": 2},
+        r"gpt_oss has attention sinks \(self_attn.sinks\), which kernels .* choose another model",
+    ),
+    "a loss of the router": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+        r"qwen3_moe asks for an auxiliary loss of its router \(output_router_logits=True\), .* to false",
+    ),
     "dropout in attention": ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1, must be 0; set it to 0"),
     "dropout elsewhere": ("phi3", {"resid_pdrop": 0.2}, "resid_pdrop=0.2, must be 0"),
     "dropout by another name": ("xglm", {"activation_dropout": 0.1}, "dropout=0.1, must be 0"),

@@ -1,0 +1,47 @@
+"""Every family that trains: loss, logits and gradients of packed batches are the library's own, on any ranks."""
+
+import pytest
+from transformers import AutoConfig, PreTrainedConfig
+
+from tests.execute.cases import VOCAB, Case
+from tests.models.families import assert_same, by_library, in_process
+from tests.models.folders import FOLDERS, SHAPE
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+KEYS = {**FOLDERS, "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True})}
+CASES = (
+    Case(num_ranks=1, lengths=(33, 1, 20), microbatches=((((0,), (0, 1, 2)),),)),
+    Case(
+        num_ranks=2,
+        lengths=(41, 1, 17, 2),
+        microbatches=((((0, 1), (0,)),), (((1,), (1, 2)), ((0,), (3,)))),
+        recomputed=2,
+    ),
+    Case(
+        num_ranks=3,
+        lengths=(61, 17, 1, 25, 7),
+        microbatches=((((2, 0, 1), (0, 2)),), (((1, 2), (1, 3)), ((0,), (4,)))),
+        reduce_every="microbatch",
+    ),
+    Case(num_ranks=3, lengths=(29, 5), microbatches=((((0, 2), (0, 1)),),), recomputed=1),
+)
+"""One, two and three ranks; the last case leaves one with nothing but padding."""
+
+
+def library(what: str) -> PreTrainedConfig:
+    family, keys = KEYS[what]
+    return AutoConfig.for_model(family, **{**SHAPE, "vocab_size": VOCAB, **keys})
+
+
+@pytest.mark.parametrize("what", KEYS)
+def test_packed_batches_as_the_library_computes_them(what: str) -> None:
+    config = library(what)
+    for case in CASES:
+        assert_same(in_process(config, case), by_library(config, case), config=config, what=(what, case.num_ranks))

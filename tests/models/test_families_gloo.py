@@ -1,0 +1,97 @@
+"""The same families on real processes over gloo, in shards: loss, logits and gradients are the library's own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rayfcp.config.models import ModelConfig
+from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.sharding import ShardedModel
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.models.build import sharded_model
+from rayfcp.models.weights import put
+from rayfcp.program import lower
+from tests.execute.cases import SEED, Case, CaseTokens
+from tests.execute.gloo import listening_store
+from tests.models.families import (
+    DTYPE,
+    Result,
+    assert_same,
+    by_library,
+    disturbed,
+    empty_logits,
+    put_logits,
+    seen_logits,
+)
+from tests.models.test_families import CASES, library
+
+TWO, THREE = CASES[1], CASES[2]
+FAMILIES = {
+    "llama3": THREE,
+    "qwen3, tied": THREE,
+    "mistral": THREE,
+    "gemma": TWO,
+    "gemma3": THREE,
+    "qwen3_moe": THREE,
+    "qwen2_moe, shared experts": TWO,
+}
+NUM_PROCESSES = THREE.num_ranks
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    """By family."""
+    folder = tmp_path_factory.mktemp("families")
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
+    return torch.load(folder / "found.pt", weights_only=False)
+
+
+def _process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found = {}
+    for case in (TWO, THREE):
+        if rank < case.num_ranks:
+            place = Place(rank=rank, num_ranks=case.num_ranks)
+            store = dist.PrefixStore(f"{case.num_ranks}", client)
+            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+            for what in [name for name, each in FAMILIES.items() if each is case]:
+                found[what] = _run(what, case, world)
+            leave_world(world)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    client.set(f"done-{rank}", "1")
+    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
+
+
+def _run(what: str, case: Case, world: World) -> Result:
+    config = library(what)
+    model = sharded_model(config, run=ModelConfig(dtype=DTYPE), seed=SEED, world=world)
+    values = dict(disturbed(config).named_parameters())
+    for name, parameter in model.named_parameters():
+        put(parameter, values[name].detach())
+    transport, kernel = DistributedTransport(world.channels.attend), pick_kernel("cpu")
+    interpreter = Interpreter(transport=transport, kernel=kernel, model=ShardedModel(model))
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.place.rank]
+    with seen_logits(model) as seen:
+        done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
+    logits = empty_logits(config, case)
+    put_logits(logits, torch.cat(seen), program=program, case=case)
+    parts = torch.nan_to_num(logits)
+    loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
+    dist.all_reduce(parts, group=world.channels.control)
+    dist.all_reduce(loss, group=world.channels.control)
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return Result(loss=float(loss), gradients=gradients, logits=parts)
+
+
+@pytest.mark.parametrize("what", FAMILIES)
+def test_in_shards_as_the_library_computes_them(what: str, found: dict[str, Result]) -> None:
+    config = library(what)
+    assert_same(found[what], by_library(config, FAMILIES[what]), config=config, what=(what,))
