@@ -19,6 +19,7 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
         num_heads=model.num_heads // tensor_parallel,
         num_kv_heads=model.num_kv_heads // tensor_parallel,
         ffn_size=model.ffn_size // tensor_parallel,
+        shared_ffn_size=model.shared_ffn_size // tensor_parallel,
     )
 
 

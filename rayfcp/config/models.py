@@ -40,14 +40,21 @@ class ArchitectureConfig(Section):
     vocab_size: Count | None = Field(default=None, description="the tokenizer's if absent")
     max_positions: Count = 8192
     tied_embeddings: bool = True
+    num_experts: Count = Field(default=1, description="MLPs of a layer, each of ffn_size, where a family has several")
+    experts_per_token: Count = Field(default=1, description="those that a token passes, chosen by a router")
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "ArchitectureConfig":
+    def _heads_and_experts_fit(self) -> "ArchitectureConfig":
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, must be even for rotary positions; try {self.head_dim + 1}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads}); change one"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}, must be at most num_experts ({self.num_experts}); "
+                "change one"
             )
         return self
 

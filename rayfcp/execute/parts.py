@@ -79,7 +79,7 @@ class PartTimer:
         shape = self._model
         heads_size, kv_size = shape.num_heads * shape.head_dim, 2 * shape.num_kv_heads * shape.head_dim
         sizes = [(shape.hidden_size, heads_size + kv_size), (heads_size, shape.hidden_size)]
-        sizes += [(shape.hidden_size, 2 * shape.ffn_size), (shape.ffn_size, shape.hidden_size)]
+        sizes += [(shape.hidden_size, 2 * shape.active_ffn_size), (shape.active_ffn_size, shape.hidden_size)]
         weights = [self._random(out, into).requires_grad_() for into, out in sizes]
         inputs = [self._random(num_tokens, into).requires_grad_() for into, _ in sizes]
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
-from rayfcp.models.experts import check_experts
+from rayfcp.models.experts import check_experts, experts_of, num_experts
 from rayfcp.models.tiny import with_layers
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
@@ -87,7 +87,7 @@ def _check_runs(found: PreTrainedConfig) -> None:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    _check_sinks(found, _layer_parameters(found))
+    _check_sinks(found, *_layer_parameters(found, num_layers=1))
     _check_windows(found)
 
 
@@ -105,8 +105,8 @@ def _check_sinks(found: PreTrainedConfig, layer: Iterable[str]) -> None:
     sink = next((name for name in layer if _SINK.search(name)), None)
     if sink is not None:
         raise ConfigError(
-            f"model: {found.model_type} has attention sinks ({sink.partition('.')[2]}), which kernels over several "
-            "ranks lack; choose another model"
+            f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "
+            "lack; choose another model"
         )
 
 
@@ -132,7 +132,7 @@ def _named(name: str) -> ArchitectureConfig:
     except ValueError as error:
         raise ConfigError(f"model.name: {error}") from error
     return ArchitectureConfig(
-        model_type=re.split(r"[0-9.-]", name)[0] + ("3" if name.startswith("qwen3") else ""),
+        model_type=_family(name) + ("_moe" if shape.has_experts else ""),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_heads=shape.num_heads,
@@ -142,7 +142,13 @@ def _named(name: str) -> ArchitectureConfig:
         vocab_size=shape.vocab_size,
         max_positions=NAMED_POSITIONS,
         tied_embeddings=shape.tied_embeddings,
+        num_experts=shape.num_experts,
+        experts_per_token=shape.experts_per_token,
     )
+
+
+def _family(name: str) -> str:
+    return re.split(r"[0-9.-]", name)[0] + ("3" if name.startswith("qwen3") else "")
 
 
 def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrainedConfig:
@@ -159,6 +165,7 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
             max_position_embeddings=shape.max_positions,
             tie_word_embeddings=shape.tied_embeddings,
             attention_dropout=0.0,
+            **_experts_keywords(shape),
         )
     except ValueError as error:
         raise ConfigError(
@@ -166,18 +173,35 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
         ) from error
 
 
+def _experts_keywords(shape: ArchitectureConfig) -> dict[str, int]:
+    if shape.num_experts == 1:
+        return {}
+    return {
+        "num_experts": shape.num_experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.ffn_size,
+    }
+
+
 def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
     """The model's shape as the cost model wants it.
 
     The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead
-    `ffn_size` is chosen so that these count as many parameters: two thirds of the width of an MLP of 2.
+    `ffn_size` is chosen so that these count as many parameters: two thirds of the width of an MLP of 2. With
+    experts it is the width of one, and what all tokens pass beside counts the same way.
+
+    Raises:
+        ConfigError: the library cannot make its layers, or those with experts are not equal.
     """
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     attention = config.hidden_size * head_dim * 2 * (heads + kv_heads)
-    layer = _layer_parameters(config)
+    layers = _layer_parameters(config, num_layers=config.num_hidden_layers if num_experts(config) else 1)
+    experts, layer = experts_of(config, layers), layers[0]
     matrices = sum(parameter.numel() for parameter in layer.values() if parameter.ndim > 1)
+    matrices -= experts.num_parameters if experts else 0
+    plain_size = round((matrices - attention) / (3 * config.hidden_size))
     return ModelProfile(
         name=name,
         num_layers=config.num_hidden_layers,
@@ -185,23 +209,26 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=round((matrices - attention) / (3 * config.hidden_size)),
+        ffn_size=experts.ffn_size if experts else plain_size,
         vocab_size=config.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
         head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
+        num_experts=experts.count if experts else 1,
+        experts_per_token=experts.per_token if experts else 1,
+        shared_ffn_size=plain_size if experts else 0,
     )
 
 
-def _layer_parameters(config: PreTrainedConfig) -> dict[str, nn.Parameter]:
-    """Of the first layer of the library's model, by name.
+def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict[str, nn.Parameter]]:
+    """Of the first layers of the library's model, by name.
 
     Raises:
         ConfigError: the library cannot make a layer of it.
     """
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(with_layers(config, 1))
-        return dict(model.get_decoder().layers.named_parameters())
+            model: Any = AutoModelForCausalLM.from_config(with_layers(config, num_layers))
+        return [dict(layer.named_parameters()) for layer in model.get_decoder().layers]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(

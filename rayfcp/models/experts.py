@@ -61,7 +61,8 @@ def experts_of(config: PreTrainedConfig, layers: Iterable[dict[str, Tensor]]) ->
     stacked = {name: shape for name, shape in first.items() if len(shape) == 3 and shape[0] == count}
     if not stacked:
         raise ConfigError(
-            f"model: {config.model_type} keeps its {count} experts apart, only stacked ones run; choose another model"
+            f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, "
+            "such as qwen3_moe"
         )
     each = sum(rows * columns for _, rows, columns in stacked.values())
     router = count * config.hidden_size

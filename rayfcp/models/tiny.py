@@ -23,8 +23,8 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words. Heads keep their size, since tables of rotary factors and
-    partial rotations are made for it; grouped heads stay grouped."""
+    """A copy with few layers, heads and words, and narrow MLPs. Heads keep their size, since tables of rotary factors
+    and partial rotations are made for it; grouped heads stay grouped."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
     tiny: Any = with_layers(config, num_layers)
@@ -32,7 +32,9 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
         tiny.num_key_value_heads = HEADS if kv_heads == config.num_attention_heads else HEADS // 2
-    tiny.intermediate_size = FFN_SIZE
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if getattr(config, name, None) is not None:
+            setattr(tiny, name, FFN_SIZE)
     tiny.vocab_size = VOCAB_SIZE
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(tiny, name, None)

@@ -106,7 +106,7 @@ class Machine:
 
     @property
     def layer_parameters(self) -> int:
-        return self.model.layer_matmul_parameters
+        return self.model.layer_parameters
 
     @property
     def hidden_bytes_per_token(self) -> int:

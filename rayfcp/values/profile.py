@@ -6,7 +6,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """Shape of a decoder-only transformer with a gated MLP. `head_norms`: queries and keys are normed before attention,
-    head by head or together."""
+    head by head or together.
+
+    With `num_experts` above 1 each layer has so many MLPs of `ffn_size` and a router, which sends a token to
+    `experts_per_token` of them; `shared_ffn_size` is the width of what all tokens pass beside. A token's work counts
+    what it passes, memory and messages count all.
+    """
 
     name: str
     num_layers: int
@@ -18,18 +23,40 @@ class ModelProfile:
     vocab_size: int
     tied_embeddings: bool = False
     head_norms: bool = False
+    num_experts: int = 1
+    experts_per_token: int = 1
+    shared_ffn_size: int = 0
+
+    @property
+    def has_experts(self) -> bool:
+        return self.num_experts > 1
+
+    @property
+    def active_ffn_size(self) -> int:
+        """Width of all MLPs that a token passes in a layer."""
+        return self.experts_per_token * self.ffn_size + self.shared_ffn_size
 
     @property
     def layer_matmul_parameters(self) -> int:
-        """Parameters of one layer that take part in matrix multiplications."""
+        """Parameters of one layer by which a token is multiplied."""
+        return self._around_experts + 3 * self.hidden_size * self.active_ffn_size
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer in matrices, those of all experts."""
+        return self._around_experts + 3 * self.hidden_size * (self.num_experts * self.ffn_size + self.shared_ffn_size)
+
+    @property
+    def _around_experts(self) -> int:
+        """Parameters of one layer's attention and router."""
         attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        return attention + 3 * self.hidden_size * self.ffn_size
+        return attention + (self.num_experts * self.hidden_size if self.has_experts else 0)
 
     @property
     def num_parameters(self) -> int:
         """Parameters in matrices; norms are left out (under 0.1 %)."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied_embeddings else 2)
-        return self.num_layers * self.layer_matmul_parameters + embeddings
+        return self.num_layers * self.layer_parameters + embeddings
 
     @property
     def linear_flops_per_token(self) -> float:

@@ -19,6 +19,7 @@ from tests.execute.staged import Fabrics, StagedCase
 from tests.execute.test_attention import run_ranks
 from tests.program.pipelines import chunk, pipeline, plan_of
 
+EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}
 SHAPE = {"hidden_size": 256, "num_heads": 16, "num_kv_heads": 8, "head_dim": 16, "ffn_size": 640}
 LAYERS = (4, 3)
 
@@ -42,7 +43,7 @@ def long_case(*, num_ranks: int, primitive: Primitive, recomputed: int, ahead: b
         sequences=tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)),
         layers_of_stage=LAYERS,
         is_tied=False,
-        shape=tuple((SHAPE | {"model_type": family}).items()),
+        shape=tuple((SHAPE | {"model_type": family} | (EXPERTS if family.endswith("moe") else {})).items()),
     )
 
 
@@ -104,3 +105,9 @@ def test_peak_of_saved_activations(
     case = long_case(num_ranks=num_ranks, primitive=primitive, recomputed=recomputed, ahead=ahead, family=family)
     want = [modelled(case, program) for program in case.programs]
     assert measured(case) == pytest.approx(want, rel=0.1)
+
+
+def test_peak_of_experts() -> None:
+    """Each token's experts keep their own inputs and outputs."""
+    case = long_case(num_ranks=1, primitive=Primitive.RING, recomputed=0, ahead=False, family="qwen3_moe")
+    assert measured(case) == pytest.approx([modelled(case, program) for program in case.programs], rel=0.1)

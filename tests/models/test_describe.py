@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rayfcp.config import ConfigError
@@ -38,6 +39,50 @@ def test_the_profile_counts_the_matrices_of_the_real_model(family: str, tied: bo
     assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
+EXPERTS = {
+    "qwen3_moe": ({"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}, (20, 6, 2, 0)),
+    "mixtral": ({"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}, (48, 3, 2, 0)),
+    "qwen2_moe": (
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 24,
+        },
+        (20, 6, 4, 24),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_the_profile_knows_experts(family: str) -> None:
+    """All of them in memory; in the work of a token those that it passes, which is what products of matrices do."""
+    keys, want = EXPERTS[family]
+    config = AutoConfig.for_model(family, **SMALL, **keys, vocab_size=VOCAB, num_key_value_heads=2)
+    profile = profile_of(config, name="tiny")
+    assert (profile.ffn_size, profile.num_experts, profile.experts_per_token, profile.shared_ffn_size) == want
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
+    gates = sum(p.numel() for name, p in model.named_parameters() if "shared_expert_gate" in name)
+    assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim > 1) - gates
+    ids = torch.arange(16)[None]
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    flops = counted.get_flop_counts()["Global"]
+    linear = sum(count for kind, count in flops.items() if kind in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    extra = 2 * 16 * gates
+    assert linear == 16 * profile.linear_flops_per_token + extra
+
+
+def test_layers_with_and_without_experts_are_refused() -> None:
+    keys = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "mlp_only_layers": [1]}
+    config = AutoConfig.for_model("qwen3_moe", **SMALL, **keys, vocab_size=VOCAB)
+    with pytest.raises(ConfigError, match="qwen3_moe has layers with experts and layers without, only equal"):
+        profile_of(config, name="tiny")
+    shape = architecture("qwen3").model_copy(update={"num_experts": 4, "experts_per_token": 2})
+    with pytest.raises(ConfigError, match=r"qwen3 has no layers of 4 stacked experts, .* such as qwen3_moe"):
+        profile_of(model_config(ModelConfig(architecture=shape), vocab_size=VOCAB), name="tiny")
+
+
 UNGATED = ("starcoder2", "gpt_neox", "phi")
 
 
@@ -52,7 +97,7 @@ def test_the_profile_counts_mlps_of_two_matrices_too(family: str) -> None:
     assert profile.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
-@pytest.mark.parametrize("name", ["qwen3-4b", "llama3.2-1b"])
+@pytest.mark.parametrize("name", ["qwen3-4b", "llama3.2-1b", "qwen3-30b-a3b"])
 def test_a_model_by_name_has_the_profile_of_that_name(name: str) -> None:
     assert profile_of(model_config(ModelConfig(name=name), vocab_size=VOCAB), name=name) == model_profile(name)
 

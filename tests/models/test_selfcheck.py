@@ -24,7 +24,21 @@ def library(family: str, **keys: Any) -> PreTrainedConfig:
 
 
 @pytest.mark.parametrize(
-    "family", [*FAMILIES, "phi3", "granite", "gemma", "olmo2", "starcoder2", "gpt_neox", "smollm3", "glm", "biogpt"]
+    "family",
+    [
+        *FAMILIES,
+        "phi3",
+        "granite",
+        "gemma",
+        "olmo2",
+        "starcoder2",
+        "gpt_neox",
+        "smollm3",
+        "glm",
+        "biogpt",
+        "qwen3_moe",
+        "olmoe",
+    ],
 )
 def test_families_that_agree_pass(family: str) -> None:
     check_supported(library(family))

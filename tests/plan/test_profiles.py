@@ -11,7 +11,7 @@ from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import HardwareProfile, ModelProfile
 
 NAMED_MODELS = [
-    *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
+    *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
     *("gpt-7b", "gpt-13b", "gpt-30b", "internvl3-2b", "internvl3-8b", "internvl2.5-4b"),
     *("qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b"),
 ]
@@ -30,7 +30,8 @@ def test_all_profiles_are_there() -> None:
 @pytest.mark.parametrize("name", NAMED_MODELS)
 def test_each_figure_of_a_model_has_a_source(name: str) -> None:
     sources = MODELS.sources(name)
-    assert set(sources) == figures(ModelProfile)
+    of_experts = {"num_experts", "experts_per_token", "shared_ffn_size"}
+    assert set(sources) == figures(ModelProfile) - (of_experts if not MODELS[name].has_experts else set())
     assert all(len(text) > len("assumed, so") for text in sources.values())
 
 
@@ -58,9 +59,22 @@ def test_gated_stand_ins_have_a_plain_mlp_s_parameters(name: str, billions: floa
     assert model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("llama3-70b", 70.6), ("internvl3-8b", 7.62), ("internvl3-2b", 1.78)])
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("llama3-70b", 70.6), ("internvl3-8b", 7.62), ("internvl3-2b", 1.78), ("qwen3-30b-a3b", 30.5)],
+)
 def test_published_sizes(name: str, billions: float) -> None:
     assert model_profile(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def test_a_token_s_work_counts_the_experts_that_it_passes() -> None:
+    """3.3 billion parameters are active, as published; without the embedding, of which a token reads one row, 3.0."""
+    model = model_profile("qwen3-30b-a3b")
+    embedding = model.vocab_size * model.hidden_size
+    assert (model.linear_flops_per_token / 2 + embedding) / 1e9 == pytest.approx(3.35, rel=0.01)
+    alike = dataclasses.replace(model, num_experts=1, experts_per_token=1, ffn_size=8 * 768 + 128 // 3)
+    assert model.layer_matmul_parameters == pytest.approx(alike.layer_parameters, rel=1e-3)
+    assert alike.layer_parameters == alike.layer_matmul_parameters
 
 
 def written(folder: Path, profile: ModelProfile | HardwareProfile, **changes: object) -> str:

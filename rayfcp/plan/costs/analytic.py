@@ -142,7 +142,7 @@ def shard_traffic(
     s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
     gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
-    one, last = model.layer_matmul_parameters, len(layers_of_stage) - 1
+    one, last = model.layer_parameters, len(layers_of_stage) - 1
     return tuple(
         ShardTraffic(
             forward_s=(layers * one + outer[stage]) * gather_s,

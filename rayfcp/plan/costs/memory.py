@@ -53,8 +53,8 @@ def state_bytes(
     model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); fp32 logits and their gradient
     of one chunk of the loss.
     """
-    embeddings = model.num_parameters - model.num_layers * model.layer_matmul_parameters
-    gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_matmul_parameters + embeddings
+    embeddings = model.num_parameters - model.num_layers * model.layer_parameters
+    gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
     unreduced = model.num_parameters if reduce_every == "step" else gathered
     sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
     logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES
@@ -78,8 +78,8 @@ def stage_state_bytes(
     """
     layers, last = layers_of_stage[stage], stage == len(layers_of_stage) - 1
     outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
-    whole = layers * model.layer_matmul_parameters + outer
-    passing = min(GATHERED_LAYERS, layers) * model.layer_matmul_parameters + outer
+    whole = layers * model.layer_parameters + outer
+    passing = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
     gathered = whole if gather_every == "step" else passing
     unreduced = whole if reduce_every == "step" else passing
     logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES if last else 0
@@ -116,7 +116,7 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
         kv=kv,
         kv_gradients=gradients,
         head=(FP32_BYTES + 2 * e) * model.hidden_size,
-        working=2 * e * model.ffn_size,
+        working=working_token_bytes(model, bytes_per_element=e),
         buffers=2 * (kv + gradients),
     )
 
@@ -132,8 +132,7 @@ def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_elemen
     kept = (model.num_layers - recomputed_layers) * whole
     kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
     buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
-    working = 2 * bytes_per_element * model.ffn_size + buffers
-    return kept + working
+    return kept + working_token_bytes(model, bytes_per_element=bytes_per_element) + buffers
 
 
 def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
@@ -141,11 +140,21 @@ def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
 
     Two norms: input in fp32, normalised input, output: 2 (4 + 2e) h. Attention: query, output, keys and
     values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
-    normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F.
+    normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
+    those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
     """
     e = bytes_per_element
     norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
     attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
     if model.head_norms:
         attention += (FP32_BYTES + e) * (model.num_heads + model.num_kv_heads) * model.head_dim
-    return norms + attention + 4 * e * model.ffn_size
+    mlp = 4 * e * model.active_ffn_size
+    if model.has_experts:
+        mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
+    return norms + attention + mlp
+
+
+def working_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes per token of the gradients of an MLP's two inner activations and, with experts, of their inputs."""
+    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
+    return bytes_per_element * (2 * model.active_ffn_size + routed)

@@ -49,9 +49,7 @@ def outer_parameters(model: ModelProfile, *, num_stages: int) -> tuple[int, ...]
 def stage_parameters(model: ModelProfile, layers_of_stage: Sequence[int]) -> tuple[int, ...]:
     """Parameters of each stage."""
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
-    return tuple(
-        layers * model.layer_matmul_parameters + more for layers, more in zip(layers_of_stage, outer, strict=True)
-    )
+    return tuple(layers * model.layer_parameters + more for layers, more in zip(layers_of_stage, outer, strict=True))
 
 
 def check_layers(model: ModelProfile, layers_of_stage: Sequence[int]) -> None:

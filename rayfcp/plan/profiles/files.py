@@ -17,7 +17,7 @@ from rayfcp.values import HardwareProfile, ModelProfile
 P = TypeVar("P", bound=ModelProfile | HardwareProfile)
 
 MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_bandwidth"}
-MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens"}
+MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"}
 SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
 
@@ -98,6 +98,11 @@ class Shipped(Mapping[str, P], Generic[P]):
         if heads is not None and heads % kv_heads:
             raise ConfigError(
                 f"{where}: num_heads is {heads}, must be a multiple of num_kv_heads ({kv_heads}); change one"
+            )
+        experts, each = values.get("num_experts", 1), values.get("experts_per_token", 1)
+        if each > experts:
+            raise ConfigError(
+                f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one"
             )
 
 
