@@ -4,12 +4,13 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rayfcp.config import ConfigError
 
@@ -118,3 +119,9 @@ def host_buffers(device: torch.device) -> Callable[[int], np.ndarray[Any, Any]]:
     it computes."""
     pinned = device.type != "cpu"
     return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+
+
+def moved(numbers: Sequence[int] | np.ndarray, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on a device; by way of pinned memory on an accelerator, so that the host does not wait."""
+    host = torch.as_tensor(numbers, dtype=dtype)
+    return host.to(device) if device.type in ("cpu", "meta") else host.pin_memory().to(device, non_blocking=True)

@@ -12,7 +12,8 @@ INSTALL = {
     "cpu": "reinstall torch and rayfcp",
     "auto": "reinstall torch and rayfcp",
 }
-FASTER = "pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit)"
+SLOWER = "torch's flash,"
+FASTER = "pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit); on Hopper flash-attn 3, from hopper/ of its sources"
 
 
 def kernels(node: NodeFacts) -> Iterator[Finding]:
@@ -23,10 +24,10 @@ def kernels(node: NodeFacts) -> Iterator[Finding]:
             what=f"no attention kernel for {seen.kind}: {seen.error[:300]}",
             remedy=INSTALL.get(seen.kind, INSTALL["auto"]),
         )
-    elif seen.kernel.startswith("TorchFlash"):
-        yield Finding(verdict=Verdict.WARN, what="attention runs on torch's own flash kernels", remedy=FASTER)
+    elif seen.kernel.startswith(SLOWER):
+        yield Finding(verdict=Verdict.WARN, what=f"attention on {seen.kind}: {seen.kernel}", remedy=FASTER)
     else:
-        yield Finding(verdict=Verdict.OK, what=f"attention kernel {seen.kernel} on {seen.kind}")
+        yield Finding(verdict=Verdict.OK, what=f"attention on {seen.kind}: {seen.kernel}")
 
 
 def seen_by_torch(node: NodeFacts) -> Iterator[Finding]:

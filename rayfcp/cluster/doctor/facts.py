@@ -37,8 +37,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerators:
-    """What torch sees in a process of its own. `kernel`: the attention kernel that would be used, or None with the
-    `error` that torch or the kernel raised."""
+    """What torch sees in a process of its own. `kernel`: name of the attention kernel that would be used, or None
+    with the `error` that torch or the kernel raised."""
 
     kind: str
     count: int = 0

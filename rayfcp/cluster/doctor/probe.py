@@ -17,8 +17,7 @@ def look(kind: str) -> dict[str, object]:
         if kind == "npu":
             pick_kernel(kind)  # loads torch's extension
         kind = device_kind(kind)
-        chosen = pick_kernel(kind)
-        kernel = type(getattr(chosen, "half", chosen)).__name__
+        kernel = pick_kernel(kind).name
     except Exception as raised:  # whatever keeps the device from working is what is asked for
         error = " ".join(f"{raised}".split()) or type(raised).__name__
     module = getattr(torch, kind, None)

@@ -1,18 +1,32 @@
 """Attention kernels, one file per kind of device, behind one interface."""
 
+import functools
+import logging
+
 from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError
 
+logger = logging.getLogger(__name__)
 
-def pick_kernel(device: str) -> AttentionKernel:
-    """The best kernel that can run on `device` ("cpu", "cuda" or "npu").
+
+@functools.cache
+def pick_kernel(device: str, *, spared_sms: int = 0) -> AttentionKernel:
+    """The best kernel that can run on `device` ("cpu", "cuda" or "npu"), picked once; its name goes to the log.
+
+    `spared_sms`: multiprocessors of a GPU that it leaves to communication, if it can.
 
     Raises:
         KernelUnavailableError: says what to install.
     """
+    kernel = _pick(device, spared_sms)
+    logger.info("attention on %s: %s", device, kernel.name)
+    return kernel
+
+
+def _pick(device: str, spared_sms: int) -> AttentionKernel:
     if device == "cuda":
         from rayfcp.execute.kernels.cuda import cuda_kernel
 
-        return cuda_kernel()
+        return cuda_kernel(spared_sms=spared_sms)
     if device == "npu":
         from rayfcp.execute.kernels.npu import NpuKernel
 

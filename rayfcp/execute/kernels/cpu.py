@@ -16,7 +16,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 class CpuKernel:
     """See `AttentionKernel`."""
 
-    name = "aten-flash-cpu"
+    name = "torch's flash for CPUs"
 
     def forward(
         self,

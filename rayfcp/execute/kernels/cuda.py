@@ -1,163 +1,30 @@
-"""CUDA attention: flash-attn 2 when installed, otherwise torch's own kernels, by dtype.
+"""CUDA attention: the best kernel that is here for halves, torch's memory-efficient one for fp32.
 
-All take all pairs of a call in one launch. flash-attn is called through its documented low-level functions
-`_flash_attn_varlen_forward/_backward`, torch through `aten::_flash_attention_forward/_backward`; fp32, which
-neither computes, goes to `cutlass`.
+In this order: flash-attn 3 (Hopper), flash-attn 2, torch's cuDNN kernels (Hopper, datacentre Blackwell), torch's own
+flash kernels. All take all pairs of a call in one launch.
 """
 
+import importlib
 import importlib.util
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
+from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
+from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
 from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Lengths
-from rayfcp.execute.kernels.varlen import Offsets, padded, repeated, summed
+from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
+from rayfcp.execute.kernels.varlen import padded
 
+logger = logging.getLogger(__name__)
 
-class TorchFlashKernel:
-    """torch's own flash kernels; see `AttentionKernel`. head_dim is a multiple of 8."""
-
-    name = "aten-flash-cuda"
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query.contiguous(),
-            repeated(query, key),
-            repeated(query, value),
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
-            0.0,
-            causal,
-            False,
-            scale=scale,
-        )
-        return out, lse.transpose(0, 1)
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
-        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-        dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            grad_out.contiguous(),
-            query.contiguous(),
-            repeated(query, key),
-            repeated(query, value),
-            out.contiguous(),
-            lse.transpose(0, 1).contiguous(),
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
-            0.0,
-            causal,
-            seed,
-            torch.empty(0, device=query.device),
-            scale=scale,
-        )
-        return dq, summed(dk, key), summed(dv, value)
-
-
-class FlashAttnKernel:
-    """The flash-attn package, version 2.8; see `AttentionKernel`. head_dim is a multiple of 8."""
-
-    name = "flash-attn"
-
-    def __init__(self) -> None:
-        from flash_attn import flash_attn_interface
-
-        self._library: Any = flash_attn_interface
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
-        out, lse, *_ = self._library._flash_attn_varlen_forward(
-            q=query,
-            k=key,
-            v=value,
-            cu_seqlens_q=offsets.query,
-            cu_seqlens_k=offsets.key,
-            max_seqlen_q=offsets.max_query,
-            max_seqlen_k=offsets.max_key,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-        )
-        return out, lse.transpose(0, 1)
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
-        grads = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        self._library._flash_attn_varlen_backward(
-            dout=grad_out.contiguous(),
-            q=query,
-            k=key,
-            v=value,
-            out=out.contiguous(),
-            softmax_lse=lse.transpose(0, 1).contiguous(),
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
-            cu_seqlens_q=offsets.query,
-            cu_seqlens_k=offsets.key,
-            max_seqlen_q=offsets.max_query,
-            max_seqlen_k=offsets.max_key,
-            dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
-            window_size_left=-1,
-            window_size_right=-1,
-            softcap=0.0,
-            alibi_slopes=None,
-            deterministic=False,
-        )
-        return grads[0], grads[1], grads[2]
+FLASH_ATTN_2 = ("flash_attn.flash_attn_interface",)
+FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+"""Where builds put the modules."""
 
 
 class CudaKernel:
@@ -227,8 +94,8 @@ class CudaKernel:
         return self._kernels[dtype]
 
 
-def cuda_kernel() -> CudaKernel:
-    """flash-attn if it can be imported, else torch's kernels.
+def cuda_kernel(*, spared_sms: int = 0) -> CudaKernel:
+    """For this process's device; kernels that can leave `spared_sms` multiprocessors to communication do.
 
     Raises:
         KernelUnavailableError: there is no CUDA device.
@@ -238,5 +105,30 @@ def cuda_kernel() -> CudaKernel:
             "cluster.device is cuda, but torch sees no CUDA device; install torch's CUDA build and a driver, "
             "or set cluster.device=cpu"
         )
-    half = FlashAttnKernel() if importlib.util.find_spec("flash_attn") else TorchFlashKernel()
-    return CudaKernel(half=half, single=CutlassKernel())
+    return CudaKernel(half=half_kernel(torch.cuda.get_device_capability(), spared_sms), single=CutlassKernel())
+
+
+def half_kernel(capability: tuple[int, int], spared_sms: int) -> AttentionKernel:
+    """For fp16 and bf16 on a device of this compute capability."""
+    if capability[0] == 9 and (library := _library(FLASH_ATTN_3)):
+        return FlashAttn3Kernel(library, spared_sms=spared_sms)
+    if library := _library(FLASH_ATTN_2):
+        return FlashAttn2Kernel(library)
+    flash = TorchFlashKernel()
+    if capability[0] in (9, 10) and keeps_plans():
+        cudnn = CudnnKernel(short=flash)
+        if agrees(cudnn, flash, device="cuda"):
+            return cudnn
+    return flash
+
+
+def _library(names: tuple[str, ...]) -> Any | None:
+    """The first of these modules that can be imported; one that is there and cannot be is told of."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            logger.warning("%s is installed but cannot be imported: %s", name, " ".join(str(error).split())[:300])
+    return None

@@ -8,9 +8,11 @@ reads as a weight of 0. From Ampere on a product is three of tf32, close to fp32
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rayfcp.execute.device import moved
 from rayfcp.execute.kernels.interface import Lengths
 from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
 
@@ -21,7 +23,7 @@ _LSE_ALIGNMENT = 32
 class CutlassKernel:
     """See `AttentionKernel`; head_dim is a multiple of 8."""
 
-    name = "aten-efficient-cuda"
+    name = "torch's memory-efficient"
 
     def forward(
         self,
@@ -36,9 +38,9 @@ class CutlassKernel:
     ) -> tuple[Tensor, Tensor]:
         offsets = Offsets(query_lengths, key_lengths, device=query.device)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-            query.contiguous().unsqueeze(0),
-            repeated(query, key).unsqueeze(0),
-            repeated(query, value).unsqueeze(0),
+            _batch(query),
+            _batch(repeated(query, key)),
+            _batch(repeated(query, value)),
             None,
             offsets.query,
             offsets.key,
@@ -68,12 +70,12 @@ class CutlassKernel:
         offsets = Offsets(query_lengths, key_lengths, device=query.device)
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-            grad_out.contiguous().unsqueeze(0),
-            query.contiguous().unsqueeze(0),
-            repeated(query, key).unsqueeze(0),
-            repeated(query, value).unsqueeze(0),
+            _batch(grad_out),
+            _batch(query),
+            _batch(repeated(query, key)),
+            _batch(repeated(query, value)),
             None,
-            out.contiguous().unsqueeze(0),
+            _batch(out),
             offsets.query,
             offsets.key,
             offsets.max_query,
@@ -89,6 +91,11 @@ class CutlassKernel:
         return dq.squeeze(0), summed(dk.squeeze(0), key), summed(dv.squeeze(0), value)
 
 
+def _batch(tensor: Tensor) -> Tensor:
+    """A batch of one, contiguous."""
+    return tensor.contiguous().unsqueeze(0)
+
+
 def _padded_length(lengths: Lengths) -> int:
     return -(-max(lengths) // _LSE_ALIGNMENT) * _LSE_ALIGNMENT
 
@@ -97,7 +104,8 @@ def _padded_length(lengths: Lengths) -> int:
 def _rows(lengths: Lengths, device: torch.device) -> Tensor:
     """Where each query's row is when pairs lie `_padded_length` apart."""
     length = _padded_length(lengths)
-    return torch.cat([torch.arange(n) + pair * length for pair, n in enumerate(lengths)]).to(device, non_blocking=True)
+    rows = np.concatenate([np.arange(n) + pair * length for pair, n in enumerate(lengths)])
+    return moved(rows, dtype=torch.int64, device=device)
 
 
 def _by_pair(lse: Tensor, lengths: Lengths) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rayfcp.execute.device import moved
 from rayfcp.execute.kernels.interface import Lengths
 
 ALIGNMENT = 8
@@ -23,9 +24,9 @@ class Offsets:
         self.max_key = max(key_lengths)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def _offsets(lengths: Lengths, device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return moved([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def padded(tensor: Tensor) -> Tensor:
@@ -35,10 +36,13 @@ def padded(tensor: Tensor) -> Tensor:
 
 
 def repeated(query: Tensor, tensor: Tensor) -> Tensor:
-    """Keys or values with as many heads as the query, which torch's kernels want."""
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1).contiguous()
+    """Keys or values with as many heads as the query, for kernels that want that."""
+    times = query.shape[1] // tensor.shape[1]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
 
 
 def summed(grad: Tensor, like: Tensor) -> Tensor:
     """Gradient of what `repeated` repeated, in fp32."""
+    if grad.shape[1] == like.shape[1]:
+        return grad
     return grad.unflatten(1, (like.shape[1], -1)).sum(dim=2, dtype=torch.float32)

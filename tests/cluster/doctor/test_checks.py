@@ -23,6 +23,11 @@ from rayfcp.cluster.doctor.facts import (
     Verdict,
 )
 from rayfcp.cluster.doctor.required import PYTHON, REQUIRED
+from rayfcp.execute.kernels.cuda import CudaKernel
+from rayfcp.execute.kernels.cutlass import CutlassKernel
+from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
+
+SLOWER = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel()).name
 
 NEEDS = Needs(
     device="cuda", min_workers=8, max_workers=16, run_dir="/s/r", paths=("/s/d",), checkpoint_bytes=GIB, metrics_port=90
@@ -31,7 +36,9 @@ NODE = NodeFacts(
     name="a",
     python=(3, 11, 2),
     versions={package: f"{least}.1" for package, least in REQUIRED.items()},
-    accelerators=Accelerators(kind="cuda", count=8, names=("H100",), kernel="FlashAttnKernel"),
+    accelerators=Accelerators(
+        kind="cuda", count=8, names=("H100",), kernel="flash-attn 2, torch's memory-efficient in fp32"
+    ),
     memory_bytes=64 * GIB,
     shm_bytes=32 * GIB,
     open_files=1 << 20,
@@ -104,7 +111,7 @@ WARNS = {
     "little shared memory": (on_node(shm_bytes=GIB // 16), "/dev/shm has 64.0 MiB"),
     "rather few files": (on_node(open_files=20000), "20000 open files permitted"),
     "small object store": (on_node(devices={"GPU": 8.0, "object_store_memory": 1e8}), "object store has 95.4 MiB"),
-    "slower kernel": (accelerators(kernel="TorchFlashKernel"), "torch's own flash kernels"),
+    "slower kernel": (accelerators(kernel=SLOWER), "on cuda: torch's flash, "),
     "more devices than offered": (accelerators(count=16), "Ray offers 8 GPU, torch sees 16"),
     "clock off": (on_node(clock_ahead_s=1.6, clock_within_s=0.1), "differs from the driver's by 1.5 s"),
     "devices to come": (cluster(resources={"CPU": 32.0}, autoscales=True), "0 GPU in the cluster"),

@@ -43,7 +43,7 @@ def test_reach_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_devices_are_asked_in_a_process_of_their_own() -> None:
     found = accelerators("cpu")
-    assert (found.kind, found.kernel, found.error) == ("cpu", "CpuKernel", "")
+    assert (found.kind, found.kernel, found.error) == ("cpu", "torch's flash for CPUs", "")
     absent = accelerators("npu")
     assert absent.kernel is None and "torch-npu" in absent.error
 

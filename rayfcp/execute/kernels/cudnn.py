@@ -1,0 +1,135 @@
+"""cuDNN's attention on Hopper and datacentre Blackwell, `aten::_cudnn_attention_forward/_backward` with `cum_seq`.
+
+The operators have taken variable lengths since torch 2.6, but until their schema has `seqused_k` (August 2026, behind
+torch 2.13) each call builds its execution plan anew, some 40 ms on the host (pytorch pull 191576); such releases are
+not used. What they want besides, as `torch.nn.attention.varlen` of those releases asks: cuDNN 9.18, more than 128
+queries in the longest pair, as many heads of keys as of queries. logsumexp is `[heads, queries]`, natural, fp32. A plan
+is kept for each number of pairs and longest lengths, so these lengths are rounded up to powers of two.
+
+Source: torch's `native/cudnn/MHA.cpp`, `native/transformers/cuda/attention.cu`, `attention_backward.cu`.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import AttentionKernel, Lengths
+from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
+
+logger = logging.getLogger(__name__)
+
+LEAST_CUDNN = 91800
+FEW_QUERIES = 128
+PROBE_LENGTHS = (192, 64)
+
+
+class CudnnKernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8. `short` takes calls whose pairs all have few queries."""
+
+    name = "torch's cuDNN"
+
+    def __init__(self, *, short: AttentionKernel) -> None:
+        self._short = short
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
+        if max(query_lengths) <= FEW_QUERIES:
+            return self._short.forward(query, key, value, **lengths, causal=causal, scale=scale)
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        out, lse, *_ = torch.ops.aten._cudnn_attention_forward(
+            query=query,
+            key=repeated(query, key),
+            value=repeated(query, value),
+            attn_bias=None,
+            cum_seq_q=offsets.query,
+            cum_seq_k=offsets.key,
+            max_q=_bucket(offsets.max_query),
+            max_k=_bucket(offsets.max_key),
+            compute_log_sumexp=True,
+            dropout_p=0.0,
+            is_causal=causal,
+            return_debug_mask=False,
+            scale=scale,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
+        if max(query_lengths) <= FEW_QUERIES:
+            tensors = (grad_out, query, key, value, out, lse)
+            return self._short.backward(*tensors, **lengths, causal=causal, scale=scale)
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        unused = torch.empty(2, dtype=torch.uint64, device=query.device)
+        dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
+            grad_out=grad_out,
+            query=query,
+            key=repeated(query, key),
+            value=repeated(query, value),
+            out=out,
+            logsumexp=lse.transpose(0, 1).contiguous(),
+            philox_seed=unused,
+            philox_offset=unused,
+            attn_bias=None,
+            cum_seq_q=offsets.query,
+            cum_seq_k=offsets.key,
+            max_q=_bucket(offsets.max_query),
+            max_k=_bucket(offsets.max_key),
+            dropout_p=0.0,
+            is_causal=causal,
+            scale=scale,
+        )
+        return dq, summed(dk, key), summed(dv, value)
+
+
+def _bucket(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+def keeps_plans() -> bool:
+    """Whether this torch keeps the execution plans of variable lengths, and this cuDNN is new enough."""
+    arguments = torch.ops.aten._cudnn_attention_forward.default._schema.arguments
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    return any(each.name == "seqused_k" for each in arguments) and (version or 0) >= LEAST_CUDNN
+
+
+def agrees(kernel: AttentionKernel, other: AttentionKernel, *, device: torch.device | str) -> bool:
+    """Whether both give about the same outputs and gradients here, tried on two pairs; what fails does not."""
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = [(sum(PROBE_LENGTHS), heads, 64) for heads in (4, 2, 2, 4)]
+    options = {"generator": generator, "dtype": torch.bfloat16, "device": device}
+    query, key, value, grad_out = (torch.randn(shape, **options) for shape in shapes)
+    how = {"query_lengths": PROBE_LENGTHS, "key_lengths": PROBE_LENGTHS, "causal": True, "scale": 0.125}
+    found = []
+    for each in (kernel, other):
+        try:
+            out, lse = each.forward(query, key, value, **how)
+            found.append((out, lse, *each.backward(grad_out, query, key, value, out, lse, **how)))
+        except RuntimeError as error:
+            logger.warning("%s cannot be used here: %s", each.name, " ".join(str(error).split())[:300])
+            return False
+    close = (torch.allclose(a.float(), b.float(), atol=0.05, rtol=0.05) for a, b in zip(*found, strict=True))
+    return all(close)

@@ -1,0 +1,93 @@
+"""The flash-attn package, version 2.8, by its documented low-level functions `_flash_attn_varlen_forward/_backward`.
+
+All pairs of a call in one launch; fewer heads of keys than of queries, and strided views whose last dimension is
+contiguous, are taken as they are. Source: `flash_attn/flash_attn_interface.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.varlen import Offsets
+
+_PLAIN = {
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+}
+
+
+class FlashAttn2Kernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8. `library`: the module `flash_attn.flash_attn_interface`."""
+
+    name = "flash-attn 2"
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        out, lse, *_ = self._library._flash_attn_varlen_forward(
+            q=query,
+            k=key,
+            v=value,
+            cu_seqlens_q=offsets.query,
+            cu_seqlens_k=offsets.key,
+            max_seqlen_q=offsets.max_query,
+            max_seqlen_k=offsets.max_key,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+        self._library._flash_attn_varlen_backward(
+            dout=grad_out,
+            q=query,
+            k=key,
+            v=value,
+            out=out,
+            softmax_lse=lse.transpose(0, 1).contiguous(),
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            cu_seqlens_q=offsets.query,
+            cu_seqlens_k=offsets.key,
+            max_seqlen_q=offsets.max_query,
+            max_seqlen_k=offsets.max_key,
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+            **_PLAIN,
+        )
+        return dq, dk, dv

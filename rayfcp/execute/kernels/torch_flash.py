@@ -1,0 +1,79 @@
+"""torch's own flash kernels, `aten::_flash_attention_forward/_backward`.
+
+All pairs of a call in one launch; fewer heads of keys than of queries, and strided views whose last dimension is
+contiguous, are taken as they are. Source: torch's `native/transformers/cuda/attention.cu`, `attention_backward.cu`,
+`flash_attn/flash_api.cpp`; `torch.nn.attention.varlen` calls them in the same way.
+"""
+
+import torch
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.varlen import Offsets
+
+
+class TorchFlashKernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8."""
+
+    name = "torch's flash"
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            offsets.query,
+            offsets.key,
+            offsets.max_query,
+            offsets.max_key,
+            0.0,
+            causal,
+            False,
+            scale=scale,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        query_lengths: Lengths,
+        key_lengths: Lengths,
+        causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grad_out,
+            query,
+            key,
+            value,
+            out,
+            lse.transpose(0, 1).contiguous(),
+            offsets.query,
+            offsets.key,
+            offsets.max_query,
+            offsets.max_key,
+            0.0,
+            causal,
+            torch.empty(2, dtype=torch.uint64, device=query.device),  # dropout's state
+            torch.empty(0, device=query.device),
+            scale=scale,
+        )
+        return dq, dk, dv
