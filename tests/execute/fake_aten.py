@@ -1,7 +1,7 @@
 """torch's flash and cuDNN attention operators of variable lengths on the CPU, dense, as their CUDA sources have them.
 
-`aten::_flash_attention_forward/_backward`, `aten::_cudnn_attention_forward/_backward`: what the kernels would refuse, or
-compute something else from, is refused here.
+`aten::_flash_attention_forward/_backward`, `aten::_cudnn_attention_forward/_backward`: what the kernels would refuse,
+or compute something else from, is refused here.
 """
 
 from collections.abc import Iterator

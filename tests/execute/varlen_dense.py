@@ -1,4 +1,4 @@
-"""What CUDA kernels of variable lengths compute, on the CPU by dense softmax in fp64, and what all of them would refuse.
+"""What CUDA kernels of variable lengths compute, on the CPU by dense softmax in fp64, and what they would refuse.
 
 Tensors are `[tokens, heads, head_dim]`; pairs lie one after the other, cut by offsets; logsumexp is `[heads, queries]`,
 natural, fp32; the backward takes any out and logsumexp.
