@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rayfcp import doctor_command, profile_command, report_command, submit_command
+from rayfcp import bench_command, doctor_command, profile_command, report_command, submit_command
 from rayfcp.compare.arguments import add_arguments, positive
 
 if TYPE_CHECKING:
@@ -103,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 
     profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
 
+    _add_bench(commands)
+
     submit_command.add_arguments(_command(commands, _submit, "submit", submit_command.TEXT))
 
     doctor_command.add_arguments(_command(commands, _doctor, "doctor", doctor_command.TEXT))
@@ -113,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
     export.epilog = "Example:  rayfcp export runs/quickstart exported"
     return parser
+
+
+def _add_bench(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    bench = commands.add_parser("bench", help=bench_command.TEXT, description=f"{bench_command.TEXT.capitalize()}.")
+    what = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    bench_command.add_arguments(_command(what, _bench, "attention", bench_command.ATTENTION))
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -228,6 +236,13 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _profile(arguments: argparse.Namespace) -> None:
     profile_command.run(_with_cluster_of_job(_config(arguments)), arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    try:
+        bench_command.run(arguments)
+    except bench_command.WrongResultError as error:
+        raise CommandFailedError(error) from error
 
 
 def _submit(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,111 @@
+"""Batches and plans for attention alone: of one layer whose linear parts, parameters and fixed costs are taken away."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rayfcp.bench.asked import BYTES, Asked
+from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of
+from rayfcp.compare.planning import OPTIONS, plan_timed
+from rayfcp.compare.setting import Setting
+from rayfcp.config import ConfigError
+from rayfcp.plan import CostModel, hardware_profile, imbalance, model_profile
+from rayfcp.plan.distributions import distribution
+from rayfcp.program import AttentionProgram, Forward, HeadProgram, Load, Piece, RankProgram, lower
+from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile
+
+ROOM = 2
+"""Times its share of tokens that a rank may hold, so that no contender is bound by memory."""
+TOKENS_PER_DRAW = 16
+"""Sequences are shorter than this in no distribution's mean."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one rank does in one microbatch: the pieces that it loads, in order, none for one token of padding."""
+
+    pieces: tuple[Piece, ...]
+    attention: AttentionProgram | HeadProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """`parts[microbatch][rank]`. `imbalance`: of compute, as the cost model sees it."""
+
+    plan: BatchPlan
+    parts: tuple[tuple[Part, ...], ...]
+    imbalance: float
+
+
+def attention_only(model: ModelProfile) -> ModelProfile:
+    """One layer with its heads and next to nothing else."""
+    return replace(model, num_layers=1, hidden_size=1, ffn_size=0, vocab_size=1, tied_embeddings=True)
+
+
+def lengths_of(asked: Asked) -> tuple[int, ...]:
+    """Lengths that add up to the tokens of all ranks, the last one cut.
+
+    Raises:
+        ConfigError: the source is unknown, or a file has too few.
+    """
+    count = max(asked.num_tokens // TOKENS_PER_DRAW, 1)
+    if asked.lengths.startswith(DISTRIBUTION):
+        try:
+            drawn = distribution(asked.lengths.removeprefix(DISTRIBUTION)).sample(count, seed=asked.seed)
+        except ValueError as error:
+            raise ConfigError(f"--lengths: {error}") from None
+    else:
+        drawn = np.random.default_rng(asked.seed).permutation(read_lengths(asked.lengths))
+    cut = np.minimum(drawn, asked.max_seqlen or asked.num_tokens)
+    ends = np.cumsum(cut)
+    if ends[-1] < asked.num_tokens:
+        raise ConfigError(
+            f"--lengths {asked.lengths!r} has {ends[-1]} tokens, must have --ranks x --tokens-per-rank "
+            f"({asked.num_ranks} x {asked.tokens_per_rank} = {asked.num_tokens}); lower one of them"
+        )
+    whole = int(np.searchsorted(ends, asked.num_tokens))
+    rest = asked.num_tokens - (int(ends[whole - 1]) if whole else 0)
+    return (*cut[:whole].tolist(), rest)
+
+
+def planned(name: str, lengths: Sequence[int], *, asked: Asked) -> Planned:
+    """The plan of a strategy, and what each rank is to do.
+
+    Raises:
+        InfeasiblePlanError: the strategy has none.
+        ValueError: training does not run what it plans.
+    """
+    sequences = sequences_of(tuple(lengths))
+    setting = _setting(asked)
+    blocks = OPTIONS.blocks.model_copy(update={"block_tokens": asked.block_tokens})
+    options = OPTIONS.model_copy(update={"blocks": blocks})
+    plan, _ = plan_timed(lengths, strategy=name, setting=setting, options=options)
+    return Planned(
+        plan=plan,
+        parts=parts_of(lower(plan, sequences), num_microbatches=len(plan.microbatches)),
+        imbalance=imbalance(plan, sequences, cost=setting.cost).compute,
+    )
+
+
+def parts_of(programs: Sequence[RankProgram], *, num_microbatches: int) -> tuple[tuple[Part, ...], ...]:
+    """`[microbatch][rank]` of programs of one stage."""
+    loads = [[each for each in program.instructions if isinstance(each, Load)] for program in programs]
+    passes = [[each for each in program.instructions if isinstance(each, Forward)] for program in programs]
+    return tuple(
+        tuple(
+            Part(pieces=load[at].pieces, attention=forward[at].attention)
+            for load, forward in zip(loads, passes, strict=True)
+        )
+        for at in range(num_microbatches)
+    )
+
+
+def _setting(asked: Asked) -> Setting:
+    model = attention_only(model_profile(asked.model))
+    hardware = replace(hardware_profile(asked.hardware), microbatch_overhead_s=0.0)
+    cost = CostModel.from_profiles(
+        model, hardware, num_ranks=asked.num_ranks, bytes_per_element=BYTES[asked.dtype], reduce_every="step"
+    )
+    cluster = ClusterSpec(num_ranks=asked.num_ranks, max_tokens_per_rank=ROOM * asked.tokens_per_rank)
+    return Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)

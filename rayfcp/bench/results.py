@@ -1,0 +1,162 @@
+"""Figures of attention on one device, and the JSON that they make."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rayfcp.bench.asked import Asked
+
+Grid = tuple[tuple[float, ...], ...]
+"""`[microbatch][rank]`."""
+
+TOLERANCE = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10}
+"""How far two ways to compute attention may be apart, as a share of the largest number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSeconds:
+    """Seconds of every rank's own work, messages apart."""
+
+    forward_s: Grid
+    backward_s: Grid
+
+    @property
+    def rank_s(self) -> tuple[float, ...]:
+        """Of each rank in all."""
+        columns = zip(*self.forward_s, *self.backward_s, strict=True)
+        return tuple(sum(column) for column in columns)
+
+    @property
+    def total_s(self) -> float:
+        """Of all ranks in all."""
+        return sum(self.rank_s)
+
+    @property
+    def slowest_s(self) -> float:
+        """Ranks meet after either pass of every microbatch, so that the slowest counts."""
+        return sum(max(row) for row in (*self.forward_s, *self.backward_s))
+
+    @property
+    def imbalance(self) -> float:
+        """Share of the slowest ranks' time that the mean rank is idle.
+
+        >>> RankSeconds(forward_s=((1.0, 3.0),), backward_s=((3.0, 3.0),)).imbalance
+        0.16666666666666666
+        """
+        return 1.0 - self.total_s / len(self.rank_s) / self.slowest_s
+
+
+def median_of(rounds: Sequence[RankSeconds]) -> RankSeconds:
+    """Over rounds, of each pass of each rank in each microbatch."""
+
+    def middle(grids: Sequence[Grid]) -> Grid:
+        return tuple(
+            tuple(statistics.median(column) for column in zip(*rows, strict=True)) for rows in zip(*grids, strict=True)
+        )
+
+    return RankSeconds(
+        forward_s=middle([each.forward_s for each in rounds]), backward_s=middle([each.backward_s for each in rounds])
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel over whole sequences, forward and backward. `flops`: of the model, nothing computed twice."""
+
+    forward_s: float
+    backward_s: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One strategy. `error`: against the single kernel; `planned_imbalance`: what the cost model said. Without
+    `seconds`, `reason` says why."""
+
+    strategy: str
+    seconds: RankSeconds | None = None
+    error: float = 0.0
+    planned_imbalance: float = 0.0
+    reason: str = ""
+
+    def efficiency(self, kernel: Kernel) -> float:
+        """What the single kernel takes over what all ranks take together: what cutting costs."""
+        assert self.seconds is not None
+        return kernel.seconds / self.seconds.total_s
+
+    def mfu_share(self, kernel: Kernel) -> float:
+        """MFU of attention on all ranks, those that wait included, over the single kernel's; messages are free."""
+        assert self.seconds is not None
+        return kernel.seconds / (len(self.seconds.rank_s) * self.seconds.slowest_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRow:
+    """The kernel over `context_tokens` tokens in blocks of `block_tokens`, each on itself, causally or wholly."""
+
+    context_tokens: int
+    block_tokens: int
+    causal: bool
+    seconds: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """All of it. `peak_flops`: the device's in this dtype, None where it is not known."""
+
+    asked: Asked
+    device_name: str
+    kernel_name: str
+    peak_flops: float | None
+    num_sequences: int
+    kernel: Kernel
+    blocks: tuple[BlockRow, ...]
+    entries: tuple[Entry, ...]
+
+    @property
+    def wrong(self) -> tuple[Entry, ...]:
+        """Entries further from the single kernel than their dtype explains."""
+        bound = TOLERANCE[self.asked.dtype]
+        return tuple(each for each in self.entries if each.seconds is not None and not each.error <= bound)
+
+    def mfu(self, flops: float, *, seconds: float) -> float | None:
+        return None if self.peak_flops is None else flops / seconds / self.peak_flops
+
+    def as_json(self) -> dict[str, Any]:
+        """Inputs, device, and a row for each block length and strategy; seconds and shares."""
+        kernel = self.kernel
+        return {
+            "inputs": self.asked.as_json(),
+            "device": self.device_name,
+            "kernel": self.kernel_name,
+            "peak_flops": self.peak_flops,
+            "num_sequences": self.num_sequences,
+            "single_kernel": {**asdict(kernel), "mfu": self.mfu(kernel.flops, seconds=kernel.seconds)},
+            "blocks": [{**asdict(row), "mfu": self.mfu(row.flops, seconds=row.seconds)} for row in self.blocks],
+            "results": [self._entry(each) for each in self.entries],
+        }
+
+    def _entry(self, entry: Entry) -> dict[str, Any]:
+        if entry.seconds is None:
+            return {"strategy": entry.strategy, "feasible": False, "reason": entry.reason}
+        seconds = entry.seconds
+        return {
+            "strategy": entry.strategy,
+            "feasible": True,
+            "microbatches": len(seconds.forward_s),
+            **asdict(seconds),
+            "rank_s": seconds.rank_s,
+            "slowest_s": seconds.slowest_s,
+            "imbalance": seconds.imbalance,
+            "planned_imbalance": entry.planned_imbalance,
+            "efficiency": entry.efficiency(self.kernel),
+            "mfu_share": entry.mfu_share(self.kernel),
+            "mfu": self.mfu(self.kernel.flops / len(seconds.rank_s), seconds=seconds.slowest_s),
+            "error": entry.error,
+        }

@@ -1,0 +1,90 @@
+"""Queries, keys and values of a whole batch, and what one kernel over whole sequences makes of them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayfcp.bench.planned import Part
+from rayfcp.bench.turns import Stopwatch
+from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.values import ModelProfile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of `lengths` end to end, causal. `query`, `gradient` (of the output): `[tokens, heads, head_dim]`;
+    `key`, `value`: `[tokens, kv_heads, head_dim]`."""
+
+    lengths: tuple[int, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.query.shape[-1] ** -0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Output and gradients, as long as the batch."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def error(self, truth: "Outcome") -> float:
+        """The largest difference of any tensor, as a share of its largest number, at least of 1, as inputs are about 1;
+        infinite if there is a NaN."""
+        worst = 0.0
+        for name in ("out", "dq", "dk", "dv"):
+            own, wanted = getattr(self, name).double(), getattr(truth, name).double()
+            found = float((own - wanted).abs().max() / wanted.abs().max().clamp_min(1.0))
+            worst = max(worst, float("inf") if math.isnan(found) else found)
+        return worst
+
+
+def random_batch(
+    lengths: Sequence[int], *, model: ModelProfile, device: torch.device, dtype: torch.dtype, seed: int
+) -> Batch:
+    """Normal numbers; the same for the same device and seed."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        shape = (sum(lengths), heads, model.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    query, gradient = draw(model.num_heads), draw(model.num_heads)
+    key, value = draw(model.num_kv_heads), draw(model.num_kv_heads)
+    return Batch(lengths=tuple(lengths), query=query, key=key, value=value, gradient=gradient)
+
+
+def dense(batch: Batch, kernel: AttentionKernel, *, watch: Stopwatch) -> tuple[Outcome, float, float]:
+    """The kernel once over all whole sequences: what comes of it, seconds forward and seconds backward."""
+    tensors = (batch.query, batch.key, batch.value)
+    keywords: dict[str, Any] = {
+        "query_lengths": batch.lengths,
+        "key_lengths": batch.lengths,
+        "causal": True,
+        "scale": batch.scale,
+    }
+    watch.start()
+    out, lse = kernel.forward(*tensors, **keywords)
+    watch.stop()
+    forward_s = watch.seconds()
+    watch.start()
+    dq, dk, dv = kernel.backward(batch.gradient, *tensors, out, lse, **keywords)
+    watch.stop()
+    return Outcome(out=out, dq=dq, dk=dk, dv=dv), forward_s, watch.seconds()
+
+
+def rows_of(part: Part, starts: Sequence[int], *, device: torch.device) -> Tensor:
+    """Where a rank's tokens are in the batch, whose sequences start at `starts`; the first one for padding."""
+    rows = [torch.arange(starts[each.sequence] + each.start, starts[each.sequence] + each.stop) for each in part.pieces]
+    return torch.cat(rows or [torch.zeros(1, dtype=torch.int64)]).to(device)
