@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(compare)
 
-    profile_command.add_arguments(_with_config(commands, _profile, "profile", profile_command.TEXT))
+    profile_command.add_arguments(_command(commands, _profile, "profile", profile_command.TEXT))
 
     _add_bench(commands)
 
@@ -235,7 +235,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    profile_command.run(_with_cluster_of_job(_config(arguments)), arguments)
+    profile_command.run(arguments, on_cluster=_with_cluster_of_job)
 
 
 def _bench(arguments: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rayfcp.compare.arguments import positive
 
@@ -11,31 +12,52 @@ if TYPE_CHECKING:
 
 TEXT = "time the workers of a configuration and fit the cost model to them"
 
+USAGE = "rayfcp profile [CONFIG] [key=value ...] [--alone] [--out DIR] [--rounds N] [--max-tokens N]"
+
 EPILOG = """\
 Writes profile.json, which `rayfcp train` and `rayfcp plan` then use as long as model and ranks are the same,
-and hardware.yaml for `rayfcp compare --hardware`, into the run's folder or --out.
+and hardware.yaml for `--hardware` of `rayfcp compare` and others, into the run's folder or --out.
 
-Example:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
+With --alone this process times one device of this machine, without Ray; no CONFIG or data is needed then. Links between
+devices stay those of the nearest named profile.
+
+Examples:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
+           rayfcp profile --alone model.name=qwen3-1.7b model.dtype=bfloat16 --max-tokens 16384 --out profiled
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rayfcp profile` takes beside the configuration and its overrides."""
+    """What `rayfcp profile` takes."""
+    parser.usage, parser.epilog = USAGE, EPILOG
+    parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
+    parser.add_argument("--alone", action="store_true", help="one device of this machine, in this process, without Ray")
     parser.add_argument("--out", metavar="DIR", help="folder of the two files (default: the run's)")
     parser.add_argument("--rounds", type=positive, default=3, help="times that each shape is timed (default: 3)")
     parser.add_argument(
         "--max-tokens", type=positive, help="largest pass of a rank (default: data.max_seqlen, or what memory holds)"
     )
-    parser.epilog = EPILOG
 
 
-def run(config: "Config", arguments: argparse.Namespace) -> None:
-    """Profile, and print the table."""
-    from rayfcp.cluster.profiling import profile_run, profile_table
+def run(arguments: argparse.Namespace, *, on_cluster: "Callable[[Config], Config]") -> None:
+    """Profile, and print the table. `on_cluster`: where a configuration runs that is not for one device alone.
+
+    Raises:
+        ConfigError: the configuration cannot be used.
+    """
+    from rayfcp.cluster.profiled import profile_table
+    from rayfcp.config import check_paths
     from rayfcp.telemetry.progress import Progress
 
+    config = config_of(arguments)
+    profile: Any
+    if arguments.alone:
+        from rayfcp.bench.profile import profile_alone as profile
+    else:
+        check_paths(config)
+        config = on_cluster(config)
+        from rayfcp.cluster.profiling import profile_run as profile
     with Progress(1) as progress:
-        profiled = profile_run(
+        profiled = profile(
             config,
             out_dir=arguments.out,
             rounds=arguments.rounds,
@@ -43,3 +65,19 @@ def run(config: "Config", arguments: argparse.Namespace) -> None:
             say=progress.say,
         )
     sys.stdout.write(f"\n{profile_table(profiled)}\n")
+
+
+def config_of(arguments: argparse.Namespace) -> "Config":
+    """Of the file, or of the keys alone.
+
+    Raises:
+        ConfigError: there is no file where one is needed, or a key is wrong.
+    """
+    from rayfcp.config import ConfigError, config_of_keys, load_config
+
+    words = list(arguments.overrides)
+    if words and "=" not in words[0]:
+        return load_config(words[0], overrides=words[1:])
+    if not arguments.alone:
+        raise ConfigError("CONFIG is missing, must be a YAML file; e.g. jobs/quickstart.yaml, or give --alone")
+    return config_of_keys(["run.name=alone", *words])

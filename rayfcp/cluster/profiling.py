@@ -1,63 +1,29 @@
-"""Measuring the workers: timed passes for a run that starts, and all of `rayfcp profile`."""
+"""Measuring the workers: timed passes for a run that starts, and those of `rayfcp profile`."""
 
-import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from rayfcp.cluster.capacity import cluster_spec, device_memory
 from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.dataset import Dataset, open_dataset
+from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.files import prepared_data, with_absolute_paths
 from rayfcp.cluster.local import connect
-from rayfcp.cluster.measured import (
-    BASE_HARDWARE,
-    BYTES,
-    COMMAND,
-    Measured,
-    about_run,
-    analytic_cost,
-    combine,
-    measure_cost,
-    ranks_per_node,
-    write_measured,
-)
+from rayfcp.cluster.measured import BASE_HARDWARE, Measured, combine, measure_cost
 from rayfcp.cluster.placement import resolved_device
-from rayfcp.cluster.simulated import simulation_error, without_shards
+from rayfcp.cluster.profiled import Profiled, Profiler, Rounds, Say
 from rayfcp.cluster.startup import device_peak_flops, join_devices
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config, ConfigError
-from rayfcp.plan import HARDWARE, CostModel, hardware_profile
+from rayfcp.plan import CostModel
 from rayfcp.plan.primitives import exchange_degrees
-from rayfcp.plan.profiles.device import measured_hardware
-from rayfcp.plan.profiles.fit import Timing
-from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, few_shapes, many_shapes
-from rayfcp.values import ClusterSpec, HardwareProfile
+from rayfcp.plan.profiles.parts import PartTimings, slowest
+from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, few_shapes
+from rayfcp.values import ClusterSpec, ModelProfile
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
 """Tokens of the largest pass of one rank that is timed before a run starts."""
 START_ROUNDS = 3
-HOLD_OUT_EVERY = 4
-
-Say = Callable[[str], None]
-Rounds = list[list[list[Timing]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """What `rayfcp profile` found, and where it is kept. `simulation_error`: of the simulator, mean over passes."""
-
-    measured: Measured
-    parts: PartTimings
-    hardware: HardwareProfile
-    simulation_error: float
-    profile_path: Path
-    hardware_path: Path
 
 
 def timed_rounds(crew: Crew, shapes: Sequence[PassShape], *, rounds: int, say: Say) -> Rounds:
@@ -116,124 +82,27 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         cluster = cluster_spec(config, data.model, facts=crew.facts, generation=0)
         _store, _joined = join_devices(crew, cluster)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
-        return _Profiler(config, crew, data=data, cluster=cluster, folder=folder, say=say).run(rounds, max_tokens=most)
+        timed = _TimedCrew(config, crew, say=say)
+        profiler = Profiler(config, timed, model=data.model, cluster=cluster, folder=folder, say=say)
+        return profiler.run(rounds, max_tokens=most)
 
 
-class _Profiler:
-    """Workers that are joined, and what is to be known of them."""
+class _TimedCrew:
+    """Workers that are joined; see `Timed`."""
 
-    def __init__(
-        self, config: Config, crew: Crew, *, data: Dataset, cluster: ClusterSpec, folder: Path, say: Say
-    ) -> None:
-        self._config, self._crew, self._cluster, self._folder, self._say = config, crew, cluster, folder, say
-        self._model, self._device = data.model, crew.facts[0].device
+    def __init__(self, config: Config, crew: Crew, *, say: Say) -> None:
+        self._config, self._crew, self._say = config, crew, say
+        self.device = crew.facts[0].device
+        self.base = BASE_HARDWARE[self.device]
 
-    def run(self, rounds: int, *, max_tokens: int) -> Profiled:
-        crew, model = self._crew, self._model
-        self._say("attention, linear layers, messages and gathers alone")
-        parts = slowest(crew.each(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
-        guess = dataclasses.replace(
-            analytic_cost(self._config, model, device=self._device, cluster=self._cluster),
-            ranks_per_node=ranks_per_node(self._cluster),
-            attention_half_tokens=attention_half_tokens(parts.attention_s),
-        )
-        exchanges = exchange_degrees(guess, num_ranks=len(crew), primitives=self._config.plan.primitives)
-        shapes = many_shapes(len(crew), max_tokens=max_tokens) + exchange_shapes(exchanges, max_tokens=max_tokens)
-        timings = combine(timed_rounds(crew, shapes, rounds=rounds, say=self._say))
-        measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
-        self._say("peak of the devices")
-        peak_flops = device_peak_flops(self._config, crew)
-        hardware = measured_hardware(
-            hardware_profile(BASE_HARDWARE[self._device]),
-            measured.fit.cost,
-            model=model,
-            name=f"{self._config.run.name}-{self._device}",
-            peak_flops=peak_flops,
-            memory_bytes=device_memory(self._config, crew.facts),
-            bytes_per_element=BYTES[self._config.model.dtype],
-            linear_half_tokens=half_tokens(parts.linear_s),
-            num_nodes=len(set(self._cluster.node_of_rank)),
-        )
-        hardware = without_shards(hardware, measured.fit.cost, cluster=self._cluster, model=model)
-        found = simulation_error(
-            shapes, timings, cluster=self._cluster, model=model, hardware=hardware, cost=measured.fit.cost
-        )
-        return self._written(measured, parts, hardware=hardware, rounds=rounds, simulation_error=found)
+    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        return slowest(self._crew.each(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
 
-    def _written(
-        self,
-        measured: Measured,
-        parts: PartTimings,
-        *,
-        hardware: HardwareProfile,
-        rounds: int,
-        simulation_error: float,
-    ) -> Profiled:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        profile_path, hardware_path = self._folder / "profile.json", self._folder / "hardware.yaml"
-        about = about_run(self._config, self._model, device=self._device, cluster=self._cluster)
-        write_measured(
-            profile_path,
-            measured,
-            about=about,
-            made_by=COMMAND,
-            rounds=rounds,
-            parts=dataclasses.asdict(parts),
-            hardware=dataclasses.asdict(hardware),
-            simulation_error=simulation_error,
-        )
-        base = BASE_HARDWARE[self._device]
-        where = f"measured on {len(self._crew)} {self._device} ranks with {self._model.name}, {rounds} rounds"
-        hardware_path.write_text(hardware_text(hardware, base=base, where=where))
-        return Profiled(
-            measured=measured,
-            parts=parts,
-            hardware=hardware,
-            simulation_error=simulation_error,
-            profile_path=profile_path,
-            hardware_path=hardware_path,
-        )
+    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
+        return timed_rounds(self._crew, shapes, rounds=rounds, say=self._say)
 
+    def peak_flops(self) -> float:
+        return device_peak_flops(self._config, self._crew)
 
-def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
-    """A hardware profile as YAML that `rayfcp compare --hardware` reads; each figure with where it comes from."""
-    named, told = hardware_profile(base), HARDWARE.sources(base)
-    fields = {name: value for name, value in dataclasses.asdict(hardware).items() if name != "source"}
-    same = {name for name, value in fields.items() if value == getattr(named, name)}
-    sources: dict[str, Any] = {
-        name: f"{base}: {told.get(name, 'see that profile')}" if name in same else where
-        for name in fields
-        if name != "name"
-    }
-    return str(yaml.safe_dump({**fields, "sources": sources}, sort_keys=False, width=110))
-
-
-def profile_table(profiled: Profiled) -> str:
-    """What was found, for people."""
-    cost, measured, parts = profiled.measured.fit.cost, profiled.measured, profiled.parts
-    attention_s, linear_s = parts.attention_s[0], parts.linear_s[0]
-    rows = [
-        ("passes", f"{len(measured.passes)} shapes, {len(measured.held_out)} of them held out"),
-        ("attention", f"{1e9 * cost.attention_s_per_cell:.4g} ns a cell, half tokens {cost.attention_half_tokens:.0f}"),
-        ("linear layers", f"{1e6 * cost.linear_s_per_token:.4g} us a token"),
-        ("microbatch", f"{1e3 * cost.fixed_s:.4g} ms fixed"),
-        (
-            "ring",
-            f"{1e6 * cost.ring_intra_s_per_token:.4g} us a token and hop, {1e3 * cost.ring_s_per_round:.4g} ms a hop",
-        ),
-        ("overlap", f"{cost.overlap:.2f} of the shorter of ring and attention"),
-        ("kernel alone", f"{1e3 * attention_s[1]:.4g} ms for a layer over {attention_s[0]} tokens"),
-        ("linear alone", f"{1e3 * linear_s[1]:.4g} ms for a layer over {linear_s[0]} tokens"),
-    ]
-    if parts.message_s:
-        for label, points in (("message alone", parts.message_s), ("gather alone", parts.gather_s)):
-            found = line(points)
-            rows.append((label, f"{found.units_per_s / 1e9:.3g} GB/s, {1e6 * found.constant_s:.3g} us latency"))
-    rows.append(("fit error", f"{measured.fit.mean_error:.1%} mean over fitted passes"))
-    held = [measured.passes[at] for at in measured.held_out]
-    rows.append(("held-out error", f"{measured.held_out_error:.1%} mean" if held else "nothing was held out"))
-    rows.append(
-        ("simulator", f"{profiled.simulation_error:.1%} mean error over all passes, with the measured hardware")
-    )
-    rows += [("profile", str(profiled.profile_path)), ("hardware", str(profiled.hardware_path))]
-    return "\n".join(f"  {label:<15} {text}" for label, text in rows)
+    def memory_bytes(self) -> int:
+        return device_memory(self._config, self._crew.facts)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from rayfcp.config.errors import ConfigError
-from rayfcp.config.models import Config
+from rayfcp.config.models import STDLIB_PLACEHOLDER, Config
 from rayfcp.config.problems import describe, shown, unknown_key
 from rayfcp.config.yaml_text import read_yaml, write_yaml
 
@@ -31,6 +31,21 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(
             f"config file {str(path)!r} holds {shown(raw)}, must hold sections of keys; see jobs/quickstart.yaml"
         )
+    for override in overrides:
+        _override(raw, override)
+    return parse_config(raw)
+
+
+def config_of_keys(overrides: Sequence[str]) -> Config:
+    """The configuration of `section.key=value` words alone, for what reads no data: `data.paths` may be missing.
+
+    Raises:
+        ConfigError: One line, as of `load_config`.
+
+    >>> config_of_keys(["model.name=qwen3-1.7b", "train.steps=3"]).train.steps
+    3
+    """
+    raw: dict[str, Any] = {"data": {"paths": [STDLIB_PLACEHOLDER]}}
     for override in overrides:
         _override(raw, override)
     return parse_config(raw)

@@ -7,7 +7,8 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.measured import read_cost
-from rayfcp.cluster.profiling import Profiled, profile_run, profile_table
+from rayfcp.cluster.profiled import Profiled, profile_table
+from rayfcp.cluster.profiling import profile_run
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import StepReport

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from rayfcp import cli
-from rayfcp.config import Config, load_config
+from rayfcp.config import Config, config_of_keys, load_config
 from tests.docs.pages import ROOT, SAVED
 
 MANIFESTS = sorted((ROOT / "jobs" / "kuberay").glob("*.yaml"))
@@ -64,9 +64,13 @@ def _rayfcp(words: list[str]) -> None:
     except SystemExit as error:
         raise AssertionError(f"rayfcp {shlex.join(words)}: exit code {error.code}") from error
     overrides = list(getattr(arguments, "overrides", []))
-    config = getattr(arguments, "config", None) or (overrides.pop(0) if overrides else None)
+    config = getattr(arguments, "config", None)
+    if config is None and overrides and "=" not in overrides[0]:
+        config = overrides.pop(0)
     if config is not None:
         load(config, overrides)
+    elif overrides:
+        config_of_keys(overrides)
 
 
 def _make(words: list[str]) -> None:
