@@ -97,7 +97,7 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
     # gloo listens where the host's name points unless it is told otherwise.
     names = [name for _, name in socket.if_nameindex()]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in ("lo", "lo0") if name in names))
-    store = dist.HashStore()
+    store = dist.HashStore()  # type: ignore[attr-defined]
     engine.join(
         Place(rank=0, num_ranks=1),
         store=lambda: store,
