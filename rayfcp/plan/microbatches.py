@@ -16,7 +16,7 @@ class Columns:
 
     ids: list[int]
     num_tokens: list[int]
-    cells: list[int]
+    cells: list[float]
     compute_s: list[float]
 
 

@@ -60,14 +60,16 @@ class Message:
 class Attend:
     """Queries `query` of slot 0 attend to keys `key` of `slot`.
 
-    `causal` only where both ranges hold the same tokens (then i attends to j <= i); otherwise every
-    query of the range attends to every key of the range.
+    `causal` ranges are as long as each other: the i-th query attends to keys up to the i-th. `flipped` (only where
+    `causal`) both are read from their ends: the i-th query attends to keys from the i-th on. Otherwise every query of
+    the range attends to every key of the range.
     """
 
     query: Range
     slot: int
     key: Range
     causal: bool
+    flipped: bool = False
 
     @property
     def num_cells(self) -> int:

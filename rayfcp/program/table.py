@@ -10,11 +10,14 @@ from rayfcp.program.instructions import Attend
 
 Column = npt.NDArray[np.int64]
 
+WHOLE, CAUSAL, FLIPPED = range(3)
+"""What an attend computes of its rectangle: all cells, those of `Attend.causal`, those of `Attend.flipped`."""
+
 
 class Attends(Sequence[Attend]):
     """An immutable sequence of attends, stored as a table `[attends, 6]`; equal to any sequence of the same.
 
-    Columns: query start, query stop, slot, key start, key stop, causal (0 or 1).
+    Columns: query start, query stop, slot, key start, key stop, kind (`WHOLE`, `CAUSAL` or `FLIPPED`).
 
     >>> attend = Attend(query=(0, 3), slot=0, key=(0, 3), causal=True)
     >>> table = Attends.of([attend])
@@ -33,15 +36,15 @@ class Attends(Sequence[Attend]):
         """The table of these attends."""
         if isinstance(attends, cls):
             return attends
-        rows = [(*each.query, each.slot, *each.key, each.causal) for each in attends]
+        rows = [(*each.query, each.slot, *each.key, _kind(each)) for each in attends]
         return cls(np.array(rows, np.int64).reshape(-1, 6))
 
     @property
     def num_cells(self) -> int:
         """(query, key) cells of all attends."""
         queries, keys = self.lengths
-        causal = self.columns[:, 5] == 1
-        return int(np.where(causal, queries * (queries + 1) // 2, queries * keys).sum())
+        square = self.columns[:, 5] != WHOLE
+        return int(np.where(square, queries * (queries + 1) // 2, queries * keys).sum())
 
     @property
     def lengths(self) -> tuple[Column, Column]:
@@ -78,5 +81,12 @@ class Attends(Sequence[Attend]):
         return Attends, (self.columns,)
 
 
+def _kind(attend: Attend) -> int:
+    return FLIPPED if attend.flipped else int(attend.causal)
+
+
 def _attend(row: list[int]) -> Attend:
-    return Attend(query=(row[0], row[1]), slot=row[2], key=(row[3], row[4]), causal=bool(row[5]))
+    kind = row[5]
+    return Attend(
+        query=(row[0], row[1]), slot=row[2], key=(row[3], row[4]), causal=kind != WHOLE, flipped=kind == FLIPPED
+    )

@@ -1,5 +1,6 @@
 """The frozen values that pass between rooms. Plain Python: no tensors, no handles."""
 
+from rayfcp.values.bands import Band, Edge
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec
 from rayfcp.values.decision import Decision, Move
@@ -19,18 +20,20 @@ from rayfcp.values.plan import (
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile
 from rayfcp.values.report import Imbalance, StepReport
-from rayfcp.values.sequence import Mask, SequenceSpec
+from rayfcp.values.sequence import Mask, SequenceSpec, bands_of
 from rayfcp.values.span import Span, SpanKind
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 __all__ = [
     "Action",
+    "Band",
     "BatchPlan",
     "Block",
     "Box",
     "ClusterSpec",
     "Context",
     "Decision",
+    "Edge",
     "GlobalBatch",
     "Group",
     "HardwareProfile",
@@ -55,4 +58,5 @@ __all__ = [
     "StateId",
     "StepReport",
     "Transfer",
+    "bands_of",
 ]

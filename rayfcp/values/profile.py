@@ -1,5 +1,7 @@
 """Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -11,6 +13,9 @@ class ModelProfile:
     With `num_experts` above 1 each layer has so many MLPs of `ffn_size` and a router, which sends a token to
     `experts_per_token` of them; `shared_ffn_size` is the width of what all tokens pass beside. A token's work counts
     what it passes, memory and messages count all.
+
+    `layer_windows`: of each layer how many keys a query sees, itself included (0: all before it); none where no layer
+    has a window.
     """
 
     name: str
@@ -26,6 +31,30 @@ class ModelProfile:
     num_experts: int = 1
     experts_per_token: int = 1
     shared_ffn_size: int = 0
+    layer_windows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        windows = self.layer_windows
+        if windows and (len(windows) != self.num_layers or min(windows) < 0):
+            raise ValueError(
+                f"layer_windows is {windows}, must be none or one of at least 0 for each of {self.num_layers} layers; "
+                "correct the model's profile"
+            )
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Kinds of layers, ascending: (window, how many layers); none where no layer has a window. It is what
+        `SequenceSpec.windows` are."""
+        return tuple(sorted(Counter(self.layer_windows).items())) if any(self.layer_windows) else ()
+
+    def stage_windows(self, layers_of_stage: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Of each stage, its kinds of layers: as `windows`, also where no layer has one."""
+        found, first = [], 0
+        for count in layers_of_stage:
+            own = self.layer_windows[first : first + count] or (0,) * count
+            found.append(tuple(sorted(Counter(own).items())))
+            first += count
+        return tuple(found)
 
     @property
     def has_experts(self) -> bool:

@@ -10,8 +10,11 @@ from rayfcp.program import Attend
 from rayfcp.program.table import Attends
 
 spans = st.tuples(st.integers(0, 50), st.integers(1, 50)).map(lambda pair: (pair[0], sum(pair)))
-attends = st.builds(Attend, query=spans, slot=st.integers(0, 3), key=spans, causal=st.just(False)) | spans.map(
-    lambda span: Attend(query=span, slot=0, key=span, causal=True)
+attends = st.builds(Attend, query=spans, slot=st.integers(0, 3), key=spans, causal=st.just(False)) | st.builds(
+    lambda span, slot, flipped: Attend(query=span, slot=slot, key=span, causal=True, flipped=flipped),
+    spans,
+    st.integers(0, 3),
+    st.booleans(),
 )
 
 

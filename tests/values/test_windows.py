@@ -1,0 +1,85 @@
+"""Cells of masks with windows, and kinds of layers, against plain counts."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfcp.values import Band, Mask, ModelProfile, SequenceSpec, bands_of
+
+windows_of_layers = st.lists(st.sampled_from([0, 0, 1, 3, 7]), min_size=1, max_size=6)
+
+
+def sees(mask: Mask, window: int, query: int, key: int) -> bool:
+    behind = key <= query if mask is Mask.CAUSAL else True
+    return behind and (not window or abs(query - key) < window)
+
+
+def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
+    return ModelProfile(
+        name="any",
+        num_layers=num_layers,
+        hidden_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        ffn_size=16,
+        vocab_size=11,
+        layer_windows=layer_windows,
+    )
+
+
+@given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(Mask))
+def test_bands_say_what_each_row_of_the_mask_sees(length: int, window: int, mask: Mask) -> None:
+    bands = bands_of(mask, num_tokens=length, window=window)
+
+    assert [row for band in bands for row in range(band.start, band.stop)] == list(range(length))
+    for row in range(length):
+        (band,) = (each for each in bands if each.start <= row < each.stop)
+        seen = [key for key in range(length) if band.low.of(row) <= key < band.high.of(row)]
+        assert seen == [key for key in range(length) if sees(mask, window, row, key)]
+
+
+@given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(Mask), st.data())
+def test_cells_are_those_of_the_rows(length: int, window: int, mask: Mask, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, length))
+    stop = data.draw(st.integers(start, length))
+    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, mask=mask)
+
+    due = sum(sees(mask, window, row, key) for row in range(start, stop) for key in range(length))
+    assert spec.cells(start, stop, window=window) == due
+
+
+@given(windows_of_layers, st.integers(1, 20))
+def test_cells_of_a_sequence_are_the_mean_over_layers(layers: list[int], length: int) -> None:
+    model = profile(tuple(layers), len(layers))
+    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, windows=model.windows)
+
+    due = sum(spec.cells(0, length, window=window) for window in layers)
+    assert spec.attention_cells * len(layers) == pytest.approx(due)
+    assert isinstance(spec.attention_cells, int) or len(set(layers)) > 1
+
+
+def test_layers_without_windows_are_no_kinds() -> None:
+    assert profile((0, 0), 2).windows == profile((), 2).windows == ()
+
+
+@given(windows_of_layers, st.integers(0, 6))
+def test_kinds_of_stages_add_up_to_those_of_the_model(layers: list[int], cut: int) -> None:
+    first = min(cut, len(layers))
+    for windows in (tuple(layers), ()):
+        stages = profile(windows, len(layers)).stage_windows([first, len(layers) - first])
+        assert [sum(count for _, count in kinds) for kinds in stages] == [first, len(layers) - first]
+        found = {window for kinds in stages for window, _ in kinds}
+        assert found == set(windows or [0])
+
+
+@pytest.mark.parametrize("windows", [(4,), (4, 4, 4), (4, -1)])
+def test_windows_that_are_not_those_of_the_layers_are_refused(windows: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"layer_windows is .* for each of 2 layers"):
+        profile(windows, 2)
+
+
+def test_bands_are_compared_by_value() -> None:
+    (band,) = bands_of(Mask.CAUSAL, num_tokens=3, window=2)
+    assert isinstance(band, Band)
+    assert (band.low.of(2), band.high.of(2)) == (1, 3)
