@@ -4,7 +4,8 @@ Attends come by run of keys, then by query, so that those of one slot and mask a
 queries: one call of a kernel each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -13,9 +14,17 @@ from rayfcp.program.placed import POSITIONS, Placed, merged
 from rayfcp.program.table import Attends, Column
 
 
+class Attending(Protocol):
+    """A rank's own queries, and what they attend to."""
+
+    def within(self) -> Attends: ...
+    def to(self, held: Placed, *, slot: int) -> Attends: ...
+    def to_each(self, slots: Iterable[tuple[int, Placed]], *, first: Attends | None) -> Attends: ...
+
+
 class Queries:
-    """A rank's own blocks as queries, in the order of slot 0. `reach` is beyond the keys that a block may see,
-    as sequence x POSITIONS + position."""
+    """A rank's own blocks as queries of masks without windows, in the order of slot 0. `reach` is beyond the keys that
+    a block may see, as sequence x POSITIONS + position."""
 
     __slots__ = ("_runs", "begin", "end", "own", "reach", "sequence")
 
@@ -27,7 +36,46 @@ class Queries:
         self.reach = self.sequence * POSITIONS + visible
         self._runs: dict[int, tuple[int, list[Range]]] = {}
 
-    def seeing_all_of(self, held: Placed) -> list[Range] | None:
+    def within(self) -> Attends:
+        """Attends to own keys."""
+        return _within(self.own)
+
+    def to(self, held: Placed, *, slot: int) -> Attends:
+        """Attends to the keys that another rank's blocks brought into a slot.
+
+        Blocks of a sequence are disjoint, so under a causal mask a query block attends to a key block wholly
+        (key before query) or not at all. Neighbouring queries with the same keys join.
+        """
+        last = np.searchsorted(held.sequence * POSITIONS + held.stop, self.reach, side="right") - 1
+        some = np.flatnonzero((last >= 0) & (held.sequence[last] == self.sequence)) if len(held.blocks) else last[:0]
+        last = last[some]
+        first_run, last_run = held.run[held.first[last]], held.run[last]
+        at, step = _expanded(last_run - first_run + 1)
+        run = first_run[at] + step
+        query, begin = some[at], held.opens[run]
+        end = np.where(run == last_run[at], held.end[last][at], held.closes[run])
+        return _joined(_table(self.begin[query], self.end[query], slot, begin, end))
+
+    def to_each(self, slots: Iterable[tuple[int, Placed]], *, first: Attends | None) -> Attends:
+        """`first`, then attends to the keys of each of these slots (number, blocks)."""
+        tables = [] if first is None else [first.columns]
+        rows: list[tuple[int, ...]] = []
+        for number, held in slots:
+            if not held.blocks:
+                continue
+            runs = self._seeing_all_of(held)
+            if runs is not None:
+                rows += [(begin, end, number, 0, held.num_tokens, 0) for begin, end in runs]
+                continue
+            if rows:
+                tables.append(np.array(rows, np.int64))
+                rows = []
+            tables.append(self.to(held, slot=number).columns)
+        if rows:
+            tables.append(np.array(rows, np.int64))
+        return joined_tables(tables)
+
+    def _seeing_all_of(self, held: Placed) -> list[Range] | None:
         """Where the queries lie that see every key of a slot, ranges that touch as one, if no others see any of it and
         one look is enough to tell: each context is such a slot."""
         only = held.only_run
@@ -49,47 +97,15 @@ class Queries:
         return {sequence: (start, list(merged(sorted(runs)))) for sequence, (start, runs) in found.items()}
 
 
-def attends_to_each(queries: Queries, slots: Iterable[tuple[int, Placed]], *, first: Attends | None) -> Attends:
-    """`first`, then attends of a rank's own queries to the keys of each of these slots (number, blocks)."""
-    tables = [] if first is None else [first.columns]
-    rows: list[tuple[int, ...]] = []
-    for number, held in slots:
-        if not held.blocks:
-            continue
-        runs = queries.seeing_all_of(held)
-        if runs is not None:
-            rows += [(begin, end, number, 0, held.num_tokens, 0) for begin, end in runs]
-            continue
-        if rows:
-            tables.append(np.array(rows, np.int64))
-            rows = []
-        tables.append(attends_to(queries, held, slot=number).columns)
-    if rows:
-        tables.append(np.array(rows, np.int64))
-    return Attends(tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else _NO_ROWS)
-
-
 _NO_ROWS: Column = np.empty((0, 6), np.int64)
 
 
-def attends_to(queries: Queries, held: Placed, *, slot: int) -> Attends:
-    """Attends of a rank's own queries to the keys that another rank's blocks brought into a slot.
-
-    Blocks of a sequence are disjoint, so under a causal mask a query block attends to a key block wholly
-    (key before query) or not at all. Neighbouring queries with the same keys join.
-    """
-    last = np.searchsorted(held.sequence * POSITIONS + held.stop, queries.reach, side="right") - 1
-    some = np.flatnonzero((last >= 0) & (held.sequence[last] == queries.sequence)) if len(held.blocks) else last[:0]
-    last = last[some]
-    first_run, last_run = held.run[held.first[last]], held.run[last]
-    at, step = _expanded(last_run - first_run + 1)
-    run = first_run[at] + step
-    query, begin = some[at], held.opens[run]
-    end = np.where(run == last_run[at], held.end[last][at], held.closes[run])
-    return _joined(_table(queries.begin[query], queries.end[query], slot, begin, end))
+def joined_tables(tables: Sequence[Column]) -> Attends:
+    """All rows, in order."""
+    return Attends(tables[0] if len(tables) == 1 else np.concatenate(tables) if tables else _NO_ROWS)
 
 
-def attends_within(own: Placed) -> Attends:
+def _within(own: Placed) -> Attends:
     """Attends of a rank's own queries to its own keys.
 
     A run is one causal square: within it, earlier in the slot is earlier in the sequence. Below it lie the

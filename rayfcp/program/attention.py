@@ -24,13 +24,15 @@ receive from several ranks.
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rayfcp.program.attends import Queries, attends_to, attends_to_each, attends_within
+from rayfcp.program.attends import Attending, Queries
+from rayfcp.program.banded import BandedQueries
 from rayfcp.program.context import Order, context_slots, kept_ranges
 from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
 from rayfcp.program.paced import Brought, paced
 from rayfcp.program.placed import BlockTable, Placed
 from rayfcp.program.slots import Lot, Lots, RankSlots, Slot, blocks_of_ranks, own_slots
 from rayfcp.program.table import Attends
+from rayfcp.program.windowed import Bands
 from rayfcp.values import Block, Layout, Mask, Pacing, Transfer
 
 
@@ -39,13 +41,16 @@ def lower_attention(
     *,
     masks: Mapping[int, Mask],
     num_ranks: int,
+    bands: Bands | None = None,
     own: Sequence[Sequence[int]] | None = None,
     earlier: Mapping[int, Sequence[Order]] | None = None,
     needed: Collection[tuple[int, int]] = (),
 ) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch. `own`: the blocks of each rank in the order of its slot
-    0, that of the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in microbatch m of the layout's
-    context. `needed`: (sequence, start) of blocks whose keys and values later microbatches need.
+    """The attention program of each rank for one microbatch. `bands`: what the queries of each sequence see, where that
+    is less than `masks` say; no more has to travel then than is seen (`rayfcp.program.windowed`). `own`: the blocks of
+    each rank in the order of its slot 0, that of the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in
+    microbatch m of the layout's context. `needed`: (sequence, start) of blocks whose keys and values later microbatches
+    need.
 
     Invariant: every (query, key) cell of every mask is computed on the query's rank in exactly one
     attend, forward and backward; both ends of a message carry the same number of tokens.
@@ -58,16 +63,18 @@ def lower_attention(
     _check_masks(blocks, masks)
     coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
     num_stages = -(-len(layout.rounds) // coalesce)
-    held = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
+    placed = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
     lots = Lots(layout, table=BlockTable(blocks, masks))
-    ranks = own_slots(held, lots, num_stages=num_stages, hold=hold)
+    ranks = own_slots(placed, lots, num_stages=num_stages, hold=hold)
     for index, step in enumerate(layout.rounds):
         for transfer in step.transfers:
             _check_transfer(transfer, blocks, index=index, num_ranks=num_ranks, paced=pacing is not None)
             for lot in lots.of(transfer.blocks):
                 _add_transfer(ranks, transfer, lot=lot, lots=lots, index=index // coalesce)
     for rank in ranks:
-        _add_attends(rank, pacing, num_phases=num_stages + 1)
+        held = rank.slots[0].held
+        queries = Queries(held) if bands is None else BandedQueries(held, bands)
+        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)
     slots = context_slots(layout, num_ranks=num_ranks, earlier=earlier or {})
@@ -142,10 +149,8 @@ def _held_in(source: RankSlots, transfer: Transfer, *, lot: Lot, lots: Lots, ind
 _PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
 
 
-def _add_attends(rank: RankSlots, pacing: Pacing | None, *, num_phases: int) -> None:
-    own = rank.slots[0].held
-    queries = Queries(own)
-    within = attends_within(own) if own.blocks else _PADDING
+def _add_attends(rank: RankSlots, queries: Attending, pacing: Pacing | None, *, num_phases: int) -> None:
+    within = queries.within() if rank.slots[0].held.blocks else _PADDING
     phases = (
         _paced(rank, queries, within, pacing, num_phases=num_phases) if pacing else _one_by_one(rank, queries, within)
     )
@@ -154,18 +159,18 @@ def _add_attends(rank: RankSlots, pacing: Pacing | None, *, num_phases: int) -> 
             rank.forward.attends[index] = rank.backward.attends[index] = each
 
 
-def _one_by_one(rank: RankSlots, queries: Queries, within: Attends) -> list[Attends]:
+def _one_by_one(rank: RankSlots, queries: Attending, within: Attends) -> list[Attends]:
     """What is there at first, then what each round brought."""
     brought: list[list[tuple[int, Placed]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
     for number, slot in enumerate(rank.slots[1:], start=1):
         brought[slot.arrived + 1].append((number, slot.held))
-    return [attends_to_each(queries, slots, first=None if index else within) for index, slots in enumerate(brought)]
+    return [queries.to_each(slots, first=None if index else within) for index, slots in enumerate(brought)]
 
 
-def _paced(rank: RankSlots, queries: Queries, within: Attends, pacing: Pacing, *, num_phases: int) -> list[Attends]:
+def _paced(rank: RankSlots, queries: Attending, within: Attends, pacing: Pacing, *, num_phases: int) -> list[Attends]:
     brought = [
         Brought(
-            attends=attends_to(queries, slot.held, slot=number),
+            attends=queries.to(slot.held, slot=number),
             first=slot.arrived + 1,
             due=num_phases - 1 if slot.at_home else slot.arrived + pacing.num_buffers - 1,
         )

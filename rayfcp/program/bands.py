@@ -13,6 +13,7 @@ import numpy as np
 
 from rayfcp.program.placed import POSITIONS
 from rayfcp.program.table import CAUSAL, FLIPPED, WHOLE, Column
+from rayfcp.program.tokens import expanded
 
 
 class Side(NamedTuple):
@@ -95,9 +96,8 @@ def _sliding(start: Column, stop: Column, edges: Edges, pair: Column) -> tuple[C
     some = np.flatnonzero(start < stop)
     width = (edges.high - edges.low)[some]
     runs = -((start - stop)[some] // width)
-    at = np.repeat(some, runs)
-    step = np.arange(len(at)) - np.repeat(np.cumsum(runs) - runs, runs)
-    width = np.repeat(width, runs)
+    run, step = expanded(runs)
+    at, width = some[run], width[run]
     begin = start[at] + step * width
     end = np.minimum(begin + width, stop[at])
     first, rows = begin + edges.low[at], end - begin

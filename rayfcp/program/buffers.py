@@ -32,9 +32,8 @@ def check_buffers(programs: Sequence[RankProgram], pacings: Sequence[Pacing | No
         for item in program.instructions:
             if not isinstance(item, Forward):
                 continue
-            attention = item.attention.inner
-            pacing = pacings[item.microbatch]
-            for rounds in (attention.forward, attention.backward) if pacing else ():
+            pacing, programs_of = pacings[item.microbatch], [kind.attention.inner for kind in item.kinds]
+            for rounds in (each for one in programs_of for each in (one.forward, one.backward) if pacing):
                 index, held = _most_held(rounds)
                 bound = pacing.coalesce * pacing.num_buffers if pacing else held
                 if held > bound:

@@ -1,70 +1,144 @@
-"""Exact cover of masks by computed cells, counted on the grid of all boundaries that occur."""
+"""Exact cover of masks by computed cells, counted by the edges of what each row sees.
+
+What a row of queries sees begins and ends at keys that stay or move with the row: on lines of one key or of one
+distance from query to key. Over each line the ends of all that is computed must be those of the mask. Only where two
+lines cross may what one has too much be what the other lacks; there single points are compared.
+"""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.table import Column
-from rayfcp.values import Mask, SequenceSpec
+from rayfcp.program.table import CAUSAL, FLIPPED, Column
+from rayfcp.program.tokens import expanded
+from rayfcp.values import Band, Edge, SequenceSpec, bands_of
 
 
-def check_cells(cells: Column, sequences: Sequence[SequenceSpec], *, direction: str) -> None:
-    """Every (query, key) cell of every mask is computed exactly once, and no other cell.
+def check_cells(cells: Column, sequences: Sequence[SequenceSpec], *, window: int = 0, direction: str) -> None:
+    """Every (query, key) cell of every mask is computed exactly once, and no other cell, in layers with `window`.
 
-    `cells`: sequence, query start and stop, key start and stop, whether a triangle (`tokens.cells_of`).
+    `cells`: sequence, query start and stop, key start and stop, kind (`tokens.cells_of`).
 
     Raises:
-        ValueError: names the direction, the sequence, and the first query and key range that is wrong.
+        ValueError: names the direction, the sequence, and a query and a key that are wrong.
     """
-    ordered = cells[np.argsort(cells[:, 0], kind="stable")]
     ids = np.array([sequence.id for sequence in sequences], np.int64)
-    unknown = np.setdiff1d(ordered[:, 0], ids)
+    unknown = np.setdiff1d(cells[:, 0], ids)
     if len(unknown):
         raise ValueError(f"{direction}: cells of sequences {unknown.tolist()} that the batch does not have")
-    begin, end = (np.searchsorted(ordered[:, 0], ids, side=side) for side in _SIDES)
-    for sequence, first, last in zip(sequences, begin.tolist(), end.tolist(), strict=True):
-        _check_sequence(ordered[first:last, 1:], sequence, direction=direction)
+    due = [piece for sequence in sequences for piece in _edges_of_mask(sequence, window=window)]
+    left = _left(np.concatenate((_edges_of(cells), np.array(due, np.int64).reshape(-1, 6))))
+    for sequence, row in _suspects(left).tolist():
+        spec = sequences[int(np.flatnonzero(ids == sequence)[0])]
+        _check_row(cells, spec, row=row, window=window, direction=direction)
 
 
-_SIDES: tuple[Literal["left"], Literal["right"]] = ("left", "right")
+_STILL, _MOVING = 0, 1
+"""Lines of one key; lines of one distance from query to key."""
 
 
-def _check_sequence(cells: Column, sequence: SequenceSpec, *, direction: str) -> None:
-    bounds = np.unique(np.append(cells[:, :4], (0, sequence.num_tokens)))
-    full, triangles = _count(cells, bounds)
-    size = len(bounds) - 1
-    if sequence.mask is Mask.FULL:
-        due_full, due_triangles = np.ones((size, size), np.int64), np.zeros(size, np.int64)
-    else:
-        due_full, due_triangles = np.tri(size, k=-1, dtype=np.int64), np.ones(size, np.int64)
-    wrong = np.argwhere(full != due_full)
-    wrong = np.concatenate([wrong, np.repeat(np.argwhere(triangles != due_triangles), 2, axis=1)])
-    if len(wrong):
-        query, key = (int(index) for index in wrong[0])
-        times = full[query, key] + (triangles[query] if query == key else 0)
-        raise ValueError(
-            f"{direction}: sequence {sequence.id}, queries [{bounds[query]}, {bounds[query + 1]}) on keys "
-            f"[{bounds[key]}, {bounds[key + 1]}) are computed {times} times or with the wrong mask; each cell of the "
-            f"{sequence.mask.value} mask exactly once"
-        )
+class _Left(NamedTuple):
+    """Stretches of lines on which ends do not add up: sequence, kind, key or distance, rows `[start, stop)`, and how
+    many too many."""
+
+    sequence: Column
+    kind: Column
+    at: Column
+    start: Column
+    stop: Column
+    excess: Column
 
 
-def _count(cells: Column, bounds: Column) -> tuple[Column, Column]:
-    """How often each rectangle of the grid is computed in full, and each diagonal square as a triangle.
+def _edges_of(cells: Column) -> Column:
+    """`[edges, 6]`: sequence, kind of line, key or distance, first row, row behind the last, 1 where keys begin and -1
+    where they end."""
+    sequence, start, stop, low, high, kind = cells.T
+    begins = np.where(kind == FLIPPED, low - start, low)
+    ends = np.where(kind == CAUSAL, low - start + 1, high)
+    one = np.ones(len(cells), np.int64)
+    return np.concatenate(
+        [
+            np.stack((sequence, np.where(kind == FLIPPED, _MOVING, _STILL), begins, start, stop, one), axis=1),
+            np.stack((sequence, np.where(kind == CAUSAL, _MOVING, _STILL), ends, start, stop, -one), axis=1),
+        ]
+    )
 
-    A triangle over several intervals of the grid is full below its diagonal squares.
+
+def _edges_of_mask(sequence: SequenceSpec, *, window: int) -> list[tuple[int, ...]]:
+    """The same of a mask, with the opposite sign. Each row sees its own key at least."""
+    found: list[tuple[int, ...]] = []
+    for band in bands_of(sequence.mask, num_tokens=sequence.num_tokens, window=window):
+        for edge, sign in ((band.low, -1), (band.high, 1)):
+            for kind, at, start, stop in _clipped(edge, band, num_tokens=sequence.num_tokens):
+                found.append((sequence.id, kind, at, start, stop, sign))
+    return found
+
+
+def _clipped(edge: Edge, band: Band, *, num_tokens: int) -> list[tuple[int, int, int, int]]:
+    """Kind, place and rows of an edge within a sequence: at its first key, on its way, and behind its last one."""
+    if not edge.slides:
+        return [(_STILL, min(max(edge.at, 0), num_tokens), band.start, band.stop)]
+    first, last = (min(max(row, band.start), band.stop) for row in (-edge.at, num_tokens - edge.at))
+    parts = [
+        (_STILL, 0, band.start, first),
+        (_MOVING, edge.at, first, last),
+        (_STILL, num_tokens, last, band.stop),
+    ]
+    return [part for part in parts if part[2] < part[3]]
+
+
+def _left(edges: Column) -> _Left:
+    """Where ends on a line do not add up to nothing."""
+    line, sign = edges[:, :3], edges[:, 5]
+    table = np.concatenate([np.column_stack((line, edges[:, 3], sign)), np.column_stack((line, edges[:, 4], -sign))])
+    table = table[np.lexsort(table[:, 3::-1].T)]
+    count = np.cumsum(table[:, 4])
+    wrong = np.flatnonzero((count[:-1] != 0) & (table[1:, 3] > table[:-1, 3])) if len(table) else count
+    sequence, kind, at, start = table[wrong, :4].T
+    return _Left(sequence, kind, at, start, table[wrong + 1, 3], count[wrong])
+
+
+def _suspects(left: _Left) -> Column:
+    """`[rows, 2]`: sequence and row, among which is a wrong one if there is any.
+
+    A stretch that is right crosses as many others of the other kind as it has rows.
     """
-    size = len(bounds) - 1
-    sides = np.searchsorted(bounds, cells[:, :4])
-    causal = cells[:, 4] == 1
-    q0, q1, k0, k1 = sides[~causal].T
-    corners = np.zeros((size + 1) ** 2, np.int64)
-    for query, key, sign in ((q0, k0, 1), (q1, k1, 1), (q0, k1, -1), (q1, k0, -1)):
-        corners += sign * np.bincount(query * (size + 1) + key, minlength=len(corners))
-    full = corners.reshape(size + 1, size + 1).cumsum(axis=0).cumsum(axis=1)[:-1, :-1]
-    edges = np.bincount(sides[causal, 0], minlength=size + 1) - np.bincount(sides[causal, 1], minlength=size + 1)
-    for first, last in sides[causal, :2].tolist():
-        if last - first > 1:
-            full[first:last, first:last] += np.tri(last - first, k=-1, dtype=np.int64)
-    return full, edges.cumsum()[:-1]
+    size = left.stop - left.start
+    crossed = np.bincount(left.kind, minlength=2)[1 - left.kind]
+    if (size > crossed).any():
+        size, left = size[size > crossed], _Left(*(column[size > crossed] for column in left))
+        at, step = expanded(size)
+        return np.stack((left.sequence[at], left.start[at] + step), axis=1)
+    at, step = expanded(size)
+    row = left.start[at] + step
+    key = left.at[at] + np.where(left.kind[at] == _MOVING, row, 0)
+    points = np.stack((left.sequence[at], row, key), axis=1)
+    found, place = np.unique(points, axis=0, return_inverse=True)
+    total = np.bincount(place.ravel(), left.excess[at], minlength=len(found))
+    return found[total != 0, :2]
+
+
+def _check_row(cells: Column, sequence: SequenceSpec, *, row: int, window: int, direction: str) -> None:
+    """What a query sees, key by key, as far as anything begins or ends."""
+    mine = cells[(cells[:, 0] == sequence.id) & (cells[:, 1] <= row) & (row < cells[:, 2])]
+    start, low, high, kind = mine[:, 1], mine[:, 3], mine[:, 4], mine[:, 5]
+    low, high = (
+        np.where(kind == FLIPPED, low + row - start, low),
+        np.where(kind == CAUSAL, low + row - start + 1, high),
+    )
+    bands = bands_of(sequence.mask, num_tokens=sequence.num_tokens, window=window)
+    first, last = next(
+        (max(band.low.of(row), 0), min(band.high.of(row), sequence.num_tokens))
+        for band in (*bands, Band(start=row, stop=row + 1, low=Edge(at=0), high=Edge(at=0)))
+        if band.start <= row < band.stop
+    )
+    for key in np.unique(np.concatenate((low, high, [first, last]))).tolist():
+        times = int(((low <= key) & (key < high)).sum())
+        due = int(first <= key < last)
+        if times != due:
+            kind_of_mask = f"{sequence.mask.value} mask" + (f" with window {window}" if window else "")
+            raise ValueError(
+                f"{direction}: sequence {sequence.id}, query {row} on key {key} is computed {times} times, must be "
+                f"{due}; each cell of the {kind_of_mask} exactly once"
+            )

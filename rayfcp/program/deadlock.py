@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rayfcp.program.instructions import Backward, Flow, Forward, Free, Load, RankProgram, Receive, Send
+from rayfcp.program.kinds import attention_by_window
 from rayfcp.program.meeting import check_meeting
 from rayfcp.program.order import check_order
 
@@ -48,7 +49,7 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
     hashes = {program.plan_hash for program in programs}
     if len(hashes) > 1:
         raise ValueError(f"plan_hash differs between ranks ({', '.join(sorted(hashes))}); lower one plan for all ranks")
-    _check_meetings(programs[: programs[0].num_ranks])
+    _check_meetings(programs)
     _Replay(programs).run()
 
 
@@ -62,12 +63,11 @@ def hand_overs_end(programs: Sequence[RankProgram]) -> bool:
 
 
 def _check_meetings(programs: Sequence[RankProgram]) -> None:
-    """Of one stage: all attend alike (`check_order`)."""
-    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
-    for items in zip(*forwards, strict=True):
-        parts = [item.attention for item in items]
-        for backward, kind in ((False, "forward"), (True, "backward")):
-            check_meeting(parts, backward=backward, name=f"the {kind} pass of microbatch {items[0].microbatch}")
+    """Layers of one window attend alike on all stages (`check_order`)."""
+    for of_ranks in attention_by_window(programs).values():
+        for microbatch, parts in enumerate(zip(*of_ranks, strict=True)):
+            for backward, kind in ((False, "forward"), (True, "backward")):
+                check_meeting(parts, backward=backward, name=f"the {kind} pass of microbatch {microbatch}")
 
 
 class _Replay:

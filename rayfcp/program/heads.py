@@ -13,7 +13,8 @@ from dataclasses import replace
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.context import Order, order_of
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
-from rayfcp.values import Block, Layout, Mask, Round, Transfer
+from rayfcp.program.windowed import Bands
+from rayfcp.values import Block, Layout, Mask, Round, Transfer, bands_of
 
 Run = tuple[int, ...]
 """Ranks that exchange tokens for heads, by position."""
@@ -32,11 +33,12 @@ def lower_heads(
     runs: Sequence[Run],
     *,
     masks: Mapping[int, Mask],
+    bands: Bands | None = None,
     earlier: Mapping[int, Mapping[int, Order]] | None = None,
     needed: Collection[tuple[int, int]] = (),
 ) -> dict[int, HeadProgram]:
     """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier[m][r]`: the order of the slot
-    0 that rank r's run had in microbatch m. `needed`: as in `lower_attention`.
+    0 that rank r's run had in microbatch m. `bands`, `needed`: as in `lower_attention`.
 
     `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
     and values of their heads. A Ulysses group is one run without transfers.
@@ -51,6 +53,9 @@ def lower_heads(
         joined,
         masks={**masks, **padded},
         num_ranks=len(runs),
+        bands=None
+        if bands is None
+        else {**bands, **{each: bands_of(mask, num_tokens=1) for each, mask in padded.items()}},
         own=own,
         earlier={at: [orders[run[0]] for run in runs] for at, orders in (earlier or {}).items()},
         needed=needed,
@@ -66,6 +71,10 @@ def lower_heads(
             attention = _addressed(program, peers) if joined.rounds else program
             found[rank] = HeadProgram(num_tokens=tokens[position], ranks=run, tokens=tokens, attention=attention)
     return found
+
+
+def _bands_of_padding(padded: Mapping[int, Mask]) -> Bands:
+    return {sequence: bands_of(mask, num_tokens=1) for sequence, mask in padded.items()}
 
 
 def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]], dict[int, Mask]]:

@@ -25,7 +25,7 @@ import numpy as np
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload, Range
 from rayfcp.program.paced import Row, cells_of_row, first_cells, rows_of
 from rayfcp.program.reshuffle import ReshuffleProgram
-from rayfcp.program.table import Attends
+from rayfcp.program.table import CAUSAL, WHOLE, Attends
 
 QUERY_HEADS = 4
 """To one head of keys and values: what the wants of the rounds are reckoned with. Any model runs exactly."""
@@ -117,8 +117,12 @@ class _Ways:
     backward: bool
 
     def parted(self, table: Attends, home: int) -> tuple[Attends, list[_Local]]:
-        """Attends of a round that stay in it, and local ones, cut where rows come together, the least free first."""
-        is_local = table.columns[:, 2] == 0
+        """Attends of a round that stay in it, and local ones, cut where rows come together, the least free first.
+
+        Triangles of rows on other rows, which windows have, stay.
+        """
+        begin, _, slot, key_begin, _, kind = table.columns.T
+        is_local = (slot == 0) & ((kind == WHOLE) | ((kind == CAUSAL) & (begin == key_begin)))
         if not (self.num_rounds and self.comings and is_local.any()):
             return table, []
         rows = rows_of(Attends(table.columns[is_local]))

@@ -227,13 +227,32 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKind:
+    """What layers whose queries see `window` keys at most, themselves included, run (0: layers without a window)."""
+
+    window: int
+    attention: AttentionProgram | HeadProgram
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
     """Run all layers of the stage: the first stage embeds before, the last one takes the loss after. The first
-    `recomputed_layers` layers of the stage keep only their input."""
+    `recomputed_layers` layers of the stage keep only their input.
+
+    Layers with window `window` run `attention`; `others` are the stage's other kinds of layers, windows ascending from
+    there. All kinds have the same tokens, shared out by heads alike.
+    """
 
     microbatch: int
     attention: AttentionProgram | HeadProgram
     recomputed_layers: int
+    window: int = 0
+    others: tuple[LayerKind, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """All kinds of layers of the stage."""
+        return (LayerKind(window=self.window, attention=self.attention), *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from rayfcp.program.instructions import (
     Payload,
     RankProgram,
 )
+from rayfcp.program.kinds import check_likeness, check_loads, check_windows, windows_of
 from rayfcp.program.neighbours import check_neighbours
 from rayfcp.program.reuse import check_frees, check_reuse
 
@@ -22,8 +23,8 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     same everywhere and in which no microbatch goes before one that reads its keys and values (`check_reuse`); passes
     of different microbatches may interleave. The last backward pass reduces, so that no gradient stays on its rank.
     What neighbouring stages hand over is there once, in its place (`check_neighbours`), and so is the end of what a
-    microbatch keeps for others (`check_frees`). All stages load and attend alike. Program p x num_ranks + r is that of
-    rank r on stage p.
+    microbatch keeps for others (`check_frees`). All stages load alike, and attend alike in layers of one window.
+    Program p x num_ranks + r is that of rank r on stage p.
 
     Raises:
         ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
@@ -34,14 +35,17 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     num_microbatches = sum(isinstance(item, Load) for item in first.instructions)
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
+    known: dict[tuple[int, int], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
         _check_passes(program, num_microbatches)
-        if program.stage == 0:
+        check_windows(program, programs[index - program.rank])
+        if any((program.rank, window) not in known for window in windows_of(program)):
             _check_attention(program)
             check_reuse(program)
-        else:
-            _check_likeness(program, programs[program.rank])
+        check_loads(program, programs[program.rank])
+        for window in windows_of(program):
+            check_likeness(program, known.setdefault((program.rank, window), program), window=window)
         _check_backward_order(program, first)
         check_neighbours(program)
         check_frees(program)
@@ -109,19 +113,6 @@ def _check_backward_order(program: RankProgram, first: RankProgram) -> None:
         )
 
 
-def _check_likeness(program: RankProgram, other: RankProgram) -> None:
-    """What a rank loads and attends to is the same on all stages."""
-    for kind, field in ((Load, "pieces"), (Forward, "attention")):
-        mine, theirs = ([item for item in each.instructions if isinstance(item, kind)] for each in (program, other))
-        for here, there in zip(mine, theirs, strict=True):
-            value, due = getattr(here, field), getattr(there, field)
-            if value is not due and value != due:
-                raise ValueError(
-                    f"{program.place}, microbatch {here.microbatch}: {field} differ from those of {other.place}, must "
-                    "be the same on all stages; lower one plan for all"
-                )
-
-
 def _check_attention(program: RankProgram) -> None:
     """Attention is over as many tokens as are loaded; its rounds carry keys, values and their gradients."""
     loaded = {
@@ -130,17 +121,17 @@ def _check_attention(program: RankProgram) -> None:
         if isinstance(item, Load)
     }
     for item in program.instructions:
-        if not isinstance(item, Forward):
-            continue
-        where, due = f"{program.place}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
-        if item.attention.num_tokens != due:
-            raise ValueError(
-                f"{where}: num_tokens is {item.attention.num_tokens}, must be the {due} that Load brings "
-                "(1 of padding if none); lower the plan again"
-            )
-        if isinstance(item.attention, HeadProgram):
-            _check_heads(item.attention, program, where=where)
-        _check_payloads(item.attention.inner, where=where)
+        for kind in item.kinds if isinstance(item, Forward) else ():
+            attention = kind.attention
+            where, due = f"{program.place}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
+            if attention.num_tokens != due:
+                raise ValueError(
+                    f"{where}: num_tokens is {attention.num_tokens}, must be the {due} that Load brings "
+                    "(1 of padding if none); lower the plan again"
+                )
+            if isinstance(attention, HeadProgram):
+                _check_heads(attention, program, where=where)
+            _check_payloads(attention.inner, where=where)
 
 
 def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) -> None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.program.table import Attends
+from rayfcp.program.table import FLIPPED, WHOLE, Attends
 
 TILE = 128
 """Queries: attends are cut at multiples of this, and are not cut shorter."""
 
 Row = tuple[int, int, int, int, int, int]
-"""As in `Attends`: query start, query stop, slot, key start, key stop, causal."""
+"""As in `Attends`: query start, query stop, slot, key start, key stop, kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,8 @@ def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[
     As many cells as make an equal share for each phase so far, more where something is due.
 
     An attend that is larger than what a phase has left is cut by its queries; a causal square of n tokens into
-    a smaller one of the first queries, those of the others on the first keys, and the square of the rest.
+    a smaller one of the first queries, those of the others on the first keys, and the square of the rest; a flipped one
+    into a smaller one of the first queries, these on the last keys, and the square of the rest.
     """
     share = (own.num_cells + sum(each.attends.num_cells for each in brought)) / num_phases
     queue = _Queue(brought)
@@ -93,13 +94,13 @@ def rows_of(attends: Attends) -> list[Row]:
 def cells_of_row(row: Row) -> int:
     """(query, key) cells of an attend."""
     queries, keys = row[1] - row[0], row[4] - row[3]
-    return queries * (queries + 1) // 2 if row[5] else queries * keys
+    return queries * (queries + 1) // 2 if row[5] != WHOLE else queries * keys
 
 
 def _cut(row: Row, cells: int) -> tuple[Row | None, tuple[Row, ...]]:
     """About `cells` of a row, and what remains, the next last."""
-    start, stop, slot, key_start, key_stop, causal = row
-    queries = int((2 * max(cells, 0)) ** 0.5) if causal else max(cells, 0) // (key_stop - key_start)
+    start, stop, slot, key_start, key_stop, kind = row
+    queries = int((2 * max(cells, 0)) ** 0.5) if kind != WHOLE else max(cells, 0) // (key_stop - key_start)
     queries = (queries + TILE // 2) // TILE * TILE
     if queries + TILE > stop - start:
         if 2 * max(cells, 0) >= cells_of_row(row):
@@ -108,7 +109,9 @@ def _cut(row: Row, cells: int) -> tuple[Row | None, tuple[Row, ...]]:
     if queries == 0:
         return None, (row,)
     at, key_at = start + queries, key_start + queries
-    if not causal:
-        return (start, at, slot, key_start, key_stop, 0), ((at, stop, slot, key_start, key_stop, 0),)
-    square, rectangle = (at, stop, slot, key_at, key_stop, 1), (at, stop, slot, key_start, key_at, 0)
-    return (start, at, slot, key_start, key_at, 1), (square, rectangle)
+    if kind == WHOLE:
+        return (start, at, slot, key_start, key_stop, WHOLE), ((at, stop, slot, key_start, key_stop, WHOLE),)
+    rectangle = (at, stop, slot, key_start, key_at, WHOLE)
+    if kind == FLIPPED:
+        rectangle = (start, at, slot, key_at, key_stop, WHOLE)
+    return (start, at, slot, key_start, key_at, kind), ((at, stop, slot, key_at, key_stop, kind), rectangle)

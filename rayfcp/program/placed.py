@@ -1,6 +1,6 @@
 """Blocks that lie together in a slot, as columns of numbers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -121,3 +121,18 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
         else:
             joined.append((start, stop))
     return tuple(joined)
+
+
+def union(ranges: Collection[Range]) -> tuple[Range, ...]:
+    """Ascending ranges that hold what these hold.
+
+    >>> union({(4, 6), (0, 3), (2, 4), (8, 9)})
+    ((0, 6), (8, 9))
+    """
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return tuple(found)

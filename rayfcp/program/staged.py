@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from rayfcp.program.instructions import (
-    AttentionProgram,
     Backward,
     Flow,
     Forward,
     Free,
-    HeadProgram,
     Instruction,
+    LayerKind,
     Load,
     Piece,
     Receive,
@@ -23,10 +22,11 @@ def staged(
     stage: int,
     *,
     pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[AttentionProgram | HeadProgram],
+    attention: Sequence[Sequence[LayerKind]],
     reduce_every: str,
 ) -> tuple[Instruction, ...]:
-    """What a stage does; `pieces[m]` and `attention[m]` are the rank's of microbatch m.
+    """What a stage does; `pieces[m]` and `attention[m]`, of the kinds of layers that the stage has, are the rank's of
+    microbatch m.
 
     A forward pass is preceded by its load and by what the stage before sends, followed by what goes to the next stage;
     a backward pass likewise, the other way. What a microbatch kept for later slices goes after its backward pass.
@@ -36,7 +36,8 @@ def staged(
     before, after = _neighbours(stage, num_stages=plan.num_stages)
     instructions: list[Instruction] = []
     for action, recomputed_layers in actions:
-        at, program = action.microbatch, attention[action.microbatch]
+        at, (kind, *others) = action.microbatch, attention[action.microbatch]
+        program = kind.attention
         taken, given, flow = (after, before, Flow.GRADIENT) if action.backward else (before, after, Flow.ACTIVATION)
         if not action.backward:
             instructions.append(Load(microbatch=at, pieces=pieces[at]))
@@ -45,10 +46,18 @@ def staged(
         if action.backward:
             instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
         else:
-            instructions.append(Forward(microbatch=at, attention=program, recomputed_layers=recomputed_layers))
+            instructions.append(
+                Forward(
+                    microbatch=at,
+                    attention=program,
+                    recomputed_layers=recomputed_layers,
+                    window=kind.window,
+                    others=tuple(others),
+                )
+            )
         if given is not None:
             instructions.append(Send(microbatch=at, flow=flow, stage=given, num_tokens=program.num_tokens))
-        if action.backward and program.inner.kept:
+        if action.backward and any(each.attention.inner.kept for each in attention[at]):
             instructions.append(Free(microbatch=at))
     return tuple(instructions)
 

@@ -24,7 +24,18 @@ their tokens. Between stages, and with slices:
     free 1
 
 `keeps` are the ranges of slot 0 that later microbatches need; `context` says slot:microbatch[span] of what earlier ones
-left.
+left. Attends end in `c` where they are causal, `f` where causal and flipped. A stage's layers may have windows:
+
+    forward 1 tokens=40 recompute=0 window=8
+      * 0:8@0[0:8]c * 32:40@0[32:40]c ...
+    ~
+      ...
+    window 16 keeps=24:40
+      * 0:16@0[0:16]c ...
+    ~
+      ...
+
+first what layers of the first window (0, none, if absent) run, then those of each other one.
 """
 
 import re
@@ -41,6 +52,7 @@ from rayfcp.program.instructions import (
     Free,
     HeadProgram,
     Instruction,
+    LayerKind,
     Load,
     Message,
     Payload,
@@ -53,15 +65,16 @@ from rayfcp.program.instructions import (
 
 _HEAD = re.compile(r"program rank=(\d+)/(\d+) stage=(\d+)/(\d+) plan=([0-9a-f]*)$")
 _MESSAGE = re.compile(r"([<>])(\d+) (kv|grad) (\d+)((?:\[\d+:\d+\])*)")
-_ATTEND = re.compile(r"\* (\d+):(\d+)@(\d+)\[(\d+):(\d+)\](c?)")
+_ATTEND = re.compile(r"\* (\d+):(\d+)@(\d+)\[(\d+):(\d+)\]([cf]?)")
 _RANGE = re.compile(r"\[(\d+):(\d+)\]")
 _PIECE = re.compile(r"(\d+)\[(\d+):(\d+)\]")
 _SPAN = re.compile(r"(\d+):(\d+)")
 _CONTEXT = re.compile(r"(\d+):(\d+)\[(\d+):(\d+)\]")
+_SLOTS = r"(?: keeps=(\d+:\d+(?:,\d+:\d+)*))?(?: context=(\d+:\d+\[\d+:\d+\](?:,\d+:\d+\[\d+:\d+\])*))?$"
 _FORWARD = re.compile(
-    r"forward (\d+) tokens=(\d+) recompute=(\d+)(?: heads=(\d+:\d+(?:,\d+:\d+)*))?(?: keeps=(\d+:\d+(?:,\d+:\d+)*))?"
-    r"(?: context=(\d+:\d+\[\d+:\d+\](?:,\d+:\d+\[\d+:\d+\])*))?$"
+    r"forward (\d+) tokens=(\d+) recompute=(\d+)(?: window=(\d+))?(?: heads=(\d+:\d+(?:,\d+:\d+)*))?" + _SLOTS
 )
+_WINDOW = re.compile(r"window (\d+)" + _SLOTS)
 _BACKWARD = re.compile(r"backward (\d+)( reduce)?$")
 _BETWEEN_STAGES = re.compile(r"(send|receive) (\d+) (activation|gradient) stage=(\d+) tokens=(\d+)$")
 _FREE = re.compile(r"free (\d+)$")
@@ -115,9 +128,16 @@ def _lines(item: Instruction) -> Iterator[str]:
 def _forward_lines(item: Forward) -> Iterator[str]:
     attention = item.attention
     head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
+    if item.window:
+        head += f" window={item.window}"
     if isinstance(attention, HeadProgram):
         head += f" heads={_spans_text(zip(attention.ranks, attention.tokens, strict=True))}"
-        attention = attention.attention
+    yield from _attention_lines(head, attention.inner)
+    for kind in item.others:
+        yield from _attention_lines(f"window {kind.window}", kind.attention.inner)
+
+
+def _attention_lines(head: str, attention: AttentionProgram) -> Iterator[str]:
     if attention.kept:
         head += f" keeps={_spans_text(attention.kept)}"
     if attention.context:
@@ -137,7 +157,8 @@ def _round_line(step: AttentionRound) -> str:
     parts = [_message_text(">", message) for message in step.sends]
     parts += [_message_text("<", message) for message in step.receives]
     parts += [
-        f"* {a.query[0]}:{a.query[1]}@{a.slot}[{a.key[0]}:{a.key[1]}]{'c' if a.causal else ''}" for a in step.attends
+        f"* {a.query[0]}:{a.query[1]}@{a.slot}[{a.key[0]}:{a.key[1]}]{'f' if a.flipped else 'c' if a.causal else ''}"
+        for a in step.attends
     ]
     return "  " + " ".join(parts)
 
@@ -176,13 +197,30 @@ def _parse_line(line: str, at: int) -> Instruction:
 
 def _parse_forward(found: re.Match[str], lines: list[str], at: int) -> tuple[Forward, int]:
     """The instruction whose first line is `at`, and the line behind it."""
-    microbatch, num_tokens, recomputed = (int(group) for group in found.groups()[:3])
-    heads, kept, context = (group or "" for group in found.groups()[3:])
+    microbatch, num_tokens, recomputed, window = (int(group or 0) for group in found.groups()[:4])
+    heads, kept, context = (group or "" for group in found.groups()[4:])
+    shares = _spans(heads)
+    ours, at = _parse_attention(lines, at, num_tokens, shares=shares, slots=(kept, context))
+    others: list[LayerKind] = []
+    while at < len(lines) and (other := _WINDOW.match(lines[at])):
+        kept, context = (group or "" for group in other.groups()[1:])
+        theirs, at = _parse_attention(lines, at, num_tokens, shares=shares, slots=(kept, context))
+        others.append(LayerKind(window=int(other.group(1)), attention=theirs))
+    forward = Forward(
+        microbatch=microbatch, attention=ours, recomputed_layers=recomputed, window=window, others=tuple(others)
+    )
+    return forward, at
+
+
+def _parse_attention(
+    lines: list[str], at: int, num_tokens: int, *, shares: tuple[Range, ...], slots: tuple[str, str]
+) -> tuple[AttentionProgram | HeadProgram, int]:
+    """The rounds under line `at`, and the line behind them."""
     forward, at = _parse_rounds(lines, at + 1)
     if at >= len(lines) or lines[at] != "~":
         raise ValueError(f"line {at + 1}: expected '~' and the backward rounds of the forward before it")
     backward, at = _parse_rounds(lines, at + 1)
-    shares = _spans(heads)
+    kept, context = slots
     attention = AttentionProgram(
         num_tokens=sum(tokens for _, tokens in shares) if shares else num_tokens,
         forward=forward,
@@ -190,11 +228,10 @@ def _parse_forward(found: re.Match[str], lines: list[str], at: int) -> tuple[For
         context=_context(context),
         kept=_spans(kept),
     )
-    if shares:
-        ranks, tokens = tuple(rank for rank, _ in shares), tuple(tokens for _, tokens in shares)
-        shared = HeadProgram(num_tokens=num_tokens, ranks=ranks, tokens=tokens, attention=attention)
-        return Forward(microbatch=microbatch, attention=shared, recomputed_layers=recomputed), at
-    return Forward(microbatch=microbatch, attention=attention, recomputed_layers=recomputed), at
+    if not shares:
+        return attention, at
+    ranks, tokens = tuple(rank for rank, _ in shares), tuple(tokens for _, tokens in shares)
+    return HeadProgram(num_tokens=num_tokens, ranks=ranks, tokens=tokens, attention=attention), at
 
 
 def _spans(text: str) -> tuple[Range, ...]:
@@ -237,8 +274,8 @@ def _parse_round(line: str) -> AttentionRound:
         message = Message(peer=int(peer), payload=Payload(payload), slot=int(slot), ranges=_ranges(ranges))
         (sends if sign == ">" else receives).append(message)
     attends = tuple(
-        Attend(query=(int(q0), int(q1)), slot=int(slot), key=(int(k0), int(k1)), causal=bool(causal))
-        for q0, q1, slot, k0, k1, causal in _ATTEND.findall(line)
+        Attend(query=(int(q0), int(q1)), slot=int(slot), key=(int(k0), int(k1)), causal=bool(kind), flipped=kind == "f")
+        for q0, q1, slot, k0, k1, kind in _ATTEND.findall(line)
     )
     return AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=attends)
 

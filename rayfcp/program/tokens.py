@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from rayfcp.program.instructions import Piece, Range
-from rayfcp.program.table import Attends, Column
+from rayfcp.program.table import CAUSAL, WHOLE, Attends, Column
 
 
 class Tokens:
@@ -103,18 +103,18 @@ def beside(slots: Sequence[Tokens]) -> tuple[Tokens, Column]:
 
 
 def cells_of(attends: Attends, *, slots: Mapping[int, Tokens], rank: int) -> Column:
-    """The cells that attends compute, `[cells, 6]`: sequence, query start and stop, key start and stop, and whether
-    only those with key <= query (0 or 1). Queries are in slot 0; `slots` has all that attends name.
+    """The cells that attends compute, `[cells, 6]`: sequence, query start and stop, key start and stop, and kind as in
+    `Attends`. Queries are in slot 0; `slots` has all that attends name.
 
     Raises:
-        ValueError: a range is not within its slot; an attend mixes sequences, or is causal and its two sides
-            differ.
+        ValueError: a range is not within its slot; an attend mixes sequences, or is a triangle and its two sides
+            differ in length.
     """
-    begin, end, slot, key_begin, key_end, causal = attends.columns.T
-    unequal = (causal == 1) & ((slot != 0) | (begin != key_begin) | (end != key_end))
+    begin, end, slot, key_begin, key_end, kind = attends.columns.T
+    unequal = (kind != WHOLE) & (end - begin != key_end - key_begin)
     if unequal.any():
         wrong = attends[int(np.argmax(unequal))]
-        raise ValueError(f"rank {rank}: causal attend {wrong} does not hold the same tokens on both sides")
+        raise ValueError(f"rank {rank}: causal attend {wrong} does not hold as many keys as queries")
     numbers, place = np.unique(slot, return_inverse=True)
     queries, (keys, begins) = slots[0], beside([slots[number] for number in numbers.tolist()])
     outside = (key_begin < 0) | (key_end > np.diff(begins)[place])
@@ -126,12 +126,30 @@ def cells_of(attends: Attends, *, slots: Mapping[int, Tokens], rank: int) -> Col
     key_first, key_last = keys.within(key_begin, key_end)
     num_keys = key_last - key_first + 1
     at, step = expanded((query_last - query_first + 1) * num_keys)
-    query_step, key_step = step // num_keys[at], step % num_keys[at]
-    query = queries.clipped(query_first[at] + query_step, begin=begin[at], end=end[at])
-    key = keys.clipped(key_first[at] + key_step, begin=key_begin[at], end=key_end[at])
+    query_piece, key_piece = query_first[at] + step // num_keys[at], key_first[at] + step % num_keys[at]
+    query = queries.clipped(query_piece, begin=begin[at], end=end[at])
+    key = keys.clipped(key_piece, begin=key_begin[at], end=key_end[at])
     if (query[0] != key[0]).any():
         raise ValueError(f"rank {rank}: attend {attends[int(at[np.argmax(query[0] != key[0])])]} mixes sequences")
-    triangle = (causal[at] == 1) & (query_step == key_step)
-    cells: Column = np.stack((*query, key[1], key[2], triangle.astype(np.int64)), axis=1)
-    below: Column = cells[(causal[at] == 0) | (key_step <= query_step)]
-    return below
+    row = np.maximum(queries.offset[query_piece] - begin[at], 0)
+    behind = np.maximum(keys.offset[key_piece] - key_begin[at], 0) - row
+    cells: Column = np.stack((*query, key[1], key[2], kind[at]), axis=1)
+    whole = kind[at] == WHOLE
+    return np.concatenate((cells[whole], _of_triangles(cells[~whole], behind[~whole])))
+
+
+def _of_triangles(cells: Column, behind: Column) -> Column:
+    """What triangles have of rectangles whose first key is by `behind` further in its triangle than their first query:
+    a rectangle over all of the keys, and a triangle beside a rectangle over some of them. Nothing empty."""
+    sequence, start, stop, low, high, kind = cells.T
+    top = np.clip(start + behind, start, stop)  # first row that sees up to, or from, a key of its own
+    bottom = np.clip(start + behind + high - low, start, stop)  # and the one behind the last
+    first, last = low + top - start - behind, low + bottom - start - behind  # the keys of these
+    causal = kind == CAUSAL
+    parts = (
+        (np.where(causal, bottom, start), np.where(causal, stop, top), low, high, np.full(len(cells), WHOLE)),
+        (top, bottom, np.where(causal, low, last), np.where(causal, first, high), np.full(len(cells), WHOLE)),
+        (top, bottom, first, last, kind),
+    )
+    table: Column = np.concatenate([np.stack((sequence, *part), axis=1) for part in parts])
+    return table[(table[:, 1] < table[:, 2]) & (table[:, 3] < table[:, 4])]

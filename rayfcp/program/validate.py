@@ -1,7 +1,7 @@
 """The public validator: proof that a plan does what a single process would do, and can be run."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,7 +13,8 @@ from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
 from rayfcp.program.gathered import Part, Past, first_heads
 from rayfcp.program.heads import padding_number
-from rayfcp.program.instructions import Forward, Load, Piece, RankProgram
+from rayfcp.program.instructions import Load, Piece, RankProgram
+from rayfcp.program.kinds import attention_by_window
 from rayfcp.program.lower import ALL_PRIMITIVES, lower
 from rayfcp.program.memory import check_memory
 from rayfcp.program.replay import Replay
@@ -58,9 +59,8 @@ def check_programs(programs: Sequence[RankProgram], sequences: Sequence[Sequence
             would wait for ever.
     """
     check_progress(programs)
-    of_stage = programs[: programs[0].num_ranks]  # all stages load and attend alike
-    _check_tokens(of_stage, sequences)
-    _check_attention(of_stage, sequences)
+    _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
+    _check_attention(programs, sequences)
 
 
 def _check_matchings(layout: Layout, number: int) -> None:
@@ -108,14 +108,25 @@ def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceS
 
 
 def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """Each cell once in each direction; each partial dK, dV home once; forward and backward agree.
+    """In layers of each window: each cell once in each direction; each partial dK, dV home once; forward and backward
+    agree.
 
     Cells of slices of a sequence add up to those of its mask over microbatches. The partial of a context goes home to
     the slot from which it is added to the earlier microbatch's, whose backward pass is still to come (`check_reuse`).
     """
+    loads = [
+        [item for item in each.instructions if isinstance(item, Load)] for each in programs[: programs[0].num_ranks]
+    ]
+    for window, of_ranks in attention_by_window(programs).items():
+        rows = zip(zip(*of_ranks, strict=True), zip(*loads, strict=True), strict=True)
+        microbatches = [list(zip(parts, loaded, strict=True)) for parts, loaded in rows]
+        _check_kind(microbatches, sequences, window=window)
+
+
+def _check_kind(microbatches: Sequence[Sequence[Part]], sequences: Sequence[SequenceSpec], *, window: int) -> None:
     computed: dict[bool, list[Column]] = {False: [], True: []}
     earlier: list[Past] = []
-    for parts in _microbatches(programs):
+    for parts in microbatches:
         held = first_heads(parts, earlier=earlier)
         earlier.append((parts, held))
         for backward in (False, True):
@@ -128,9 +139,9 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
         if wrong or replay.lost_partials():
             raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
     forward, backward_too = (np.concatenate(cells) for cells in computed.values())
-    check_cells(forward, sequences, direction="forward")
+    check_cells(forward, sequences, window=window, direction="forward")
     if not np.array_equal(forward, backward_too):
-        check_cells(backward_too, sequences, direction="backward")
+        check_cells(backward_too, sequences, window=window, direction="backward")
 
 
 def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
@@ -143,11 +154,3 @@ def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
                 f"rank {rank}, microbatch {load.microbatch}: the cell of the padding token is computed {times} times, "
                 "must be once; lower the plan again"
             )
-
-
-def _microbatches(programs: Sequence[RankProgram]) -> Iterator[list[Part]]:
-    """The parts of all ranks, microbatch by microbatch; `check_order` holds."""
-    loads = [[item for item in program.instructions if isinstance(item, Load)] for program in programs]
-    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
-    for number in range(len(loads[0])):
-        yield [(forward[number].attention, load[number]) for forward, load in zip(forwards, loads, strict=True)]

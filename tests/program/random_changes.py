@@ -110,5 +110,9 @@ def _altered(value: Any, rng: random.Random) -> object:
         return rng.choice([replace(value, peer=value.peer + 1), replace(value, ranges=((start, stop + 1),))])
     if hasattr(value, "query"):
         start, stop = value.query
-        return rng.choice([replace(value, query=(start, stop + 1)), replace(value, causal=not value.causal)])
+        changes = [replace(value, query=(start, stop + 1))]
+        if value.num_cells > 1:  # of one cell all kinds are the same
+            changes.append(replace(value, causal=not value.causal, flipped=False))
+            changes += [replace(value, flipped=not value.flipped)] if value.causal else []
+        return rng.choice(changes)
     return replace(value, start=value.start + 1)

@@ -50,14 +50,15 @@ def counted(programs: Sequence[RankProgram], microbatch: int) -> Counter[tuple[T
     return found
 
 
-def due(sequences: Sequence[SequenceSpec], members: set[int]) -> Counter[tuple[Token, Token]]:
-    """Each cell of each mask once."""
+def due(sequences: Sequence[SequenceSpec], members: set[int], *, window: int = 0) -> Counter[tuple[Token, Token]]:
+    """Each cell of each mask once, in layers with this window (0: none)."""
     return Counter(
         ((each.id, query), (each.id, key))
         for each in sequences
         if each.id in members
         for query in range(each.num_tokens)
         for key in range(each.num_tokens if each.mask is Mask.FULL else query + 1)
+        if not window or abs(query - key) < window
     )
 
 

@@ -26,23 +26,30 @@ def cells(attends: Attends) -> Counter[Cell]:
         for attend in attends
         for query in range(*attend.query)
         for key in range(*attend.key)
-        if not attend.causal or key - attend.key[0] <= query - attend.query[0]
+        if _is_seen(attend, query - attend.query[0], key - attend.key[0])
     )
 
 
-def square(start: int, stop: int) -> Attend:
-    return Attend(query=(start, stop), slot=0, key=(start, stop), causal=True)
+def _is_seen(attend: Attend, query: int, key: int) -> bool:
+    return not attend.causal or (key >= query if attend.flipped else key <= query)
+
+
+def square(start: int, stop: int, *, flipped: bool = False) -> Attend:
+    return Attend(query=(start, stop), slot=0, key=(start, stop), causal=True, flipped=flipped)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     own=st.lists(st.integers(1, 400), min_size=1, max_size=3),
+    flipped=st.booleans(),
     sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(1, 40)), max_size=4),
     num_buffers=st.integers(2, 4),
 )
-def test_every_cell_once_and_in_time(own: list[int], sizes: list[tuple[int, int, int]], num_buffers: int) -> None:
+def test_every_cell_once_and_in_time(
+    own: list[int], flipped: bool, sizes: list[tuple[int, int, int]], num_buffers: int
+) -> None:
     edges = [sum(own[:at]) for at in range(len(own) + 1)]
-    within = Attends.of([square(begin, end) for begin, end in pairwise(edges)])
+    within = Attends.of([square(begin, end, flipped=flipped) for begin, end in pairwise(edges)])
     brought = [
         Brought(
             attends=Attends.of([Attend(query=(0, min(queries, edges[-1])), slot=slot, key=(0, keys), causal=False)]),

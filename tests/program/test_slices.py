@@ -1,5 +1,6 @@
 """Slices over microbatches: sound plans pass, counted cell by cell, and changed plans and programs do not."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,14 +23,15 @@ def cluster_of(plan: BatchPlan, **changes: object) -> ClusterSpec:
     return ClusterSpec(**given)  # type: ignore[arg-type]
 
 
-def counted(programs: Sequence[RankProgram]) -> Counter[tuple[Token, Token]]:
-    """How often each (query, key) pair of tokens is computed forward with the first share of the heads."""
+def counted(programs: Sequence[RankProgram], *, kind: int = 0) -> Counter[tuple[Token, Token]]:
+    """How often each (query, key) pair of tokens is computed forward with the first share of the heads, in layers of
+    the kind of this number."""
     found: Counter[tuple[Token, Token]] = Counter()
     past: list[list[Slots]] = []
     loads = [[item for item in each.instructions if isinstance(item, Load)] for each in programs]
     passes = [[item for item in each.instructions if isinstance(item, Forward)] for each in programs]
     for number in range(len(loads[0])):
-        parts = [each[number].attention for each in passes]
+        parts = [each[number].kinds[kind].attention for each in passes]
         groups = [part.ranks if isinstance(part, HeadProgram) else (rank,) for rank, part in enumerate(parts)]
         own = [
             [(piece.sequence, at) for piece in each[number].pieces for at in range(piece.start, piece.stop)]
@@ -54,8 +56,9 @@ def _step(
     for rank, step in steps.items():
         for attend in step.attends:
             queries, keys = slots[rank][0][slice(*attend.query)], slots[rank][attend.slot][slice(*attend.key)]
-            pairs = ((i, j) for i in range(len(queries)) for j in range(len(keys)) if j <= i or not attend.causal)
-            found.update((queries[i], keys[j]) for i, j in pairs)
+            pairs = itertools.product(range(len(queries)), range(len(keys)))
+            seen = ((i, j) for i, j in pairs if not attend.causal or (j >= i if attend.flipped else j <= i))
+            found.update((queries[i], keys[j]) for i, j in seen)
         expected = {each: iter(parts[each].inner.forward[index].receives) for each in {m.peer for m in step.sends}}
         for sent in step.sends:
             assert sent.payload is Payload.KV

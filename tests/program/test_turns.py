@@ -70,7 +70,7 @@ def test_sends_at_once_would_wait_for_ever() -> None:
                 plan,
                 each.stage,
                 pieces=[()] * len(plan.microbatches),
-                attention=[item.attention for item in loads],
+                attention=[item.kinds for item in loads],
                 reduce_every="step",
             ),
         )

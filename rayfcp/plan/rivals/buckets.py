@@ -18,7 +18,7 @@ class Bucket:
 
 
 def buckets_of(
-    num_tokens: Sequence[int], cells: Sequence[int], *, num_buckets: int, max_buckets: int, max_rounded_tokens: float
+    num_tokens: Sequence[int], cells: Sequence[float], *, num_buckets: int, max_buckets: int, max_rounded_tokens: float
 ) -> list[Bucket]:
     """The `num_buckets` buckets that minimise the sum over sequences of their bucket's upper limit - their length.
 

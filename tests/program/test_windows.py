@@ -1,0 +1,214 @@
+"""Programs of layers with windows: each cell of each kind's mask once, nothing that nobody needs, changes found."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.program import (
+    ALL_PRIMITIVES,
+    Forward,
+    Instruction,
+    LayerKind,
+    RankProgram,
+    check_plan,
+    check_programs,
+    from_text,
+    lower,
+    to_text,
+)
+from rayfcp.values import BatchPlan, ClusterSpec, Mask, PipelinePlan, SequenceSpec
+from tests.execute.layouts import over_runs, plan_of, random_layout, ring
+from tests.program.helpers import assert_one_change_is_found, random_plan, scattered, with_primitives
+from tests.program.pipelines import random_pipelines, sliced_over_runs
+from tests.program.random_changes import mutate
+from tests.program.test_layouts import due
+from tests.program.test_slices import counted
+
+KINDS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=3, unique=True).map(sorted)
+
+
+def with_windows(sequences: Sequence[SequenceSpec], windows: Sequence[int]) -> list[SequenceSpec]:
+    """As of a model with two layers of each window."""
+    return [replace(each, windows=tuple((window, 2) for window in windows)) for each in sequences]
+
+
+def forwards(program: RankProgram) -> list[Forward]:
+    return [item for item in program.instructions if isinstance(item, Forward)]
+
+
+def assert_sound(plan: BatchPlan, sequences: Sequence[SequenceSpec], windows: Sequence[int], *, seed: int) -> None:
+    """The validator takes the programs, an independent count agrees, and one change is found."""
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    members = {sequence for each in plan.microbatches for group in each.groups for sequence in group.sequences}
+    check_programs(programs, sequences)
+    for kind, window in enumerate(windows):
+        assert counted(programs[: plan.num_ranks], kind=kind) == due(sequences, members, window=window)
+    assert all(from_text(to_text(program)) == program for program in programs)
+    if len(programs) > 1:  # alone, a rank may well recompute more or less
+        sequences = with_windows(sequences, [random.Random(seed).choice(windows)])
+        programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+        assert_one_change_is_found(programs, sequences, seed=seed)
+
+
+def of_kind(program: RankProgram, kind: int) -> RankProgram:
+    """The program with only one kind of layers."""
+    return replace(
+        program,
+        instructions=tuple(
+            replace(item, window=item.kinds[kind].window, attention=item.kinds[kind].attention, others=())
+            if isinstance(item, Forward)
+            else item
+            for item in program.instructions
+        ),
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 5), windows=KINDS, kind=st.sampled_from("gsx"))
+def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
+    """Groups, blocks strewn over them and fetched from their owners, groups that share out heads."""
+    plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
+    sequences = [replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences]
+    plan = {"g": plan, "s": scattered(plan, sequences, seed=seed), "x": with_primitives(plan, seed)}[kind]
+    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
+def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 4))]
+    sequences = [
+        SequenceSpec(id=at, num_tokens=length, num_targets=0, mask=rng.choice(list(Mask)))
+        for at, length in enumerate(lengths)
+    ]
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    if heads > 1:
+        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
+    plan = plan_of(layout, sequences, num_ranks=heads * num_ranks)
+    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 4), windows=KINDS)
+def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, windows: list[int]) -> None:
+    plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
+    if sequences:
+        sequences = with_windows(sequences, windows)
+        cluster = ClusterSpec(num_ranks=num_ranks, num_stages=num_stages, max_tokens_per_rank=10**6)
+        check_plan(plan, sequences, cluster=cluster)
+        if num_stages == 1:
+            assert_sound(plan, sequences, windows, seed=seed)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 3), heads=st.integers(2, 3), windows=KINDS)
+def test_slices_over_runs(seed: int, num_runs: int, heads: int, windows: list[int]) -> None:
+    plan, sequences = sliced_over_runs(seed, num_runs=num_runs, heads=heads)
+    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), windows=KINDS.filter(lambda found: len(found) > 1))
+def test_one_thing_of_one_kind_changed_is_found(seed: int, windows: list[int]) -> None:
+    """In any kind of layers, beside others that are sound."""
+    plan, sequences = random_pipelines(seed % 60, num_stages=1, num_ranks=3)
+    sequences = with_windows(sequences, windows)
+    rng = random.Random(seed)
+    programs = lower(plan, sequences)
+    rank, number = rng.randrange(3), rng.randrange(1, len(windows))
+    changed = mutate(of_kind(programs[rank], number), rng)
+    if not sequences or [type(each) for each in changed.instructions] != [
+        type(each) for each in programs[rank].instructions
+    ]:
+        return
+    pairs = zip(programs[rank].instructions, changed.instructions, strict=True)
+    instructions = tuple(with_kind(item, now, number) for item, now in pairs)
+    mutated = replace(programs[rank], instructions=instructions)
+    if mutated == programs[rank]:
+        return
+    with pytest.raises(ValueError):
+        check_programs((*programs[:rank], mutated, *programs[rank + 1 :]), sequences)
+
+
+def with_kind(item: Instruction, other: Instruction, number: int) -> Instruction:
+    """A Forward whose kind of this number is what another attends to."""
+    if not (isinstance(item, Forward) and isinstance(other, Forward)):
+        return item
+    kind = LayerKind(window=item.kinds[number].window, attention=other.attention)
+    return replace(item, others=(*item.others[: number - 1], kind, *item.others[number:]))
+
+
+def moved_tokens(program: RankProgram, *, kind: int) -> int:
+    return sum(
+        message.num_tokens
+        for item in forwards(program)
+        for step in item.kinds[kind].attention.inner.forward
+        for message in step.sends
+    )
+
+
+def test_only_what_a_window_reaches_travels() -> None:
+    """A ring of 4 over 64 tokens: of the slice of 8 before each of a rank's own, what the window reaches."""
+    sequences = with_windows([SequenceSpec(id=0, num_tokens=64, num_targets=63)], [0, 4])
+    programs = lower(plan_of(ring(sequences, num_ranks=4), sequences, num_ranks=4), sequences)
+    assert [moved_tokens(each, kind=0) for each in programs] == [3 * 16] * 4
+    # the three last tokens of each slice but the last go to the rank of the next one, unless it is the same rank
+    assert [moved_tokens(each, kind=1) for each in programs] == [3, 6, 6, 3]
+    # in the second of three rounds nothing is left to travel
+    kinds = [forwards(each)[0].kinds for each in programs]
+    assert [max(len(each[at].attention.inner.forward) for each in kinds) for at in (0, 1)] == [4, 3]
+
+
+def test_context_beyond_the_window_is_not_kept() -> None:
+    plan, sequences = random_pipelines(3, num_stages=1, num_ranks=2)
+    kept = {
+        window: sum(
+            stop - start
+            for program in lower(plan, with_windows(sequences, [window]))
+            for item in forwards(program)
+            for start, stop in item.attention.inner.kept
+        )
+        for window in (0, 1, 2, 1000)
+    }
+    assert kept[0] == kept[1000] > kept[2] > kept[1] == 0
+
+
+def test_kinds_that_cut_no_sequence_run_the_program_of_whole_masks() -> None:
+    sequences = with_windows([SequenceSpec(id=0, num_tokens=12, num_targets=0)], [0, 12, 13])
+    programs = lower(plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2), sequences)
+    (forward,) = forwards(programs[0])
+    assert [kind.window for kind in forward.kinds] == [0, 12, 13]
+    assert all(kind.attention is forward.attention for kind in forward.kinds)
+
+
+def test_stages_have_the_kinds_of_their_layers() -> None:
+    plan, sequences = random_pipelines(1, num_stages=3, num_ranks=2)
+    sequences = with_windows(sequences, [0, 3])
+    programs = lower(plan, sequences, windows_of_stage=[(3, 3), (0, 3), ()])
+    check_programs(programs, sequences)
+    assert [[kind.window for kind in forwards(each)[0].kinds] for each in programs[::2]] == [[3], [0, 3], [0, 3]]
+    broken = replace(programs[4], instructions=of_kind(programs[4], 0).instructions)
+    with pytest.raises(ValueError, match=r"windows of layers are \(0, 3\), must ascend .* be those of stage 2 rank 0"):
+        check_programs((*programs[:4], broken, programs[5]), sequences)
+
+
+@pytest.mark.parametrize(
+    ("of_stage", "match"), [([(0,)], "for each of 3 stages"), ([(0,), (3,), (4,)], r"some of \(0, 3\)")]
+)
+def test_windows_that_are_not_those_of_the_stages_are_refused(of_stage: list[tuple[int, ...]], match: str) -> None:
+    plan, sequences = random_pipelines(1, num_stages=3, num_ranks=2)
+    with pytest.raises(ValueError, match=match):
+        lower(plan, with_windows(sequences, [0, 3]), windows_of_stage=of_stage)
+
+
+def test_sequences_of_different_models_are_refused() -> None:
+    plan, sequences = random_pipelines(1, num_stages=1, num_ranks=2)
+    assert isinstance(plan.pipelines[0], PipelinePlan)
+    mixed = [*with_windows(sequences[:1], [3]), *sequences[1:]]
+    with pytest.raises(ValueError, match="must all have those of one model"):
+        lower(plan, mixed)
