@@ -32,7 +32,7 @@ def test_all_figures_without_ray(model: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "kernel on blocks of 64\n" in done.stderr and "ulysses: round 1 of 1\n" in done.stderr
     found = json.loads(out.read_text())
-    assert found["kernel"] == "aten-flash-cpu"
+    assert found["kernel"] == "torch's flash for CPUs"
     assert [(row["block_tokens"], row["causal"]) for row in found["blocks"]] == [
         (8, True),
         (8, False),
