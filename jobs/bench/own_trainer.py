@@ -30,8 +30,8 @@ class TimedWorker(RankWorker):
         return report
 
 
-def train(config: Config, data_dir: str, moments_dir: Path) -> None:
+def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[RankWorker] = TimedWorker) -> None:
     """To the last step, whatever happens on the way."""
     assert moments_dir.name == MOMENTS_DIR
     data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})
-    FlexTrainer(config.model_copy(update={"data": data}), worker=TimedWorker).fit()
+    FlexTrainer(config.model_copy(update={"data": data}), worker=worker).fit()

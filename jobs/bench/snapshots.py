@@ -1,11 +1,13 @@
-"""What snapshots cost: the quickstart with a snapshot of every step, and without any, in turns.
+"""What snapshots cost: the quickstart in two runs, in which turns of steps with a snapshot of each and without any
+alternate. What the first run does with snapshots the second does without.
 
-    python jobs/bench/snapshots.py --pairs 5 --steps 16
+    python jobs/bench/snapshots.py --pairs 3 --steps 40
 
 All runs train the same samples by the same plans: made with one profile, measured first, and not refitted. A step's
-seconds run from its start on device 0 to the start of the next, so that what a step waits for a snapshot counts. Steps
-are compared one by one; printed is the median of the ratios with over without, and its spread over the pairs. The
-first `--skip` steps of a run, which warm up, are left out. The goal is a ratio of at most 1.05.
+seconds run from its start on device 0 to the start of the next, so that what a step waits for a snapshot counts. Each
+step is compared with itself in the pair's other run, and each turn with the next, where the runs have changed places:
+that one run was faster than the other, or that the machine changed its speed, cancels. Printed is the median of these
+ratios with over without, and its quartiles. The goal is a ratio of at most 1.05.
 """
 
 import argparse
@@ -20,8 +22,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from clusters import Ground
+from crossover import Seconds, ratios
 from faults import BEGAN, read_moments
 from own_trainer import MOMENTS_DIR, train
+from turns import EvenTurns, OddTurns, TakesTurns
 
 from rayfcp.cluster.files import prepared_data
 from rayfcp.cluster.local import CONTROLLER_CPUS
@@ -31,14 +35,13 @@ from rayfcp.config.plan import PlanConfig
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 GOAL = 1.05
-EVERY = {"with": 1, "without": 0}
+WORKERS: tuple[type[TakesTurns], ...] = (EvenTurns, OddTurns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=4, help="runs with and without (default: 4)")
-    parser.add_argument("--steps", type=int, default=16, help="of a run (default: 16)")
-    parser.add_argument("--skip", type=int, default=3, help="first steps left out (default: 3)")
+    parser.add_argument("--pairs", type=int, default=3, help="of runs (default: 3)")
+    parser.add_argument("--steps", type=int, default=40, help="of a run (default: 40)")
     parser.add_argument("--workers", type=int, default=4, help="(default: 4)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
@@ -54,30 +57,26 @@ def main() -> None:
 
 
 def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
-    """Seconds of each step of each run, and the ratios of the pairs."""
+    """Seconds of each step of each run, and the ratios of neighbouring turns."""
     profile = profile_run(
         _config(folder / "profiled", arguments, every=0), out_dir=None, rounds=1, max_tokens=1024, say=lambda _: None
     )
-    seconds: dict[str, list[dict[int, float]]] = {side: [] for side in EVERY}
+    pairs: list[list[Seconds]] = []
     for pair in range(arguments.pairs):
-        for side in list(EVERY) if pair % 2 == 0 else reversed(EVERY):
-            root = folder / f"{side}-{pair}"
+        pairs.append([])
+        for worker in WORKERS:
+            root = folder / f"{worker.__name__}-{pair}"
             (root / "run").mkdir(parents=True)
             shutil.copy(profile.profile_path, root / "run" / "profile.json")
-            config = _config(root, arguments, every=EVERY[side])
-            seconds[side].append(_step_seconds(root, config, skip=arguments.skip))
-    ratios = [
-        statistics.median(with_s[step] / without_s[step] for step in with_s.keys() & without_s.keys())
-        for with_s, without_s in zip(seconds["with"], seconds["without"], strict=True)
-    ]
+            pairs[-1].append(_step_seconds(root, _config(root, arguments, every=1), worker=worker))
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "load": os.getloadavg(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "workers": arguments.workers,
-        "steps": arguments.steps - arguments.skip,
-        "ratios": ratios,
-        "seconds": seconds,
+        "steps": arguments.steps,
+        "ratios": [ratio for even_s, odd_s in pairs for ratio in ratios(even_s, odd_s)],
+        "seconds": pairs,
     }
 
 
@@ -97,33 +96,31 @@ def _config(root: Path, arguments: argparse.Namespace, *, every: int) -> Config:
     )
 
 
-def _step_seconds(root: Path, config: Config, *, skip: int) -> dict[int, float]:
+def _step_seconds(root: Path, config: Config, *, worker: type[TakesTurns]) -> Seconds:
     """From the start of each step on device 0 to the start of the next; steps that ran twice are left out."""
     moments_dir = root / MOMENTS_DIR
     moments_dir.mkdir()
-    train(config, prepared_data(config, say=lambda _: None), moments_dir)
+    train(config, prepared_data(config, say=lambda _: None), moments_dir, worker=worker)
     starts_s: dict[int, list[float]] = defaultdict(list)
     for each in read_moments(moments_dir):
         if each.what == BEGAN and each.number == 0:
             starts_s[each.step].append(each.at_s)
     once = {step: at_s[0] for step, at_s in starts_s.items() if len(at_s) == 1}
-    return {step: once[step + 1] - at_s for step, at_s in once.items() if step > skip and step + 1 in once}
+    return {step: once[step + 1] - at_s for step, at_s in once.items() if step + 1 in once}
 
 
 def page(figures: dict[str, object]) -> str:
     """For people."""
-    ratios, seconds = figures["ratios"], figures["seconds"]
-    assert isinstance(ratios, list)
-    assert isinstance(seconds, dict)
-    medians = {
-        side: statistics.median(value for run in runs for value in run.values()) for side, runs in seconds.items()
-    }
+    found, pairs = figures["ratios"], figures["seconds"]
+    assert isinstance(found, list)
+    assert isinstance(pairs, list)
+    step_s = statistics.median(value for runs in pairs for run in runs for value in run.values())
+    low, middle, high = statistics.quantiles(found, n=4)
     return "\n".join(
         [
-            f"snapshots of every step, {figures['workers']} workers, {len(ratios)} pairs of {figures['steps']} steps; "
-            f"{figures['machine']}, {figures['date']}",
-            *(f"{side:8} {value:.3f} s a step (median)" for side, value in medians.items()),
-            f"ratio    {statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f}), goal {GOAL}",
+            f"snapshots of every step, {figures['workers']} workers, {len(pairs)} pairs of runs of {figures['steps']} "
+            f"steps, {step_s:.3f} s a step (median); {figures['machine']}, {figures['date']}",
+            f"ratio {middle:.3f} (quartiles {low:.3f}..{high:.3f} of {len(found)}), goal {GOAL}",
         ]
     )
 
