@@ -10,7 +10,8 @@ keys, values and outputs forward, their gradients backward; local attends run me
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +24,14 @@ from rayfcp.execute.context import ContextStore
 from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.merge import Merged, accumulator_dtype
-from rayfcp.execute.ranges import add_rows, take_rows
+from rayfcp.execute.ranges import take_rows
 from rayfcp.execute.reshuffle import exchange, keep_in, keep_out
 from rayfcp.execute.schedule import KernelCall, ReadyExchange, ReadyHeads, ReadyProgram, ReadyRound, make_ready
+from rayfcp.execute.slots import Slots
+from rayfcp.execute.sums import RowSums
 from rayfcp.execute.traffic import Traffic
-from rayfcp.execute.transport import Envelope, Pending, Transport
-from rayfcp.program import AttentionProgram, HeadProgram, Message, Payload, ReshuffleProgram
+from rayfcp.execute.transport import Transport
+from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +128,9 @@ class _Attention(torch.autograd.Function):
         around, theirs = context.program.reshuffle, (query, key, value)
         q, k, v = keep_in(around.program, theirs) if around else theirs
         run = _Run(context, q, scale=scale)
-        run.fill(0, k, value=v)
-        run.keep()
-        merged = Merged.empty(q)
+        run.slots.fill(0, k, value=v)
+        run.slots.keep(alone=context.recomputed)
+        merged = Merged(q)
         attend = functools.partial(run.attend, merged=merged)
         if around:
             run.exchange(around.forward.entering, lambda: theirs, targets=(q, k, v), compute=attend)
@@ -135,6 +138,7 @@ class _Attention(torch.autograd.Function):
         if around:
             home = query.new_zeros(query.shape)
             run.exchange(around.forward.leaving, lambda: (merged.out,), targets=(home,), compute=attend)
+        run.slots.close()
         out, lse = merged.result(query.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.context, ctx.scale = context, scale
@@ -150,19 +154,28 @@ class _Attention(torch.autograd.Function):
         around = ctx.context.program.reshuffle
         grad_out = keep_in(around.program, grads)[0] if around else grads[0]
         run = _Run(ctx.context, q, scale=ctx.scale)
-        run.fill(0, k, value=v)
-        dq = torch.zeros(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device)
-        ours = (dq, *run.grad_slot(0))
+        run.slots.fill(0, k, value=v)
+        dq = RowSums(
+            lambda: (torch.empty(q.shape, dtype=accumulator_dtype(q.dtype), device=q.device),), num_rows=len(q)
+        )
         differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
         if around:
             run.exchange(around.backward.entering, lambda: grads, targets=(grad_out,), compute=differentiate)
         run.rounds(ctx.context.program.backward, differentiate)
-        if not around:
-            return *(each.to(q.dtype) for each in ours), None, None
-        theirs = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in ours]
-        run.exchange(around.backward.leaving, lambda: ours, targets=theirs, compute=differentiate)
-        keep_out(around.program, ours, theirs=theirs)
-        return *theirs, None, None
+        sums = (dq, run.slots.gradient(0))
+        if around:
+            theirs = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in (q, k, v)]
+            ours = functools.partial(_partial, sums)
+            run.exchange(around.backward.leaving, ours, targets=theirs, compute=differentiate)
+            keep_out(around.program, [each for sum_ in sums for each in sum_.whole], theirs=theirs)
+        run.slots.close()
+        if around:
+            return *theirs, None, None
+        return *(each for sum_ in sums for each in sum_.result(q.dtype)), None, None
+
+
+def _partial(sums: Sequence[RowSums]) -> list[Tensor]:
+    return [each for sum_ in sums for each in sum_.partial]
 
 
 class _Run:
@@ -171,33 +184,18 @@ class _Run:
     def __init__(self, context: AttentionContext, query: Tensor, *, scale: float) -> None:
         program = context.program
         assert isinstance(program, ReadyProgram)
-        self._earlier = {each.slot: ((each.microbatch, context.layer), each.span) for each in program.context}
-        self._kept, self._at = program.kept, (context.microbatch, context.layer)
-        self.slots = {slot: context.store.read(*held) for slot, held in self._earlier.items()}
-        self._slot_shapes: dict[int, torch.Size] = {}
-        self.gradients: dict[int, Tensor] = {}
+        at = (context.microbatch, context.layer)
+        self.slots = Slots(program, store=context.store, at=at, buffers=context.traffic.buffers)
         self._context, self._query, self._scale = context, query, scale
-        self._arriving: list[tuple[Message, Tensor]] = []
-        self._leaving: list[Envelope] = []
-
-    def fill(self, slot: int, key: Tensor, *, value: Tensor) -> None:
-        """Keys and values of a slot are here."""
-        self.slots[slot] = (key, value)
-        self._slot_shapes[slot] = key.shape
-
-    def keep(self) -> None:
-        """What later microbatches need of slot 0."""
-        if self._kept:
-            key, value = self.slots[0]
-            self._context.store.put(self._at, self._kept, key=key, value=value, alone=self._context.recomputed)
+        self._has_posted = False
 
     def rounds(self, steps: Sequence[ReadyRound], compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
         for step in steps:
-            pending = self._post(step)
-            for call in step.calls:
-                compute(call)
-            self._finish(step, pending)
+            with self._posted(step):
+                for call in step.calls:
+                    compute(call)
+            self.slots.free(step.free)
 
     def exchange(
         self,
@@ -211,37 +209,32 @@ class _Run:
         context = self._context
         exchange(steps, sources, targets=targets, compute=compute, transport=context.transport, traffic=context.traffic)
 
-    def _post(self, step: ReadyRound) -> Pending:
-        """Start the round's messages."""
-        self._leaving = [(message.peer, self._payload(message)) for message in step.sends]
-        self._arriving = [(message, self._buffer(message)) for message in step.receives]
-        self._context.traffic.bytes_sent += sum(tensor.nbytes for _, tensor in self._leaving)
-        return self._context.transport.post(
-            self._leaving, [(message.peer, buffer) for message, buffer in self._arriving]
-        )
-
-    def _finish(self, step: ReadyRound, pending: Pending) -> None:
-        """Wait for the round's messages, put them in their slots, drop what is not needed any more."""
-        self._context.traffic.wait(pending)
-        for message, buffer in self._arriving:
-            if message.payload is Payload.KV:
-                self.fill(message.slot, buffer[0], value=buffer[1])
-            else:
-                slot = self.grad_slot(message.slot)
-                for target, source in zip(slot, buffer, strict=True):
-                    add_rows(target, message.ranges, source=source)
-        self._leaving = []
-        for slot in step.free:
-            self.slots.pop(slot, None)
+    @contextmanager
+    def _posted(self, step: ReadyRound) -> Iterator[None]:
+        """The round's messages travel inside; behind, they are in their slots. Packed and posted beside computations;
+        behind those so far only where what leaves is computed in this pass: the first time, and gradients."""
+        context, slots = self._context, self.slots
+        waits = not self._has_posted or any(message.payload is Payload.GRAD for message in step.sends)
+        self._has_posted = True
+        with context.transport.beside(after_compute=waits):
+            leaving = [(message, slots.payload(message)) for message in step.sends]
+            arriving = [(message, slots.room(message)) for message in step.receives]
+            sends, receives = ([(message.peer, tensor) for message, tensor in each] for each in (leaving, arriving))
+            pending = context.transport.post(sends, receives)
+        context.traffic.bytes_sent += sum(tensor.nbytes for _, tensor in leaving)
+        yield
+        context.traffic.wait(pending)
+        for message, tensor in arriving:
+            slots.arrived(message, tensor)
+        for message, tensor in leaving:
+            slots.left(message, tensor)
 
     def attend(self, call: KernelCall, *, merged: Merged) -> None:
         """Forward of one kernel call, merged into what is known."""
         self._context.traffic.cells += call.num_cells
-        key, value = self.slots[call.slot]
         out, lse = self._context.kernel.forward(
             take_rows(self._query, call.queries),
-            take_rows(key, call.keys),
-            take_rows(value, call.keys),
+            *self.slots.keys_of(call),
             query_lengths=call.query_lengths,
             key_lengths=call.key_lengths,
             causal=call.causal,
@@ -249,16 +242,14 @@ class _Run:
         )
         merged.add(call.queries, out, lse=lse)
 
-    def differentiate(self, call: KernelCall, *, dq: Tensor, saved: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Backward of one kernel call, added to dQ and to the slot's dK, dV."""
+    def differentiate(self, call: KernelCall, *, dq: RowSums, saved: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Backward of one kernel call, added to dQ and to the slots' dK, dV."""
         self._context.traffic.cells += call.num_cells
-        key, value = self.slots[call.slot]
         grad_out, out, lse = (take_rows(tensor, call.queries) for tensor in saved)
         partial_dq, dk, dv = self._context.kernel.backward(
             grad_out,
             take_rows(self._query, call.queries),
-            take_rows(key, call.keys),
-            take_rows(value, call.keys),
+            *self.slots.keys_of(call),
             out,
             lse,
             query_lengths=call.query_lengths,
@@ -266,34 +257,5 @@ class _Run:
             causal=call.causal,
             scale=self._scale,
         )
-        add_rows(dq, call.queries, source=partial_dq)
-        slot = self.grad_slot(call.slot)
-        add_rows(slot[0], call.keys, source=dk)
-        add_rows(slot[1], call.keys, source=dv)
-
-    def grad_slot(self, slot: int) -> Tensor:
-        """dK, dV of a slot, `[2, tokens, kv_heads, head_dim]`: at first zero, in slot 0 what later microbatches gave,
-        and in a context slot what is summed in the store so far."""
-        if slot in self._earlier:
-            return self._context.store.gradient(*self._earlier[slot])
-        if slot not in self.gradients:
-            gradient = torch.zeros(
-                (2, *self._slot_shapes[slot]), dtype=accumulator_dtype(self._query.dtype), device=self._query.device
-            )
-            if slot == 0 and self._kept:
-                self._context.store.settle(self._at, gradient)
-            self.gradients[slot] = gradient
-        return self.gradients[slot]
-
-    def _payload(self, message: Message) -> Tensor:
-        if message.payload is Payload.GRAD:
-            gradient = self.grad_slot(message.slot)
-            del self.gradients[message.slot]
-            return gradient
-        key, value = self.slots[message.slot]
-        return torch.stack([take_rows(key, message.ranges), take_rows(value, message.ranges)])
-
-    def _buffer(self, message: Message) -> Tensor:
-        key = self.slots[0][0]
-        dtype = key.dtype if message.payload is Payload.KV else accumulator_dtype(key.dtype)
-        return torch.empty((2, message.num_tokens, *key.shape[1:]), dtype=dtype, device=key.device)
+        dq.add(call.queries, partial_dq)
+        self.slots.add_gradients(call, dk, dv=dv)

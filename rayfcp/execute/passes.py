@@ -67,6 +67,7 @@ class Passes:
             attention=context,
             keep_logits=keep_logits,
         )
+        self.traffic.buffers.clear()
         self._ends[item.microbatch] = get_gradient_edge(output)
         if self._is_last:
             self.loss_sum += output.detach()
@@ -77,6 +78,7 @@ class Passes:
     def backward(self, item: Backward) -> None:
         self._model.set_reduce(item.reduce)
         torch.autograd.backward((self._ends.pop(item.microbatch),), (self._returned.pop(item.microbatch),))
+        self.traffic.buffers.clear()
 
     def send(self, item: Send) -> None:
         """Post activations, or the gradient of what entered."""

@@ -1,6 +1,8 @@
 """An attention program made ready to run many times: attends grouped into kernel calls, and the last
 round in which each slot is needed. Computed once per microbatch, used by every layer."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +24,10 @@ from rayfcp.program.hiding import HiddenRounds, hide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Attends of one slot and one mask, for one call of the kernel; each token range at most once as query.
-    `num_cells`: in cells of all heads."""
+    """Attends of one mask, for one call of the kernel; each token range at most once as query. Attend i has the keys
+    `keys[i]` of slot `slots[i]`. `num_cells`: in cells of all heads."""
 
-    slot: int
+    slots: tuple[int, ...]
     causal: bool
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
@@ -38,6 +40,12 @@ class KernelCall:
     @property
     def key_lengths(self) -> tuple[int, ...]:
         return tuple(stop - start for start, stop in self.keys)
+
+    @property
+    def key_runs(self) -> tuple[tuple[int, tuple[Range, ...]], ...]:
+        """Ranges of keys in order, those of one slot that follow each other together."""
+        runs = itertools.groupby(zip(self.slots, self.keys, strict=True), key=operator.itemgetter(0))
+        return tuple((slot, tuple(key for _, key in held)) for slot, held in runs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,20 +193,20 @@ def _rounds(rounds: Sequence[AttentionRound], *, share: float) -> tuple[ReadyRou
 
 
 def _calls(attends: Sequence[Attend], *, share: float) -> list[KernelCall]:
-    """As few calls as possible. Queries that attend to several ranges of one slot go into several calls,
-    so that a call writes each of its rows once."""
+    """As few calls as possible. Queries that attend to several ranges of keys go into several calls, so that a call
+    writes each of its rows once."""
     calls: list[list[Attend]] = []
-    for attend in attends:
+    for attend in sorted(attends, key=lambda each: (each.query, each.slot)):
         for call in calls:
             last = call[-1]
-            if (last.slot, last.causal) == (attend.slot, attend.causal) and last.query[1] <= attend.query[0]:
+            if last.causal == attend.causal and last.query[1] <= attend.query[0]:
                 call.append(attend)
                 break
         else:
             calls.append([attend])
     return [
         KernelCall(
-            slot=call[0].slot,
+            slots=tuple(attend.slot for attend in call),
             causal=call[0].causal,
             queries=tuple(attend.query for attend in call),
             keys=tuple(attend.key for attend in call),

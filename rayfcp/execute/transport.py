@@ -3,12 +3,18 @@
 import queue
 import threading
 from collections import defaultdict
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.progress import Progress
+
+ACCELERATORS = {"nccl": "cuda", "hccl": "npu"}
+"""Kinds of device by the backend of their groups."""
 
 Envelope = tuple[int, Tensor]
 """(peer rank, contiguous tensor)."""
@@ -35,6 +41,11 @@ class Transport(Protocol):
         """Start all; tensors must stay untouched until `wait` returned."""
         ...
 
+    def beside(self, *, after_compute: bool) -> AbstractContextManager[None]:  # noqa: ARG002  hosts have no queues
+        """Inside, an accelerator packs and posts in its own queue, which runs beside computations: behind those that
+        were enqueued so far if `after_compute`, else behind earlier messages alone."""
+        return nullcontext()
+
 
 class _Works:
     def __init__(self, works: list[dist.Work], progress: Progress) -> None:
@@ -49,15 +60,46 @@ class _Works:
         return all(work.is_completed() for work in self._works)
 
 
-class DistributedTransport:
+class _Enqueued:
+    """Messages in a device's queue: computations enqueued from `wait` on come behind them, the host does not wait."""
+
+    def __init__(self, works: list[dist.Work], event: Any) -> None:
+        self._works, self._event = works, event
+        for work in works:
+            work.wait()  # in the queue
+        event.record()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def done(self) -> bool:
+        done: bool = self._event.query()
+        return done
+
+
+class DistributedTransport(Transport):
     """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
 
-    Rank r of the programs is rank r of the group. `progress` learns of waits.
+    Rank r of the programs is rank r of the group. `progress` learns of waits. On an accelerator messages have a stream
+    of their own, ordered against the one of computations by events.
     """
 
     def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
         self._group, self._progress = group, progress or Progress()
         self.rank = dist.get_rank(group)
+        self._device: Any = getattr(torch, ACCELERATORS.get(dist.get_backend(group), ""), None)
+        self._stream = None if self._device is None else self._device.Stream()
+
+    @contextmanager
+    def beside(self, *, after_compute: bool) -> Iterator[None]:
+        """See `Transport`."""
+        if self._device is None or self._stream is None:
+            yield
+            return
+        if after_compute:
+            self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            yield
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
         operations = [
@@ -65,7 +107,11 @@ class DistributedTransport:
             for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in envelopes
         ]
-        return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
+        if self._device is None:
+            return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
+        with self.beside(after_compute=self._device.current_stream() != self._stream):
+            works = dist.batch_isend_irecv(operations) if operations else []
+            return _Enqueued(works, self._device.Event())
 
 
 class FabricAbortedError(RuntimeError):
@@ -121,7 +167,7 @@ class _Arrivals:
         return not self._receives
 
 
-class InProcessTransport:
+class InProcessTransport(Transport):
     """One rank's end of a `Fabric`; sends are copied, so they never wait."""
 
     def __init__(self, fabric: Fabric, rank: int) -> None:

@@ -12,7 +12,7 @@ from rayfcp.config.plan import BlockOptions
 from rayfcp.execute.attention import AttentionContext, attention
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.schedule import make_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.transport import Fabric, InProcessTransport, Transport
 from rayfcp.plan import lay_out
 from rayfcp.program import Payload, Piece, lower_reshuffle
 from rayfcp.program.attention import lower_attention
@@ -169,7 +169,7 @@ def test_the_plans_own_order_sends_nothing_and_copies_nothing(num_ranks: int) ->
         assert (context.program.reshuffle is None) == bool(pieces)
 
 
-class Watched:
+class Watched(Transport):
     """A rank's transport and kernel that write down what happens when, and otherwise do what they do."""
 
     name = "watched"
