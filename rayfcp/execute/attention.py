@@ -12,7 +12,7 @@ keys, values and outputs forward, their gradients backward; local attends run me
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,37 +20,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.checks import check_shapes, check_tokens
-from rayfcp.execute.context import ContextStore
 from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.layer import AttentionContext
 from rayfcp.execute.merge import Merged, accumulator_dtype
 from rayfcp.execute.ranges import take_rows
 from rayfcp.execute.reshuffle import exchange, keep_in, keep_out
 from rayfcp.execute.schedule import KernelCall, ReadyExchange, ReadyHeads, ReadyProgram, ReadyRound, make_ready
 from rayfcp.execute.slots import Slots
 from rayfcp.execute.sums import RowSums
-from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Transport
 from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionContext:
-    """What a layer's attention needs besides its tensors; travels as a keyword argument of the layer.
-
-    The first `recomputed_layers` layers of the stage keep only their input; `recomputed`: this layer, number `layer`
-    of the model, does. `store`: what microbatches keep for later ones, this one being number `microbatch`.
-    """
-
-    program: ReadyProgram | ReadyHeads
-    transport: Transport
-    kernel: AttentionKernel
-    recomputed_layers: int = 0
-    store: ContextStore = field(default_factory=ContextStore)
-    microbatch: int = 0
-    layer: int = 0
-    recomputed: bool = False
-    traffic: Traffic = field(default_factory=Traffic)
+__all__ = ["AttentionContext", "attention"]
 
 
 def attention(
@@ -233,23 +215,23 @@ class _Run:
         """Forward of one kernel call, merged into what is known."""
         self._context.traffic.cells += call.num_cells
         out, lse = self._context.kernel.forward(
-            take_rows(self._query, call.queries),
-            *self.slots.keys_of(call),
+            _turned(take_rows(self._query, call.queries), call),
+            *(_turned(each, call) for each in self.slots.keys_of(call)),
             query_lengths=call.query_lengths,
             key_lengths=call.key_lengths,
             causal=call.causal,
             scale=self._scale,
         )
-        merged.add(call.queries, out, lse=lse)
+        merged.add(call.queries, _turned(out, call), lse=_turned(lse, call))
 
     def differentiate(self, call: KernelCall, *, dq: RowSums, saved: tuple[Tensor, Tensor, Tensor]) -> None:
         """Backward of one kernel call, added to dQ and to the slots' dK, dV."""
         self._context.traffic.cells += call.num_cells
-        grad_out, out, lse = (take_rows(tensor, call.queries) for tensor in saved)
+        grad_out, out, lse = (_turned(take_rows(tensor, call.queries), call) for tensor in saved)
         partial_dq, dk, dv = self._context.kernel.backward(
             grad_out,
-            take_rows(self._query, call.queries),
-            *self.slots.keys_of(call),
+            _turned(take_rows(self._query, call.queries), call),
+            *(_turned(each, call) for each in self.slots.keys_of(call)),
             out,
             lse,
             query_lengths=call.query_lengths,
@@ -257,5 +239,10 @@ class _Run:
             causal=call.causal,
             scale=self._scale,
         )
-        dq.add(call.queries, partial_dq)
-        self.slots.add_gradients(call, dk, dv=dv)
+        dq.add(call.queries, _turned(partial_dq, call))
+        self.slots.add_gradients(call, _turned(dk, call), dv=_turned(dv, call))
+
+
+def _turned(rows: Tensor, call: KernelCall) -> Tensor:
+    """Rows as the kernel gets and gives them, and back."""
+    return rows.flip(0) if call.flipped else rows

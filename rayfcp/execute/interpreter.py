@@ -13,7 +13,7 @@ from rayfcp.execute.interfaces import Execution, TokenSource, TrainableModel
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.passes import Passes
 from rayfcp.execute.pipes import Pipes
-from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Transport
 from rayfcp.program import Backward, Forward, Free, Instruction, Load, RankProgram, Receive, Send
@@ -95,14 +95,17 @@ class Interpreter:
             )
 
     def _context(self, item: Forward, traffic: Traffic, store: ContextStore) -> AttentionContext:
+        ready = make_kinds_ready(item)
         return AttentionContext(
-            program=make_ready(item.attention),
+            program=ready.pop(item.window),
             transport=self._transport,
             kernel=self._kernel,
             recomputed_layers=item.recomputed_layers,
             store=store,
             microbatch=item.microbatch,
             traffic=traffic,
+            window=item.window,
+            others=ready,
         )
 
 

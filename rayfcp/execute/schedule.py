@@ -11,6 +11,7 @@ from rayfcp.program import (
     AttentionProgram,
     AttentionRound,
     ContextSlot,
+    Forward,
     HeadProgram,
     Message,
     Parcel,
@@ -24,28 +25,37 @@ from rayfcp.program.hiding import HiddenRounds, hide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Attends of one mask, for one call of the kernel; each token range at most once as query. Attend i has the keys
-    `keys[i]` of slot `slots[i]`. `num_cells`: in cells of all heads."""
+    """Attends of one kind, for one call of the kernel; each token range at most once as query. Attend i has the keys
+    `keys[i]` of slot `slots[i]`. The rows of `flipped` calls, all of them, go to the kernel from the last to the first.
+    `num_cells`: in cells of all heads."""
 
     slots: tuple[int, ...]
     causal: bool
+    flipped: bool
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
     num_cells: float
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.queries)
+        """As the kernel gets them."""
+        return _lengths(self.queries, flipped=self.flipped)
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.keys)
+        """As the kernel gets them."""
+        return _lengths(self.keys, flipped=self.flipped)
 
     @property
     def key_runs(self) -> tuple[tuple[int, tuple[Range, ...]], ...]:
         """Ranges of keys in order, those of one slot that follow each other together."""
         runs = itertools.groupby(zip(self.slots, self.keys, strict=True), key=operator.itemgetter(0))
         return tuple((slot, tuple(key for _, key in held)) for slot, held in runs)
+
+
+def _lengths(ranges: Sequence[Range], *, flipped: bool) -> tuple[int, ...]:
+    lengths = tuple(stop - start for start, stop in ranges)
+    return lengths[::-1] if flipped else lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +142,12 @@ def make_ready(
     return ReadyHeads(program=program, attention=_ready(program.attention, around=None, share=1.0 / program.degree))
 
 
+def make_kinds_ready(forward: Forward) -> dict[int, ReadyProgram | ReadyHeads]:
+    """Of the kinds of layers of a stage, by window; kinds that run the same program share it."""
+    ready = {id(kind.attention): make_ready(kind.attention) for kind in forward.kinds}
+    return {kind.window: ready[id(kind.attention)] for kind in forward.kinds}
+
+
 def _ready(program: AttentionProgram, *, around: ReshuffleProgram | None, share: float) -> ReadyProgram:
     """`share`: of the heads."""
     forward, backward, ready = program.forward, program.backward, None
@@ -199,7 +215,8 @@ def _calls(attends: Sequence[Attend], *, share: float) -> list[KernelCall]:
     for attend in sorted(attends, key=lambda each: (each.query, each.slot)):
         for call in calls:
             last = call[-1]
-            if last.causal == attend.causal and last.query[1] <= attend.query[0]:
+            alike = (last.causal, last.flipped) == (attend.causal, attend.flipped)
+            if alike and last.query[1] <= attend.query[0]:
                 call.append(attend)
                 break
         else:
@@ -208,6 +225,7 @@ def _calls(attends: Sequence[Attend], *, share: float) -> list[KernelCall]:
         KernelCall(
             slots=tuple(attend.slot for attend in call),
             causal=call[0].causal,
+            flipped=call[0].flipped,
             queries=tuple(attend.query for attend in call),
             keys=tuple(attend.key for attend in call),
             num_cells=share * sum(attend.num_cells for attend in call),

@@ -34,11 +34,11 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__} was called without {KEYWORD}=; pass the AttentionContext to the model"
         )
-    for name in ("sliding_window", "softcap"):
-        if keywords.get(name) is not None:
-            raise ValueError(
-                f"{type(module).__name__}: {name}={keywords[name]} is not supported; use a model without it"
-            )
+    if keywords.get("softcap") is not None:
+        raise ValueError(
+            f"{type(module).__name__}: softcap={keywords['softcap']} is not supported; use a model without it"
+        )
+    context = context.of_window(keywords.get("sliding_window") or 0)
     packed = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return attention(*packed, context, scale=scaling).unsqueeze(0), None  # type: ignore[misc]
 

@@ -53,6 +53,9 @@ def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * HEAD_DIM**-0.5
         if sequence.mask is Mask.CAUSAL:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
+        for window, _ in sequence.windows:
+            far = torch.ones_like(scores).triu(window) + torch.ones_like(scores).tril(-window)
+            scores = scores.masked_fill(far.bool() & (window > 0), float("-inf"))
         out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])
         results[sequence.id] = [out.detach(), q.grad, k.grad, v.grad]
