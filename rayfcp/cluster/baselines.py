@@ -55,7 +55,8 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, say: Callable[[str], Non
             raise NoBaselineError(
                 f"step {report.step} of {folder} was trained on other samples than data.paths holds now; keep the data"
             )
-        found.append(rehearsal.both(sequences_of(batch), step=report.step, cluster=_cluster_at(report.step, events)))
+        sequences = sequences_of(batch, model=data.model)
+        found.append(rehearsal.both(sequences, step=report.step, cluster=_cluster_at(report.step, events)))
     return Baseline(static=STATIC, own=config.plan.strategy, steps=tuple(found))
 
 

@@ -60,7 +60,7 @@ class Declared:
             max_seqlen=config.data.max_seqlen,
             seed=config.run.seed,
         )
-        sequences = sequences_of(drawn[-1])
+        sequences = sequences_of(drawn[-1], windows=cost.windows)
         plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=config.plan.strategy, options=config.plan)
         return cls(
             config=config, model=shape, hardware=machine, cluster=cluster, cost=cost, sequences=sequences, plan=plan

@@ -48,6 +48,12 @@ def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
     return split_by_cost(device_model(model, config.cluster.tensor_parallel), stages)
 
 
+def windows_of_stages(model: ModelProfile, cluster: ClusterSpec) -> list[list[int]]:
+    """Of each stage, the windows of its layers (0: none)."""
+    layers = cluster.layers_of_stage or split_layers(model.num_layers, cluster.num_stages)
+    return [[window for window, _ in kinds] for kinds in model.stage_windows(layers)]
+
+
 def device_names(cluster: ClusterSpec) -> list[str]:
     """What each device in use is called in messages, by its number.
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from rayfcp.cluster.layout import strategy_on
+from rayfcp.cluster.layout import strategy_on, windows_of_stages
 from rayfcp.cluster.observing import PlannedGroups, own_seconds, planned_groups
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, attention_flops, model_flops, plan_batch
@@ -38,10 +38,11 @@ class PlanRecord:
     own_s: tuple[float, ...] = ()
 
 
-def sequences_of(batch: GlobalBatch) -> tuple[SequenceSpec, ...]:
-    """Lengths only; sequence id = position in the batch."""
+def sequences_of(batch: GlobalBatch, *, model: ModelProfile) -> tuple[SequenceSpec, ...]:
+    """Lengths, and the windows of the model's layers; sequence id = position in the batch."""
+    windows = model.windows
     return tuple(
-        SequenceSpec(id=index, num_tokens=sample.num_tokens, num_targets=sample.num_targets)
+        SequenceSpec(id=index, num_tokens=sample.num_tokens, num_targets=sample.num_targets, windows=windows)
         for index, sample in enumerate(batch.samples)
     )
 
@@ -64,7 +65,7 @@ class Planner:
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
-        sequences = sequences_of(batch)
+        sequences = sequences_of(batch, model=self._model)
         start_s = time.perf_counter()
         plan = plan_batch(
             sequences,
@@ -74,7 +75,12 @@ class Planner:
             options=self._config.plan,
         )
         plan_s = time.perf_counter() - start_s
-        programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
+        programs = lower(
+            plan,
+            sequences,
+            reduce_every=self._config.train.reduce_every,
+            windows_of_stage=windows_of_stages(self._model, cluster),
+        )
         check_progress(programs)
         loads = rank_loads(plan, sequences, cost=cost)
         record = PlanRecord(

@@ -98,6 +98,7 @@ class Profiler:
         exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
+        shapes = [dataclasses.replace(each, windows=model.windows) for each in shapes]
         timings = combine(timed.rounds(shapes, rounds=rounds))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
         self._say("peak of the devices")

@@ -45,6 +45,7 @@ def start_cost(
     if guess.pipeline:  # whose bound knows that plans recompute; these passes do not
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
+    shapes = [dataclasses.replace(each, windows=guess.windows) for each in shapes]
     return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
 
 

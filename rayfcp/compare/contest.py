@@ -139,7 +139,7 @@ def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -
             _check(plan, batch, setting=setting)
         measured, scene = measure(
             plan,
-            sequences_of(batch),
+            sequences_of(batch, windows=setting.cost.windows),
             model=case.model,
             hardware=case.hardware,
             setting=setting,
@@ -164,6 +164,6 @@ def _check(plan: BatchPlan, batch: tuple[int, ...], *, setting: Setting) -> None
         RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
     """
     try:
-        check_plan(plan, sequences_of(batch), cluster=setting.cluster, cost=setting.cost)
+        check_plan(plan, sequences_of(batch, windows=setting.cost.windows), cluster=setting.cluster, cost=setting.cost)
     except ValueError as error:
         raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.plan.distributions import distribution
-from rayfcp.values import SequenceSpec
+from rayfcp.values import SequenceSpec, Windows
 
 Lengths = npt.NDArray[np.int64]
 Batch = tuple[SequenceSpec, ...]
@@ -45,10 +45,11 @@ def draw_batches(
     return tuple(tuple(batch) for batch in cut.tolist())
 
 
-def sequences_of(lengths: tuple[int, ...]) -> Batch:
-    """Causal sequences whose ids are their positions."""
+def sequences_of(lengths: tuple[int, ...], *, windows: Windows = ()) -> Batch:
+    """Causal sequences whose ids are their positions, for a model with these kinds of layers."""
     return tuple(
-        SequenceSpec(id=index, num_tokens=length, num_targets=length - 1) for index, length in enumerate(lengths)
+        SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=windows)
+        for index, length in enumerate(lengths)
     )
 
 

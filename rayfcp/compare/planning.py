@@ -36,7 +36,7 @@ def plan_timed(
         InfeasiblePlanError: the strategy has no plan for this batch.
     """
     start_s = time.process_time()
-    sequences = sequences_of(tuple(lengths))
+    sequences = sequences_of(tuple(lengths), windows=setting.cost.windows)
     proposal = get(strategy)(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
     plan = BatchPlan(
         strategy=strategy,
@@ -85,7 +85,7 @@ def best_setting(
 def bound_s(lengths: Sequence[int], *, settings: Sequence[Setting], placed_freely: bool) -> float:
     """The least of the lower bounds over all settings: the family is free to choose its setting, and the primitive
     of each group. `placed_freely`: the family is that of plans with layouts of their own."""
-    sequences = sequences_of(tuple(lengths))
+    sequences = sequences_of(tuple(lengths), windows=settings[0].cost.windows)
     return min(
         pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
         if setting.cluster.num_stages > 1

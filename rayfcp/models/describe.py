@@ -13,6 +13,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.models.experts import check_experts, experts_of, num_experts
 from rayfcp.models.tiny import with_layers
+from rayfcp.models.windows import check_layer_types, layer_windows
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
 
@@ -36,8 +37,9 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     """The library's configuration of the run's model.
 
     Raises:
-        ConfigError: the model cannot be found, or uses what we do not run (sliding windows, capped logits,
-            attention sinks, losses of routers, dropout, parts for images or sound), or does not say its shape.
+        ConfigError: the model cannot be found, or uses what we do not run (layers that attend neither to all before
+            nor to a window, capped logits, attention sinks, losses of routers, dropout, parts for images or sound), or
+            does not say its shape.
     """
     if config.path:
         found = _from_path(config.path)
@@ -73,6 +75,7 @@ def check_limits(library: PreTrainedConfig, config: Config) -> None:
 
 
 def _check_runs(found: PreTrainedConfig) -> None:
+    check_layer_types(found)
     for name, why in _REFUSED.items():
         value = getattr(found, name, None)
         if value is not None:
@@ -88,16 +91,6 @@ def _check_runs(found: PreTrainedConfig) -> None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
     _check_sinks(found, *_layer_parameters(found, num_layers=1))
-    _check_windows(found)
-
-
-def _check_windows(found: PreTrainedConfig) -> None:
-    kinds = set(getattr(found, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise ConfigError(f"model: layer types {sorted(kinds)}, only full_attention runs; choose another model")
-    # Libraries without layer types slide in every layer.
-    if getattr(found, "sliding_window", None) and not getattr(found, "layer_types", None):
-        raise ConfigError(f"model: sliding_window={found.sliding_window} is not supported; choose another model")
 
 
 def _check_sinks(found: PreTrainedConfig, layer: Iterable[str]) -> None:
@@ -212,6 +205,7 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
         ffn_size=experts.ffn_size if experts else plain_size,
         vocab_size=config.vocab_size,
         tied_embeddings=bool(config.tie_word_embeddings),
+        layer_windows=layer_windows(config),
         head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
         num_experts=experts.count if experts else 1,
         experts_per_token=experts.per_token if experts else 1,

@@ -19,16 +19,17 @@ from rayfcp.config import ConfigError
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.interfaces import IGNORED
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.stages import stages_of
 from rayfcp.models.tiny import VOCAB_SIZE, narrowed
-from rayfcp.plan import lay_out
+from rayfcp.models.windows import windows_of
 from rayfcp.plan.costs.stages import split_layers
-from rayfcp.program.attention import lower_attention
-from rayfcp.values import Group, MicrobatchPlan, SequenceSpec
+from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+from rayfcp.program import Forward, lower
+from rayfcp.values import Windows
 
 TOLERANCE = 1e-4
 """Relative difference of loss and gradient norm that fp32 explains."""
@@ -86,13 +87,14 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
     theirs.load_state_dict(ours.model.state_dict())
     buffers = _kept_buffers(ours)
-    found = {"packed sequences": _result(_packed([ours], rows), [ours])}
+    windows = windows_of(own)
+    found = {"packed sequences": _result(_packed([ours], rows, windows=windows), [ours])}
     for name, value in _kept_buffers(ours).items():
         if not torch.equal(value, buffers[name]):
             raise ValueError(f"buffer {name} changes in training, but copies of the state hold parameters only")
     if num_stages > 1:
         stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
-        found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows), stages)
+        found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows, windows=windows), stages)
     alone = [
         F.cross_entropy(theirs(input_ids=row[None], use_cache=False).logits[0], _shifted(row), reduction="sum")
         for row in rows
@@ -117,16 +119,17 @@ def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[
     return models
 
 
-def _packed(stages: Sequence[CausalLM], rows: Sequence[Tensor]) -> Tensor:
+def _packed(stages: Sequence[CausalLM], rows: Sequence[Tensor], *, windows: Windows) -> Tensor:
     """Loss of packed sequences, passed on from stage to stage."""
-    context = _one_rank(_LENGTHS)
+    shape = PassShape(degree=1, lengths=_LENGTHS, windows=windows)
+    context = _one_rank(shape)
     passed = torch.cat(list(rows))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     for model in stages:
         passed = model(passed, positions, torch.cat([_shifted(row) for row in rows]), context).squeeze(0)
     num_layers = sum(len(model.layers) for model in stages)
-    if context.traffic.cells != num_layers * sum(n * (n + 1) // 2 for n in _LENGTHS):
-        raise ValueError("some of its layers do not use our attention")
+    if not math.isclose(context.traffic.cells, num_layers * shape.num_cells):
+        raise ValueError("some of its layers do not use our attention, or not with their window")
     return passed
 
 
@@ -142,17 +145,19 @@ def _shifted(row: Tensor) -> Tensor:
     return torch.cat([row[1:], torch.tensor([IGNORED])])
 
 
-def _one_rank(lengths: Sequence[int]) -> AttentionContext:
+def _one_rank(shape: PassShape) -> AttentionContext:
     """One rank that holds all sequences."""
-    specs = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)]
-    group = Group(ranks=(0,), sequences=tuple(range(len(specs))))
-    layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), specs)
-    (program,) = lower_attention(layout, masks={spec.id: spec.mask for spec in specs}, num_ranks=1)
+    plan, sequences = pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS)
+    (program,) = lower(plan, sequences)
+    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
+    ready = make_kinds_ready(forward)
     return AttentionContext(
-        program=make_ready(program),
+        program=ready.pop(forward.window),
         transport=InProcessTransport(Fabric(1), 0),
         kernel=pick_kernel("cpu"),
         recomputed_layers=_RECOMPUTED_LAYERS,
+        window=forward.window,
+        others=ready,
     )
 
 

@@ -5,9 +5,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from rayfcp.models.windows import layers_of_each_type
+
 HEADS = 2
 FFN_SIZE = 64
 VOCAB_SIZE = 61
+WINDOW = 7
+"""Keys that a query sees where layers slide."""
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -23,11 +27,12 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words, and narrow MLPs. Heads keep their size, since tables of rotary factors
-    and partial rotations are made for it; grouped heads stay grouped."""
+    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as hold one of each
+    type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped heads
+    stay grouped."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
-    tiny: Any = with_layers(config, num_layers)
+    tiny: Any = with_layers(config, max(num_layers, layers_of_each_type(config)))
     tiny.hidden_size = HEADS * head_dim
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
@@ -36,6 +41,8 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
         if getattr(config, name, None) is not None:
             setattr(tiny, name, FFN_SIZE)
     tiny.vocab_size = VOCAB_SIZE
+    if getattr(config, "sliding_window", None):
+        tiny.sliding_window = min(tiny.sliding_window, WINDOW)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(tiny, name, None)
     return tiny

@@ -1,6 +1,6 @@
 """The frozen values that pass between rooms. Plain Python: no tensors, no handles."""
 
-from rayfcp.values.bands import Band, Edge
+from rayfcp.values.bands import Band, Edge, Windows
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec
 from rayfcp.values.decision import Decision, Move
@@ -58,5 +58,6 @@ __all__ = [
     "StateId",
     "StepReport",
     "Transfer",
+    "Windows",
     "bands_of",
 ]

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+Windows = tuple[tuple[int, int], ...]
+"""Kinds of a model's layers, ascending: (how many keys a query sees, itself included; how many layers). A window of 0:
+all keys before it. Nothing at all: no layer has a window."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:

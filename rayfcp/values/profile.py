@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rayfcp.values.bands import Windows
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
@@ -42,12 +44,11 @@ class ModelProfile:
             )
 
     @property
-    def windows(self) -> tuple[tuple[int, int], ...]:
-        """Kinds of layers, ascending: (window, how many layers); none where no layer has a window. It is what
-        `SequenceSpec.windows` are."""
+    def windows(self) -> Windows:
+        """Kinds of layers."""
         return tuple(sorted(Counter(self.layer_windows).items())) if any(self.layer_windows) else ()
 
-    def stage_windows(self, layers_of_stage: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def stage_windows(self, layers_of_stage: Sequence[int]) -> tuple[Windows, ...]:
         """Of each stage, its kinds of layers: as `windows`, also where no layer has one."""
         found, first = [], 0
         for count in layers_of_stage:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rayfcp.values.bands import Band, Edge, window_cells
+from rayfcp.values.bands import Band, Edge, Windows, window_cells
 
 
 class Mask(StrEnum):
@@ -19,14 +19,14 @@ class SequenceSpec:
 
     `id` is the position of the sequence in its global batch, `[0, B)`. `num_targets` counts the
     tokens that enter the loss; it is `num_tokens - 1` for plain language modelling. `windows`: the kinds of layers
-    that attend to it, ascending, as (window, how many layers of the model); none: all layers attend without a window.
+    that attend to it.
     """
 
     id: int
     num_tokens: int
     num_targets: int
     mask: Mask = Mask.CAUSAL
-    windows: tuple[tuple[int, int], ...] = ()
+    windows: Windows = ()
 
     def __post_init__(self) -> None:
         if self.num_tokens < 1:

@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
+from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
-from rayfcp.plan import lay_out
-from rayfcp.program.attention import lower_attention
-from rayfcp.values import Group, MicrobatchPlan, SequenceSpec
+from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+from rayfcp.program import Forward, lower
+from rayfcp.values import Windows
 
 VOCAB = 61
 FAMILIES = ("qwen3", "qwen2", "llama")
@@ -50,17 +50,19 @@ def shifted(row: Tensor) -> Tensor:
     return torch.cat([row[1:], torch.tensor([-100])])
 
 
-def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0) -> AttentionContext:
+def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, windows: Windows = ()) -> AttentionContext:
     """One rank that holds all sequences."""
-    specs = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(lengths)]
-    group = Group(ranks=(0,), sequences=tuple(range(len(specs))))
-    layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), specs)
-    (program,) = lower_attention(layout, masks={spec.id: spec.mask for spec in specs}, num_ranks=1)
+    shape = PassShape(degree=1, lengths=tuple(lengths), windows=windows)
+    (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers))
+    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
+    ready = make_kinds_ready(forward)
     return AttentionContext(
-        program=make_ready(program),
+        program=ready.pop(forward.window),
         transport=InProcessTransport(Fabric(1), 0),
         kernel=pick_kernel("cpu"),
         recomputed_layers=recomputed_layers,
+        window=forward.window,
+        others=ready,
     )
 
 

@@ -126,8 +126,16 @@ def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "windows in some layers": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, "only full_attention"),
-    "windows in all layers": ("mistral", {"sliding_window": 128}, "sliding_window=128 is not supported"),
+    "layers that see chunks": (
+        "llama4_text",
+        {"layer_types": ["chunked_attention", "full_attention"]},
+        r"types \['chunked_attention'\], only full_attention and sliding_attention run",
+    ),
+    "layers that slide by nothing": (
+        "qwen2",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "sliding_window is None, must be at least 1",
+    ),
     "capped logits of attention": (
         "gemma2",
         {"head_dim": 16},

@@ -53,7 +53,6 @@ REFUSED = {
         {"num_key_value_heads": 8},
         "NemotronAttention was called without rayfcp_attention",
     ),
-    "windows in every layer": ("mistral", {"sliding_window": 8}, "sliding_window=8 is not supported"),
     "keys wider than values": ("youtu", {}, "want equal key and value"),
     "weights beside modules": ("diffllama", {}, "DiffLlamaAttention holds weights beside its modules"),
 }

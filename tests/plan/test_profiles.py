@@ -31,7 +31,8 @@ def test_all_profiles_are_there() -> None:
 def test_each_figure_of_a_model_has_a_source(name: str) -> None:
     sources = MODELS.sources(name)
     of_experts = {"num_experts", "experts_per_token", "shared_ffn_size"}
-    assert set(sources) == figures(ModelProfile) - (of_experts if not MODELS[name].has_experts else set())
+    unnamed = {"layer_windows"} | (of_experts if not MODELS[name].has_experts else set())
+    assert set(sources) == figures(ModelProfile) - unnamed, "no layer has a window where none is named"
     assert all(len(text) > len("assumed, so") for text in sources.values())
 
 
@@ -124,3 +125,22 @@ def test_other_wrong_files(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("name: [\n")
     with pytest.raises(ConfigError, match="bad YAML at line"):
         hardware_profile(str(tmp_path / "broken.yaml"))
+
+
+def test_windows_of_layers_are_read(tmp_path: Path) -> None:
+    model = dataclasses.replace(MODELS["qwen3-1.7b"], name="mine", layer_windows=(0, *[4096] * 27))
+    assert model_profile(written(tmp_path, model, layer_windows=[0, *[4096] * 27])) == model
+
+
+@pytest.mark.parametrize(
+    ("windows", "line"),
+    [
+        (4096, "layer_windows is 4096, must be a list"),
+        ([0, 8], "must have num_layers (28)"),
+        ([-1], "at least 0"),
+    ],
+)
+def test_wrong_windows_of_layers_are_told_in_one_line(tmp_path: Path, windows: object, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        model_profile(written(tmp_path, MODELS["qwen3-1.7b"], layer_windows=windows))
+    assert line in str(error.value) and "\n" not in str(error.value) and "mine.yaml" in str(error.value)

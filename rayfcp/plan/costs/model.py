@@ -12,7 +12,7 @@ from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
 from rayfcp.plan.costs.pipeline import PipelineCost
 from rayfcp.plan.costs.stages import split_layers
 from rayfcp.plan.costs.terms import Seconds, Terms
-from rayfcp.values import HardwareProfile, ModelProfile, Primitive
+from rayfcp.values import HardwareProfile, ModelProfile, Primitive, Windows
 
 Amount = TypeVar("Amount", float, Seconds)
 
@@ -45,7 +45,7 @@ class CostModel:
     `shard_s`: traffic of sharded parameters and gradients in a microbatch; `reduce_s`: traffic more in
     the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
     reductions). With several stages (`pipeline`) these are of the stage that has most of them; everything else is of
-    all layers together.
+    all layers together. `windows`: the model's kinds of layers; `attention_s_per_cell` is for a cell in their mean.
     """
 
     attention_s_per_cell: float
@@ -74,13 +74,12 @@ class CostModel:
     ring_returned: float = 1 / 2
     passes_forward: float = 1 / 2
     pipeline: PipelineCost | None = None
+    windows: Windows = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name == "pipeline":
-                continue
             value = getattr(self, field.name)
-            if not (math.isfinite(value) and value >= 0):
+            if field.name not in ("pipeline", "windows") and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
         if self.overlap > 1.0:
             raise ValueError(f"overlap is {self.overlap}, must be at most 1; nothing hides more than all of it")
@@ -123,13 +122,14 @@ class CostModel:
                 **sizes,
                 **traffic,
             )
-        return cls(**found)
+        return cls(**found, windows=model.windows)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
         """From `dataclasses.asdict`, also when that went through JSON."""
-        pipeline = fields.get("pipeline")
-        return cls(**{**fields, "pipeline": PipelineCost.of_fields(pipeline) if pipeline else None})
+        windows = tuple((int(window), int(layers)) for window, layers in fields.get("windows", ()))
+        pipeline = fields.get("pipeline") and PipelineCost.of_fields(fields["pipeline"])
+        return cls(**{**fields, "pipeline": pipeline, "windows": windows})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear

@@ -20,6 +20,7 @@ MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_ban
 MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"}
 SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
+LISTS = {"layer_windows"}
 
 
 class Shipped(Mapping[str, P], Generic[P]):
@@ -104,6 +105,11 @@ class Shipped(Mapping[str, P], Generic[P]):
             raise ConfigError(
                 f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one"
             )
+        windows, layers = values.get("layer_windows") or (), values.get("num_layers")
+        if windows and len(windows) != layers:
+            raise ConfigError(
+                f"{where}: layer_windows has {len(windows)} entries, must have num_layers ({layers}); correct it"
+            )
 
 
 def _sources(raw: object, fields: Mapping[str, Any], *, where: str) -> dict[str, str]:
@@ -124,6 +130,10 @@ def _value(key: str, value: object, *, field: Any, where: str) -> object:
     kind: Callable[[Any], object] = field.type
     if key in TEXTS:
         return str(value)
+    if key in LISTS:
+        if not isinstance(value, list) or not all(isinstance(each, int) and each >= 0 for each in value):
+            raise ConfigError(f"{where}: {key} is {value!r}, must be a list of whole numbers of at least 0; correct it")
+        return tuple(value)
     if kind is bool:
         if not isinstance(value, bool):
             raise ConfigError(f"{where}: {key} is {value!r}, must be true or false; write one of the two")

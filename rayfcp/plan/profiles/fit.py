@@ -36,7 +36,7 @@ class Timing:
 
     degree: int
     num_tokens: int
-    num_cells: int
+    num_cells: float
     seconds: float
     primitive: Primitive = Primitive.RING
 

@@ -53,7 +53,7 @@ class Part:
     `crosses`: its ranks are on several nodes."""
 
     num_tokens: int
-    num_cells: int
+    num_cells: float
     degree: int = 1
     primitive: Primitive = Primitive.RING
     crosses: bool = False

@@ -1,9 +1,9 @@
 """Which passes are timed: shapes from which all terms of Eq. 8-10 can be told apart."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec, Windows
 
 MANY = 16
 """Sequences that a rank holds where many short ones are timed."""
@@ -18,15 +18,24 @@ class PassShape:
     degree: int
     lengths: tuple[int, ...]
     primitive: Primitive = Primitive.RING
+    windows: Windows = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
     @property
-    def num_cells(self) -> int:
-        """Cells of causal masks."""
-        return sum(length * (length + 1) // 2 for length in self.lengths)
+    def num_cells(self) -> float:
+        """Cells of causal masks, in the mean over layers."""
+        return sum(sequence.attention_cells for sequence in self.sequences)
+
+    @property
+    def sequences(self) -> tuple[SequenceSpec, ...]:
+        """Those of one group."""
+        return tuple(
+            SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=self.windows)
+            for index, length in enumerate(self.lengths)
+        )
 
 
 def few_shapes(num_ranks: int, *, max_tokens: int) -> list[PassShape]:
@@ -71,10 +80,7 @@ def pass_plan(
 ) -> tuple[BatchPlan, tuple[SequenceSpec, ...]]:
     """One microbatch in which as many groups as fit each run the shape, and its sequences."""
     size, groups = len(shape.lengths), num_ranks // shape.degree
-    sequences = tuple(
-        SequenceSpec(id=index, num_tokens=length, num_targets=length - 1)
-        for index, length in enumerate(shape.lengths * groups)
-    )
+    sequences = tuple(replace(each, id=index) for index, each in enumerate(shape.sequences * groups))
     microbatch = MicrobatchPlan(
         groups=tuple(
             Group(
