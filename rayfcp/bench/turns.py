@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rayfcp.execute.transport import Envelope, Fabric, FabricAbortedError, Pending
+from rayfcp.execute.transport import Envelope, Fabric, FabricAbortedError, Pending, Transport
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Stopwatch:
         return event
 
 
-class TurnTransport:
+class TurnTransport(Transport):
     """One rank's end of a fabric. Who waits for a message gives its turn to others; copying messages, which links do
     elsewhere, does not count."""
 

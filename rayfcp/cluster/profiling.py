@@ -1,5 +1,6 @@
 """Measuring the workers: timed passes for a run that starts, and those of `rayfcp profile`."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from pathlib import Path

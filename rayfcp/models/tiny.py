@@ -27,9 +27,9 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 
 
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
-    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as hold one of each
-    type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped heads
-    stay grouped."""
+    """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as hold one of
+    each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
+    heads stay grouped."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
     tiny: Any = with_layers(config, max(num_layers, layers_of_each_type(config)))
