@@ -1,9 +1,10 @@
 """A stand-in for the `torch_npu` module: `npu_fusion_attention` and its gradient, in the TND layout, by dense softmax.
 
-Follows the operators' documented contract (Ascend Extension for PyTorch, API reference): packed heads
-`[T, N, D]`, `actual_seq_qlen` and `actual_seq_kvlen` as prefix sums, sparse_mode 0 without a mask and 3 (right-down
-causal) with the compressed 2048 x 2048 mask in which True hides, softmax statistics in fp32 `[T, N, 8]`. What the
-operators would refuse, or silently compute something else from, is refused here.
+Follows the operators' documented contract (Ascend/op-plugin, `docs/context/torch_npu-npu_fusion_attention.md`): packed
+heads `[T, N, D]`, `actual_seq_qlen` and `actual_seq_kvlen` as prefix sums of at most 1,024 sequences, sparse_mode 0
+without a mask and 3 (right-down causal) with the compressed 2048 x 2048 mask in which True hides, softmax statistics in
+fp32, `[T, N, 8]` by shape, but sequence after sequence `[N, S, 8]` by content, as long as `softmax_layout` is not "TND".
+What the operators would refuse, or silently compute something else from, is refused here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ MASK_SIZE = 2048
 HIDDEN = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu(1)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 2147483647
+MOST_SEQUENCES, MOST_TOKENS, MOST_HEADS, MOST_DIMENSIONS = 1024, 1 << 20, 256, 768
 
 
 def npu_fusion_attention(
@@ -38,20 +40,24 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
+    softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """attention_out `[T, N, D]`, softmax_max and softmax_sum `[T, N, 8]`, softmax_out (empty), seed, offset, numels."""
+    _check_layout(softmax_layout)
     _check_call(query, key, value, head_num, input_layout, (pse, padding_mask, prefix), (keep_prob, inner_precise))
     _check_mask(atten_mask, sparse_mode, (pre_tockens, next_tockens))
     out = torch.zeros_like(query)
-    largest, total = (torch.zeros(*query.shape[:2], 8) for _ in range(2))
+    largest, total = (torch.zeros(query[..., 0].numel(), 8) for _ in range(2))
     for rows, columns in _pieces(query, key, actual_seq_qlen, actual_seq_kvlen):
         scores = _scores(query[rows], key[columns], scale=scale, sparse_mode=sparse_mode)
         top = scores.amax(-1, keepdim=True)
         weights = (scores - top).exp()
         out[rows] = (weights / weights.sum(-1, keepdim=True) @ _wide(value[columns], head_num)).transpose(0, 1).to(out)
-        largest[rows] = top.transpose(0, 1).float().expand(-1, -1, 8)
-        total[rows] = weights.sum(-1, keepdim=True).transpose(0, 1).float().expand(-1, -1, 8)
-    return out, largest, total, torch.empty(0), 0, 0, 0
+        places = slice(rows.start * head_num, rows.stop * head_num)
+        largest[places] = top.reshape(-1, 1).float()
+        total[places] = weights.sum(-1).reshape(-1, 1).float()
+    shape = (*query.shape[:2], 8)
+    return out, largest.view(shape), total.view(shape), torch.empty(0), 0, 0, 0
 
 
 def npu_fusion_attention_grad(
@@ -83,8 +89,10 @@ def npu_fusion_attention_grad(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
+    softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv in the dtype of the inputs, and an empty gradient of pse."""
+    _check_layout(softmax_layout)
     _check_call(query, key, value, head_num, input_layout, (pse, padding_mask, prefix), (keep_prob, inner_precise))
     _check_mask(atten_mask, sparse_mode, (pre_tockens, next_tockens))
     if softmax_in is not None or softmax_max is None or softmax_sum is None or attention_in is None:
@@ -93,10 +101,15 @@ def npu_fusion_attention_grad(
         _check_tensor(tensor, shape=query.shape, dtypes=(query.dtype,))
     for tensor in (softmax_max, softmax_sum):
         _check_tensor(tensor, shape=(*query.shape[:2], 8), dtypes=(torch.float32,))
+        if not torch.equal(tensor, tensor[..., :1].expand_as(tensor)):
+            raise ValueError("the eight numbers of a row must be one")
     dq, dk, dv = (torch.zeros_like(tensor) for tensor in (query, key, value))
     for rows, columns in _pieces(query, key, actual_seq_qlen, actual_seq_kvlen):
         scores = _scores(query[rows], key[columns], scale=scale_value, sparse_mode=sparse_mode)
-        top, total = (tensor[rows, :, :1].transpose(0, 1).double() for tensor in (softmax_max, softmax_sum))
+        places = slice(rows.start * head_num, rows.stop * head_num)
+        top, total = (
+            each.view(-1, 8)[places].view(head_num, -1, 8)[..., :1].double() for each in (softmax_max, softmax_sum)
+        )
         weights = (scores - top).exp() / total
         grad = _wide(dy[rows], head_num)
         through = grad @ _wide(value[columns], head_num).transpose(1, 2)
@@ -122,10 +135,17 @@ def _check_call(
     _check_tensor(query, shape=(len(query), head_num, query.shape[-1]), dtypes=DTYPES)
     for tensor in (key, value):
         _check_tensor(tensor, shape=(len(key), key.shape[1], query.shape[-1]), dtypes=(query.dtype,))
+    if len(query) > MOST_TOKENS or head_num > MOST_HEADS or query.shape[-1] > MOST_DIMENSIONS:
+        raise ValueError(f"query is {tuple(query.shape)}, must be at most {(MOST_TOKENS, MOST_HEADS, MOST_DIMENSIONS)}")
     if head_num % key.shape[1]:
         raise ValueError(f"{head_num} heads, must be a multiple of {key.shape[1]} heads of keys")
     if any(each is not None for each in absent) or neutral != (1.0, 0):
         raise ValueError("pse, padding_mask, prefix, dropout and inner_precise are not what is wanted here")
+
+
+def _check_layout(softmax_layout: str) -> None:
+    if softmax_layout:
+        raise ValueError(f"softmax_layout is {softmax_layout!r}, which CANN takes from 8.3 on only")
 
 
 def _check_tensor(tensor: Tensor, *, shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
@@ -157,6 +177,8 @@ def _pieces(
     for ends, tensor in ((ends_q, query), (ends_kv, key)):
         if not isinstance(ends, list) or not all(type(end) is int for end in ends):
             raise TypeError(f"actual sequence lengths are {ends!r}, must be a list of int")
+        if len(ends) > MOST_SEQUENCES:
+            raise ValueError(f"{len(ends)} sequences, must be at most {MOST_SEQUENCES}")
         if ends[-1] != len(tensor) or any(stop <= start for start, stop in pairwise([0, *ends])):
             raise ValueError(f"actual sequence lengths {ends} must be growing sums that end at {len(tensor)}")
     assert ends_q is not None and ends_kv is not None

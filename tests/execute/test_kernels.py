@@ -203,6 +203,24 @@ def test_without_torch_npu_what_to_install_is_named() -> None:
         pick_kernel("npu")
 
 
+@pytest.mark.usefixtures("stand_ins")
+def test_many_pairs_on_npus() -> None:
+    """More than a call takes."""
+    lengths = (2, 1) * 515
+    shape = Pairs(
+        queries=lengths,
+        before=(1,) * 1030,
+        own=lengths,
+        causal=True,
+        kv_heads=1,
+        heads=2,
+        head_dim=8,
+        strided=True,
+        seed=0,
+    )
+    assert_conforms(NpuKernel(), shape, dtype=torch.float32)
+
+
 def test_the_fake_refuses_what_the_operators_would() -> None:
     """So that the conformance above means something."""
     tensor = torch.zeros(4, 2, 8)
@@ -216,6 +234,7 @@ def test_the_fake_refuses_what_the_operators_would() -> None:
         {"sparse_mode": 2},
         {"atten_mask": ~triangle},
         {"atten_mask": triangle[:4, :4]},
+        {"softmax_layout": "TND"},
     ):
         with pytest.raises((ValueError, TypeError)):
             fake_npu.npu_fusion_attention(tensor, tensor, tensor, 2, "TND", **(good | wrong))

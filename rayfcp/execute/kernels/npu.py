@@ -1,20 +1,28 @@
 """Ascend attention through torch-npu: `npu_fusion_attention` in TND layout and its gradient.
 
-The forward returns softmax max and sum, `[tokens, heads, 8]` in TND (the last axis repeats one number);
-lse = max + log(sum). The gradient takes max and sum back: with max = lse and sum = 1 it differentiates
-against the logsumexp merged over all keys.
+The forward returns softmax max and sum in fp32; lse = max + log(sum). The gradient takes max and sum back: with max =
+lse and sum = 1 it differentiates against the logsumexp merged over all keys. Their shape is `[T, N, 8]`, the last axis
+repeating one number, but what lies in it is pair after pair `[N, S, 8]`, heads before tokens (only CANN 8.3 can be
+asked for another order). A call takes at most 1,024 pairs.
+
+Source: Ascend/op-plugin, `docs/context/torch_npu-npu_fusion_attention.md`, parameter `softmax_layout` and constraints;
+MindSpeed's ring attention turns the same statistics in the same way.
 """
 
 import functools
 import importlib.util
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from rayfcp.execute.device import moved
 from rayfcp.execute.kernels.interface import KernelUnavailableError, Lengths
 
+MOST_PAIRS = 1024
 _NUMBERS_PER_ROW = 8
 _LOWER_TRIANGLE = 2048
 
@@ -22,7 +30,7 @@ _LOWER_TRIANGLE = 2048
 class NpuKernel:
     """See `AttentionKernel`."""
 
-    name = "npu-fusion-attention"
+    name = "npu_fusion_attention"
 
     def __init__(self) -> None:
         if importlib.util.find_spec("torch_npu") is None:
@@ -45,19 +53,22 @@ class NpuKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        out, softmax_max, softmax_sum, *_ = self._library.npu_fusion_attention(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            query.shape[1],
-            "TND",
-            scale=scale,
-            keep_prob=1.0,
-            **_mask(query, causal),
-            actual_seq_qlen=list(accumulate(query_lengths)),
-            actual_seq_kvlen=list(accumulate(key_lengths)),
-        )
-        return out, softmax_max[..., 0] + softmax_sum[..., 0].log()
+        found = []
+        for rows, columns, lengths in _parts(query_lengths, key_lengths):
+            out, softmax_max, softmax_sum, *_ = self._library.npu_fusion_attention(
+                query[rows].contiguous(),
+                key[columns].contiguous(),
+                value[columns].contiguous(),
+                query.shape[1],
+                "TND",
+                scale=scale,
+                keep_prob=1.0,
+                **_mask(query, causal),
+                **_sums(*lengths),
+            )
+            lse = softmax_max.view(-1, _NUMBERS_PER_ROW)[:, 0] + softmax_sum.view(-1, _NUMBERS_PER_ROW)[:, 0].log()
+            found.append((out, lse[_places(lengths[0], query.shape[1], query.device)].view(out.shape[:2])))
+        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def backward(
         self,
@@ -73,24 +84,40 @@ class NpuKernel:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        row_max = lse.unsqueeze(-1).expand(*lse.shape, _NUMBERS_PER_ROW).contiguous()
-        dq, dk, dv, *_ = self._library.npu_fusion_attention_grad(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            grad_out.contiguous(),
-            query.shape[1],
-            "TND",
-            softmax_max=row_max,
-            softmax_sum=torch.ones_like(row_max),
-            attention_in=out.contiguous(),
-            scale_value=scale,
-            keep_prob=1.0,
-            **_mask(query, causal),
-            actual_seq_qlen=list(accumulate(query_lengths)),
-            actual_seq_kvlen=list(accumulate(key_lengths)),
-        )
-        return dq, dk, dv
+        found = []
+        for rows, columns, lengths in _parts(query_lengths, key_lengths):
+            row_max = _as_statistics(lse[rows], lengths[0])
+            dq, dk, dv, *_ = self._library.npu_fusion_attention_grad(
+                query[rows].contiguous(),
+                key[columns].contiguous(),
+                value[columns].contiguous(),
+                grad_out[rows].contiguous(),
+                query.shape[1],
+                "TND",
+                softmax_max=row_max,
+                softmax_sum=torch.ones_like(row_max),
+                attention_in=out[rows].contiguous(),
+                scale_value=scale,
+                keep_prob=1.0,
+                **_mask(query, causal),
+                **_sums(*lengths),
+            )
+            found.append((dq, dk, dv))
+        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+
+
+def _parts(query_lengths: Lengths, key_lengths: Lengths) -> Iterator[tuple[slice, slice, tuple[Lengths, Lengths]]]:
+    """Rows of queries and of keys, and lengths, of at most `MOST_PAIRS` pairs at a time."""
+    row = column = 0
+    for first in range(0, len(query_lengths), MOST_PAIRS):
+        lengths = query_lengths[first : first + MOST_PAIRS], key_lengths[first : first + MOST_PAIRS]
+        rows, columns = (slice(at, at + sum(each)) for at, each in zip((row, column), lengths, strict=True))
+        yield rows, columns, lengths
+        row, column = rows.stop, columns.stop
+
+
+def _sums(query_lengths: Lengths, key_lengths: Lengths) -> dict[str, list[int]]:
+    return {"actual_seq_qlen": list(accumulate(query_lengths)), "actual_seq_kvlen": list(accumulate(key_lengths))}
 
 
 def _mask(query: Tensor, causal: bool) -> dict[str, Any]:
@@ -101,3 +128,20 @@ def _mask(query: Tensor, causal: bool) -> dict[str, Any]:
 @functools.cache
 def _hidden(device: torch.device) -> Tensor:
     return torch.ones(_LOWER_TRIANGLE, _LOWER_TRIANGLE, dtype=torch.bool, device=device).triu(1)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(lengths: Lengths, heads: int, device: torch.device) -> Tensor:
+    """Where token t's head n lies in the statistics, `[T x N]` in the order of tokens."""
+    starts = np.cumsum((0, *lengths[:-1]))
+    first = np.repeat(starts * heads, lengths) + np.arange(sum(lengths)) - np.repeat(starts, lengths)
+    places = first[:, None] + np.repeat(lengths, lengths)[:, None] * np.arange(heads)
+    return moved(places.ravel(), dtype=torch.int64, device=device)
+
+
+def _as_statistics(lse: Tensor, lengths: Lengths) -> Tensor:
+    """`[T, N]` -> `[T, N, 8]` in the order of the statistics."""
+    tokens, heads = lse.shape
+    turned = lse.new_empty(tokens * heads)
+    turned[_places(lengths, heads, lse.device)] = lse.reshape(-1)
+    return turned.view(tokens, heads, 1).expand(tokens, heads, _NUMBERS_PER_ROW).contiguous()
