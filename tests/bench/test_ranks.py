@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from rayfcp.bench.asked import CONTENDERS, Asked
@@ -17,6 +17,7 @@ from rayfcp.bench.tensors import Batch, Outcome, dense, random_batch
 from rayfcp.bench.turns import Stopwatch, TurnTransport, in_turns
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
+from rayfcp.values import InfeasiblePlanError
 
 CPU = torch.device("cpu")
 MODEL = """\
@@ -83,7 +84,11 @@ def test_ranks_together_are_dense_attention(
     model: str, lengths: tuple[int, ...], num_ranks: int, strategy: str
 ) -> None:
     batch = batch_of(lengths, model)
-    found = planned(strategy, lengths, asked=asked(model, num_ranks=num_ranks, num_tokens=sum(lengths)))
+    try:
+        found = planned(strategy, lengths, asked=asked(model, num_ranks=num_ranks, num_tokens=sum(lengths)))
+    except InfeasiblePlanError:
+        assert strategy == "ulysses", "others need no heads that divide"
+        reject()
     done = run_ranks(found.parts, batch, kernel=pick_kernel("cpu"))
     assert done.outcome.error(written_out(batch)) <= TOLERANCE["float64"]
     grids = (done.seconds.forward_s, done.seconds.backward_s)

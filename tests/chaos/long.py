@@ -98,6 +98,7 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
         folder,
         name="all-kinds",
         cluster={"num_workers": [1, 4]},
+        plan={"strategy": "ring"},  # messages in every step, to delay and to drop
         checkpoint={"every_steps": 5, "keep": 3},
         train={"steps": STEPS, **SLOW},
         elastic={"controller_restarts": restarts, "max_recoveries": 20},
