@@ -18,6 +18,16 @@ class _Held:
     context: dict[int, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """Tokens whose keys and values a layer keeps for later slices, has of each earlier microbatch, and gets from other
+    ranks in one round at most; shares of heads counted as so many tokens of all heads."""
+
+    kept: int
+    context: dict[int, int]
+    travelling: int
+
+
 @dataclass(slots=True, kw_only=True)
 class Ledger:
     """What a device of a stage with `layers` layers holds beside what does not depend on tokens, as its passes go by.
@@ -25,13 +35,15 @@ class Ledger:
     A layer keeps all that backward needs; of the first ones, which are recomputed, their input, and the keys and values
     that later slices need. Backward frees layer by layer, so that a layer that is whole again adds to what is held
     only where all are recomputed. Gradients of kept keys and values are there from the first backward pass that adds
-    to them to the end of their own microbatch's.
+    to them to the end of their own microbatch's. `windows`: of the layers, in order; where that is not known, each
+    layer is taken to keep what layers of that kind keep which keeps most.
     """
 
     layers: int
     is_last: bool
     layer: LayerBytes
     num_kv_heads: int
+    windows: tuple[int, ...] = ()
     microbatches: dict[int, _Held] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)
 
@@ -57,26 +69,56 @@ class Ledger:
 
     def _held(self, item: Forward) -> _Held:
         each, again = self.layer, min(item.recomputed_layers, self.layers)
-        tokens, inner, share = item.attention.num_tokens, item.attention.inner, 1.0
-        if isinstance(item.attention, HeadProgram):
-            share = max(1.0 / item.attention.degree, 1.0 / self.num_kv_heads)
-        in_attention = max(math.ceil(inner.num_tokens * share), tokens)
+        tokens, by_heads = item.attention.num_tokens, isinstance(item.attention, HeadProgram)
+        share = self._share(item.attention)
+        in_attention = max(math.ceil(item.attention.inner.num_tokens * share), tokens)
         whole = each.whole * tokens + each.kv * (in_attention - tokens)
-        later = math.ceil(sum(stop - start for start, stop in inner.kept) * share)
-        freed = max(whole - each.kept * tokens - each.kv * later, 0)
+        layers = self._of_layers(item, share=share)
+        freed = sum(max(whole - each.kept * tokens - each.kv * layer.kept, 0) for layer in layers[:again])
         context: dict[int, int] = {}
-        for slot in inner.context:
-            size = self.layers * each.kv_gradients * math.ceil(slot.num_tokens * share)
-            context[slot.microbatch] = context.get(slot.microbatch, 0) + size
-        working = each.working * tokens + each.buffers * max(in_attention, math.ceil(_travelling(inner) * share))
-        if isinstance(item.attention, HeadProgram):
-            working += max(context.values(), default=0) // self.layers
+        for layer in layers:
+            for microbatch, num_tokens in layer.context.items():
+                context[microbatch] = context.get(microbatch, 0) + each.kv_gradients * num_tokens
+        travelling = max(layer.travelling for layer in layers)
+        working = each.working * tokens + each.buffers * max(in_attention, travelling)
+        if by_heads:
+            most = (each.kv_gradients * num for layer in layers for num in layer.context.values())
+            working += max(most, default=0)
         return _Held(
-            kept=self.layers * whole - again * freed + (each.head * tokens if self.is_last else 0),
+            kept=self.layers * whole - freed + (each.head * tokens if self.is_last else 0),
             working=working,
             again=whole if again == self.layers else 0,
             context=context,
         )
+
+    def _share(self, attention: AttentionProgram | HeadProgram) -> float:
+        """Of the key and value heads, those that a rank has in attention."""
+        if not isinstance(attention, HeadProgram):
+            return 1.0
+        return max(1.0 / attention.degree, 1.0 / self.num_kv_heads)
+
+    def _of_layers(self, item: Forward, *, share: float) -> list[_Layer]:
+        kinds = {kind.window: _layer(kind.attention.inner, share=share) for kind in item.kinds}
+        if self.windows:
+            return [kinds[window] for window in self.windows]
+        microbatches = {microbatch for kind in kinds.values() for microbatch in kind.context}
+        most = _Layer(
+            kept=max(kind.kept for kind in kinds.values()),
+            context={each: max(kind.context.get(each, 0) for kind in kinds.values()) for each in microbatches},
+            travelling=max(kind.travelling for kind in kinds.values()),
+        )
+        return [most] * self.layers
+
+
+def _layer(attention: AttentionProgram, *, share: float) -> _Layer:
+    context: dict[int, int] = {}
+    for slot in attention.context:
+        context[slot.microbatch] = context.get(slot.microbatch, 0) + math.ceil(slot.num_tokens * share)
+    return _Layer(
+        kept=math.ceil(sum(stop - start for start, stop in attention.kept) * share),
+        context=context,
+        travelling=math.ceil(_travelling(attention) * share),
+    )
 
 
 def _travelling(attention: AttentionProgram) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.compiled import compiled
+from rayfcp.program.table import WHOLE
 
 
 @compiled
@@ -14,7 +15,7 @@ def attend_work(columns: npt.NDArray[np.int64]) -> tuple[float, float]:
     tokens = 0.0
     for row in range(len(columns)):
         queries, keys = columns[row, 1] - columns[row, 0], columns[row, 4] - columns[row, 3]
-        if columns[row, 5] == 1:
+        if columns[row, 5] != WHOLE:
             cells += queries * (queries + 1) / 2
             tokens += queries / 2
         else:

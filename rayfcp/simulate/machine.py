@@ -50,7 +50,23 @@ class Machine:
             num_layers=self.layers_of_stage[stage],
             root_parameters=outer_parameters(self.model, num_stages=self.num_stages)[stage],
             last=stage == self.num_stages - 1,
+            kinds=self.kinds[sum(self.layers_of_stage[:stage]) :][: self.layers_of_stage[stage]],
         )
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of the model's kinds of layers, ascending."""
+        return tuple(window for window, _ in self.model.windows) or (0,)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Of each layer of the model, the number of its kind."""
+        return tuple(map(self.windows.index, self.model.layer_windows or (0,) * self.model.num_layers))
+
+    def number(self, microbatch: int, *, backward: bool) -> int:
+        """Of a pass through the layers of the first kind, before those of other kinds: microbatch by microbatch,
+        forward, then backward."""
+        return (2 * microbatch + backward) * len(self.windows)
 
     @property
     def slowness(self) -> Floats:
@@ -171,12 +187,14 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What a stage has of a model: layers, and embedding or (`last`) output head, gathered and reduced together."""
+    """What a stage has of a model: layers, each of a kind, and embedding or (`last`) output head, gathered and reduced
+    together."""
 
     model: ModelProfile
     num_layers: int
     root_parameters: int
     last: bool
+    kinds: tuple[int, ...]
 
     @property
     def linear_flops_per_token(self) -> float:
@@ -184,9 +202,9 @@ class Part:
         head = self.model.vocab_size * self.model.hidden_size if self.last else 0
         return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
 
-    @property
-    def attention_flops_per_cell(self) -> float:
-        return 4.0 * self.num_layers * self.model.num_heads * self.model.head_dim
+    def attention_flops(self, cells: Floats) -> float:
+        """Forward, where a layer of kind k computes `cells[k]`."""
+        return 4.0 * self.model.num_heads * self.model.head_dim * float(cells[list(self.kinds)].sum())
 
 
 def machine_of(

@@ -8,6 +8,7 @@ import numpy as np
 
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
 from rayfcp.program import AttentionProgram, AttentionRound, Forward, HeadProgram, Message, Payload, RankProgram
+from rayfcp.program.kinds import attention_by_window, check_likeness, windows_of
 from rayfcp.program.table import Attends
 from rayfcp.simulate.arrays import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
 from rayfcp.simulate.attend_work import attend_work
@@ -20,8 +21,8 @@ _NONE = Attends.of(())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """All passes: forward of microbatch m is pass 2 m, backward 2 m + 1. `message_bytes` and `message_pass` by message.
-    `cells[pass, device]`, in cells of all heads, and `attend_s[pass, device]` of one layer."""
+    """All passes (`Machine.number`), those of kinds that a stage lacks as well. `message_bytes` and `message_pass` by
+    message. `cells[pass, device]`, in cells of all heads, and `attend_s[pass, device]` of one layer."""
 
     rounds: Rounds
     messages: Messages
@@ -36,25 +37,27 @@ def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> Traffic:
     one expects from it, as on a channel without tags.
 
     Raises:
-        ValueError: messages do not meet, or a rank's attention differs from stage to stage;
+        ValueError: messages do not meet, a rank's attention differs from stage to stage, or the programs lack a kind of
+            the model's layers;
             `rayfcp.program.check_programs` says more.
     """
     builder = _Builder(machine=machine)
-    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
-    if len({len(each) for each in forwards}) != 1:
+    if len({sum(isinstance(item, Forward) for item in program.instructions) for program in programs}) != 1:
         raise ValueError("programs have different numbers of microbatches; lower one plan for all ranks")
-    forwards, others = forwards[: machine.num_ranks], forwards[machine.num_ranks :]
-    for device, items in enumerate(others):
-        same = forwards[device % machine.num_ranks]
-        if any(one.attention != other.attention for one, other in zip(items, same, strict=True)):
-            rank, stage = device % machine.num_ranks, device // machine.num_ranks + 1
-            raise ValueError(
-                f"attention of rank {rank} on stage {stage} is not that on stage 0; lower one plan for all stages"
-            )
-    for microbatch in range(len(forwards[0])):
-        parts = [each[microbatch].attention for each in forwards]
+    found = attention_by_window(programs)
+    for program in programs:
+        for window in windows_of(program):
+            first = next(each for each in programs[program.rank :: machine.num_ranks] if window in windows_of(each))
+            check_likeness(program, first, window=window)
+    if not set(machine.windows) <= found.keys():
+        raise ValueError(
+            f"programs are of layers with windows {list(found)} (0: none), the model has {list(machine.windows)}; give "
+            "sequences the model's windows (SequenceSpec.windows) and lower again"
+        )
+    for of_microbatch in zip(*(zip(*found[window], strict=True) for window in machine.windows), strict=True):
         for backward in (False, True):
-            builder.add_pass(parts, backward=backward)
+            for parts in of_microbatch:
+                builder.add_pass(parts, backward=backward)
     return builder.traffic()
 
 

@@ -44,8 +44,8 @@ class Instants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A stage's script and where things are in it. `recorded[p]` is the mark after the recorded layer of pass p
-    (forward of microbatch m is pass 2 m, backward 2 m + 1). Collectives are numbered from `first_collective`."""
+    """A stage's script and where things are in it. `recorded[p]` is the mark after the recorded layer, of pass p
+    (`Machine.number`). Collectives are numbered from `first_collective`."""
 
     operations: tuple[Operation, ...]
     rows: tuple[Row, ...]
@@ -156,17 +156,19 @@ class _Writer:
 
     def forward(self, position: int, microbatch: int) -> int:
         """Returns the mark at which the first layer has its parameters."""
-        machine, number = self.machine, 2 * microbatch
+        machine = self.machine
         root = self._gather(self.part.root_parameters)
         first = self._gather(machine.layer_parameters)
         self._wait(root)
         ready = self.marks
 
-        def layer(recorded: bool) -> None:
-            self._forward_layer(microbatch, recorded=recorded)
+        before = machine.number(microbatch, backward=False)
+        numbers = [before + kind for kind in self.part.kinds]
 
-        total = self.part.num_layers
-        self._row((position, "plain"), total=total, first=first, last=True, layer=layer, record_as=number)
+        def layer(number: int, recorded: bool) -> None:
+            self._forward_layer(microbatch, number=number, recorded=recorded)
+
+        self._row((position, "plain"), numbers=numbers, first=first, last=True, layer=layer, records=True)
         if self.part.last:
             self._linear(microbatch, machine.head_s_per_token)
         self.held = self.once
@@ -175,27 +177,29 @@ class _Writer:
     def backward(self, position: int, item: Backward, *, recomputed: int) -> int:
         """Returns the mark at which computation ends."""
         machine, microbatch = self.machine, item.microbatch
-        plain, number = self.part.num_layers - recomputed, 2 * microbatch + 1
+        before = machine.number(microbatch, backward=True)
+        numbers = [before + kind for kind in self.part.kinds[::-1]]
+        plain, later = numbers[: len(numbers) - recomputed], numbers[len(numbers) - recomputed :]
         reduced: list[int] = []
         gather = self._gather(machine.layer_parameters)
         if self.part.last:
             self._linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
 
-        def one(recorded: bool) -> None:
-            self._backward_layer(microbatch, recorded=recorded)
+        def one(number: int, recorded: bool) -> None:
+            self._backward_layer(microbatch, number=number, recorded=recorded)
             if item.reduce:
                 self._reduce(machine.layer_parameters, after=reduced)
 
-        def again(recorded: bool) -> None:
-            self._forward_layer(microbatch, recorded=False)
-            one(recorded)
+        def again(number: int, recorded: bool) -> None:
+            self._forward_layer(microbatch, number=number - len(machine.windows), recorded=False)
+            one(number, recorded)
 
         if plain:
             key = (position, "plain")
-            gather = self._row(key, total=plain, first=gather, last=not recomputed, layer=one, record_as=number)
-        if recomputed:
+            gather = self._row(key, numbers=plain, first=gather, last=not later, layer=one, records=True)
+        if later:
             key = (position, "recomputed")
-            self._row(key, total=recomputed, first=gather, last=True, layer=again, record_as=-1 if plain else number)
+            self._row(key, numbers=later, first=gather, last=True, layer=again, records=not plain)
         computed = self.mark()
         if item.reduce:
             self._reduce(self.part.root_parameters, after=reduced)
@@ -206,14 +210,16 @@ class _Writer:
         self,
         key: RowKey,
         *,
-        total: int,
+        numbers: Sequence[int],
         first: int | None,
         last: bool,
-        layer: Callable[[bool], None],
-        record_as: int,
+        layer: Callable[[int, bool], None],
+        records: bool,
     ) -> int | None:
         """Layers, each gathering the next one's parameters while it runs; returns the gather of what follows.
-        Of the layers the last but one is recorded: the one that stands for those not shown."""
+        `numbers`: of their passes. Of the layers the last but one is recorded: the one that stands for those not
+        shown, which all are of one kind."""
+        total = len(numbers)
         count = total if self.shown is None else min(total, self.shown.get(key, SHOWN_LAYERS))
         at, gathers, marks = max(count - 2, 0), [first], []
         for index in range(count):
@@ -222,25 +228,25 @@ class _Writer:
                 self.mark()
             if index + 1 < count or not last:
                 gathers.append(self._gather(self.machine.layer_parameters))
-            layer(record_as >= 0 and index == at)
+            layer(numbers[index], records and index == at)
             marks.append(self.mark())
-        if record_as >= 0:
-            self.recorded[record_as] = marks[at]
+        if records:
+            self.recorded[numbers[at]] = marks[at]
         named = tuple(gather for gather in gathers[:count] if gather is not None)
         self.rows.append(Row(key=key, total=total, marks=tuple(marks), gathers=named))
         return gathers[-1]
 
-    def _forward_layer(self, microbatch: int, *, recorded: bool) -> None:
+    def _forward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
         machine = self.machine
         self._linear(microbatch, machine.linear_s_per_token * machine.before_share)
-        self._attend(2 * microbatch, recorded=recorded)
+        self._attend(number, recorded=recorded)
         self._linear(microbatch, machine.linear_s_per_token * (1 - machine.before_share))
 
-    def _backward_layer(self, microbatch: int, *, recorded: bool) -> None:
+    def _backward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
         machine = self.machine
         linear_s = LINEAR_BACKWARD * machine.linear_s_per_token
         self._linear(microbatch, linear_s * (1 - machine.before_share))
-        self._attend(2 * microbatch + 1, recorded=recorded)
+        self._attend(number, recorded=recorded)
         self._linear(microbatch, linear_s * machine.before_share)
 
     def _linear(self, microbatch: int, s_per_token: float) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
 from rayfcp.plan.costs.flops import FORWARD_AND_BACKWARD
 from rayfcp.program import Forward, Free, Load, RankProgram
-from rayfcp.simulate.arrays import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats
+from rayfcp.simulate.arrays import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats, Ints
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
 from rayfcp.simulate.rounds import Traffic, flatten
@@ -80,9 +80,31 @@ def _amounts(
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
-    cells = float(traffic.cells[0::2, : machine.num_ranks].sum()) - padded
-    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell * cells
+    cells = float(_layer_cells(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
+    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell / machine.model.num_layers * cells
     return loads, sum(sum(row) for row in of_ranks), flops
+
+
+def _layer_cells(machine: Machine, traffic: Traffic) -> Floats:
+    """`[microbatch, device]`: cells of all layers of the model, forward."""
+    count = np.bincount(machine.kinds)
+    by_kind = traffic.cells.reshape(-1, 2, len(count), machine.num_devices)[:, 0]
+    return np.asarray(np.tensordot(by_kind, count.astype(np.float64), axes=(1, 0)))
+
+
+def _passes(machine: Machine, again: Ints) -> Ints:
+    """`[pass, device]`: how many layers of the device's stage run a pass, recomputed ones (the first `again[microbatch,
+    device]` layers) twice forward."""
+    kinds, ends = np.array(machine.kinds), np.cumsum(machine.layers_of_stage)
+    found = np.zeros((len(again), 2, len(machine.windows), machine.num_devices), np.int64)
+    for device in range(machine.num_devices):
+        stage = device // machine.num_ranks
+        own = kinds[ends[stage] - machine.layers_of_stage[stage] : ends[stage]]
+        before = np.cumsum(own[:, None] == np.arange(len(machine.windows)), axis=0)
+        before = np.concatenate((np.zeros_like(before[:1]), before))
+        found[:, :, :, device] = before[-1]
+        found[:, 0, :, device] += before[again[:, device]]
+    return found.reshape(-1, machine.num_devices)
 
 
 def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
@@ -136,13 +158,13 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
     last = np.arange(machine.num_devices) >= machine.num_devices - machine.num_ranks
     forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
     again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
-    passes = np.stack([layers + again, np.broadcast_to(layers, again.shape)], axis=1).reshape(-1, machine.num_devices)
-    attend_s = (traffic.attend_s * passes).reshape(len(again), 2, -1).sum(axis=1)
+    passes = _passes(machine, again)
+    attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
     times = layers * (1 + LINEAR_BACKWARD) + again
     linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
     moved = traffic.message_bytes * passes[traffic.message_pass, traffic.messages.source]
-    place = (traffic.message_pass // 2) * machine.num_devices
+    place = traffic.message_pass // (2 * len(machine.windows)) * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)
     sent, received = (
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends
@@ -151,7 +173,8 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
     num_tokens = [
         tuple(sum(piece.num_tokens for piece in each[at].pieces) for each in loaded) for at in range(len(again))
     ]
-    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell * traffic.cells[0::2]
+    per_layer = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell / machine.model.num_layers
+    flops = per_layer * _layer_cells(machine, traffic)
     return Loads(
         compute_s=_rows(compute_s),
         attention_flops=_rows(flops),

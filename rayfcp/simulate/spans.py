@@ -23,8 +23,8 @@ def spans_of(
         for span in _coarse(program, machine=machine, outcome=outcome, cells=cells, end_s=end_s)
     ]
     if detail:
-        for number in sorted(outcome.plots[0].recorded):
-            found += _rounds(number, traffic=traffic, outcome=outcome, num_ranks=machine.num_ranks)
+        for number in sorted(outcome.later_s):
+            found += _rounds(number, traffic=traffic, outcome=outcome, machine=machine)
     return tuple(sorted(found, key=lambda span: (span.stage, span.rank, span.start_s, -span.stop_s, span.kind)))
 
 
@@ -47,7 +47,8 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
         if isinstance(item, Load):
             yield from span(SpanKind.LOAD, f"load {number}", start=start, stop=stop)
         elif isinstance(item, Forward):
-            attention_flops = part.attention_flops_per_cell * float(cells[2 * number, rank])
+            first, behind = (machine.number(number, backward=each) for each in (False, True))
+            attention_flops = part.attention_flops(cells[first:behind, rank])
             flops[number] = part.linear_flops_per_token * item.attention.num_tokens + attention_flops
             yield from span(SpanKind.WAIT, f"parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops[number])
@@ -60,12 +61,13 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
     yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
 
 
-def _rounds(number: int, *, traffic: Traffic, outcome: Outcome, num_ranks: int) -> Iterator[Span]:
+def _rounds(number: int, *, traffic: Traffic, outcome: Outcome, machine: Machine) -> Iterator[Span]:
     """Rounds of pass `number`, in the layer that was recorded."""
     rounds, later_s = traffic.rounds, outcome.later_s[number]
-    name = f"{'backward' if number % 2 else 'forward'} {number // 2}"
+    microbatch, backward = divmod(number // len(machine.windows), 2)
+    name = f"{'backward' if backward else 'forward'} {microbatch}"
     for device in range(rounds.first.shape[1]):
-        stage, rank = divmod(device, num_ranks)
+        stage, rank = divmod(device, machine.num_ranks)
         for position in range(rounds.number[number, device]):
             index = rounds.first[number, device] + position
             started, computed, stop, first, last = (float(each) + later_s for each in outcome.rounds[index])

@@ -56,7 +56,8 @@ def run(
         ValueError: some rank waits for ever.
     """
     hops = hops_of(programs, machine=machine)
-    shown: dict[RowKey, int] | None = {} if machine.num_stages == 1 else None
+    alike = machine.num_stages == 1 and len(machine.windows) == 1
+    shown: dict[RowKey, int] | None = {} if alike else None
     while True:
         plots = _plots(programs, machine=machine, hops=hops, shown=shown, gather_every=gather_every)
         state, record = _replay(plots, machine=machine, traffic=traffic, tokens=tokens, hops=hops)
