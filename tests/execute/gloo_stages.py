@@ -18,8 +18,7 @@ from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.models.build import DTYPES, sharded_model
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.describe import model_config
-from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.cases import SEED, CaseTokens, Gradients
 from tests.execute.gloo import listening_store
 from tests.execute.staged import HIDDEN_SIZE, StagedCase
 
@@ -75,7 +74,7 @@ def _process(number: int, port: int, runs: Sequence[Run], folder: str) -> None:
 
 def _run(run: Run, world: World) -> list[tuple[float, Gradients]]:
     first = run.steps[0]
-    library = model_config(first.run, vocab_size=VOCAB)
+    library = first.library
     settings = first.run.model_copy(update={"dtype": run.dtype})
     model = sharded_model(library, run=settings, seed=SEED, world=world, layers_of_stage=first.layers_of_stage)
     if run.is_kept:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedConfig
 
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.execute.interfaces import Execution
@@ -17,7 +18,7 @@ from rayfcp.execute.pipes import Pipes
 from rayfcp.execute.transport import Fabric
 from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.causal_lm import CausalLM, WholeModel
-from rayfcp.models.describe import model_config
+from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, Group, Mask, Primitive, SequenceSpec, Slice
@@ -40,7 +41,7 @@ ARCHITECTURE: dict[str, Any] = {
 @dataclass(frozen=True, kw_only=True)
 class StagedCase:
     """A plan with pipelines and the model that runs it; heads divide by 1, 2 and 3. `shape`: of the model, where it
-    differs."""
+    differs. `windows`: of its layers, 0 or all the same; those of the sequences' too."""
 
     plan: BatchPlan
     sequences: tuple[SequenceSpec, ...]
@@ -48,6 +49,7 @@ class StagedCase:
     is_tied: bool
     reduce_every: str = "step"
     shape: tuple[tuple[str, int | str], ...] = ()
+    windows: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -62,14 +64,25 @@ class StagedCase:
         shape = ARCHITECTURE | {"num_layers": sum(self.layers_of_stage), "tied_embeddings": self.is_tied}
         return ModelConfig(architecture=ArchitectureConfig(**shape | dict(self.shape)))
 
+    @property
+    def library(self) -> PreTrainedConfig:
+        """A configuration of its own: the library's models keep theirs."""
+        found = model_config(self.run, vocab_size=VOCAB)
+        if self.windows:
+            found.sliding_window = max(self.windows)
+            found.layer_types = ["sliding_attention" if window else "full_attention" for window in self.windows]
+        return found
+
     def models(self, dtype: str) -> list[CausalLM]:
         """By stage."""
-        library = model_config(self.run, vocab_size=VOCAB)
-        return [random_model(library, dtype=dtype, seed=SEED, stage=stage) for stage in stages_of(self.layers_of_stage)]
+        stages = stages_of(self.layers_of_stage)
+        return [random_model(self.library, dtype=dtype, seed=SEED, stage=stage) for stage in stages]
 
     @cached_property
     def programs(self) -> tuple[RankProgram, ...]:
-        return lower(self.plan, self.sequences, reduce_every=self.reduce_every)
+        windows = profile_of(self.library, name="case").stage_windows(self.layers_of_stage)
+        kinds = [[window for window, _ in each] for each in windows]
+        return lower(self.plan, self.sequences, reduce_every=self.reduce_every, windows_of_stage=kinds)
 
 
 def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) -> StagedCase:
@@ -139,7 +152,7 @@ def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...],
 
 def expected(case: StagedCase, dtype: str) -> tuple[float, Gradients]:
     """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
-    model = random_model(model_config(case.run, vocab_size=VOCAB), dtype=dtype, seed=SEED)
+    model = random_model(case.library, dtype=dtype, seed=SEED)
     model.model.set_attn_implementation("sdpa")
     total = torch.zeros((), dtype=torch.float64)
     for row in CaseTokens(case).rows:
