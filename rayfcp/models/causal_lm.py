@@ -1,18 +1,18 @@
 """A Hugging Face causal language model, or one stage of it, as the interpreter wants it."""
 
+import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.attention import AttentionContext
-from rayfcp.execute.interfaces import IGNORED
 from rayfcp.execute.sharding import StageModule, StageRunner
 from rayfcp.models.attention_hook import KEYWORD, follow_context
+from rayfcp.models.loss import cross_entropy_sum, head_loss
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
-from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS
+from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 
 
 class CausalLM(StageModule):
@@ -67,7 +67,7 @@ class CausalLM(StageModule):
         `[1, tokens, hidden]`. `inputs`: token ids, after the first stage activations `[tokens, hidden]`; the others
         `[tokens]`.
 
-        `keep_logits`: until backward, if they are few; otherwise they are computed again.
+        `keep_logits`: what is made of them, since backward follows at once; otherwise they are computed again.
         """
         given = {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
         output = self.decoder(**given, position_ids=positions.unsqueeze(0), use_cache=False, **{KEYWORD: attention})
@@ -77,21 +77,13 @@ class CausalLM(StageModule):
         hidden = hidden.squeeze(0)
         assert targets is not None
         head = self.model.get_output_embeddings()
-        parts = zip(hidden.split(LOSS_CHUNK_TOKENS), targets.split(LOSS_CHUNK_TOKENS), strict=True)
-        keep = keep_logits and len(hidden) <= LOSS_CHUNK_TOKENS
-        return torch.stack([self._chunk_loss(head, *part, keep=keep) for part in parts]).sum()
-
-    def _chunk_loss(self, head: nn.Module, hidden: Tensor, targets: Tensor, *, keep: bool) -> Tensor:
-        if keep:
-            return _cross_entropy_sum(head, hidden, targets)
-        return checkpoint(_cross_entropy_sum, head, hidden, targets, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
-
-
-def _cross_entropy_sum(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    logits = head(hidden)
-    if logits.dtype is not torch.float64:
-        logits = logits.float()
-    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        if keep_logits and type(head) is nn.Linear and torch.is_grad_enabled():
+            few = loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size())
+            return head_loss(head, hidden, targets=targets, chunk_tokens=min(few, LOSS_CHUNK_TOKENS))
+        few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more of each
+        again = functools.partial(checkpoint, cross_entropy_sum, head, use_reentrant=False, preserve_rng_state=False)
+        parts = zip(hidden.split(few), targets.split(few), strict=True)
+        return torch.stack([again(own, targets=wanted) for own, wanted in parts]).sum()
 
 
 class WholeModel(StageRunner):

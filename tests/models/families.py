@@ -80,9 +80,9 @@ def in_process(config: PreTrainedConfig, case: Case) -> Result:
     def work(rank: int) -> None:
         transport, kernel = InProcessTransport(fabric, rank), pick_kernel("cpu")
         interpreter = Interpreter(transport=transport, kernel=kernel, model=WholeModel(models[rank]))
-        with seen_logits(models[rank]) as seen:
+        with seen_hidden(models[rank]) as seen:
             losses[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets).loss_sum
-        put_logits(logits, torch.cat(seen), program=programs[rank], case=case)
+        put_logits(logits, head_of(first)(torch.cat(seen)), program=programs[rank], case=case)
 
     run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
     gradients: Gradients = {}
@@ -93,17 +93,21 @@ def in_process(config: PreTrainedConfig, case: Case) -> Result:
 
 
 @contextmanager
-def seen_logits(model: CausalLM) -> Iterator[list[Tensor]]:
-    """What the head gives in forward passes, in order; not what is computed again in backward."""
+def seen_hidden(model: CausalLM) -> Iterator[list[Tensor]]:
+    """What the head gets in forward passes, in order, `[tokens, hidden]`."""
     seen: list[Tensor] = []
 
-    def see(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            seen.append(output.detach().clone())
+    def see(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        seen.append(output.last_hidden_state.detach()[0].clone())
 
-    handle = model.model.get_output_embeddings().register_forward_hook(see)
+    handle = model.decoder.register_forward_hook(see)
     yield seen
     handle.remove()
+
+
+def head_of(model: CausalLM) -> nn.Module:
+    """Of a whole model, without gradients."""
+    return copy.deepcopy(model.model.get_output_embeddings()).requires_grad_(False)
 
 
 def empty_logits(config: PreTrainedConfig, case: Case) -> Tensor:

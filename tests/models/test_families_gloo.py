@@ -25,8 +25,9 @@ from tests.models.families import (
     by_library,
     disturbed,
     empty_logits,
+    head_of,
     put_logits,
-    seen_logits,
+    seen_hidden,
 )
 from tests.models.test_families import CASES, library
 
@@ -73,16 +74,17 @@ def _process(rank: int, port: int, folder: str) -> None:
 def _run(what: str, case: Case, world: World) -> Result:
     config = library(what)
     model = sharded_model(config, run=ModelConfig(dtype=DTYPE), seed=SEED, world=world)
-    values = dict(disturbed(config).named_parameters())
+    whole = disturbed(config)
+    values = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         put(parameter, values[name].detach())
     transport, kernel = DistributedTransport(world.channels.attend), pick_kernel("cpu")
     interpreter = Interpreter(transport=transport, kernel=kernel, model=ShardedModel(model))
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.place.rank]
-    with seen_logits(model) as seen:
+    with seen_hidden(model) as seen:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     logits = empty_logits(config, case)
-    put_logits(logits, torch.cat(seen), program=program, case=case)
+    put_logits(logits, head_of(whole)(torch.cat(seen)), program=program, case=case)
     parts = torch.nan_to_num(logits)
     loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
     dist.all_reduce(parts, group=world.channels.control)

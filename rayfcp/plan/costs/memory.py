@@ -13,7 +13,11 @@ GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhi
 GIB = 1 << 30
 
 LOSS_CHUNK_TOKENS = 2048
-"""Tokens of a rank whose logits exist at a time."""
+"""Most tokens of a rank whose logits exist at a time."""
+
+_LOSS_BYTES_PER_WORD = 2 * LOSS_CHUNK_TOKENS * FP32_BYTES
+_LEAST_CHUNK_TOKENS = 512
+"""Below, products of matrices wait for memory."""
 
 
 def max_tokens_per_rank(
@@ -50,15 +54,14 @@ def state_bytes(
     """Bytes on a device that do not depend on tokens.
 
     Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
-    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); fp32 logits and their gradient
-    of one chunk of the loss.
+    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); what the loss needs (`loss_bytes`).
     """
     embeddings = model.num_parameters - model.num_layers * model.layer_parameters
     gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
     unreduced = model.num_parameters if reduce_every == "step" else gathered
     sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
-    logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES
-    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + logits
+    loss = loss_bytes(model, bytes_per_element=bytes_per_element)
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + loss
 
 
 def stage_state_bytes(
@@ -82,8 +85,30 @@ def stage_state_bytes(
     passing = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
     gathered = whole if gather_every == "step" else passing
     unreduced = whole if reduce_every == "step" else passing
-    logits = 2 * LOSS_CHUNK_TOKENS * model.vocab_size * FP32_BYTES if last else 0
-    return -(-STATE_BYTES * whole // num_ranks) + gathered * bytes_per_element + unreduced * FP32_BYTES + logits
+    loss = loss_bytes(model, bytes_per_element=bytes_per_element) if last else 0
+    return -(-STATE_BYTES * whole // num_ranks) + gathered * bytes_per_element + unreduced * FP32_BYTES + loss
+
+
+def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
+    """Tokens of a chunk of the loss, of which there are logits and, as wide as fp32 at least, shares of the words.
+    Beside them lies the head's gradient, made in the forward pass: a wide head leaves less room for tokens.
+
+    >>> loss_chunk_tokens(2048, bytes_per_element=2), loss_chunk_tokens(4096, bytes_per_element=2)
+    (2048, 1365)
+    """
+    left = _LOSS_BYTES_PER_WORD - bytes_per_element * hidden_size
+    return min(max(left // _logit_bytes(bytes_per_element), _LEAST_CHUNK_TOKENS), LOSS_CHUNK_TOKENS)
+
+
+def loss_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """What the loss needs: a chunk's logits and the head's gradient."""
+    tokens = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element)
+    per_word = tokens * _logit_bytes(bytes_per_element) + bytes_per_element * model.hidden_size
+    return model.vocab_size * max(per_word, _LOSS_BYTES_PER_WORD)
+
+
+def _logit_bytes(bytes_per_element: int) -> int:
+    return bytes_per_element + max(bytes_per_element, FP32_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
