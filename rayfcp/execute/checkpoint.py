@@ -2,7 +2,6 @@
 
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -125,12 +124,3 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
         optim_state_dict=state["optimizer"],
         options=_BY_NAME,
     )
-
-
-def load_whole(folder: Path, module: nn.Module) -> None:
-    """Fill an unsharded model in one process, without process groups."""
-    state = {"model": module.state_dict()}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
-    module.load_state_dict(state["model"])

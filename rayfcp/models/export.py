@@ -1,17 +1,31 @@
-"""From a run's last checkpoint to a folder that `from_pretrained` opens."""
+"""From a run's last checkpoint to a folder that `from_pretrained` opens, one file in memory at a time."""
 
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.execute.checkpoint import load_whole
-from rayfcp.models.build import DTYPES, empty_model
+from rayfcp.models.build import DTYPES
 from rayfcp.models.describe import model_config
+from rayfcp.models.lazy import LazyTensor
+from rayfcp.models.pretrained import aliases_of, library_on_meta
+from rayfcp.models.stored import StoredTensors
+
+FILE_BYTES = 4 << 30
+"""A file holds as many tensors as fit, one at least."""
 
 
 def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int) -> None:
     """Write model (safetensors, in `model.dtype`), its configuration, and the tokenizer if it has files.
 
-    Needs memory for the whole model; no process group.
+    Needs memory for one file and one tensor of the checkpoint; no process group.
 
     Raises:
         ConfigError: `out_dir` holds something already.
@@ -19,13 +33,63 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
     target = Path(out_dir)
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or not there yet; give another folder")
-    library = model_config(config.model, vocab_size=vocab_size)
-    model = empty_model(library, dtype=config.model.dtype)
-    model.to_empty(device="cpu")
-    model.model.tie_weights()
-    load_whole(Path(checkpoint), model)
-    model.model.to(DTYPES[config.model.dtype]).save_pretrained(target, safe_serialization=True)
+    library = library_on_meta(model_config(config.model, vocab_size=vocab_size))
+    target.mkdir(parents=True, exist_ok=True)
+    _write_weights(_as_in_files(library, StoredTensors(Path(checkpoint))), target, dtype=DTYPES[config.model.dtype])
+    library.config.architectures, library.config.dtype = [type(library).__name__], config.model.dtype
+    library.config.save_pretrained(target)
+    if library.can_generate():
+        library.generation_config.save_pretrained(target)
     if config.data.tokenizer != "bytes":
         from transformers import AutoTokenizer
 
         AutoTokenizer.from_pretrained(config.data.tokenizer).save_pretrained(target)
+
+
+def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | Tensor]:
+    """By names of files, in their layout: what loading converts, the other way round. A tied matrix comes once."""
+    state: dict[str, LazyTensor | Tensor] = {}
+    for name, names in aliases_of(library).items():
+        if not names & state.keys():
+            state[name] = stored.tensor(next((each for each in (name, *sorted(names)) if each in stored), name))
+    try:
+        return revert_weight_conversion(library, dict(state))  # type: ignore[no-any-return]
+    except Exception:
+        # A conversion that asks more of its tensors than `LazyTensor` knows.
+        whole = {name: source.whole().clone() for name, source in state.items() if isinstance(source, LazyTensor)}
+        return revert_weight_conversion(library, whole)  # type: ignore[no-any-return]
+
+
+def _write_weights(sources: Mapping[str, LazyTensor | Tensor], folder: Path, *, dtype: torch.dtype) -> None:
+    parts = list(_files(sources, itemsize=dtype.itemsize))
+    file_of: dict[str, str] = {}
+    for number, names in enumerate(parts, 1):
+        stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
+        file = SAFE_WEIGHTS_NAME if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.{suffix}"
+        save_file({name: _own_copy(sources[name], dtype) for name in names}, folder / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(names, file)
+    if len(parts) > 1:
+        total = sum(source.shape.numel() for source in sources.values()) * dtype.itemsize
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _files(sources: Mapping[str, LazyTensor | Tensor], *, itemsize: int) -> Iterator[list[str]]:
+    """Names of each file, in order."""
+    names: list[str] = []
+    num_bytes = 0
+    for name, source in sources.items():
+        size = source.shape.numel() * itemsize
+        if names and num_bytes + size > FILE_BYTES:
+            yield names
+            names, num_bytes = [], 0
+        names.append(name)
+        num_bytes += size
+    yield names
+
+
+def _own_copy(source: LazyTensor | Tensor, dtype: torch.dtype) -> Tensor:
+    """In memory of its own; numbers that are not floating-point keep their kind."""
+    value = source.whole() if isinstance(source, LazyTensor) else source
+    kept = dtype if value.is_floating_point() else value.dtype
+    return torch.empty(value.shape, dtype=kept).copy_(value)

@@ -68,7 +68,7 @@ def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) ->
 
 
 def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
-    aliases = _aliases(library)
+    aliases = aliases_of(library)
     own = dict((*model.named_parameters(), *model.named_buffers()))
     wanted = {alias: own[name] for name in own for alias in aliases.get(name, ())}
     shapes = {name: tuple(tensor.shape) for name, tensor in library.state_dict().items()}
@@ -99,7 +99,7 @@ def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
         )
 
 
-def _aliases(library: Any) -> dict[str, set[str]]:
+def aliases_of(library: Any) -> dict[str, set[str]]:
     """By name in the model's state: all names of the same tensor."""
     state = library.state_dict(keep_vars=True)
     names: dict[int, set[str]] = {}
