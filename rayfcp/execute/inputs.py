@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.data import TokenReader
+from rayfcp.execute.device import moved
 from rayfcp.execute.interfaces import IGNORED, Tokens, TokenSource
 from rayfcp.program import Load, Piece
 from rayfcp.values import GlobalBatch
@@ -36,18 +37,18 @@ class Inputs:
 def load(item: Load, tokens: TokenSource, *, is_first: bool, is_last: bool, device: torch.device) -> Inputs:
     """Read the pieces of a load, in its order; stages between the ends read nothing."""
 
-    def moved(rows: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(rows)).to(device, torch.int64)
+    def joined(rows: list[np.ndarray]) -> Tensor:
+        return moved(np.concatenate(rows), dtype=torch.int64, device=device)
 
     positions = [np.arange(piece.start, piece.stop) for piece in item.pieces] or [np.array([0])]
     if not is_first and not is_last:
-        return Inputs(ids=None, positions=moved(positions), targets=None)
+        return Inputs(ids=None, positions=joined(positions), targets=None)
     read = [_read(piece, tokens) for piece in item.pieces] or [(np.array([PADDING_TOKEN]), np.array([IGNORED]))]
     ids, targets = (list(column) for column in zip(*read, strict=True))
     return Inputs(
-        ids=moved(ids) if is_first else None,
-        positions=moved(positions),
-        targets=moved(targets) if is_last else None,
+        ids=joined(ids) if is_first else None,
+        positions=joined(positions),
+        targets=joined(targets) if is_last else None,
     )
 
 

@@ -3,7 +3,7 @@
 Follows the operators' documented contract (Ascend/op-plugin, `docs/context/torch_npu-npu_fusion_attention.md`): packed
 heads `[T, N, D]`, `actual_seq_qlen` and `actual_seq_kvlen` as prefix sums of at most 1,024 sequences, sparse_mode 0
 without a mask and 3 (right-down causal) with the compressed 2048 x 2048 mask in which True hides, softmax statistics in
-fp32, `[T, N, 8]` by shape, but sequence after sequence `[N, S, 8]` by content, as long as `softmax_layout` is not "TND".
+fp32, `[T, N, 8]` by shape, but sequence after sequence `[N, S, 8]` by content, unless `softmax_layout` is "TND".
 What the operators would refuse, or silently compute something else from, is refused here.
 """
 
