@@ -115,6 +115,12 @@ class ClusterConfig(Section):
     layer_split: Literal["even", "cost"] = Field(
         default="cost", description="layers of a stage: equal numbers, or equal times, the head's counted"
     )
+    communication_sms: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="multiprocessors of a GPU for messages, which kernels leave alone; 0: as libraries choose",
+    )
     memory_gib_per_device: PositiveFloat | None = Field(default=None, description="the device's own if absent")
 
     @property

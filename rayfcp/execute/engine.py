@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
+from rayfcp.execute.backends import spare_sms
 from rayfcp.execute.checkpoint import CheckpointWriter, load
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.device import host_buffers, memory_bytes
@@ -51,7 +52,9 @@ class RankEngine:
             device,
             start_timeout_s=config.elastic.start_timeout_s,
             collective_timeout_s=config.elastic.collective_timeout_s,
+            communication_sms=config.cluster.communication_sms,
         )
+        spare_sms(device, config.cluster.communication_sms)
 
     @property
     def is_aborted(self) -> bool:
@@ -90,7 +93,7 @@ class RankEngine:
         pipes = make_pipes(world.channels, device=self.device, progress=self._progress, **width)
         self._interpreter = Interpreter(
             transport=self.transport,
-            kernel=pick_kernel(self.device.type),
+            kernel=pick_kernel(self.device.type, spared_sms=self._config.cluster.communication_sms),
             model=self._model,
             pipes=pipes,
             device=self.device,
@@ -193,7 +196,7 @@ class RankEngine:
             spans=(*done.spans, update),
             saved=self._writer.finished(),
             snapshot_s=self._snapshots.seconds,
-            message_s=done.wait_s if self.device.type == "cpu" else math.nan,
+            message_s=done.wait_s,
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayfcp.execute.backends import group_options
+
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 86_400.0
@@ -27,8 +29,11 @@ class GroupCache:
     too many.
     """
 
-    def __init__(self, *, backend: str, device: torch.device, capacity: int, timeout_s: float) -> None:
+    def __init__(
+        self, *, backend: str, device: torch.device, capacity: int, timeout_s: float, communication_sms: int = 0
+    ) -> None:
         self._backend, self._device, self._capacity = backend, device, capacity
+        self._communication_sms = communication_sms
         self._timeout = timedelta(seconds=timeout_s)
         self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
         self._kept: set[tuple[str, tuple[int, ...]]] = set()
@@ -61,7 +66,8 @@ class GroupCache:
         start_s = time.perf_counter()
         used = backend or self._backend
         timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
-        group = dist.new_group(list(ranks), timeout=timeout, backend=used, group_desc=channel)
+        options = group_options(used, communication_sms=self._communication_sms)
+        group = dist.new_group(list(ranks), timeout=timeout, backend=used, group_desc=channel, pg_options=options)
         if dist.get_rank() in ranks:
             device = torch.device("cpu") if used == "gloo" else self._device
             _warm(group, device)
@@ -192,12 +198,18 @@ class World:
 
 
 def join_world(
-    *, place: Place, store: Callable[[], dist.Store], device: torch.device, timeout_s: float, max_groups: int = 16
+    *,
+    place: Place,
+    store: Callable[[], dist.Store],
+    device: torch.device,
+    timeout_s: float,
+    max_groups: int = 16,
+    communication_sms: int = 0,
 ) -> World:
     """Meet the other devices at the store and make the channels.
 
     `store` gives a client of the rendezvous store, under the prefix of this generation. `max_groups`: that the cache
-    holds, channels of other devices apart.
+    holds, channels of other devices apart. `communication_sms`: see `group_options`.
     """
     start_s = time.perf_counter()
     backend = BACKENDS[device.type]
@@ -205,7 +217,10 @@ def join_world(
     dist.init_process_group(backend, store=store(), rank=place.device, world_size=place.num_devices, timeout=timeout)
     members = _members(place)
     others = sum(len(groups) - 1 for groups in members.values())
-    cache = GroupCache(backend=backend, device=device, capacity=max_groups + others, timeout_s=timeout_s)
+    capacity = max_groups + others
+    cache = GroupCache(
+        backend=backend, device=device, capacity=capacity, timeout_s=timeout_s, communication_sms=communication_sms
+    )
     channels = Channels(**{name: _own(cache, name, groups, place=place) for name, groups in members.items()})
     cache.seconds = time.perf_counter() - start_s
     logger.info("device %d: %s, %d process groups in %.3f s", place.device, place, cache.num_joined, cache.seconds)

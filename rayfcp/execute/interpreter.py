@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from rayfcp.execute.attention import AttentionContext
+from rayfcp.execute.clocks import Clock, Mark, clock_of
 from rayfcp.execute.context import ContextStore
 from rayfcp.execute.interfaces import Execution, TokenSource, TrainableModel
 from rayfcp.execute.kernels import AttentionKernel
@@ -42,7 +43,8 @@ class Interpreter:
         advanced: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._transport, self._kernel, self._model, self._pipes = transport, kernel, model, pipes
-        self._device, self._clock, self._waited, self._advanced = torch.device(device), clock, waited, advanced
+        self._device, self._waited, self._advanced = torch.device(device), waited, advanced
+        self._clock = clock_of(self._device, clock)
 
     def run(self, program: RankProgram, tokens: TokenSource, *, loss_scale: float = 1.0) -> Execution:
         """Run all instructions in order; parameters' gradients are added to what they hold.
@@ -76,7 +78,7 @@ class Interpreter:
         traffic = passes.traffic
         return Execution(
             loss_sum=float(passes.loss_sum),
-            spans=tuple(record.spans),
+            spans=record.spans(),
             bytes_sent=traffic.bytes_sent,
             num_cells=traffic.cells,
             wait_s=traffic.wait_s,
@@ -118,8 +120,8 @@ def _is_followed_by_backward(program: RankProgram, at: int) -> bool:
 class _Record:
     """Spans of one program, and what was waited in each microbatch."""
 
-    def __init__(self, program: RankProgram, clock: Callable[[], float], *, waited: Callable[[], float]) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, program: RankProgram, clock: Clock, *, waited: Callable[[], float]) -> None:
+        self._found: list[tuple[SpanKind, str, Mark, Mark]] = []
         self.waited_s: dict[int, float] = defaultdict(float)
         self._program, self._clock, self._waited = program, clock, waited
 
@@ -130,19 +132,19 @@ class _Record:
         if found is None:
             yield
             return
-        start_s, waited_s = self._clock(), self._waited()
+        start, waited_s = self._clock.mark(), self._waited()
         yield
         self.waited_s[item.microbatch] += self._waited() - waited_s
         kind, what = found
-        self.spans.append(
-            Span(
-                rank=self._program.rank,
-                stage=self._program.stage,
-                kind=kind,
-                label=f"{what} {item.microbatch}",
-                start_s=start_s,
-                stop_s=self._clock(),
-            )
+        self._found.append((kind, f"{what} {item.microbatch}", start, self._clock.mark()))
+
+    def spans(self) -> tuple[Span, ...]:
+        """All of them; to be read when all is done."""
+        times = self._clock.times(*(mark for _, _, *marks in self._found for mark in marks))
+        rank, stage = self._program.rank, self._program.stage
+        return tuple(
+            Span(rank=rank, stage=stage, kind=kind, label=label, start_s=start_s, stop_s=stop_s)
+            for (kind, label, *_), start_s, stop_s in zip(self._found, times[::2], times[1::2], strict=True)
         )
 
 

@@ -25,10 +25,18 @@ class Membership:
         device: of this process.
         start_timeout_s: for the others to come to the store.
         collective_timeout_s: for one exchange.
+        communication_sms: multiprocessors of a GPU that exchanges may take; 0: as many as they like.
     """
 
-    def __init__(self, device: torch.device, *, start_timeout_s: float, collective_timeout_s: float) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        start_timeout_s: float,
+        collective_timeout_s: float,
+        communication_sms: int = 0,
+    ) -> None:
+        self._device, self._communication_sms = device, communication_sms
         self._start_timeout_s, self._collective_timeout_s = start_timeout_s, collective_timeout_s
         self._meeting: Meeting | None = None
         self._lock = threading.Lock()
@@ -52,7 +60,11 @@ class Membership:
         meeting = Meeting(store, timeout_s=self._start_timeout_s)
         self._meeting = meeting
         self.world = join_world(
-            place=place, store=lambda: meeting, device=self._device, timeout_s=self._collective_timeout_s
+            place=place,
+            store=lambda: meeting,
+            device=self._device,
+            timeout_s=self._collective_timeout_s,
+            communication_sms=self._communication_sms,
         )
         meeting.check_alive()
         return self.world

@@ -39,7 +39,8 @@ class RankReport:
 
     `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
     of attention and of other stages (`message_s`), gathers and reductions; NaN on accelerators, whose host does not
-    wait. `gather_s[m]`: seconds of gathers and reductions in microbatch m, likewise NaN on accelerators.
+    wait, but `message_s`, which is measured in their queues. `gather_s[m]`: seconds of gathers and reductions in
+    microbatch m, likewise NaN on accelerators.
     `saved`: a checkpoint write that ended since the last report, None if none did. `snapshot_s`: seconds that the step
     waited for copies of the state, within `step_s`. `kept`: the newest state of which a keeper has this device's copy,
     None if none; `push_s`, `push_bytes`: what the last copy took to get there. `keeper_lost`: it takes no more.
