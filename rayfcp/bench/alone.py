@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.groups import Place
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import check_limits, model_config, profile_of
-from rayfcp.values import GlobalBatch, ModelProfile, Sample, SequenceSpec
+from rayfcp.values import GlobalBatch, ModelProfile, Sample
 
 ONE_RANK = ("pipeline_stages", "tensor_parallel", "max_workers")
 
@@ -36,15 +37,11 @@ class Alone:
     model: ModelProfile
     lengths: tuple[int, ...]
 
-    @property
-    def sequences(self) -> tuple[SequenceSpec, ...]:
-        """All samples, as a plan wants them."""
-        return tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(self.lengths))
-
-    def batch(self, step: int) -> GlobalBatch:
-        """All samples, as an engine wants them."""
+    def batch(self, step: int, rows: Sequence[int]) -> GlobalBatch:
+        """Samples `rows`, as an engine wants them."""
         samples = tuple(
-            Sample(id=at, shard=0, row=at, start=0, stop=n, num_targets=n - 1) for at, n in enumerate(self.lengths)
+            Sample(id=row, shard=0, row=row, start=0, stop=self.lengths[row], num_targets=self.lengths[row] - 1)
+            for row in rows
         )
         return GlobalBatch(step=step, epoch=0, samples=samples)
 
@@ -86,11 +83,16 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
 
 def random_shards(folder: Path, lengths: Sequence[int], *, vocab_size: int, seed: int) -> None:
     """A prepared folder `shards` with one row of random token ids of each length."""
-    generator = np.random.default_rng(seed)
-    rows = [generator.integers(0, vocab_size, length, np.int32) for length in lengths]
+    rows = random_rows(lengths, vocab_size=vocab_size, seed=seed)
     parquet.write_table(pa.table({"input_ids": rows}), folder / "rows.parquet")
     data = DataConfig(paths=(str(folder / "rows.parquet"),), format="parquet")
     prepare_local(data, out_dir=str(folder / "shards"), vocab_size=vocab_size)
+
+
+def random_rows(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[npt.NDArray[np.int32]]:
+    """Token ids, as many as each length says."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(0, vocab_size, length, np.int32) for length in lengths]
 
 
 def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None:

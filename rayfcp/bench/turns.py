@@ -36,11 +36,12 @@ class Stopwatch:
         self.start()
 
     def seconds(self) -> float:
-        """Of all spans so far; waits for the device, and forgets them."""
+        """Of all spans so far, and forgets them; waits for the end of the last one, not for other streams."""
         spans, self._spans = self._spans, []
         if self._module is None:
             return float(sum(stop - start for start, stop in spans))
-        self._module.synchronize()
+        if spans:
+            spans[-1][1].synchronize()
         return float(sum(start.elapsed_time(stop) for start, stop in spans)) / 1e3
 
     def _mark(self) -> Any:
@@ -94,7 +95,8 @@ class _Arrivals:
 
 
 def in_turns(num_ranks: int, work: Callable[[TurnTransport, Stopwatch], T], *, device: torch.device) -> list[T]:
-    """What `work` of each rank gives, each in a thread of its own; the turn is its while it is not waiting.
+    """What `work` of each rank gives, each in a thread of its own unless there is one; the turn is its while it is not
+    waiting.
 
     Autograd must run in the thread that asks for it: one thread a device, as is its custom, would wait for a rank
     while holding up all others.
@@ -118,8 +120,12 @@ def in_turns(num_ranks: int, work: Callable[[TurnTransport, Stopwatch], T], *, d
                 errors.append(error)
                 fabric.abort()
 
+    if num_ranks == 1:
+        run(0)
     threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(num_ranks)
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(num_ranks)
+        if num_ranks > 1
     ]
     for thread in threads:
         thread.start()

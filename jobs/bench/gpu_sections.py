@@ -1,0 +1,173 @@
+"""The sections of `gpu.py`: each measures one thing and gives plain values, with targets where there are any."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from gpu_sizes import LITTLE, Bench, Found, attempt
+from gpu_training import contest
+
+from rayfcp.bench.alone import Alone, alone
+from rayfcp.bench.attention import bench_attention
+from rayfcp.bench.conformance import CASES, TINY, conform, kernels_of
+from rayfcp.bench.overhead import overhead
+from rayfcp.bench.planned import attention_only
+from rayfcp.bench.profile import profile_alone
+from rayfcp.bench.sms import copier_of, time_beside
+from rayfcp.bench.tensors import dense, random_batch
+from rayfcp.bench.training import predicted_bytes, train_steps
+from rayfcp.bench.turns import Stopwatch
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.plan import model_profile
+
+
+def conformance(bench: Bench) -> Found:
+    """Every kernel in the bench's dtype and in fp32 against fp64.
+
+    Raises:
+        AssertionError: one is further from it than rounding explains.
+    """
+    cases = TINY if bench.sizes is LITTLE else CASES
+    found = [
+        conform(kernel, case, device=bench.device, dtype=dtype)
+        for kernel in kernels_of(bench.device)
+        for dtype in dict.fromkeys((bench.sizes.dtype, "float32"))
+        for case in cases
+    ]
+    wrong = [each.as_json() for each in found if not each.holds]
+    assert not wrong, wrong
+    return {"cases": [each.as_json() for each in found]}
+
+
+def attention(bench: Bench) -> Found:
+    """All ranks of every strategy's plan, and the kernel by block length.
+
+    Raises:
+        AssertionError: a plan's result is not the kernel's.
+    """
+    runs, targets = [], {}
+    for mix in bench.sizes.mixes:
+        lengths = bench.sizes.block_lengths if mix == bench.sizes.mixes[0] else ()
+        found = bench_attention(bench.asked(lengths=mix, block_lengths=lengths), say=bench.say)
+        assert not found.wrong, [(each.strategy, each.error) for each in found.wrong]
+        runs.append(found.as_json())
+        for row in runs[-1]["results"]:
+            if row["strategy"] == "flex-block" and row["feasible"]:
+                targets[f"{mix}: efficiency of flex-block"] = {"found": row["efficiency"], "at_least": 0.95}
+    return {"runs": runs, "targets": targets}
+
+
+def one_rank(bench: Bench) -> Found:
+    """Attention by a plan of one rank against the kernel called once, and what makes the host wait."""
+    found = {}
+    for heads in (bench.sizes.heads, *(name for name in bench.sizes.models if name)):
+        for mix in bench.sizes.mixes:
+            asked = bench.asked(model=heads, num_ranks=1, tokens_per_rank=bench.sizes.alone_tokens, lengths=mix)
+            found[f"{heads}, {mix}"] = overhead(asked).as_json()
+    targets = {f"{name}: overhead": {"found": row["overhead"], "at_most": 0.03} for name, row in found.items()}
+    targets |= {f"{name}: waits": {"found": len(row["waits"]), "at_most": 0} for name, row in found.items()}
+    return {"runs": found, "targets": targets}
+
+
+def training(bench: Bench) -> Found:
+    """Steps of whole models on packed documents, ours and the library's own."""
+    rows = [row for model in bench.sizes.models for row in contest(bench, model)]
+    targets = {}
+    for row in rows:
+        name = f"{row['model']}, {row['num_tokens']} tokens"
+        plain = [each["tokens_per_s"] for each in row["plain"].values() if "tokens_per_s" in each]
+        if plain and "tokens_per_s" in row["ours"]:
+            targets[f"{name}: over the fastest plain run"] = {
+                "found": row["ours"]["tokens_per_s"] / max(plain),
+                "at_least": 1.0,
+            }
+        if name == "qwen3-1.7b, 32768 tokens" and row["ours"].get("mfu"):
+            targets[f"{name}: MFU"] = {"found": row["ours"]["mfu"], "at_least": 0.45}
+    return {"rows": rows, "targets": targets}
+
+
+def memory(bench: Bench) -> Found:
+    """Peaks of steps beside what the memory model says, with no, half and all layers recomputed."""
+    rows = []
+    for name in bench.sizes.models:
+        pack = bench.documents(bench.sizes.memory_tokens)
+        with alone(bench.config(name), device=bench.device, lengths=pack) as rank:
+            every = range(len(pack))
+            for layers in (0, rank.model.num_layers // 2, rank.model.num_layers):
+                bench.say(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
+                work = partial(_peak, bench, rank=rank, rows=every, layers=layers)
+                rows.append(attempt(work, device=bench.device) | {"model": rank.model.name, "recomputed": layers})
+    return {"num_tokens": bench.sizes.memory_tokens, "rows": rows}
+
+
+def _peak(bench: Bench, *, rank: Alone, rows: range, layers: int) -> Found:
+    tokens = sum(rank.lengths[row] for row in rows)
+    predicted = predicted_bytes(rank.model, num_tokens=tokens, recomputed_layers=layers, dtype=bench.sizes.dtype)
+    peak = train_steps(rank, rows, recomputed_layers=layers, steps=1).peak_bytes
+    return {"peak_bytes": peak, "predicted_bytes": predicted, "predicted_over_peak": predicted / peak if peak else None}
+
+
+def profile(bench: Bench) -> Found:
+    """The device's own hardware profile, and how well it foretells passes that it was not fitted to."""
+    found = {}
+    for name in bench.sizes.models:
+        config = bench.config(name, run__name=name or "tiny")
+        with tempfile.TemporaryDirectory() as folder:
+            done = profile_alone(
+                config, out_dir=folder, rounds=bench.sizes.rounds, max_tokens=bench.sizes.profile_tokens, say=bench.say
+            )
+            text = Path(done.hardware_path).read_text()
+        measured = done.measured
+        found[name or "tiny"] = {
+            "hardware_yaml": text,
+            "passes": [asdict(each) for each in measured.passes],
+            "held_out": measured.held_out,
+            "fit_error": measured.fit.mean_error,
+            "held_out_error": measured.held_out_error,
+            "simulation_error": done.simulation_error,
+        }
+    targets = {
+        f"{name}: held-out error": {"found": row["held_out_error"], "at_most": 0.05} for name, row in found.items()
+    }
+    return {"models": found, "targets": targets}
+
+
+def copies(bench: Bench) -> Found:
+    """What attention and matrix products lose while some multiprocessors copy."""
+    sizes, device = bench.sizes, bench.device
+    copier = copier_of(device, num_bytes=sizes.copied_bytes)
+    rows = []
+    for name, work in (("attention", _attend(bench)), ("matrix product", _multiply(bench))):
+        for count in sizes.copies:
+            bench.say(f"{name} beside a copy on {count}")
+            found = time_beside(name, work, copier=copier, num_units=count, device=device, rounds=sizes.rounds)
+            rows.append(found.as_json())
+    return {"rows": rows}
+
+
+def _attend(bench: Bench) -> Callable[[], object]:
+    """One kernel over one causal sequence, forward and backward."""
+    sizes = bench.sizes
+    model, dtype = attention_only(model_profile(sizes.heads)), getattr(torch, sizes.dtype)
+    batch = random_batch((sizes.context_tokens,), model=model, device=bench.device, dtype=dtype, seed=0)
+    return partial(dense, batch, pick_kernel(bench.device.type), watch=Stopwatch(bench.device))
+
+
+def _multiply(bench: Bench) -> Callable[[], object]:
+    shape, dtype = (bench.sizes.matmul,) * 2, getattr(torch, bench.sizes.dtype)
+    left, right = (torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(2))
+    return partial(torch.matmul, left, right)
+
+
+SECTIONS: dict[str, Callable[[Bench], Found]] = {
+    "conformance": conformance,
+    "attention": attention,
+    "one_rank": one_rank,
+    "training": training,
+    "memory": memory,
+    "profile": profile,
+    "copies": copies,
+}
