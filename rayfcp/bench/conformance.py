@@ -63,7 +63,8 @@ def kernels_of(device: torch.device) -> list[AttentionKernel]:
     picked = pick_kernel(device.type)
     if device.type != "cuda":
         return [picked]
-    from rayfcp.execute.kernels.cuda import CudaKernel, CutlassKernel, TorchFlashKernel
+    from rayfcp.execute.kernels.cuda import CudaKernel, TorchFlashKernel
+    from rayfcp.execute.kernels.cutlass import CutlassKernel
 
     own = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel())
     return [picked] if own.name == picked.name else [picked, own]

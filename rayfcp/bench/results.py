@@ -41,8 +41,8 @@ class RankSeconds:
     def imbalance(self) -> float:
         """Share of the slowest ranks' time that the mean rank is idle.
 
-        >>> RankSeconds(forward_s=((1.0, 3.0),), backward_s=((3.0, 3.0),)).imbalance
-        0.16666666666666666
+        >>> RankSeconds(forward_s=((1.0, 3.0),), backward_s=((1.0, 1.0),)).imbalance
+        0.25
         """
         return 1.0 - self.total_s / len(self.rank_s) / self.slowest_s
 
