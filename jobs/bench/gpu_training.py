@@ -14,7 +14,7 @@ from rayfcp.bench.plain import KERNEL, Loss, PlainTrainer
 from rayfcp.bench.training import Steps, fewest_recomputed, flops_of, predicted_bytes, train_steps
 from rayfcp.execute.device import total_memory_bytes
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.values import ModelProfile
+from rayfcp.values import InfeasiblePlanError, ModelProfile
 
 SDPA_TOKENS = 16384
 """Up to which the library's own mask of packed documents, [tokens, tokens], is tried."""
@@ -91,8 +91,7 @@ def contest(bench: Bench, name: str) -> list[Found]:
 def _ours(bench: Bench, rank: Alone, *, model: ModelProfile, pack: Pack, peak: float | None) -> Found:
     bench.say(f"{model.name}: {pack.num_tokens} tokens")
     dtype, tokens = bench.sizes.dtype, pack.num_tokens
-    memory = total_memory_bytes(bench.device)
-    layers = fewest_recomputed(model, num_tokens=tokens, memory_bytes=memory, dtype=dtype)
+    layers = _recomputed(bench, model, num_tokens=tokens)
     steps = partial(train_steps, rank, pack.rows, recomputed_layers=layers, steps=bench.sizes.steps)
     return {
         "model": model.name,
@@ -104,6 +103,15 @@ def _ours(bench: Bench, rank: Alone, *, model: ModelProfile, pack: Pack, peak: f
         "ours": _rates(bench, steps, model=model, pack=pack, peak=peak),
         "plain": {},
     }
+
+
+def _recomputed(bench: Bench, model: ModelProfile, *, num_tokens: int) -> int:
+    """The fewest layers with which the tokens fit; all, where they do not: the attempt will tell."""
+    memory = total_memory_bytes(bench.device)
+    try:
+        return fewest_recomputed(model, num_tokens=num_tokens, memory_bytes=memory, dtype=bench.sizes.dtype)
+    except InfeasiblePlanError:
+        return model.num_layers
 
 
 def _rates(bench: Bench, steps: "partial[Steps]", *, model: ModelProfile, pack: Pack, peak: float | None) -> Found:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from rayfcp.bench import tensors
 from rayfcp.bench.asked import CONTENDERS, Asked
 from rayfcp.bench.planned import attention_only, planned
 from rayfcp.bench.ranks import run_ranks
@@ -103,6 +104,20 @@ def test_the_single_kernel_is_dense_attention(model: str, lengths: tuple[int, ..
     found, forward_s, backward_s = dense(batch, pick_kernel("cpu"), watch=Stopwatch(CPU))
     assert found.error(written_out(batch)) <= TOLERANCE["float64"]
     assert forward_s > 0 and backward_s > 0
+
+
+@settings(max_examples=20, deadline=None)
+@given(tokens=st.integers(1, 30), rows=st.integers(1, 40), at=st.integers(0, 29), off=st.floats(0.5, 9.0))
+def test_errors_are_found_wherever_they_are(model: str, tokens: int, rows: int, at: int, off: float) -> None:
+    batch = batch_of((tokens,), model)
+    truth = Outcome(out=batch.query, dq=batch.gradient, dk=batch.key, dv=batch.value)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "ROWS", rows)
+        assert truth.error(truth) == 0.0
+        for name, wrong, least in (("out", off, 0.05), ("dk", off, 0.05), ("dv", float("nan"), float("inf"))):
+            moved = getattr(truth, name).clone()
+            moved[at % tokens, 0, 3] += wrong
+            assert replace(truth, **{name: moved}).error(truth) >= least
 
 
 def test_a_wrong_plan_is_seen(model: str) -> None:
