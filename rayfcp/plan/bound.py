@@ -80,10 +80,11 @@ def _extra_s(
 ) -> float:
     """Compute seconds beyond `cost.compute_s` that sequences which one rank cannot hold take at least, on all their
     ranks together. A ring of d ranks takes (d - 1 / 2) x half tokens a token, where the slices are even: counted are
-    the tokens of even slices, but one piece at least, which is what Ulysses computes."""
+    the tokens of even slices, but one piece at least, which is what Ulysses computes. Nothing where layers have
+    windows, through which few pieces are seen."""
     room = cluster.max_tokens_per_rank
     tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > room], np.float64)
-    if not len(tokens) or cost.attention_half_tokens == 0.0:
+    if not len(tokens) or cost.attention_half_tokens == 0.0 or sequences[0].windows:
         return 0.0
     used, degrees = tuple(primitives), np.arange(1, cluster.num_ranks + 1)
     whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
@@ -137,9 +138,13 @@ def _rings_s(
     each of d - 1 hops, and of one to bring home. A round takes c + m - overlap x min(c, m) seconds at least of computed
     c and moved m. That is convex: over the rounds that move, the sums take its place, with the diagonal, 1 / d (L + 1)
     of the rank's cells, in the first one. Or, if that is more, the mean over ranks of all that they compute. The
-    slowest of d ranks is as fast as the d-th of the `fastest`, all together as these are; all have the slices.
+    slowest of d ranks is as fast as the d-th of the `fastest`, all together as these are; all have the slices. Where
+    layers have windows, the mean is all that counts: what of the slices is seen elsewhere may be next to nothing.
     """
     slowest, together = fastest[degrees - 1], np.cumsum(fastest)[degrees - 1]
+    computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / together + cost.fixed_s / fastest[0]
+    if sequence.windows:
+        return np.asarray(computed_s)
     even = sequence.num_tokens // (2 * degrees) * (2 * degrees)
     even = np.where(degrees == 1, sequence.num_tokens, even)
     cells = even * (even + 1) / 2 if sequence.mask is Mask.CAUSAL else even.astype(np.float64) ** 2
@@ -148,7 +153,6 @@ def _rings_s(
         diagonal = np.where(degrees > 1, 1 / (degrees * (even + 1.0)), 0.0)
         covered = dataclasses.replace(terms, cover=np.minimum(terms.cover + diagonal, 1.0))
         seconds += covered.seconds(cells, even)
-    computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / together + cost.fixed_s / fastest[0]
     return np.asarray(np.where(even > 0, np.maximum(seconds, computed_s), computed_s))
 
 

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
 from rayfcp.plan.layout import layouts_of
-from rayfcp.values import BatchPlan, Block, Group, Imbalance, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import BatchPlan, Group, Imbalance, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]
 
@@ -49,20 +49,15 @@ def rank_loads(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: Cost
     return np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in pairs])
 
 
-def block_cells(block: Block, sequence: SequenceSpec) -> int:
-    """(query, key) cells of a block's queries over all keys of its sequence."""
-    if sequence.mask is Mask.FULL:
-        return block.num_tokens * sequence.num_tokens
-    return (block.stop * (block.stop + 1) - block.start * (block.start + 1)) // 2
-
-
 def _loads(
     microbatch: MicrobatchPlan, layout: Layout, *, by_id: Mapping[int, SequenceSpec], cost: CostModel, num_ranks: int
 ) -> Loads:
     """Compute, cells, tokens and traffic of each rank, shape [4, ranks]."""
     ranks = np.array([block.rank for block in layout.blocks], np.int64)
     block_tokens = np.array([block.num_tokens for block in layout.blocks], np.float64)
-    cells_of_block = np.array([block_cells(block, by_id[block.sequence]) for block in layout.blocks], np.float64)
+    cells_of_block = np.array(
+        [by_id[block.sequence].block_cells(block.start, block.stop) for block in layout.blocks], np.float64
+    )
     slower = cells_of_block * (cost.attention_half_tokens / block_tokens)  # each block of a free layout is a piece
     tokens, cells, extra = (
         np.bincount(ranks, each, minlength=num_ranks).astype(np.float64)

@@ -150,6 +150,13 @@ def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...],
     )
 
 
+def with_windows(case: StagedCase, windows: tuple[int, ...]) -> StagedCase:
+    """The case with a model whose layers have windows."""
+    case = replace(case, windows=windows)
+    kinds = profile_of(case.library, name="case").windows
+    return replace(case, sequences=tuple(replace(each, windows=kinds) for each in case.sequences))
+
+
 def expected(case: StagedCase, dtype: str) -> tuple[float, Gradients]:
     """Mean loss and its gradients by the library's own attention, one sequence at a time, one process."""
     model = random_model(case.library, dtype=dtype, seed=SEED)

@@ -12,7 +12,7 @@ from rayfcp.models.causal_lm import WholeModel
 from rayfcp.program import Flow, Send, check_programs
 from tests.execute.cases import CaseTokens, assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo
-from tests.execute.staged import HIDDEN_SIZE, Fabrics, expected, random_case, run_in_process, typical_case
+from tests.execute.staged import HIDDEN_SIZE, Fabrics, expected, random_case, run_in_process, typical_case, with_windows
 
 LAYERS = {1: (3,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 1, 2, 1)}
 
@@ -57,8 +57,12 @@ RUNS = tuple(
 )
 
 
+SLIDING = typical_case(1, num_ranks=2, layers_of_stage=LAYERS[2], is_tied=False)
+RUNS += (Run(steps=(with_windows(SLIDING, (0, 6, 6)),), dtype="float64", is_kept=False),)
+
+
 def test_gloo_processes_sharded() -> None:
-    """Real processes, FSDP2 shards inside a stage, a fresh plan each step in the same processes."""
+    """Real processes, FSDP2 shards inside a stage, a fresh plan each step in the same processes; with windows too."""
     found = run_on_gloo(RUNS)
     for index, run in enumerate(RUNS):
         for step, ((loss, gradients), case) in enumerate(zip(found[index], run.steps, strict=True)):

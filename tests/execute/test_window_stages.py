@@ -1,7 +1,5 @@
 """Models whose layers have windows, on several ranks and stages: loss and gradients of a single process."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,17 +9,10 @@ from rayfcp.plan import hardware_profile
 from rayfcp.program import check_programs
 from rayfcp.simulate import simulate
 from tests.execute.cases import assert_same
-from tests.execute.gloo_stages import Run, run_on_gloo
-from tests.execute.staged import StagedCase, expected, random_case, run_in_process, typical_case
+from tests.execute.staged import StagedCase, expected, random_case, run_in_process, typical_case, with_windows
 
 LAYERS = {1: (3,), 2: (1, 2), 3: (2, 1, 1)}
 KINDS = {1: (6, 0, 6), 2: (0, 6, 6), 3: (6, 6, 6, 0)}
-
-
-def with_windows(case: StagedCase, windows: tuple[int, ...]) -> StagedCase:
-    case = replace(case, windows=windows)
-    kinds = profile_of(case.library, name="case").windows
-    return replace(case, sequences=tuple(replace(each, windows=kinds) for each in case.sequences))
 
 
 def assert_equal(case: StagedCase) -> None:
@@ -53,10 +44,3 @@ def test_random_slices(seed: int, num_stages: int, num_ranks: int, all_slide: bo
 def test_typical_chunks(num_stages: int, num_ranks: int) -> None:
     case = typical_case(num_ranks, num_ranks=num_ranks, layers_of_stage=LAYERS[num_stages], is_tied=False)
     assert_equal(with_windows(case, KINDS[num_stages]))
-
-
-def test_gloo_processes_sharded() -> None:
-    """Real processes, FSDP2 shards inside a stage."""
-    case = with_windows(typical_case(1, num_ranks=2, layers_of_stage=LAYERS[2], is_tied=False), KINDS[2])
-    ((loss, gradients),) = run_on_gloo((Run(steps=(case,), dtype="float64", is_kept=False),))[0]
-    assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")

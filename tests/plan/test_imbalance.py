@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, imbalance, lay_out, plan_batch
-from rayfcp.plan.imbalance import block_cells
 from rayfcp.values import (
     BatchPlan,
     Block,
@@ -59,7 +58,7 @@ def test_shares_of_cells_add_up_and_ratios_are_in_range(sequences: list[Sequence
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=100)
     plan = plan_batch(sequences, cluster=cluster, cost=UNIT)
     blocks = [block for microbatch in plan.microbatches for block in lay_out(microbatch, sequences).blocks]
-    cells = sum(block_cells(block, sequences[block.sequence]) for block in blocks)
+    cells = sum(sequences[block.sequence].block_cells(block.start, block.stop) for block in blocks)
     assert cells == sum(sequence.attention_cells for sequence in sequences)
     found = imbalance(plan, sequences, cost=UNIT)
     assert all(0 <= each < 1 for each in (found.compute, found.attention, found.memory, found.communication))

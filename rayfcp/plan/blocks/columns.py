@@ -18,10 +18,12 @@ class Batch:
     tokens: Ints
     full: Bools
     density: Floats
+    rising: Floats
 
     def pool(self, members: Ints) -> Pool:
         """Those sequences, `members` ascending."""
-        return Pool(self.tokens[members], self.full[members], self.density[members])
+        tokens, density, rising = self.tokens[members], self.density[members], self.rising[members]
+        return Pool(tokens, self.full[members], density, density - rising * (tokens + 1) / 2, rising)
 
 
 def batch_of(sequences: Sequence[SequenceSpec]) -> Batch:
@@ -29,9 +31,18 @@ def batch_of(sequences: Sequence[SequenceSpec]) -> Batch:
     ids = np.array([sequence.id for sequence in sequences], np.int64)
     tokens = np.array([sequence.num_tokens for sequence in sequences], np.int64)
     full = np.array([sequence.mask is Mask.FULL for sequence in sequences], np.bool_)
-    density = np.where(full, tokens, (tokens + 1) / 2).astype(np.float64)
+    cells = np.array([sequence.attention_cells for sequence in sequences], np.float64)
+    density, rising = cells / tokens, np.array([_rising(sequence) for sequence in sequences], np.float64)
     order = np.lexsort((ids, -tokens, -density))
-    return Batch(ids=ids[order], tokens=tokens[order], full=full[order], density=density[order])
+    return Batch(ids=ids[order], tokens=tokens[order], full=full[order], density=density[order], rising=rising[order])
+
+
+def _rising(sequence: SequenceSpec) -> float:
+    """The share of layers in which a token sees one key more than the one before it."""
+    if sequence.mask is Mask.FULL or not sequence.windows:
+        return float(sequence.mask is Mask.CAUSAL)
+    layers = [(count, window == 0 or window >= sequence.num_tokens) for window, count in sequence.windows]
+    return sum(count for count, rises in layers if rises) / sum(count for count, _ in layers)
 
 
 def microbatches_of(batch: Batch, *, room: int) -> list[Ints]:

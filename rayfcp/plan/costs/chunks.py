@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.values import Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import MicrobatchPlan, Primitive, SequenceSpec
 
 Floats = npt.NDArray[np.float64]
 
@@ -16,7 +16,8 @@ Floats = npt.NDArray[np.float64]
 class Chunks(NamedTuple):
     """Microbatches of one group each, a chunk {context, slices}, by number.
 
-    `tokens`; `cells`: (query, key) cells, those with context included: a slice [a, b) has (b (b + 1) - a (a + 1)) / 2;
+    `tokens`; `cells`: (query, key) cells, those with context included: a slice [a, b) has (b (b + 1) - a (a + 1)) / 2,
+    in the mean over layers fewer where these have windows (all other columns count context whole, and bound it then);
     `sides`: the longer side, in tokens, of each meeting of a slice with an earlier one of its sequence, summed;
     `context`: tokens of those earlier ones, `longest`: of the longest of them; `kept`: tokens of slices that have later
     ones; `finished`: tokens of all earlier slices of sequences that end here, whose gradients begin to be summed in
@@ -59,7 +60,7 @@ def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, Seq
         for sequence in (by_id[each] for group in microbatch.groups for each in group.sequences):
             start, stop = spans.get(sequence.id, (0, sequence.num_tokens))
             earlier = pieces.setdefault(sequence.id, [])
-            _add(chunks, at, start=start, stop=stop, earlier=[size for _, size in earlier], mask=sequence.mask)
+            _add(chunks, at, sequence, start=start, stop=stop, earlier=[size for _, size in earlier])
             if stop < sequence.num_tokens:
                 chunks.kept[at] += stop - start
             else:
@@ -68,11 +69,10 @@ def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, Seq
     return chunks
 
 
-def _add(chunks: Chunks, at: int, *, start: int, stop: int, earlier: Sequence[int], mask: Mask) -> None:
+def _add(chunks: Chunks, at: int, sequence: SequenceSpec, *, start: int, stop: int, earlier: Sequence[int]) -> None:
     size = stop - start
     chunks.tokens[at] += size
-    square = size * size if mask is Mask.FULL else size * (size + 1) // 2
-    chunks.cells[at] += square + size * start
+    chunks.cells[at] += sequence.block_cells(start, stop)
     chunks.sides[at] += sum(max(size, each) for each in earlier)
     chunks.context[at] += start
     chunks.longest[at] = max(chunks.longest[at], *earlier, 0)

@@ -7,7 +7,8 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.values import Layout, Mask, SequenceSpec
+from rayfcp.plan.costs.window_work import seen_through
+from rayfcp.values import Layout, Mask, SequenceSpec, Windows
 
 Loads = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
@@ -34,7 +35,8 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     """The work of every run of ranks and transfer.
 
     A run's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one
-    transfer lie together; neighbouring query blocks that attend to the same ones of them are one attend.
+    transfer lie together; neighbouring query blocks that attend to the same ones of them are one attend. Where layers
+    have windows, cells and moved tokens are the mean over layers, of what is seen; of causal sequences, as trained on.
     """
     numbers = {sequence: number for number, sequence in enumerate({block.sequence: None for block in layout.blocks})}
     full = np.array([by_id[sequence].mask is Mask.FULL for sequence in numbers])
@@ -54,15 +56,23 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     count = len(transfers)
     by_run, by_sequence, alone = held.totals()
     square = full[by_sequence]
+    cells, moved = keys * queries, keys
+    own_cells = _sums(by_run, np.where(square, alone**2, alone * (alone + 1) / 2), num_runs)
+    if windows := next(iter(by_id.values())).windows:
+        lengths = np.array([by_id[sequence].num_tokens for sequence in numbers], np.int64)
+        cells, moved = held.seen(target[owner], carried, windows=windows, lengths=lengths)
+        sides *= np.divide(moved, keys)
+        of_blocks = [by_id[block.sequence].block_cells(block.start, block.stop) for block in layout.blocks]
+        own_cells = _sums(held.run, np.array(of_blocks), num_runs) - _sums(target[owner], cells, num_runs)
     return LayoutWork(
-        own_cells=_sums(by_run, np.where(square, alone**2, alone * (alone + 1) / 2), num_runs),
+        own_cells=own_cells,
         own_sides=_sums(by_run, np.where(square, alone, alone / 2), num_runs),
         tokens=_sums(np.array([block.rank for block in layout.blocks], np.int64), held.size, num_ranks),
         source=np.fromiter((each.source for each in transfers), np.int64, len(transfers)),
         target=target,
         round=np.repeat(np.arange(len(layout.rounds)), sizes),
-        moved_tokens=_sums(owner, keys, count),
-        cells=_sums(owner, keys * queries, count),
+        moved_tokens=_sums(owner, moved, count),
+        cells=_sums(owner, cells, count),
         sides=_sums(owner, sides, count),
     )
 
@@ -79,7 +89,7 @@ class _Held:
         self._reach = int(self.start.max(initial=0)) + 1
         self._num_runs = num_runs
         keys = self._keys(self.sequence, self.run, self.start)
-        order = np.argsort(keys, kind="stable")
+        self._order = order = np.argsort(keys, kind="stable")
         self._sorted = keys[order]
         self._before = np.concatenate([[0.0], np.cumsum(self.size[order])])
 
@@ -90,6 +100,17 @@ class _Held:
         first = np.searchsorted(self._sorted, self._keys(sequence, run, since))
         stop = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
         return np.asarray(self._before[stop] - self._before[first])
+
+    def seen(self, run: Index, block: Index, *, windows: Windows, lengths: Index) -> tuple[Loads, Loads]:
+        """Cells of what `run` sees of `block`, and tokens of it that travel there, in the mean over layers; `lengths`: of
+        sequences."""
+        sequence, stop = self.sequence[block], self.start[block] + self.size[block].astype(np.int64)
+        first = np.searchsorted(self._sorted, self._keys(sequence, run, np.minimum(stop, self._reach)))
+        behind = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
+        pair = np.repeat(np.arange(len(block)), behind - first)
+        at = self._order[first[pair] + np.arange(len(pair)) - np.searchsorted(pair, pair)]
+        queries = (self.start[at], self.start[at] + self.size[at].astype(np.int64))
+        return seen_through(windows, (self.start[block], stop), length=lengths[sequence], queries=queries, pair=pair)
 
     def totals(self) -> tuple[Index, Index, Loads]:
         """Run, sequence and tokens, of each sequence on each of its runs."""

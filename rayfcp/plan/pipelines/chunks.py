@@ -5,6 +5,7 @@ slices do where memory has room; slices end at whole rows of a ring; and a tail 
 slice before it. Sequences whose mask is not causal are never cut.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from rayfcp.plan.pipelines.pool import Pool, Work
 
 LEAST_TAIL = 0.1
 """Of a slice's seconds: a tail of less stays with the slice before it."""
+
+PLACES = 1025
+"""Of a sequence, between which its cells are taken to grow evenly."""
 
 ROWS = 16
 """Slices of fewer tokens than this for each end that they are rounded to end anywhere."""
@@ -95,8 +99,18 @@ def balanced_ends(longest: int, count: int, *, work: Work, rows: int) -> tuple[i
     """Ends of `count` slices that take a backward pass as long as each other, rounded to `rows` tokens."""
     from rayfcp.plan.pipelines.kernels.packing import mesh_ends  # compiled: loaded where a plan is made
 
+    if work.windows:
+        return _rounded(_level_ends(longest, count, work=work), rows=rows)
     ends = mesh_ends(float(longest), count, work.cell_s, work.token_s, work.context_s)
     return _rounded(ends, rows=rows)
+
+
+def _level_ends(longest: int, count: int, *, work: Work) -> Floats:
+    """The same where layers have windows, through which later slices meet no more of their context than others."""
+    places = np.unique(np.linspace(0, longest, PLACES).astype(np.int64))
+    seconds = [work.cell_s * work.cells(0, place) + work.token_s * place for place in places[1:].tolist()]
+    due = np.arange(1, count + 1) * seconds[-1] / count
+    return np.append(np.interp(due[:-1], [0.0, *seconds], places), longest)
 
 
 def equal_ends(longest: int, count: int, *, rows: int) -> tuple[int, ...]:
@@ -132,7 +146,9 @@ def split(pool: Pool, ends: tuple[int, ...], *, work: Work, merges: bool, most_t
     return Splits(
         pieces=tuple(pieces),
         lengths=tuple(len(run) for _, _, run in found),
-        columns=np.array([_column(piece) for piece in pieces], np.float64).reshape(-1, len(Chunks._fields)).T,
+        columns=np.array([_column(piece, work=work) for piece in pieces], np.float64)
+        .reshape(-1, len(Chunks._fields))
+        .T,
         tail_s=np.array([_seconds(tail.start, tail.stop, work=work) for tail in tails], np.float64),
         short=np.flatnonzero(whole),
     )
@@ -148,15 +164,20 @@ def _pieces(position: int, cuts: list[float]) -> list[Piece]:
 
 def _seconds(start: float, stop: float, *, work: Work) -> float:
     size = stop - start
-    return work.cell_s * (size * (size + 1) / 2 + size * start) + work.token_s * size + work.context_s * start
+    return work.cell_s * work.cells(int(start), int(stop)) + work.token_s * size + work.context_s * start
 
 
-def _column(piece: Piece) -> tuple[float, ...]:
+def _columns(pieces: Sequence[Piece], *, work: Work) -> Floats:
     """Fields of `Chunks`."""
+    rows = [_column(piece, work=work) for piece in pieces]
+    return np.array(rows, np.float64).reshape(-1, len(Chunks._fields)).T
+
+
+def _column(piece: Piece, *, work: Work) -> tuple[float, ...]:
     size = piece.stop - piece.start
     return (
         size,
-        size * (size + 1) // 2 + size * piece.start,
+        work.cells(piece.start, piece.stop),
         sum(max(size, each) for each in piece.earlier),
         piece.start,
         max(piece.earlier, default=0),

@@ -8,17 +8,19 @@ import numpy.typing as npt
 
 from rayfcp.plan.costs.chunks import Floats
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.values import Mask, Primitive, SequenceSpec
+from rayfcp.values import Mask, Primitive, SequenceSpec, Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """Seconds of a backward pass on all stages together and on each rank, as if nothing of what moves were hidden
-    or were to hide: by (query, key) cell, by token, and by token of the context that a slice meets (Eq. 1)."""
+    or were to hide: by (query, key) cell, by token, and by token of the context that a slice meets (Eq. 1). `windows`:
+    the model's kinds of layers."""
 
     cell_s: float
     token_s: float
     context_s: float
+    windows: Windows = ()
 
     @classmethod
     def of(cls, cost: CostModel, *, degree: int, primitive: Primitive, crosses: bool) -> "Work":
@@ -32,7 +34,12 @@ class Work:
             cell_s=cell_s,
             token_s=float(token_s),
             context_s=cell_s * cost.attention_half_tokens * (degree if ring else 1),
+            windows=cost.windows,
         )
+
+    def cells(self, start: int, stop: int) -> float:
+        """Of a causal sequence's queries `[start, stop)`, in the mean over layers."""
+        return SequenceSpec(id=0, num_tokens=stop, num_targets=0, windows=self.windows).block_cells(start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

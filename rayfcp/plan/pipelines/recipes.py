@@ -78,7 +78,7 @@ class Recipes:
         """The recipe of the grain with that number, buckets `stretch` times as long as slices."""
         depth, ends = self.grains[grain]
         depth *= stretch
-        seconds = self.work.cell_s * ends[0] * (ends[0] + 1) / 2 + self.work.token_s * ends[0]
+        seconds = self.work.cell_s * self.work.cells(0, ends[0]) + self.work.token_s * ends[0]
         shares = np.arange(1, taper + 1) / (taper + 1)
         return Recipe(
             ends=ends,

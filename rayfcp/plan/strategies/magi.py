@@ -18,7 +18,6 @@ from dataclasses import replace
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.imbalance import block_cells
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.packing import best_fit_decreasing, bins_of
 from rayfcp.plan.primitives import require
@@ -26,7 +25,7 @@ from rayfcp.plan.rivals.cast import cast
 from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
 from rayfcp.plan.rivals.dispatch import dispatch
 from rayfcp.plan.strategies.interface import Proposal
-from rayfcp.values import Block, ClusterSpec, Group, Layout, MicrobatchPlan, Pacing, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Pacing, Primitive, SequenceSpec
 
 CHUNKS_PER_RANK = (8, 16, 4, 2, 1)
 """What is tried, the project's default first; 1 always fits, as ranks then hold ceil(tokens / N)."""
@@ -96,13 +95,7 @@ def _staged(layout: Layout) -> Iterator[Layout]:
 def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks: int) -> Layout:
     by_id = {sequence.id: sequence for sequence in sequences}
     chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
-    areas = [
-        sum(
-            block_cells(Block(sequence=each, start=start, stop=stop, rank=0), by_id[each])
-            for each, start, stop in chunk
-        )
-        for chunk in chunks
-    ]
+    areas = [sum(by_id[each].block_cells(start, stop) for each, start, stop in chunk) for chunk in chunks]
     ranks = dispatch(areas, num_buckets=num_ranks, max_jobs=-(-len(chunks) // num_ranks))
     masks = {sequence.id: sequence.mask for sequence in sequences}
     return cast(blocks_of(chunks, ranks), masks=masks, num_ranks=num_ranks)

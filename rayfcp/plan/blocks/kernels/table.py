@@ -11,11 +11,14 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Pool(NamedTuple):
-    """The sequences of a microbatch. `density[s]`: computed cells a token in the mean, (L + 1) / 2 causal, L full."""
+    """The sequences of a microbatch. `density[s]`: computed cells a token in the mean, (L + 1) / 2 causal, L full, less
+    where layers have windows. Of these token t has `level[s]` + `rising[s]` x (t + 1)."""
 
     length: Ints
     full: Bools
     density: Floats
+    level: Floats
+    rising: Floats
 
 
 class Pieces(NamedTuple):

@@ -185,7 +185,7 @@ def loads_of(pool: Pool, pieces: Pieces) -> tuple[Floats, Floats]:
     for block in range(len(pieces.rank)):
         start, stop, rank = pieces.start[block], pieces.stop[block], pieces.rank[block]
         tokens[rank] += stop - start
-        cells[rank] += _cells(start, stop, pool.length[pieces.owner[block]], pool.full[pieces.owner[block]])
+        cells[rank] += _cells(start, stop, pool, pieces.owner[block])
     return tokens, cells
 
 
@@ -195,11 +195,12 @@ def cells_of(pool: Pool, pieces: Pieces) -> Floats:
     cells = np.zeros(len(pieces.rank))
     for block in range(len(cells)):
         owner = pieces.owner[block]
-        cells[block] = _cells(pieces.start[block], pieces.stop[block], pool.length[owner], pool.full[owner])
+        cells[block] = _cells(pieces.start[block], pieces.stop[block], pool, owner)
     return cells
 
 
 @compiled
-def _cells(start: int, stop: int, length: int, full: bool) -> float:
+def _cells(start: int, stop: int, pool: Pool, sequence: int) -> float:
     tokens = float(stop - start)
-    return tokens * length if full else tokens * (start + stop + 1) / 2
+    cells: float = tokens * (pool.level[sequence] + pool.rising[sequence] * (start + stop + 1) / 2)
+    return cells

@@ -1,0 +1,147 @@
+"""Costs and plans of models whose layers have windows: cells and moved tokens counted one by one, sound plans."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan import CostModel, hardware_profile, plan_batch
+from rayfcp.plan.costs.layout_work import work_of
+from rayfcp.plan.imbalance import rank_loads
+from rayfcp.plan.pipelines.chunks import balanced_ends
+from rayfcp.plan.pipelines.pool import Work
+from rayfcp.program import Forward, Payload, check_plan, lower
+from rayfcp.simulate import simulate
+from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from tests.execute.layouts import plan_of, random_layout, ring
+from tests.simulate.helpers import MODEL
+
+WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,)])
+LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=3)
+
+
+def sequences_of(lengths: list[int], windows: tuple[int, ...]) -> list[SequenceSpec]:
+    kinds = tuple((window, 1 + at) for at, window in enumerate(windows))
+    return [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=kinds) for at, n in enumerate(lengths)]
+
+
+def share(sequence: SequenceSpec, query: int, key: int) -> float:
+    """Of layers in which the query sees the key."""
+    seeing = sum(count for window, count in sequence.windows if key <= query and (not window or query - key < window))
+    return seeing / sum(count for _, count in sequence.windows)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=LENGTHS, windows=WINDOWS, num_ranks=st.integers(1, 4), seed=st.none() | st.integers(0, 10_000))
+def test_work_of_layouts_counted_one_by_one(
+    lengths: list[int], windows: tuple[int, ...], num_ranks: int, seed: int | None
+) -> None:
+    sequences = sequences_of(lengths, windows)
+    by_id = {each.id: each for each in sequences}
+    layout = (
+        ring(sequences, num_ranks=num_ranks)
+        if seed is None
+        else random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    )
+    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
+
+    def cells(rank: int, keys: list[int]) -> float:
+        pairs = itertools.product((each for each in layout.blocks if each.rank == rank), keys)
+        return sum(
+            share(by_id[block.sequence], query, key)
+            for block, other in pairs
+            if layout.blocks[other].sequence == block.sequence
+            for query in range(block.start, block.stop)
+            for key in range(layout.blocks[other].start, layout.blocks[other].stop)
+        )
+
+    own = [[at for at, each in enumerate(layout.blocks) if each.rank == rank] for rank in range(num_ranks)]
+    assert work.own_cells == pytest.approx(np.array([cells(rank, own[rank]) for rank in range(num_ranks)]))
+    transfers = [each for step in layout.rounds for each in step.transfers]
+    assert work.cells == pytest.approx(np.array([cells(each.target, list(each.blocks)) for each in transfers]))
+
+
+@settings(max_examples=20, deadline=None)
+@given(length=st.integers(20, 90), window=st.integers(1, 30), num_ranks=st.integers(2, 4), seed=st.integers(0, 999))
+def test_moved_tokens_are_those_that_the_program_moves(length: int, window: int, num_ranks: int, seed: int) -> None:
+    sequences = sequences_of([length], (window,))
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    work = work_of(layout, by_id={0: sequences[0]}, num_ranks=num_ranks)
+    moved = [
+        sum(
+            message.num_tokens
+            for item in program.instructions
+            if isinstance(item, Forward)
+            for step in item.attention.inner.forward
+            for message in step.receives
+            if message.payload is Payload.KV
+        )
+        for program in lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
+    ]
+    found = np.bincount(work.target, work.moved_tokens, minlength=num_ranks)
+    assert found == pytest.approx(np.array(moved))
+
+
+def test_ranks_load_the_cells_of_their_blocks() -> None:
+    sequences = sequences_of([64], (0, 4))
+    plan = plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2)
+    cost = cost_of(2, (0, 4, 4, 0))
+    (loads,) = rank_loads(plan, sequences, cost=cost)
+    assert loads[1].sum() == pytest.approx(sequences[0].attention_cells)
+
+
+def cost_of(num_ranks: int, layer_windows: tuple[int, ...], *, num_stages: int = 1) -> CostModel:
+    return CostModel.from_profiles(
+        replace(MODEL, layer_windows=layer_windows),
+        hardware_profile("cpu"),
+        num_ranks=num_ranks,
+        num_stages=num_stages,
+        bytes_per_element=4,
+        reduce_every="step",
+    )
+
+
+@pytest.mark.parametrize("layers", [(16, 16, 16, 16), (16, 16, 16, 0)])
+@pytest.mark.parametrize(
+    "strategy", ["flex-ring", "flex-block", "static-cp", "ulysses", "elastic-pipeline", "seq1f1b", "magi", "dapple"]
+)
+def test_strategies_plan_for_windows(strategy: str, layers: tuple[int, ...]) -> None:
+    """Proved for each kind of layers, no faster than the bound says, neither by costs nor simulated."""
+    num_stages = 2 if strategy in ("elastic-pipeline", "seq1f1b", "dapple") else 1
+    model = replace(MODEL, layer_windows=layers)
+    sequences = [
+        SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=model.windows)
+        for at, n in enumerate([900, 30, 1, 210, 64, 15])
+    ]
+    cluster = ClusterSpec(num_ranks=4, num_stages=num_stages, max_tokens_per_rank=260)
+    cost = cost_of(4, layers, num_stages=num_stages)
+    options = PlanConfig(primitives=("ring", "ulysses"), search_moves=300)
+    plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=options)
+    check_plan(plan, sequences, cluster=cluster, cost=cost)
+    programs = lower(plan, sequences)
+    timeline = simulate(programs, model=model, hardware=hardware_profile("cpu"), bytes_per_element=4)
+    assert timeline.iteration_s >= plan.lower_bound_s * (1 - 1e-9)
+
+
+@settings(max_examples=20, deadline=None)
+@given(longest=st.integers(50, 5000), count=st.integers(1, 12), window=st.integers(1, 400))
+def test_slices_through_windows_take_as_long_as_each_other(longest: int, count: int, window: int) -> None:
+    work = Work(cell_s=1.0, token_s=3.0, context_s=0.0, windows=((window, 2),))
+    ends = balanced_ends(longest, count, work=work, rows=1)
+    assert ends[-1] == longest and len(ends) == min(count, longest)
+    seconds = [work.cells(start, stop) + 3.0 * (stop - start) for start, stop in itertools.pairwise((0, *ends))]
+    assert max(seconds) - min(seconds) <= 4 * (window + 3.0) + longest / 100 * (window + 3.0)
+
+
+def test_layouts_without_windows_price_as_ever() -> None:
+    """A window that cuts nothing."""
+    whole = [SequenceSpec(id=0, num_tokens=50, num_targets=49)]
+    cut = [replace(whole[0], windows=((50, 3), (77, 1)))]
+    layout: Layout = ring(whole, num_ranks=3)
+    found, want = (work_of(layout, by_id={0: each[0]}, num_ranks=3) for each in (cut, whole))
+    for name in ("own_cells", "own_sides", "moved_tokens", "cells", "sides"):
+        assert getattr(found, name) == pytest.approx(getattr(want, name))
