@@ -147,6 +147,7 @@ class RankWorker:
         """Become device `number` of a generation, with first weights, or `empty`, to be filled or loaded."""
         from rayfcp.execute.groups import Place
         from rayfcp.models.build import sharded_model
+        from rayfcp.models.compiling import as_configured
         from rayfcp.models.describe import model_config
 
         if meeting.host == LOOPBACK:
@@ -162,13 +163,16 @@ class RankWorker:
         return self._engine.join(
             place,
             store=lambda: _store(meeting, timeout_s=self._config.elastic.start_timeout_s),
-            make_model=lambda world: sharded_model(
-                library,
-                run=self._config.model,
-                seed=self._config.run.seed,
-                world=world,
-                layers_of_stage=meeting.layers_of_stage,
-                empty=empty,
+            make_model=lambda world: as_configured(
+                sharded_model(
+                    library,
+                    run=self._config.model,
+                    seed=self._config.run.seed,
+                    world=world,
+                    layers_of_stage=meeting.layers_of_stage,
+                    empty=empty,
+                ),
+                self._config.train,
             ),
             hidden_size=library.hidden_size,
             layers_of_stage=meeting.layers_of_stage or (library.num_hidden_layers,),

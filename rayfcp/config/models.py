@@ -161,6 +161,7 @@ class TrainConfig(Section):
         default="microbatch", description="when parameters are gathered: `step` keeps them in memory all through it"
     )
     threads_per_worker: Count = Field(default=1, description="CPU threads of one worker")
+    compile: bool = Field(default=False, description="torch.compile for what stands between attention")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="a loss or gradient that is not finite: end the run, or leave the update out"
     )
@@ -214,6 +215,11 @@ class Config(Section):
             raise ValueError(
                 f"train.warmup_steps is {train.warmup_steps}, must be at most train.steps ({train.steps}); "
                 "lower it or train longer"
+            )
+        if train.compile and self.cluster.tensor_parallel > 1:
+            raise ValueError(
+                f"train.compile is true, must be false with cluster.tensor_parallel above 1 "
+                f"({self.cluster.tensor_parallel}); set one of them back"
             )
         if self.model.path is not None or self.model.name is not None:
             return self

@@ -101,6 +101,10 @@ def refused(text: str) -> str:
         ("train: {learning_rate: 0}", "train.learning_rate is 0, must be greater than 0; raise it"),
         ("train: {learning_rate: .inf}", "must be a finite number"),
         ("train: {beta2: 1}", "train.beta2 is 1, must be less than 1; lower it"),
+        (
+            "train: {compile: true}\ncluster: {num_workers: 2, tensor_parallel: 2}",
+            "train.compile is true, must be false",
+        ),
         ("train: {steps: 3, warmup_steps: 4}", "train.warmup_steps is 4, must be at most train.steps (3)"),
         ("train: {recompute_layers: 9}", "must be at most model.architecture.num_layers (4)"),
         ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),

@@ -34,7 +34,8 @@ Groups = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """`microbatches[m]` lists groups: (ranks, sequences), of several ranks all of `primitive`. `recomputed`: layers;
-    `reduce_every` as in the config. With `heads` above 1, groups are rings of runs of that many ranks, numbered."""
+    `reduce_every` as in the config. With `heads` above 1, groups are rings of runs of that many ranks, numbered.
+    `compiled`: norms and MLPs are, in processes."""
 
     num_ranks: int
     lengths: tuple[int, ...]
@@ -43,6 +44,7 @@ class Case:
     reduce_every: str = "step"
     primitive: Primitive = Primitive.RING
     heads: int = 1
+    compiled: bool = False
 
     @property
     def sequences(self) -> list[SequenceSpec]:

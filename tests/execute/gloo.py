@@ -16,6 +16,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.sharding import ShardedModel
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.models.build import sharded_model
+from rayfcp.models.compiling import compile_parts
 from rayfcp.program import lower
 from tests.execute.cases import ARCHITECTURE, SEED, Case, CaseTokens, Gradients, library_config
 
@@ -66,6 +67,8 @@ def _run(case: Case, dtype: str, *, rank: int, store: dist.Store) -> tuple[float
     world = join_world(place=place, store=lambda: store, device=device, timeout_s=60)
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
     model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
+    if case.compiled:
+        compile_parts(model, backend="aot_eager")
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )

@@ -1,0 +1,58 @@
+"""Compiled parts give the losses and gradients of the model as it is, for several lengths, by one compilation."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from rayfcp.models.build import random_model
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.compiling import compile_parts
+from tests.execute.cases import CASES, assert_same, expected
+from tests.execute.gloo import run_on_gloo
+from tests.models.helpers import NUM_LAYERS, context_of, library_config, loss_sum, rows_of
+
+
+def results(
+    model: CausalLM, lengths: tuple[int, ...], *, recomputed_layers: int = 0
+) -> tuple[float, list[torch.Tensor]]:
+    """Loss, and gradients of all parameters."""
+    model.zero_grad()
+    loss = loss_sum(model, rows_of(lengths), context=context_of(lengths, recomputed_layers=recomputed_layers))
+    loss.backward()
+    return float(loss.detach()), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_equal_for_any_lengths(family: str) -> None:
+    """By torch's tracing and its derivatives; what code is made of them is the compiler's own."""
+    plain = random_model(library_config(family), dtype="float64", seed=0)
+    compiled = copy.deepcopy(plain)
+    assert compile_parts(compiled, backend="aot_eager") == 3 * NUM_LAYERS + 1
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for lengths, recomputed in (((7, 5), 0), ((30, 1, 4), 1), ((90,), 2)):
+        (want, right), (found, have) = (
+            results(each, lengths, recomputed_layers=recomputed) for each in (plain, compiled)
+        )
+        assert found == pytest.approx(want, rel=1e-12)
+        for one, other in zip(have, right, strict=True):
+            assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_equal_in_sharded_processes() -> None:
+    """FSDP2's hooks stay: parameters are gathered before compiled parts run."""
+    case = dataclasses.replace(CASES[1], compiled=True)
+    (loss, gradients) = run_on_gloo((case,), dtypes=("float64",))[0, "float64"]
+    assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")
+
+
+def test_lengths_are_symbols() -> None:
+    """Norms and MLPs are each traced a few times, however many layers there are and lengths come."""
+    torch._dynamo.reset()
+    model, counter = random_model(library_config("qwen3"), dtype="float32", seed=0), CompileCounter()
+    compile_parts(model, backend=counter)
+    for lengths in ((7, 5), (30, 1, 4), (90,), (3, 3), (17,)):
+        results(model, lengths)
+    assert 2 <= counter.frame_count <= 4
