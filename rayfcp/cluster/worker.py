@@ -61,7 +61,7 @@ class RankWorker:
         from rayfcp.execute.kernels import pick_kernel
 
         # First: it says what to install, and loads what makes torch know the device.
-        pick_kernel(self._config.cluster.device)
+        pick_kernel(self._config.cluster.device, spared_sms=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)

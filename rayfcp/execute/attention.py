@@ -198,6 +198,7 @@ class _Run:
         context, slots = self._context, self.slots
         waits = not self._has_posted or any(message.payload is Payload.GRAD for message in step.sends)
         self._has_posted = True
+        slots.complete(step.sends)
         with context.transport.beside(after_compute=waits):
             leaving = [(message, slots.payload(message)) for message in step.sends]
             arriving = [(message, slots.room(message)) for message in step.receives]

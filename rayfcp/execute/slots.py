@@ -86,11 +86,17 @@ class Slots:
             self._store.settle(self._at, self._stacks[0])
         return sums
 
+    def complete(self, messages: Sequence[Message]) -> None:
+        """Sums that leave with these messages become whole here, among the computations that they are part of: their
+        terms' memory is used again by what is computed next."""
+        for message in messages:
+            if message.payload is Payload.GRAD:
+                self.gradient(message.slot).whole  # noqa: B018  all rows of the stack
+
     def payload(self, message: Message) -> Tensor:
-        """What a message carries, `[2, tokens, kv_heads, head_dim]`; a gradient is gone from here with it. Keys and
-        values that leave as they came are not copied."""
+        """What a message carries, `[2, tokens, kv_heads, head_dim]`; a gradient, which is complete, is gone from here
+        with it. Keys and values that leave as they came are not copied."""
         if message.payload is Payload.GRAD:
-            self.gradient(message.slot).whole  # noqa: B018  all rows of the stack
             del self._gradients[message.slot]
             return self._stacks.pop(message.slot)
         came = self._messages.get(message.slot)

@@ -8,7 +8,6 @@ from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableE
 logger = logging.getLogger(__name__)
 
 
-@functools.cache
 def pick_kernel(device: str, *, spared_sms: int = 0) -> AttentionKernel:
     """The best kernel that can run on `device` ("cpu", "cuda" or "npu"), picked once; its name goes to the log.
 
@@ -17,6 +16,11 @@ def pick_kernel(device: str, *, spared_sms: int = 0) -> AttentionKernel:
     Raises:
         KernelUnavailableError: says what to install.
     """
+    return _picked(device, spared_sms)
+
+
+@functools.cache
+def _picked(device: str, spared_sms: int) -> AttentionKernel:
     kernel = _pick(device, spared_sms)
     logger.info("attention on %s: %s", device, kernel.name)
     return kernel
