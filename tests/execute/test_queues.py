@@ -57,18 +57,18 @@ class Device:
         self._current = outer
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """A group of nccl, whose batches only write down where they run."""
-    found = Device()
+@pytest.fixture(params=[("nccl", "cuda"), ("hccl", "npu")], ids=str)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """A group of a library, whose batches only write down where they run."""
+    found, (backend, kind) = Device(), request.param
 
     def batch(operations: list[Any]) -> list[Any]:
         found.told.append(f"{len(operations)} posted in {found._current}")
         return [SimpleNamespace(wait=lambda: found.told.append(f"{found._current} waits for works"))]
 
-    monkeypatch.setattr(torch, "cuda", found)
+    monkeypatch.setattr(torch, kind, found, raising=False)
     monkeypatch.setattr(transports, "dist", SimpleNamespace(
-        get_rank=lambda group: 0, get_backend=lambda group: "nccl", batch_isend_irecv=batch, isend=None, irecv=None,
+        get_rank=lambda group: 0, get_backend=lambda group: backend, batch_isend_irecv=batch, isend=None, irecv=None,
         P2POp=lambda *args, **keywords: args,
     ))  # fmt: skip
     return found

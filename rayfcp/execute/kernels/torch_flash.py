@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.kernels.interface import Lengths
-from rayfcp.execute.kernels.varlen import Offsets
+from rayfcp.execute.kernels.varlen import Offsets, repeated
 
 
 class TorchFlashKernel:
@@ -29,6 +29,8 @@ class TorchFlashKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        if offsets.max_query == 1:  # heads would become queries, and logsumexp another layout
+            key, value = repeated(query, key), repeated(query, value)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             key,

@@ -1,0 +1,78 @@
+"""What is asked of Ascend devices beside attention, on a stand-in for `torch.npu` with its documented functions."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ray._private.accelerators import get_accelerator_manager_for_resource
+
+from rayfcp.cluster.placement import bundle
+from rayfcp.execute.device import device_kind, memory_bytes, peak_flops, total_memory_bytes
+from rayfcp.execute.groups import BACKENDS
+from rayfcp.execute.membership import abort_accelerator
+from rayfcp.execute.transport import ACCELERATORS
+
+GIB = 1 << 30
+DEVICE: Any = SimpleNamespace(type="npu", index=0)
+
+
+class Npu:
+    """Of Ascend Extension for PyTorch's API reference, `torch_npu.npu`."""
+
+    def __init__(self) -> None:
+        self.stopped: list[int] = []
+        self.answer = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "Ascend910_9392"
+
+    def get_device_properties(self, device: Any = None) -> Any:
+        return SimpleNamespace(name="Ascend910_9392", total_memory=61 * GIB)
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return 3 * GIB
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return 5 * GIB
+
+    def stop_device(self, device_id: int) -> int:
+        self.stopped.append(device_id)
+        return self.answer
+
+
+@pytest.fixture
+def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
+    found = Npu()
+    monkeypatch.setattr(torch, "npu", found, raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=found))
+    return found
+
+
+@pytest.mark.usefixtures("npu")
+def test_kind_peak_and_memory() -> None:
+    assert device_kind("auto") == "npu" or torch.cuda.is_available()
+    assert peak_flops(DEVICE) == 376e12
+    assert total_memory_bytes("npu") == total_memory_bytes(DEVICE) == 61 * GIB
+    assert memory_bytes(DEVICE) == {"allocated": 3 * GIB, "peak": 5 * GIB}
+
+
+def test_exchanges_end_with_the_device(npu: Npu) -> None:
+    """It is stopped by number; a device that does not stop ends its process."""
+    abort_accelerator(DEVICE)
+    assert npu.stopped == [0]
+    npu.answer = 1
+    with pytest.raises(RuntimeError, match="did not stop; end this process"):
+        abort_accelerator(DEVICE)
+
+
+def test_groups_and_resources_have_the_devices_names() -> None:
+    """Ray gives a worker that asks for an NPU the one that it may see, by the runtime's own variable."""
+    assert BACKENDS["npu"] == "hccl" and ACCELERATORS["hccl"] == "npu"
+    assert bundle("npu", threads=2) == {"CPU": 2.0, "NPU": 1.0}
+    manager = get_accelerator_manager_for_resource("NPU")
+    assert manager is not None and manager.get_visible_accelerator_ids_env_var() == "ASCEND_RT_VISIBLE_DEVICES"
