@@ -17,8 +17,8 @@ ATTENTION = "run all ranks' attention of real plans on one device, against one k
 
 EPILOG = """\
 Every strategy plans one batch. The programs of all its ranks run one after the other on this device, messages between
-them included, and are checked against one kernel over the whole sequences. Figures that are not given: a few seconds'
-work on a CPU, minutes' on an accelerator.
+them included, and are checked against one kernel over the whole sequences. What is not given is chosen by the device:
+seconds of work on a CPU, minutes on an accelerator. Times are the device's own: of one thread on a CPU, of events else.
 
   imbalance   what the mean rank idles while it waits for the slowest; planned: as the cost model foresaw it
   efficiency  seconds of the one kernel over those of all ranks together: what cutting costs

@@ -2,17 +2,21 @@
 
 import platform
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from rayfcp.execute.device import measure_flops, peak_flops
+from rayfcp.execute.device import peak_flops
 from rayfcp.plan import HARDWARE
 
 BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
 """Where no profile has the device's name."""
+
+SIZE, WINDOWS, WINDOW_S = 512, 3, 0.2
+"""Of the products that tell a CPU's peak."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -34,11 +38,25 @@ def base_hardware(device: torch.device) -> str:
 
 
 def peak_of(device: torch.device, *, dtype: str) -> float | None:
-    """FLOP/s: of the table for 16-bit numbers on accelerators, measured for single precision on CPUs; None for
-    others."""
+    """FLOP/s: of the table for 16-bit numbers on accelerators, of matrix products in single precision on a thread of a
+    CPU; None for others."""
     if device.type == "cpu":
-        return measure_flops(device) if dtype == "float32" else None
+        return _thread_flops() if dtype == "float32" else None
     return peak_flops(device) if dtype in ("bfloat16", "float16") else None
+
+
+def _thread_flops() -> float:
+    """The best of some windows, by this thread's own seconds, as attention is measured."""
+    left, right = (torch.randn(SIZE, SIZE) for _ in range(2))
+    rates = []
+    with one_thread(torch.device("cpu")):
+        for _ in range(WINDOWS):
+            products, start_s = 0, time.thread_time()
+            while time.thread_time() - start_s < WINDOW_S:
+                torch.mm(left, right)
+                products += 1
+            rates.append(2.0 * SIZE**3 * products / (time.thread_time() - start_s))
+    return max(rates)
 
 
 @contextmanager

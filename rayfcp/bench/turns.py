@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Stopwatch:
-    """Seconds that the device works between `start` and `stop`, all such spans together: by the host's clock on CPUs,
-    by events on accelerators, whose host runs ahead."""
+    """Seconds that the device works between `start` and `stop`, all such spans together: on CPUs those that this thread
+    has had a core, so that others on the machine do not count; by events on accelerators, whose host runs ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
@@ -46,7 +46,7 @@ class Stopwatch:
 
     def _mark(self) -> Any:
         if self._module is None:
-            return time.perf_counter()
+            return time.thread_time()
         event = self._module.Event(enable_timing=True)
         event.record()
         return event

@@ -53,6 +53,8 @@ def small(words: list[str]) -> list[str]:
         return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]
     if words[0] == "compare":
         return [*words, *SMALL_CONTEST]
+    if words[0] == "bench":
+        return [*words, "--device", "cpu", "--tokens-per-rank", "32", "--strategies", "flex-ring,ring"]
     return [*words, "--baseline-steps", "1"] if words[0] == "report" else words
 
 
