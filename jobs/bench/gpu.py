@@ -18,6 +18,7 @@ installed, nor Ray be there; what else rayfcp depends on must be.
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import subprocess
@@ -60,6 +61,7 @@ def _apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         words = [sys.executable, str(HERE), "--here", name, "--out", str(out), "--device", args.device]
+        words += ["--models", args.models] if args.models else []
         try:
             done = subprocess.run([*words, *(["--tiny"] if args.tiny else [])], check=False, timeout=args.limit_s)
             found = json.loads(out.read_text()) if out.exists() else {"error": f"ended with code {done.returncode}"}
@@ -80,7 +82,10 @@ def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
         from rayfcp.execute.kernels import pick_kernel
 
         device = torch.device(device_kind(args.device))
-        bench = Bench(device=device, sizes=LITTLE if args.tiny else FULL, say=_say)
+        sizes = LITTLE if args.tiny else FULL
+        if args.models:
+            sizes = dataclasses.replace(sizes, models=tuple(args.models.split(",")))
+        bench = Bench(device=device, sizes=sizes, say=_say)
         about = {**_machine(device), "kernel": pick_kernel(device.type).name}
         with one_thread(device):
             found = SECTIONS[name](bench)
@@ -135,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sections", default=",".join(NAMES), metavar="A,B", help="(default: all)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help="(default: auto)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU in seconds, to see that all of it works")
+    parser.add_argument("--models", metavar="A,B", help="that are trained (default: qwen3-1.7b,llama3.2-1b)")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one section (default: 900)")
     parser.add_argument("--here", choices=NAMES, help="run this section alone, in this process")
     return parser

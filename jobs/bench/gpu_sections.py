@@ -1,7 +1,7 @@
 """The sections of `gpu.py`: each measures one thing and gives plain values, with targets where there are any."""
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -86,7 +86,7 @@ def training(bench: Bench) -> Found:
             }
         if name == "qwen3-1.7b, 32768 tokens" and row["ours"].get("mfu"):
             targets[f"{name}: MFU"] = {"found": row["ours"]["mfu"], "at_least": 0.45}
-    return {"rows": rows, "targets": targets}
+    return {"rows": rows, "targets": targets, **_failures([row["ours"] for row in rows])}
 
 
 def memory(bench: Bench) -> Found:
@@ -100,7 +100,13 @@ def memory(bench: Bench) -> Found:
                 bench.say(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
                 work = partial(_peak, bench, rank=rank, rows=every, layers=layers)
                 rows.append(attempt(work, device=bench.device) | {"model": rank.model.name, "recomputed": layers})
-    return {"num_tokens": bench.sizes.memory_tokens, "rows": rows}
+    return {"num_tokens": bench.sizes.memory_tokens, "rows": rows, **_failures(rows)}
+
+
+def _failures(attempts: Sequence[Found]) -> Found:
+    """An error of the section if some of its attempts have one."""
+    found = list(dict.fromkeys(each["error"] for each in attempts if "error" in each))
+    return {"error": "; ".join(found)} if found else {}
 
 
 def _peak(bench: Bench, *, rank: Alone, rows: range, layers: int) -> Found:

@@ -96,9 +96,11 @@ def random_rows(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[n
 
 
 def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None:
-    # gloo listens where the host's name points unless it is told otherwise.
+    # Libraries would listen where the host's name points, or look for a network.
     names = [name for _, name in socket.if_nameindex()]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", next(name for name in ("lo", "lo0") if name in names))
+    loopback = next(name for name in ("lo", "lo0") if name in names)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, loopback)
     store = dist.HashStore()  # type: ignore[attr-defined]
     engine.join(
         Place(rank=0, num_ranks=1),

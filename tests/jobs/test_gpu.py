@@ -128,6 +128,19 @@ def test_sections_that_fail_are_told_and_leave_the_others(tmp_path: Path) -> Non
     assert "failed: conformance, copies" in done.stderr
 
 
+def test_attempts_that_fail_fail_their_section(scripts: Any, bench: Any) -> None:
+    """Out of memory, as an allocator tells it, is told in one line; other sizes are tried all the same."""
+
+    def too_much() -> Any:
+        return {"sum": float(torch.ones(1 << 60).sum())}
+
+    failed = scripts.gpu_sizes.attempt(too_much, device=bench.device)
+    assert list(failed) == ["error"] and failed["error"].startswith("RuntimeError: ") and "\n" not in failed["error"]
+    assert scripts.gpu_sizes.attempt(lambda: {"fine": 1}, device=bench.device) == {"fine": 1}
+    assert scripts.gpu_sections._failures([{"fine": 1}]) == {}
+    assert scripts.gpu_sections._failures([{"fine": 1}, failed, failed]) == failed
+
+
 def test_targets_are_met_or_missed(scripts: Any) -> None:
     targets = {"a": {"found": 0.96, "at_least": 0.95}, "b": {"found": 0.04, "at_most": 0.03}, "c": {"found": 0.0}}
     found = scripts.gpu._targets({"x": {"targets": targets}, "y": {"error": "no"}})
