@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -212,3 +213,11 @@ def test_sequences_of_different_models_are_refused() -> None:
     mixed = [*with_windows(sequences[:1], [3]), *sequences[1:]]
     with pytest.raises(ValueError, match="must all have those of one model"):
         lower(plan, mixed)
+
+
+def test_the_architecture_page_shows_what_is_printed() -> None:
+    sequences = with_windows([SequenceSpec(id=0, num_tokens=8, num_targets=7)], [0, 3])
+    text = to_text(lower(plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2), sequences)[1])
+    shown = text[text.index("window 3") : text.index("backward 0")]
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"```text\n{shown}```" in page

@@ -102,8 +102,8 @@ class _Held:
         return np.asarray(self._before[stop] - self._before[first])
 
     def seen(self, run: Index, block: Index, *, windows: Windows, lengths: Index) -> tuple[Loads, Loads]:
-        """Cells of what `run` sees of `block`, and tokens of it that travel there, in the mean over layers; `lengths`:
-        of sequences."""
+        """Cells of what `run` sees of `block`, and its tokens that travel there, in the mean over layers; `lengths`: of
+        sequences."""
         sequence, stop = self.sequence[block], self.start[block] + self.size[block].astype(np.int64)
         first = np.searchsorted(self._sorted, self._keys(sequence, run, np.minimum(stop, self._reach)))
         behind = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
