@@ -197,7 +197,7 @@ class _Bench:
         found = {}
         for number in range(1, self._args.batches + 1):
             batch = self._data.sampler.batch(number)
-            sequences = sequences_of(batch, model=self._data.model)
+            sequences = sequences_of(batch, windows=cost.windows)
             for name in self._args.strategies:
                 plan = plan_batch(sequences, cluster=self._cluster, cost=cost, strategy=name, options=self._config.plan)
                 found[number, name] = (plan, lower(plan, sequences), sequences, _Tokens(self._reader, batch))

@@ -55,7 +55,7 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, say: Callable[[str], Non
             raise NoBaselineError(
                 f"step {report.step} of {folder} was trained on other samples than data.paths holds now; keep the data"
             )
-        sequences = sequences_of(batch, model=data.model)
+        sequences = sequences_of(batch, windows=data.model.windows)
         found.append(rehearsal.both(sequences, step=report.step, cluster=_cluster_at(report.step, events)))
     return Baseline(static=STATIC, own=config.plan.strategy, steps=tuple(found))
 

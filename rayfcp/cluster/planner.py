@@ -9,7 +9,7 @@ from rayfcp.config import Config
 from rayfcp.plan import CostModel, attention_flops, model_flops, plan_batch
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.program import RankProgram, check_progress, lower
-from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec, Span
+from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec, Span, Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,8 @@ class PlanRecord:
     own_s: tuple[float, ...] = ()
 
 
-def sequences_of(batch: GlobalBatch, *, model: ModelProfile) -> tuple[SequenceSpec, ...]:
-    """Lengths, and the windows of the model's layers; sequence id = position in the batch."""
-    windows = model.windows
+def sequences_of(batch: GlobalBatch, *, windows: Windows = ()) -> tuple[SequenceSpec, ...]:
+    """Lengths, for a model with these kinds of layers; sequence id = position in the batch."""
     return tuple(
         SequenceSpec(id=index, num_tokens=sample.num_tokens, num_targets=sample.num_targets, windows=windows)
         for index, sample in enumerate(batch.samples)
@@ -65,7 +64,7 @@ class Planner:
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
-        sequences = sequences_of(batch, model=self._model)
+        sequences = sequences_of(batch, windows=self._model.windows)
         start_s = time.perf_counter()
         plan = plan_batch(
             sequences,

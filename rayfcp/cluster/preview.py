@@ -22,7 +22,7 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     """
     check_runnable(config)
     data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
-    model, sequences = data.model, sequences_of(data.sampler.batch(step), model=data.model)
+    model, sequences = data.model, sequences_of(data.sampler.batch(step), windows=data.model.windows)
     device = device_kind(config.cluster.device)
     memory_bytes = total_memory_bytes(device) or hardware_profile(BASE_HARDWARE[device]).memory_bytes
     here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)

@@ -54,7 +54,7 @@ def undisturbed(config: Config, *, num_steps: int) -> tuple[Wanted, ...]:
     try:
         for step in range(1, num_steps + 1):
             batch = data.sampler.batch(step)
-            sequences = sequences_of(batch, model=data.model)
+            sequences = sequences_of(batch, windows=data.model.windows)
             plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring", options=one.plan)
             (program,) = lower(plan, sequences, reduce_every=one.train.reduce_every)
             report = engine.run_step(program, batch, plan_hash=program.plan_hash)

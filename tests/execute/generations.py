@@ -92,7 +92,7 @@ class Device:
 
     def step(self, number: int, **options: Any) -> RankReport:
         place, batch = self.place, self._data.sampler.batch(number)
-        sequences = sequences_of(batch, model=self._data.model)
+        sequences = sequences_of(batch, windows=self._data.model.windows)
         if place.num_stages == 1:
             plan = flat(sequences, num_ranks=place.num_ranks)
         else:

@@ -1,6 +1,7 @@
 """Attention for loops that bring their own layout, against dense attention: outputs and gradients in their order."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.schedule import make_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport, Transport
 from rayfcp.plan import lay_out
-from rayfcp.program import Payload, Piece, lower_reshuffle
+from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, SequenceSpec
-from tests.execute.layouts import random_layout, ring
+from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_attention import (
     HEAD_DIM,
@@ -39,8 +40,8 @@ Pieces = Sequence[Sequence[Piece]]
 def contexts(
     theirs: Pieces, layout: Layout, sequences: Sequence[SequenceSpec], *, fabric: Fabric
 ) -> list[AttentionContext]:
-    masks = {each.id: each.mask for each in sequences}
-    programs = lower_attention(layout, masks=masks, num_ranks=len(theirs))
+    lowered = lower(plan_of(layout, sequences, num_ranks=len(theirs)), sequences)
+    programs = [item.attention for each in lowered for item in each.instructions if isinstance(item, Forward)]
     return [
         AttentionContext(
             program=make_ready(program, reshuffle=reshuffle),
@@ -126,6 +127,15 @@ def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_rank
     layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
     theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1)
     assert_dense(theirs, layout, sequences, torch.float64)
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, window=st.integers(1, 40), num_ranks=st.integers(1, 4), seed=st.integers(0, 10_000))
+def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, seed: int) -> None:
+    """Squares of some rows on others stay in their round, rectangles and causal squares on themselves move."""
+    sequences = [replace(each, windows=((window, 1),)) for each in specs(lengths, [Mask.CAUSAL])]
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    assert_dense(random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1), layout, sequences, torch.float64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

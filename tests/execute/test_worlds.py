@@ -96,7 +96,7 @@ class Engine:
         }
 
     def _program(self, number: int) -> RankProgram:
-        place, sequences = self.place, sequences_of(self._data.sampler.batch(number), model=self._data.model)
+        place, sequences = self.place, sequences_of(self._data.sampler.batch(number), windows=self._data.model.windows)
         if place.num_stages == 1:
             cluster = ClusterSpec(num_ranks=place.num_ranks, max_tokens_per_rank=256)
             plan = plan_batch(sequences, cluster=cluster, cost=UNIT)
