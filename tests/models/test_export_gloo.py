@@ -1,0 +1,77 @@
+"""From files to devices, from devices to a run's own checkpoint, and from that to files: all bits stay."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
+from rayfcp.config import Config
+from rayfcp.config.models import ModelConfig, TrainConfig
+from rayfcp.execute.checkpoint import CheckpointWriter
+from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.optimization import make_optimizer
+from rayfcp.models.build import sharded_model
+from rayfcp.models.export import export_checkpoint
+from tests.execute.gloo import listening_store
+from tests.models.folders import saved
+from tests.models.helpers import VOCAB
+
+NUM_DEVICES = 2
+RUNS = {
+    "qwen3, tied": {"num_stages": 2},
+    "qwen2, with biases": {"tensor_parallel": 2},
+    "qwen3_moe": {"num_ranks": 2},
+    "gemma": {"num_ranks": 2},
+}
+"""How two devices share a model."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("round")
+    for what in RUNS:
+        saved(folder / what / "first", what)
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_DEVICES)
+    return folder
+
+
+def _process(number: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    for what, layout in RUNS.items():
+        place = Place.of(number, **{"num_ranks": 1, **layout})
+        store = dist.PrefixStore(what, client)
+        world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+        _save(Path(folder) / what, world)
+        leave_world(world)
+    client.set(f"done-{number}", "1")
+    client.wait([f"done-{other}" for other in range(NUM_DEVICES)])
+
+
+def _save(folder: Path, world: World) -> None:
+    run = ModelConfig(path=str(folder / "first"), init="pretrained", dtype="bfloat16")
+    model = sharded_model(AutoConfig.from_pretrained(folder / "first"), run=run, seed=0, world=world)
+    writer = CheckpointWriter(world.channels.control)
+    writer.begin(folder / "checkpoint", model, optimizer=make_optimizer(model, TrainConfig()))
+    done = writer.finish()
+    assert done is not None and not done.error, done
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_files_come_back_as_they_were(what: str, folder: Path) -> None:
+    first, out = folder / what / "first", folder / what / "out"
+    model = {"path": str(first), "dtype": "bfloat16"}
+    config = Config.model_validate({"data": {"paths": ["."]}, "model": model})
+    export_checkpoint(config, folder / what / "checkpoint", out_dir=out, vocab_size=VOCAB)
+    found, want = (
+        {name: each for file in path.glob("*.safetensors") for name, each in load_file(file).items()}
+        for path in (out, first)
+    )
+    assert found.keys() == want.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype is want[name].dtype and torch.equal(tensor, want[name]), name
