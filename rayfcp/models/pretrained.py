@@ -10,20 +10,21 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from rayfcp.config import ConfigError
 from rayfcp.execute.shards import own_box
 from rayfcp.models.lazy import Source, read
 from rayfcp.models.weight_files import WeightFiles
 from rayfcp.values.state import Box
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightConverter
 
 BLOCK_BYTES = 64 << 20
 """Read at a time."""
@@ -112,7 +113,7 @@ def aliases_of(library: Any) -> dict[str, set[str]]:
 class _Recipe:
     """Tensors of the files, by name and by what the converter matched, that become one or more of the model's."""
 
-    converter: WeightConverter | None
+    converter: "WeightConverter | None"
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def may_make(self, name: str, wanted: Iterable[str]) -> bool:
@@ -137,6 +138,10 @@ def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iter
 
 def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
     """By the first name that each makes; in the library's order, which is that of parts to be stacked."""
+    # Models with random weights need none of this, which is young in the library.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
     mapping = get_model_conversion_mapping(library)
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
