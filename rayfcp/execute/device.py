@@ -121,6 +121,12 @@ def host_buffers(device: torch.device) -> Callable[[int], np.ndarray[Any, Any]]:
     return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned).numpy()
 
 
+def numbers_dtype(device: torch.device) -> torch.dtype:
+    """Of sums of losses and squares, over devices too: fp64, but fp32 on Ascend, whose collectives reduce no fp64
+    (CANN's `HcclAllReduce` on Atlas A2 and A3)."""
+    return torch.float32 if device.type == "npu" else torch.float64
+
+
 def moved(numbers: Sequence[int] | np.ndarray, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers of the host on a device; by way of pinned memory on an accelerator, so that the host does not wait."""
     host = torch.as_tensor(numbers, dtype=dtype)

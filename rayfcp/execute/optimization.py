@@ -5,12 +5,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
+from rayfcp.execute.device import moved, numbers_dtype
 from rayfcp.execute.groups import Place, World
 from rayfcp.execute.sharding import StageModule
 from rayfcp.values import Span, SpanKind
@@ -79,8 +81,9 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def local_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Sum of squares of this device's shards of the gradients, fp64."""
-    parts = [_local(parameter.grad).double().square().sum() for parameter in parameters if parameter.grad is not None]
+    """Sum of squares of this device's shards of the gradients, in `numbers_dtype`."""
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    parts = [each.to(numbers_dtype(each.device)).square().sum() for each in gradients]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
 
@@ -119,9 +122,9 @@ def totals(world: World, module: StageModule, *, loss_sum: float) -> tuple[float
         for parameter in module.parameters()
         if (place.tensor_rank == 0 or is_split(parameter)) and (place.stage == 0 or parameter is not shared)
     ]
-    own = torch.tensor(loss_sum if place.tensor_rank == 0 else 0.0, dtype=torch.float64)
-    numbers = torch.stack([own, local_squares(counted).cpu()]).to(world.device)
-    loss_sum, squares = world.sum(numbers).tolist()
+    dtype = numbers_dtype(world.device)
+    own = moved(np.array(loss_sum if place.tensor_rank == 0 else 0.0), dtype=dtype, device=world.device)
+    loss_sum, squares = world.sum(torch.stack([own, local_squares(counted).to(own)])).tolist()
     return loss_sum, squares
 
 

@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.clocks import clock_of
+from rayfcp.execute.device import numbers_dtype
 from rayfcp.execute.inputs import Inputs, load
 from rayfcp.execute.interfaces import TokenSource, TrainableModel
 from rayfcp.execute.pipes import Pipes
@@ -39,7 +40,7 @@ class Passes:
         self._model, self._pipes, self._loss_scale, self._device = model, pipes, loss_scale, device
         self._is_first, self._is_last = program.stage == 0, program.stage == program.num_stages - 1
         self.traffic = Traffic(clock=clock_of(device, time.perf_counter))
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_sum = torch.zeros((), dtype=numbers_dtype(device), device=device)
         self._loaded: dict[int, Inputs] = {}
         self._entered: dict[int, Tensor] = {}
         self._leaving: dict[int, Tensor] = {}

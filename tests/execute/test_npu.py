@@ -9,7 +9,7 @@ import torch
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from rayfcp.cluster.placement import bundle
-from rayfcp.execute.device import device_kind, memory_bytes, peak_flops, total_memory_bytes
+from rayfcp.execute.device import device_kind, memory_bytes, numbers_dtype, peak_flops, total_memory_bytes
 from rayfcp.execute.groups import BACKENDS
 from rayfcp.execute.membership import abort_accelerator
 from rayfcp.execute.transport import ACCELERATORS
@@ -59,6 +59,10 @@ def test_kind_peak_and_memory() -> None:
     assert peak_flops(DEVICE) == 376e12
     assert total_memory_bytes("npu") == total_memory_bytes(DEVICE) == 61 * GIB
     assert memory_bytes(DEVICE) == {"allocated": 3 * GIB, "peak": 5 * GIB}
+
+
+def test_sums_have_a_dtype_that_collectives_reduce() -> None:
+    assert numbers_dtype(DEVICE) is torch.float32 and numbers_dtype(torch.device("cpu")) is torch.float64
 
 
 def test_exchanges_end_with_the_device(npu: Npu) -> None:
