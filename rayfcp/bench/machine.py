@@ -9,11 +9,9 @@ from pathlib import Path
 
 import torch
 
+from rayfcp.cluster.measured import BASE_HARDWARE
 from rayfcp.execute.device import peak_flops
 from rayfcp.plan import HARDWARE
-
-BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
-"""Where no profile has the device's name."""
 
 SIZE, WINDOWS, WINDOW_S = 512, 3, 0.2
 """Of the products that tell a CPU's peak."""
@@ -31,10 +29,18 @@ def device_name(device: torch.device) -> str:
 
 
 def base_hardware(device: torch.device) -> str:
-    """The shipped profile that a device's name holds as a word, else that of its kind."""
-    words = re.findall(r"[a-z0-9]+", device_name(device).lower())
-    kind = BASE_HARDWARE[device.type]
-    return kind if device.type == "cpu" else next((name for name in HARDWARE if name in words), kind)
+    """The shipped profile that is nearest to a device."""
+    return nearest_hardware(device_name(device), kind=device.type)
+
+
+def nearest_hardware(name: str, *, kind: str) -> str:
+    """The shipped profile that an accelerator's name holds as a word, else that of its kind.
+
+    >>> nearest_hardware("NVIDIA H200", kind="cuda"), nearest_hardware("NVIDIA L4", kind="cuda")
+    ('h200', 'h100')
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower()) if kind != "cpu" else []
+    return next((known for known in HARDWARE if known in words), BASE_HARDWARE[kind])
 
 
 def peak_of(device: torch.device, *, dtype: str) -> float | None:
