@@ -12,6 +12,7 @@ from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
 from rayfcp.plan.costs.pipeline import PipelineCost
 from rayfcp.plan.costs.stages import split_layers
 from rayfcp.plan.costs.terms import Seconds, Terms
+from rayfcp.plan.costs.window_work import seen_in_rings
 from rayfcp.values import HardwareProfile, ModelProfile, Primitive, Windows
 
 Amount = TypeVar("Amount", float, Seconds)
@@ -127,9 +128,8 @@ class CostModel:
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
         """From `dataclasses.asdict`, also when that went through JSON."""
-        windows = tuple((int(window), int(layers)) for window, layers in fields.get("windows", ()))
         pipeline = fields.get("pipeline") and PipelineCost.of_fields(fields["pipeline"])
-        return cls(**{**fields, "pipeline": pipeline, "windows": windows})
+        return cls(**{**fields, "pipeline": pipeline, "windows": tuple(map(tuple, fields.get("windows", ())))})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear
@@ -211,14 +211,14 @@ class CostModel:
         its own; nothing hides it. `speed`: of a group's slowest rank, for which its other ranks wait.
         """
         ranks = np.asarray(degree, np.float64)
-        across = np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
         of = self._exchanged if primitive is Primitive.ULYSSES else self._passed_on
-        forward, backward = of(ranks, across=across)
+        forward, backward = of(ranks, across=np.asarray(ranks > self.ranks_per_node if crosses is None else crosses))
         return forward.at(speed), backward.at(speed)
 
     def _passed_on(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
         """A ring's forward and backward, in which recomputed layers run d - 1 rounds more, as in forward."""
-        hop_s = np.where(across, self.ring_inter_s_per_token, self.ring_intra_s_per_token) / ranks
+        each_s = np.where(across, self.ring_inter_s_per_token, self.ring_intra_s_per_token)
+        hop_s = each_s * seen_in_rings(self.windows, ranks) / ranks
         latency_s = np.where(ranks == 1, 0.0, self.ring_s_per_round)
         half = 1 - 1 / (2 * ranks)
         cover = (ranks - 1) / ranks

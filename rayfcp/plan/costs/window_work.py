@@ -8,6 +8,9 @@ from rayfcp.values import Windows
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+RING_TOKENS = 8192
+"""Tokens of a sequence that a rank of a ring is taken to hold."""
+
 NOWHERE = 2**40
 """Beyond any position."""
 
@@ -34,6 +37,23 @@ def seen_through(
         seen = np.maximum(stop - np.maximum(start, first - reach + 1), 0)
         tokens += count * np.where(reach < length, seen, stop - start)
     return cells / layers, tokens / layers
+
+
+def seen_in_rings(windows: Windows, ranks: Floats) -> Floats:
+    """Of what would travel in rings of so many ranks without windows, what does, in the mean over layers.
+
+    Where each rank has two slices of a sequence, `RING_TOKENS` together, it gets of each slice's predecessors what the
+    window reaches, instead of the slices of all others. That is close where rings hold about one sequence that long;
+    what a layout's transfers carry is counted instead (`seen_through`), and so is what programs send.
+
+    >>> seen_in_rings(((0, 1), (1024, 1)), np.array([1.0, 2.0, 5.0]))
+    array([1.     , 0.625  , 0.53125])
+    """
+    found = np.zeros_like(ranks)
+    for window, count in windows:
+        reached = 2 * window / (np.maximum(ranks - 1, 1) * RING_TOKENS)
+        found += count * np.where((window == 0) | (ranks <= 1), 1.0, np.minimum(reached, 1.0))
+    return found / sum(count for _, count in windows) if windows else np.ones_like(ranks)
 
 
 def _cells_before(row: Ints, low: Ints, high: Ints, reach: int) -> Floats:
