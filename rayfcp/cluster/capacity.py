@@ -87,7 +87,8 @@ def _holds(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes:
         tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
     except InfeasiblePlanError:
         return False
-    return slices(strategy_on(config, config.cluster.pipeline_stages)) or num_ranks * tokens >= longest_tokens
+    stages = config.cluster.pipeline_stages
+    return slices(strategy_on(config, stages), num_stages=stages) or num_ranks * tokens >= longest_tokens
 
 
 def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Planning on a spare CPU: the planner actor, from a global batch to checked programs."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayfcp.cluster.layout import strategy_on, windows_of_stages
@@ -8,15 +9,17 @@ from rayfcp.cluster.observing import PlannedGroups, own_seconds, planned_groups
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, attention_flops, model_flops, plan_batch
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
+from rayfcp.plan.strategies import AUTO
 from rayfcp.program import RankProgram, check_progress, lower
-from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec, Span, Windows
+from rayfcp.values import BatchPlan, ClusterSpec, GlobalBatch, Imbalance, ModelProfile, SequenceSpec, Span, Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
     """What the controller needs to know of a plan; the programs go from planner to workers directly.
 
-    `plan_s`: lengths to BatchPlan. `model_flops`, `attention_flops`: forward and backward of the batch.
+    `plan_s`: lengths to BatchPlan, simulation of what `auto` chooses from included. `model_flops`, `attention_flops`:
+    forward and backward of the batch.
     `groups`: what the cost model can be refitted from once they were timed; `own_s`: what each rank on each stage
     should take without waiting (`own_seconds`), for `rank_seconds`.
     """
@@ -49,8 +52,11 @@ def sequences_of(batch: GlobalBatch, *, windows: Windows = ()) -> tuple[Sequence
 class Planner:
     """Actor that turns global batches into plans and programs."""
 
-    def __init__(self, config: Config, model: ModelProfile) -> None:
-        self._config, self._model = config, model
+    def __init__(self, config: Config, model: ModelProfile, *, device: str) -> None:
+        from rayfcp.cluster.choosing import Chooser
+
+        self._config, self._model, self._device = config, model, device
+        self._chooser = Chooser(config, model, device=device)
 
     def ready(self) -> None:
         """Answers once the actor runs."""
@@ -65,21 +71,7 @@ class Planner:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
         sequences = sequences_of(batch, windows=self._model.windows)
-        start_s = time.perf_counter()
-        plan = plan_batch(
-            sequences,
-            cluster=cluster,
-            cost=cost,
-            strategy=strategy_on(self._config, cluster.num_stages),
-            options=self._config.plan,
-        )
-        plan_s = time.perf_counter() - start_s
-        programs = lower(
-            plan,
-            sequences,
-            reduce_every=self._config.train.reduce_every,
-            windows_of_stage=windows_of_stages(self._model, cluster),
-        )
+        plan, programs, plan_s = self._planned(sequences, cluster=cluster, cost=cost)
         check_progress(programs)
         loads = rank_loads(plan, sequences, cost=cost)
         record = PlanRecord(
@@ -101,9 +93,28 @@ class Planner:
         )
         return (record, *programs)
 
-    def foretell(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel, device: str) -> tuple[Span, ...]:
+    def _planned(
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
+    ) -> tuple[BatchPlan, tuple[RankProgram, ...], float]:
+        """The plan, its programs, and the seconds that planning took."""
+        start_s = time.perf_counter()
+        strategy = strategy_on(self._config, cluster.num_stages)
+        if strategy == AUTO:
+            choice = self._chooser.choose(sequences, cluster=cluster, cost=cost)
+            return choice.plan, choice.programs, time.perf_counter() - start_s
+        plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=self._config.plan)
+        plan_s = time.perf_counter() - start_s
+        programs = lower(
+            plan,
+            sequences,
+            reduce_every=self._config.train.reduce_every,
+            windows_of_stage=windows_of_stages(self._model, cluster),
+        )
+        return plan, programs, plan_s
+
+    def foretell(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """What the simulator says each rank does in a step, from 0."""
         from rayfcp.cluster.foretelling import foretell, run_hardware
 
-        hardware = run_hardware(self._config, self._model, device=device, cluster=cluster, cost=cost)
+        hardware = run_hardware(self._config, self._model, device=self._device, cluster=cluster, cost=cost)
         return foretell(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster).spans

@@ -27,8 +27,8 @@ FORETELL_S = 60.0
 class Planners:
     """`plan.planner_actors` planner actors, which start beside whatever else does. One that dies is replaced."""
 
-    def __init__(self, config: Config, model: ModelProfile, *, say: Callable[[str], None]) -> None:
-        self._config, self._model, self._say = config, model, say
+    def __init__(self, config: Config, model: ModelProfile, *, device: str, say: Callable[[str], None]) -> None:
+        self._config, self._model, self._device, self._say = config, model, device, say
         self._actors = [self._new() for _ in range(config.plan.planner_actors)]
         self._deaths = 0
 
@@ -76,7 +76,7 @@ class Planners:
             ray.kill(planner, no_restart=True)
 
     def _new(self) -> Any:
-        return ray.remote(Planner).options(num_cpus=1).remote(self._config, self._model)
+        return ray.remote(Planner).options(num_cpus=1).remote(self._config, self._model, device=self._device)
 
     def _await(self, ready: list[Any]) -> None:
         timeout_s = self._config.elastic.start_timeout_s
@@ -162,15 +162,13 @@ class PlanQueue:
             wait_s=time.perf_counter() - start_s,
         )
 
-    def foretell(
-        self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel, device: str
-    ) -> tuple[Span, ...]:
+    def foretell(self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """What a step that was taken, of which `programs` are references, should have been like.
 
         Raises:
             RayError: it died, failed, or is not done in time.
         """
-        call = self._planners[0].foretell.remote(*programs, cluster=cluster, cost=cost, device=device)
+        call = self._planners[0].foretell.remote(*programs, cluster=cluster, cost=cost)
         found: tuple[Span, ...] = ray.get(call, timeout=FORETELL_S)
         return found
 

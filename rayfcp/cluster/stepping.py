@@ -155,9 +155,9 @@ class Stepper:
 
     def foretell(self) -> None:
         """Simulate, on a planner, the steps that the trace keeps."""
-        device, cost = self._fleet.crew.facts[0].device, self._refit.cost
+        cost = self._refit.cost
         self._journal.record.foretell(
-            lambda traced: self._plans.foretell(traced.programs, cluster=traced.cluster, cost=cost, device=device)
+            lambda traced: self._plans.foretell(traced.programs, cluster=traced.cluster, cost=cost)
         )
 
     def broke(self, step: int) -> None:

@@ -106,7 +106,7 @@ class TrainingRun:
         """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. What the devices are
         to begin with."""
         device = resolved_device(self._config)
-        planners = Planners(self._config, self._data.model, say=self._tell)
+        planners = Planners(self._config, self._data.model, device=device, say=self._tell)
         ending.callback(planners.end)
         if device == "cpu" and self._config.cluster.min_workers < self._config.cluster.max_workers:
             planners.await_ready()  # workers take as many CPUs as there are
@@ -274,7 +274,7 @@ class TrainingRun:
 
     def _check_longest(self, cluster: ClusterSpec) -> None:
         """Strategies that slice sequences over microbatches fit any length in."""
-        if not slices(strategy_on(self._config, cluster.num_stages)):
+        if not slices(strategy_on(self._config, cluster.num_stages), num_stages=cluster.num_stages):
             longest = SequenceSpec(id=0, num_tokens=int(self._data.index.lengths.max()), num_targets=0)
             check_longest([longest], cluster=cluster)
 

@@ -65,6 +65,9 @@ class PlanConfig(Section):
     """How a global batch becomes a plan."""
 
     strategy: str = "flex-ring"
+    auto_candidates: int = Field(
+        default=3, ge=1, le=16, description="of plan.strategy=auto: how many of the best by prediction are simulated"
+    )
     lookahead_steps: Count = 4
     planner_actors: Count = 1
     packing: Literal["joint", "bfd"] = Field(

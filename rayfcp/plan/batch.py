@@ -1,12 +1,13 @@
 """`plan_batch`: the one way from sequences to a plan."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.bound import check_ids, check_longest, lower_bound
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.pipelines.bound import pipeline_bound
-from rayfcp.plan.strategies import get, slices
+from rayfcp.plan.strategies import AUTO, Proposal, get, ranked, slices
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
 
@@ -22,17 +23,59 @@ def plan_batch(
 
     Every sequence is in exactly one group of one microbatch, or each of its slices is; no rank holds more than
     `cluster.max_tokens_per_rank` tokens in one; groups of a microbatch share no rank. `strategy` names
-    the strategy; of `options`, its search bounds are used.
+    the strategy, `auto` the one that is fastest by prediction; of `options`, its search bounds are used.
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
         ValueError: unknown strategy, no sequences, ids that repeat.
     """
-    check_ids(sequences)
-    if not slices(strategy):
-        check_longest(sequences, cluster=cluster)
     options = options or PlanConfig()
+    if strategy == AUTO:
+        plans = plan_candidates(sequences, cluster=cluster, cost=cost, options=options)
+        return taken(plans[0], [(each.strategy, each.predicted_s) for each in plans], how="predicted")
+    check_ids(sequences)
+    if not slices(strategy, num_stages=cluster.num_stages):
+        check_longest(sequences, cluster=cluster)
     proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options)
+    return _plan(strategy, proposal, sequences, cluster=cluster, cost=cost, options=options)
+
+
+def plan_candidates(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> tuple[BatchPlan, ...]:
+    """What `auto` chooses from: at most `options.auto_candidates` plans of different strategies or mixtures of these,
+    the fastest by prediction first.
+
+    Raises:
+        InfeasiblePlanError: no strategy has a plan; names the constraint that binds.
+        ValueError: no sequences, ids that repeat.
+    """
+    check_ids(sequences)
+    found = ranked(sequences, cluster=cluster, cost=cost, options=options)[: options.auto_candidates]
+    return tuple(
+        _plan(each.strategy, each.proposal, sequences, cluster=cluster, cost=cost, options=options) for each in found
+    )
+
+
+def taken(plan: BatchPlan, seconds: Sequence[tuple[str, float]], *, how: str) -> BatchPlan:
+    """The plan that `auto` took, with the reason: what each strategy that was looked at takes, `how` that is known."""
+    own_s = next(each for name, each in seconds if name == plan.strategy)
+    others = ", ".join(f"{name} {each:.4g} s" for name, each in seconds if name != plan.strategy)
+    beside = f"; {others}" if others else "; no other has a plan"
+    why = f"{plan.reason[0].lower()}{plan.reason[1:]}"
+    return replace(plan, reason=f"Auto took {plan.strategy} ({how} {own_s:.4g} s{beside}), {why}")
+
+
+def _plan(
+    strategy: str,
+    proposal: Proposal,
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> BatchPlan:
+    """With prediction, bound and reason."""
     timed = proposal.pipelines or proposal.microbatches
     predicted_s = sum(each.predicted_s for each in timed)
     bound_s = (

@@ -63,7 +63,7 @@ def test_plans_stay_in_order_and_deaths_without_a_plan_in_between_are_counted(tm
     sampler = Sampler(index, seed=0, global_batch=6)
     model = profile_of(model_config(config.model, vocab_size=257), name="tiny")
     said: list[str] = []
-    planners = Planners(config, model, say=said.append)
+    planners = Planners(config, model, device="cpu", say=said.append)
     planners.await_ready()
     try:
         queue = PlanQueue(planners, sampler, lookahead=4)

@@ -1,5 +1,10 @@
 """The registry of strategies: one small file each, one line here."""
 
+from collections.abc import Sequence
+
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan.auto.ranking import SLICING, Candidate, Ranking
+from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.profiles.words import pick
 from rayfcp.plan.strategies import (
     bytescale,
@@ -18,6 +23,10 @@ from rayfcp.plan.strategies import (
 )
 from rayfcp.plan.strategies.interface import Proposal, Strategy
 from rayfcp.plan.strategies.staged import in_stages
+from rayfcp.values import ClusterSpec, SequenceSpec
+
+AUTO = "auto"
+"""Not a strategy of its own: the fastest of all, for every batch."""
 
 _STRATEGIES: dict[str, Strategy] = {
     "flex-ring": in_stages(flex_ring.propose, recompute="each"),
@@ -35,17 +44,15 @@ _STRATEGIES: dict[str, Strategy] = {
     "dapple": dapple.propose,
 }
 
-_SLICING = frozenset({"elastic-pipeline", "seq1f1b"})
 
-
-def slices(name: str) -> bool:
+def slices(name: str, *, num_stages: int) -> bool:
     """Whether a strategy may cut a sequence over several microbatches."""
-    return name in _SLICING
+    return name in SLICING or (name == AUTO and num_stages > 1)
 
 
 def names() -> tuple[str, ...]:
     """Names of all strategies, as `plan.strategy` takes them."""
-    return tuple(_STRATEGIES)
+    return (*_STRATEGIES, AUTO)
 
 
 def get(name: str) -> Strategy:
@@ -54,7 +61,25 @@ def get(name: str) -> Strategy:
     Raises:
         ValueError: unknown; names the nearest known one.
     """
-    return _STRATEGIES[pick(name, _STRATEGIES, what="plan.strategy")]
+    known = pick(name, names(), what="plan.strategy")
+    return _fastest if known == AUTO else _STRATEGIES[known]
 
 
-__all__ = ["Proposal", "Strategy", "get", "names", "slices"]
+def ranked(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> tuple[Candidate, ...]:
+    """What all strategies propose, the fastest by prediction first.
+
+    Raises:
+        InfeasiblePlanError: there is none; names the binding constraint.
+    """
+    return Ranking(_STRATEGIES, sequences, cluster=cluster, cost=cost, options=options).run()
+
+
+def _fastest(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    return ranked(sequences, cluster=cluster, cost=cost, options=options)[0].proposal
+
+
+__all__ = ["AUTO", "Candidate", "Proposal", "Strategy", "get", "names", "ranked", "slices"]

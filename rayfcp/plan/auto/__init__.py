@@ -1,0 +1,1 @@
+"""`auto`: of all strategies' plans of a batch the fastest, and mixtures of them."""
