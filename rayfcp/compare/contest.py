@@ -1,10 +1,12 @@
 """The comparison itself: each strategy plans the same batches; its plans are checked and simulated."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayfcp.compare.families import Family, family_of
+from rayfcp.compare.automatic import plan_auto_timed
+from rayfcp.compare.families import Family, family_of, stages_of
 from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import draw_batches, sequences_of
 from rayfcp.compare.measure import Scene, measure
@@ -15,6 +17,7 @@ from rayfcp.compare.setting import Setting, rank_profile
 from rayfcp.config import ConfigError
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.strategies import AUTO
 from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 
@@ -65,7 +68,10 @@ def compare(inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | 
     case = _case(inputs, say=say, options=options or options_of(inputs))
     entries, scenes = [], []
     for name in names:
-        entry, scene = _contest(name, case=case, inputs=inputs, say=say)
+        entry, scene = min(
+            (_contest(name, case=case, inputs=inputs, num_stages=each, say=say) for each in stages_of(name, inputs)),
+            key=lambda each: math.inf if each[0].iteration_s is None else each[0].iteration_s,
+        )
         entries.append(entry)
         scenes += [scene] if scene else []
     return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
@@ -100,10 +106,10 @@ def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
     )
 
 
-def _contest(name: str, *, case: Case, inputs: Inputs, say: Say) -> tuple[Entry, Scene | None]:
-    """The entry of one strategy, and the scene of its first batch."""
+def _contest(name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say) -> tuple[Entry, Scene | None]:
+    """The entry of one strategy on so many stages, and the scene of its first batch."""
     longest = max(map(max, case.batches))
-    family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest)
+    family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest, num_stages=num_stages)
     place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
     why = missing(name, num_stages=inputs.stages) or family.why_none
     if why:
@@ -134,7 +140,11 @@ def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -
     figures, scenes, plans = [], [], []
     for number, batch in enumerate(case.batches):
         say(f"{name}: batch {number + 1} of {len(case.batches)}")
-        plan, plan_s = plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        plan, plan_s = (
+            plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
+            if name == AUTO
+            else plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        )
         if number == 0:
             _check(plan, batch, setting=setting)
         measured, scene = measure(

@@ -10,6 +10,7 @@ from rayfcp.compare.setting import GIB, Setting, settings_of
 from rayfcp.plan import CostModel
 from rayfcp.plan.costs.pipeline import PipelineCost
 from rayfcp.plan.costs.stages import split_by_cost, split_layers
+from rayfcp.plan.strategies import AUTO
 from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
 
 UNBOUNDED_BYTES = 1 << 50
@@ -26,9 +27,25 @@ class Family:
     why_none: str = ""
 
 
-def family_of(name: str, inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, longest: int) -> Family:
-    """That of a strategy; `hardware` is that of a rank on a stage, `longest` the most tokens of a sequence."""
-    num_stages = inputs.stages if name in PIPELINES else 1
+def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
+    """Numbers of stages of the families that a strategy may choose from: `auto` has both."""
+    if name == AUTO:
+        return tuple(dict.fromkeys((1, inputs.stages)))
+    return (inputs.stages,) if name in PIPELINES else (1,)
+
+
+def family_of(
+    name: str,
+    inputs: Inputs,
+    *,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    longest: int,
+    num_stages: int | None = None,
+) -> Family:
+    """That of a strategy, on the first of the numbers of stages that it may choose from unless one is given; `hardware`
+    is that of a rank on a stage, `longest` the most tokens of a sequence."""
+    num_stages = num_stages or stages_of(name, inputs)[0]
     num_ranks = inputs.devices // inputs.tensor_parallel // num_stages
     try:
         settings = (

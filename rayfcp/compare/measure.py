@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from rayfcp.compare.results import Measured
 from rayfcp.compare.setting import GIB, Setting
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, SequenceSpec
 
@@ -31,15 +31,7 @@ def measure(
 ) -> tuple[Measured, Scene]:
     """Figures and scene of a plan; `hardware` is that of a rank (on a stage)."""
     programs = lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
-    timeline = simulate(
-        programs,
-        model=model,
-        hardware=hardware,
-        node_of_rank=setting.cluster.node_of_rank,
-        speed_of_rank=setting.cluster.speed_of_rank,
-        layers_of_stage=setting.cluster.layers_of_stage,
-        gather_every=setting.gather_every,
-    )
+    timeline = timeline_of(programs, model=model, hardware=hardware, setting=setting)
     measured = Measured(
         num_tokens=timeline.num_tokens,
         num_ranks=timeline.num_ranks,
@@ -56,3 +48,18 @@ def measure(
         num_microbatches=len(plan.microbatches),
     )
     return measured, Scene(plan=plan, sequences=tuple(sequences), timeline=timeline)
+
+
+def timeline_of(
+    programs: Sequence[RankProgram], *, model: ModelProfile, hardware: HardwareProfile, setting: Setting
+) -> Timeline:
+    """Programs on the devices of a setting."""
+    return simulate(
+        programs,
+        model=model,
+        hardware=hardware,
+        node_of_rank=setting.cluster.node_of_rank,
+        speed_of_rank=setting.cluster.speed_of_rank,
+        layers_of_stage=setting.cluster.layers_of_stage,
+        gather_every=setting.gather_every,
+    )

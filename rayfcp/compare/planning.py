@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import product
 
 from rayfcp.compare.inputs import Inputs
 from rayfcp.compare.lengths import sequences_of
@@ -15,8 +16,8 @@ from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
 """compare may use every primitive that the simulator has."""
 
-SETTING_FROM = {"flexsp": "ulysses"}
-"""Strategies that take seconds a plan and the quick one, of the same primitive, whose setting they take."""
+SETTING_FROM = {"flexsp": ("ulysses",), "auto": ("elastic-pipeline", "flex-block", "flex-ring")}
+"""Strategies that take seconds a plan and the quick ones, of like plans, whose best setting they take."""
 
 WARM_UP_SEQUENCES = 8
 """Sequences of the untimed first plan of a strategy that takes seconds a plan."""
@@ -63,15 +64,11 @@ def best_setting(
     Raises:
         InfeasiblePlanError: the strategy has no plan under any setting.
     """
-    if strategy in SETTING_FROM:
-        setting = best_setting(SETTING_FROM[strategy], lengths, settings=settings, options=options)
-        plan_timed(sorted(lengths)[:WARM_UP_SEQUENCES], strategy=strategy, setting=setting, options=options)
-        return setting
     best: tuple[float, Setting] | None = None
     why = InfeasiblePlanError("no setting was tried")
-    for setting in settings:
+    for asked, setting in product(SETTING_FROM.get(strategy, (strategy,)), settings):
         try:
-            plan, _ = plan_timed(lengths, strategy=strategy, setting=setting, options=options)
+            plan, _ = plan_timed(lengths, strategy=asked, setting=setting, options=options)
         except InfeasiblePlanError as error:
             why = error
             continue
@@ -79,6 +76,8 @@ def best_setting(
             best = (plan.predicted_s, setting)
     if best is None:
         raise why
+    if strategy in SETTING_FROM:
+        plan_timed(sorted(lengths)[:WARM_UP_SEQUENCES], strategy=strategy, setting=best[1], options=options)
     return best[1]
 
 
