@@ -39,8 +39,19 @@ class Planned:
 
 
 def attention_only(model: ModelProfile) -> ModelProfile:
-    """One layer with its heads and next to nothing else."""
-    return replace(model, num_layers=1, hidden_size=1, ffn_size=0, vocab_size=1, tied_embeddings=True)
+    """One layer that attends to all before, with the model's heads and next to nothing else."""
+    return replace(
+        model,
+        num_layers=1,
+        hidden_size=1,
+        ffn_size=0,
+        vocab_size=1,
+        tied_embeddings=True,
+        num_experts=1,
+        experts_per_token=1,
+        shared_ffn_size=0,
+        layer_windows=(),
+    )
 
 
 def lengths_of(asked: Asked) -> tuple[int, ...]:

@@ -120,6 +120,13 @@ def test_errors_are_found_wherever_they_are(model: str, tokens: int, rows: int, 
             assert replace(truth, **{name: moved}).error(truth) >= least
 
 
+def test_windows_and_experts_do_not_count() -> None:
+    """The bench asks what attention over all keys takes."""
+    plain = model_profile("qwen3-8b")
+    other = replace(plain, layer_windows=(64,) * plain.num_layers, num_experts=8, experts_per_token=2)
+    assert attention_only(other) == attention_only(plain)
+
+
 def test_a_wrong_plan_is_seen(model: str) -> None:
     """Tokens that nobody loads, and tokens of another rank, are no small error."""
     lengths = (30, 8)
