@@ -46,6 +46,7 @@ def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: fl
         bubble=waited_s / sum(report.step_s for report in ranks),
         gap=record.gap,
         strategy=record.strategy,
+        reason=record.reason,
         world_size=len(ranks),
         degrees=record.degrees,
         num_microbatches=record.num_microbatches,

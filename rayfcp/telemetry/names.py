@@ -92,7 +92,13 @@ METRICS: tuple[Metric, ...] = (
     _gauge("worker_memory_bytes", "bytes", "Memory of a device: resident, allocated or peak", RANK, "kind"),
     _counter("tokens_total", "tokens", "Tokens trained on", kept=Kept.STEPS),
     _counter("sequences_total", "sequences", "Sequences trained on", kept=Kept.STEPS),
-    _counter("strategy_steps_total", "steps", "Steps planned by a strategy", "strategy", kept=Kept.STEPS),
+    _counter(
+        "strategy_steps_total",
+        "steps",
+        "Steps planned by a strategy; with plan.strategy=auto by the one that was taken",
+        "strategy",
+        kept=Kept.STEPS,
+    ),
     _counter("sequences_skipped_total", "sequences", "Rows of the data left out", "reason", kept=None),
     _counter(
         "recoveries_total",

@@ -22,7 +22,7 @@ from rayfcp.telemetry.step_charts import BALANCE, LEARNING, PREDICTION, WORLD, d
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.telemetry.style import STYLE
 from rayfcp.telemetry.summary import RunSummary, summarize
-from rayfcp.telemetry.tables import events_table, steps_table
+from rayfcp.telemetry.tables import events_table, plans_table, steps_table
 from rayfcp.telemetry.tiles import tiles_html, tiles_of
 from rayfcp.telemetry.timeline import Trace, read_trace, timeline_view
 from rayfcp.values import StepReport
@@ -112,6 +112,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         f"<h2>Training</h2><p>{note}</p>{_charts(step_charts(LEARNING, steps, marks=marks))}",
         f"<h2>Predicted and measured</h2>{_charts(step_charts(PREDICTION, steps, marks=marks))}",
         f"<h2>Balance and devices</h2>{_charts(balance)}",
+        f"<h2>Plans</h2>{plans}" if (plans := plans_table(steps)) else "",
         f"<h2>Starts, losses and resizes</h2>{events_table(run.events)}" if run.events else "",
         f"<h2>Time by rank</h2><p>{_told(run.trace)}</p>{view}" if view else "",
     ]

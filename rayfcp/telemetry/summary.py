@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
         first_step=reports[0].step,
         last_step=reports[-1].step,
         num_tokens=sum(report.num_tokens for report in reports),
-        strategy=reports[-1].strategy,
+        strategy=_strategies(reports),
         world_size=reports[-1].world_size,
         first_loss=reports[0].loss,
         last_loss=reports[-1].loss,
@@ -73,6 +74,12 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
             _ratio(abs(report.predicted_s - report.step_s), report.step_s) for report in steady
         ),
     )
+
+
+def _strategies(reports: Sequence[StepReport]) -> str:
+    """All that planned steps, where there are several with their steps, most first."""
+    counts = Counter(report.strategy for report in reports).most_common()
+    return counts[0][0] if len(counts) == 1 else ", ".join(f"{name} ({count} steps)" for name, count in counts)
 
 
 def mean_degree(reports: Sequence[StepReport]) -> float:

@@ -1,5 +1,6 @@
 """The tables of a report: its last steps, and what happened between steps."""
 
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
@@ -34,6 +35,17 @@ def steps_table(reports: Sequence[StepReport]) -> str:
     shown = f"Last {len(rows)} steps" if len(rows) < len(reports) else "All steps"
     table = _table((*heads, "degrees"), rows)
     return f"<details><summary>{shown} as a table</summary><div>{table}</div></details>"
+
+
+def plans_table(reports: Sequence[StepReport]) -> str:
+    """Which strategies planned how many steps, most first, and why the last plan of each is as it is; nothing where no
+    step says why."""
+    last = {report.strategy: report for report in reports if report.reason}
+    if not last:
+        return ""
+    counts = Counter(report.strategy for report in reports).most_common()
+    rows = [(name, f"{count:,}", str(last[name].step), last[name].reason) for name, count in counts if name in last]
+    return f'<div class="card events">{_table(("strategy", "steps", "last one", "why its plan is so"), rows)}</div>'
 
 
 def events_table(events: Sequence[Event]) -> str:

@@ -21,7 +21,8 @@ class StepReport:
     BatchPlan on the planner. `plan_wait_s`: what the step waited for its plan. `mfu`: model FLOPs /
     (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting for
     other ranks, their messages, gathers and reductions included (NaN on accelerators). `degrees`: groups
-    per degree. `recovered`: the step ran again after a failure.
+    per degree. `recovered`: the step ran again after a failure. `strategy`, `reason`: who made the plan, and in one
+    sentence why it is as it is; of plan.strategy=auto, which strategy was taken and why.
     """
 
     step: int
@@ -46,3 +47,4 @@ class StepReport:
     plan_hash: str
     samples_hash: str
     recovered: bool = False
+    reason: str = ""

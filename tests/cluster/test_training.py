@@ -59,7 +59,7 @@ def test_one_rank_learns_and_reports(alone: tuple[StepReport, ...], folder: Path
     assert len(CheckpointFolder(run_dir / "checkpoints", keep=1).complete()) == 1
 
 
-@pytest.mark.parametrize(("num_workers", "strategy"), [(2, "flex-ring"), (3, "flex-ring"), (3, "flex-block")])
+@pytest.mark.parametrize(("num_workers", "strategy"), [(2, "flex-ring"), (3, "auto"), (3, "flex-block")])
 def test_same_losses_on_more_ranks(
     num_workers: int, strategy: str, folder: Path, alone: tuple[StepReport, ...]
 ) -> None:
@@ -73,6 +73,8 @@ def test_same_losses_on_more_ranks(
     FlexTrainer(config).fit()
     assert_same_run(steps_of(config), alone)
     assert {report.world_size for report in steps_of(config)} == {num_workers}
+    taken = {report.reason.split(" (")[0] for report in steps_of(config)}
+    assert strategy != "auto" or taken == {f"Auto took {report.strategy}" for report in steps_of(config)}
 
 
 LAYOUTS = (

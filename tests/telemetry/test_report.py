@@ -95,6 +95,24 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     assert page.count("&lt;script&gt;") == 4 and "\\u003ci>x" in page and "&lt;i&gt;cause" in page
 
 
+def test_it_says_which_strategies_planned_and_why(tmp_path: Path) -> None:
+    """Each strategy's steps and its last reason; nothing where none is known."""
+    steps = [report(at, strategy=name, reason=f"Auto took {name} at {at}.") for at, name in enumerate("abaac", 1)]
+    page = page_of(steps, tmp_path)
+    rows = [("a", 3, 4), ("b", 1, 2), ("c", 1, 5)]
+    for name, count, at in rows:
+        assert f"<td>{name}</td><td>{count}</td><td>{at}</td><td>Auto took {name} at {at}.</td>" in page
+    assert "Auto took a at 3" not in page
+    assert "a (3 steps), b (1 steps), c (1 steps)" in page
+    assert "<h2>Plans</h2>" not in page_of([report(1)], fresh(tmp_path))
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder for another run."""
+    (folder / "other").mkdir()
+    return folder / "other"
+
+
 def test_long_runs_and_missing_values(tmp_path: Path) -> None:
     steps = [report(step, loss=math.nan if step % 7 == 0 else 1.0 / step) for step in range(1, 2001)]
     page = page_of(steps, tmp_path)

@@ -17,7 +17,7 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Sequ
 
 
 class Mixer:
-    """One batch on one cluster of one stage."""
+    """One batch on one cluster of one stage. Microbatches share the budget of the search by their sequences."""
 
     def __init__(
         self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
@@ -29,7 +29,8 @@ class Mixer:
     def mixed(self, base: Proposal, others: Sequence[tuple[str, Strategy]], *, name: str) -> Proposal | None:
         """`base`, of the strategy `name`, with every microbatch in the hands of whichever of `others` is fastest for
         its sequences alone; None where all stay as they are. The longest microbatch comes last."""
-        parts, used = [], {name}
+        parts: list[MicrobatchPlan] = []
+        used = {name}
         for microbatch in base.microbatches:
             found, by = self._fastest(microbatch, others)
             parts += found or (microbatch,)
@@ -44,11 +45,13 @@ class Mixer:
         """What takes less than the microbatch does, and whose it is; nothing if none does."""
         ids = sorted(each for group in microbatch.groups for each in group.sequences)
         sequences = [self._by_id[each] for each in ids]
+        share = max(self._options.search_moves * len(ids) // len(self._by_id), 1)
+        options = self._options.model_copy(update={"search_moves": share})
         best: tuple[tuple[MicrobatchPlan, ...], str] = ((), "")
         best_s = self._seconds((microbatch,))
         for name, strategy in others:
             try:
-                found = strategy(sequences, cluster=self._cluster, cost=self._cost, options=self._options)
+                found = strategy(sequences, cluster=self._cluster, cost=self._cost, options=options)
             except InfeasiblePlanError:
                 continue
             seconds = self._seconds(found.microbatches)
@@ -62,7 +65,7 @@ class Mixer:
 
     def _makespan_s(self, microbatch: MicrobatchPlan) -> float:
         passes_s = group_passes(microbatch, by_id=self._by_id, cluster=self._cluster, cost=self._cost)
-        return sum(max(seconds) for seconds in zip(*passes_s, self._idle_s, strict=True))
+        return float(sum(max(seconds) for seconds in zip(*passes_s, self._idle_s, strict=True)))
 
     def _in_order(self, microbatches: Sequence[MicrobatchPlan]) -> tuple[MicrobatchPlan, ...]:
         timed = [(self._makespan_s(each), each) for each in microbatches]

@@ -1,0 +1,56 @@
+"""`auto` by simulation: never slower than any of its candidates, the same every time, and it says why."""
+
+import pytest
+
+from rayfcp.compare.lengths import draw_batches
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan import CostModel
+from rayfcp.plan.batch import plan_candidates
+from rayfcp.program import RankProgram, check_progress, lower
+from rayfcp.simulate import simulate
+from rayfcp.simulate.choosing import Choice, choose
+from rayfcp.values import BatchPlan, ClusterSpec
+from tests.simulate.helpers import MACHINE, MODEL, specs
+
+OPTIONS = PlanConfig(primitives=("ring", "ulysses"), search_moves=5000)
+
+
+def chosen(lengths: list[int], *, num_ranks: int, candidates: int = 3) -> tuple[Choice, dict[str, float]]:
+    """What `auto` takes, and the simulated seconds of each of its candidates."""
+    sequences = specs(lengths)
+    cost = CostModel.from_profiles(MODEL, MACHINE, num_ranks=num_ranks, bytes_per_element=2, reduce_every="step")
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=2048)
+    options = OPTIONS.model_copy(update={"auto_candidates": candidates})
+    plans = plan_candidates(sequences, cluster=cluster, cost=cost, options=options)
+
+    def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
+        return lower(plan, sequences)
+
+    def seconds(programs: tuple[RankProgram, ...]) -> float:
+        return simulate(programs, model=MODEL, hardware=MACHINE).iteration_s
+
+    choice = choose(plans, lowered=lowered, seconds=seconds)
+    return choice, {plan.strategy: seconds(lowered(plan)) for plan in plans}
+
+
+@pytest.mark.parametrize("name", ["lognormal", "bimodal", "long-tail", "github"])
+@pytest.mark.parametrize("num_ranks", [2, 4, 7])
+def test_the_fastest_candidate_is_taken(name: str, num_ranks: int) -> None:
+    ((*lengths,),) = draw_batches(f"dist:{name}", num_batches=1, global_batch=14, max_seqlen=4000, seed=num_ranks)
+    choice, seconds = chosen(lengths, num_ranks=num_ranks)
+    assert dict(choice.simulated).items() <= seconds.items() and len(seconds) <= 3
+    if choice.simulated:
+        assert seconds[choice.plan.strategy] == min(each for _, each in choice.simulated)
+        assert f"simulated {seconds[choice.plan.strategy]:.4g} s" in choice.plan.reason
+    check_progress(choice.programs)
+    assert {program.plan_hash for program in choice.programs} == {choice.plan.plan_hash}
+    assert chosen(lengths, num_ranks=num_ranks)[0] == choice
+
+
+def test_all_candidates_and_one() -> None:
+    """Of all, the fastest in the simulation; one needs none."""
+    lengths = [3000, 1500, 900, 400, 400, 300, 200, 100, 50, 50]
+    every, seconds = chosen(lengths, num_ranks=4, candidates=16)
+    assert seconds[every.plan.strategy] <= 1.01 * min(seconds.values())
+    one, (only,) = chosen(lengths, num_ranks=4, candidates=1)
+    assert not one.simulated and one.plan.strategy == only and "predicted" in one.plan.reason
