@@ -76,6 +76,15 @@ def test_figures_make_sense(everything: Comparison) -> None:
         assert tokens / 2 / slowest / 4 < 2 * entry["tokens_per_s_per_rank"] < 1e6
     fastest = min(entry["iteration_s"] for entry in results(everything).values() if entry["feasible"])
     assert results(everything)["flex-ring"]["iteration_s"] <= 1.05 * fastest
+    assert results(everything)["auto"]["iteration_s"] <= 1.01 * fastest
+
+
+def test_auto_chooses_among_both_numbers_of_stages(tmp_path: Path) -> None:
+    names = ("auto", "flex-ring", "elastic-pipeline")
+    found = results(compare(small(tmp_path, strategies=names, stages=2, batches=1)))
+    auto, *others = (found[name] for name in names)
+    assert auto["feasible"] and auto["reason"].startswith("Auto took ")
+    assert auto["iteration_s"] <= 1.01 * min(each["iteration_s"] for each in others if each["feasible"])
 
 
 def test_speedups_are_over_the_best_baseline(everything: Comparison) -> None:

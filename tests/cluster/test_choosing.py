@@ -1,0 +1,43 @@
+"""A planner's `auto`, with and without stages: programs are those of the plan that it names."""
+
+import pytest
+
+from rayfcp.cluster.measured import analytic_cost
+from rayfcp.cluster.planner import Planner, PlanRecord
+from rayfcp.config import Config
+from rayfcp.program import RankProgram
+from rayfcp.values import ClusterSpec, GlobalBatch, Sample
+from tests.simulate.helpers import MODEL
+
+LENGTHS = (3000, 900, 400, 200, 60, 30)
+BATCH = GlobalBatch(
+    step=1,
+    epoch=0,
+    samples=tuple(
+        Sample(id=at, shard=0, row=at, start=0, stop=each, num_targets=each - 1) for at, each in enumerate(LENGTHS)
+    ),
+)
+
+
+def config(strategy: str) -> Config:
+    return Config.model_validate({"data": {"paths": ["unused"]}, "plan": {"strategy": strategy, "search_moves": 5000}})
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_the_record_names_what_was_taken_and_why(num_stages: int) -> None:
+    cluster = ClusterSpec(num_ranks=2, num_stages=num_stages, max_tokens_per_rank=2048)
+    given = config("auto")
+    cost = analytic_cost(given, MODEL, device="cpu", cluster=cluster, memory_bytes=1 << 32)
+    planner = Planner(given, MODEL, device="cpu")
+    record, *programs = planner.plan(BATCH, cluster, cost=cost)
+    assert isinstance(record, PlanRecord) and record.strategy != "auto"
+    assert record.reason.startswith(f"Auto took {record.strategy} (simulated ")
+    assert len(programs) == 2 * num_stages and record.plan_s > 0
+    assert {each.plan_hash for each in programs if isinstance(each, RankProgram)} == {record.plan_hash}
+    again, *_ = planner.plan(BATCH, cluster, cost=cost)
+    assert isinstance(again, PlanRecord) and again.plan_hash == record.plan_hash
+    spans = planner.foretell(*(each for each in programs if isinstance(each, RankProgram)), cluster=cluster, cost=cost)
+    best = Planner(config(record.strategy), MODEL, device="cpu") if record.strategy != "mixed" else planner
+    single, *_ = best.plan(BATCH, cluster, cost=cost)
+    assert isinstance(single, PlanRecord) and single.predicted_s == record.predicted_s
+    assert max(span.stop_s for span in spans) > 0
