@@ -81,7 +81,8 @@ def about_run(config: Config, model: ModelProfile, *, device: str, cluster: Clus
         "reduce_every": config.train.reduce_every,
         "threads_per_worker": config.train.threads_per_worker,
     }
-    return about  # equal to itself after a round trip through JSON
+    found: dict[str, Any] = json.loads(json.dumps(about))  # as it is in a file
+    return found
 
 
 def _layout(cluster: ClusterSpec) -> list[int]:

@@ -163,6 +163,14 @@ def test_a_profile_holds_for_the_same_model_on_the_same_ranks(tmp_path: Path) ->
         assert profiled_cost(path, about=about(**changed)) is None
 
 
+def test_what_a_profile_depends_on_is_the_same_in_its_file() -> None:
+    """Also where layers have windows."""
+    model = dataclasses.replace(MODEL, layer_windows=(64,) * MODEL.num_layers)
+    found = about_run(config_of(), model, device="cpu", cluster=ClusterSpec(num_ranks=2, max_tokens_per_rank=64))
+    assert json.loads(json.dumps(found)) == found
+    assert found["model"] != about()["model"]
+
+
 def test_refitted_coefficients_are_kept_beside_the_measured(tmp_path: Path) -> None:
     """What is planned next goes by the refitted, a run that starts anew by the profile."""
     path = tmp_path / "profile.json"
