@@ -88,11 +88,11 @@ def started(tmp_path: Path):
 def test_interrupted_then_gone_on_with(started: Callable[[], Command], tmp_path: Path) -> None:
     steps, checkpoints = tmp_path / "stopped" / "steps.jsonl", tmp_path / "stopped" / "checkpoints"
     first = started()
-    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, seconds=60), first.log.read_text()
+    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, seconds=150), first.log.read_text()
     seen = " ".join(marked(f"{MARK}={first.mark}").values())
     assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "RankWorker")), seen
     first.press_ctrl_c()
-    written = first.ends_with(1, seconds=60)
+    written = first.ends_with(1, seconds=150)
     assert "stopping after this step with a checkpoint" in written
     assert written.rstrip().endswith("rayfcp: stopped before the end") and "Traceback" not in written
 
