@@ -84,9 +84,9 @@ def test_a_run_goes_by_its_profile_and_refits_it(profiled: Profiled, config: Con
     FlexTrainer(config).fit(watcher=heard)
     assert [line for line in heard.lines if line.startswith("cost model of rayfcp profile")]
     written = json.loads(profiled.profile_path.read_text())
-    assert CostModel(**written["cost"]) == profiled.measured.fit.cost
+    assert CostModel.of_fields(written["cost"]) == profiled.measured.fit.cost
     assert written["refitted_steps"] == 2
-    assert CostModel(**written["refitted"]) != profiled.measured.fit.cost
+    assert CostModel.of_fields(written["refitted"]) != profiled.measured.fit.cost
 
 
 def test_refitting_changes_no_loss(profiled: Profiled, config: Config) -> None:
