@@ -36,8 +36,9 @@ class Stretch:
 
 
 class RankTimes:
-    """Stretches of equally many steps. Once stretches times devices come to `max_cells`, each two become one, so that
-    memory and file stay bounded however long the run is."""
+    """Stretches of equally many steps. Once the devices of all stretches come to more than `max_cells`, each two
+    stretches become one, until they fit or two are left, so that memory and file stay bounded however long the run is
+    and however often devices are others."""
 
     def __init__(self, *, max_cells: int = MAX_CELLS) -> None:
         self.stretches: list[Stretch] = []
@@ -52,7 +53,7 @@ class RankTimes:
             self.stretches[-1].add(one)
         else:
             self.stretches.append(one)
-        if len(self.stretches) > 2 and sum(len(each.busy_s) for each in self.stretches) > self._max_cells:
+        while len(self.stretches) > 2 and sum(len(each.busy_s) for each in self.stretches) > self._max_cells:
             self._halve()
 
     def write(self, path: str | Path) -> None:

@@ -103,6 +103,13 @@ def test_busy_times_keep_their_means_in_bounded_space(steps: list[dict[int, floa
     assert again.stretches[-1].last_step == len(steps) + 1
 
 
+def test_devices_that_are_others_in_each_step_stay_in_bounded_space_too() -> None:
+    times = RankTimes(max_cells=4)
+    for step in range(1, 33):
+        times.add(step, {step % 2: 1.0, 2 + step % 2: 1.0, 4 + step % 2: 1.0})
+        assert sum(len(each.busy_s) for each in times.stretches) <= 2 * 6
+
+
 def test_the_slowest_device_leads_and_many_devices_stay_readable() -> None:
     times = RankTimes()
     for step in range(1, 200):
