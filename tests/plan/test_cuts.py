@@ -6,7 +6,7 @@ from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.world import world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
-from tests.plan.helpers import UNIT, batch_of
+from tests.plan.helpers import UNIT, batch_of, partitions
 
 CUTS = st.tuples(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(1, 6), st.integers(20, 300))
 
@@ -29,6 +29,13 @@ def test_every_hopeful_cut_fits_and_is_tried_once(case: tuple[list[int], int, in
     several = [part.tobytes() for part in parts[:-1]]
     assert len(set(several)) == len(several)
     assert parts[-1].tolist() == cuts.packed.tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(20, 30))
+def test_few_sequences_get_the_fewest_microbatches(lengths: list[int], room: int) -> None:
+    fewest = min(len(cut) for cut in partitions(lengths) if max(map(sum, cut)) <= room)
+    assert cuts_of(lengths, 1, room).packed.max() + 1 == fewest
 
 
 def test_few_long_sequences_are_cut_with_the_shortest() -> None:

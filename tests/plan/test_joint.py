@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGES = PlanConfig(packing="bfd", degrees="dp")
 NO_OVERLAP = UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02)
 COSTS = st.sampled_from([UNIT, NO_OVERLAP, profiled(8)])
+NEARLY_FULL = batch_of([34, 1, 44, 33, 55], full=[True])
+"""One microbatch of 3 ranks of 58 tokens holds it, if 34, 44 and 33 share two of them."""
 
 
 def cluster_of(sequences: list[SequenceSpec], num_ranks: int, room: int) -> ClusterSpec:
@@ -44,6 +46,7 @@ def test_never_worse_than_the_two_stages(
 
 @settings(max_examples=40, deadline=None)
 @given(batches(max_sequences=5, max_tokens=80), st.integers(1, 3), st.integers(20, 100), st.booleans())
+@example(NEARLY_FULL, 3, 58, False)
 def test_tiny_batches_are_close_to_the_best_of_all_plans(
     sequences: list[SequenceSpec], num_ranks: int, room: int, overlap: bool
 ) -> None:

@@ -6,7 +6,15 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from rayfcp.plan.joint.kernels.cut import Cut, _runs, bins_by_tokens, cut_by_length, cut_by_time, floor_s
+from rayfcp.plan.joint.kernels.cut import (
+    Cut,
+    _runs,
+    bins_by_tokens,
+    cut_by_length,
+    cut_by_time,
+    floor_s,
+    tight_bins,
+)
 from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.state import World
 
@@ -25,12 +33,21 @@ class Cuts:
         batch, prices = world.batch, world.prices
         self.room = prices.holds
         self.num_tokens = float(batch.tokens.sum())
-        self.packed = bins_by_tokens(world, self.room)
         fewest = math.ceil(self.num_tokens / self.room)
+        self.packed = self._fewest(fewest)
         self.counts = range(fewest, min(int(self.packed.max()) + 1 + max_more, len(batch.tokens)) + 1)
         self._order = np.argsort(-batch.work_s, kind="stable")
         self._work_s = float(batch.work_s.sum()) / prices.capacity
         self._longest_s = float(batch.alone_s.max()) - prices.fixed_s
+
+    def _fewest(self, least: int) -> Ints:
+        """Best-fit decreasing, or fewer microbatches where a search finds how."""
+        packed = bins_by_tokens(self._world, self.room)
+        for count in range(least, int(packed.max()) + 1):
+            fewer = tight_bins(self._world, self.room, count)
+            if len(fewer):
+                return fewer
+        return packed
 
     def by_time(self) -> Iterator[Ints]:
         """Longest processing time first at every count that fits; if none does, best-fit decreasing, which

@@ -41,9 +41,10 @@ class JointSearch:
     """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
 
     Starts: where memory is scarce, microbatches filled in turn (`kernels.turns`); groups of one degree for the whole
-    batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), and
-    by the paper's two stages (`kernels.stages`); a cut whose floor is no better than what was found is passed over.
-    The best starts are improved by moves and swaps (`kernels.improve`), the best of all by changes at random.
+    batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), one ring
+    split where memory left no other way (`kernels.split`), and by the paper's two stages (`kernels.stages`); a cut
+    whose floor is no better than what was found is passed over. The best starts are improved by moves, swaps and
+    splits (`kernels.improve`), the best of all by changes at random.
     A start is made whatever the budget.
     """
 

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.plan.compiled import compiled
+from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.price import Floats, Ints
 from rayfcp.plan.joint.kernels.state import World, _sum_s
+
+STEPS = 20_000  # of the search for the fewest microbatches: many sequences seldom need it
 
 
 class Cut(NamedTuple):
@@ -86,6 +88,53 @@ def _runs(tokens: Floats, most: int, room: float) -> Ints:
 def bins_by_tokens(world: World, room: float) -> Ints:
     """Best-fit decreasing by tokens, into as many microbatches as that takes: it always fits."""
     return best_fit(world.batch.tokens, Bins(room, len(world.batch.tokens)))
+
+
+@compiled
+def tight_bins(world: World, room: float, most: int) -> Ints:
+    """At most so many microbatches, by search in depth: each sequence, longest first, in each microbatch with room for
+    it, until as much room is lost as may be. Nothing if there are none, or none was found in `STEPS`."""
+    tokens = world.batch.tokens
+    size, free = len(tokens), most * room - tokens.sum()
+    part, held, at = np.full(size, -1), np.zeros(most), 0
+    for _ in range(STEPS):
+        if part[at] >= 0:
+            held[part[at]] -= tokens[at]
+        part[at] = _next_bin(held, room, tokens[at], part[at])
+        if part[at] < 0:
+            if at == 0:
+                break
+            at -= 1
+            continue
+        held[part[at]] += tokens[at]
+        if at == size - 1:
+            return part
+        if _lost(held, room, tokens[size - 1]) <= free:
+            at += 1
+    return part[:0]
+
+
+@inner
+def _next_bin(held: Floats, room: float, tokens: float, before: int) -> int:
+    """The first after `before` with room, of those that hold as much only the first of all; -1 if there is none."""
+    for each in range(before + 1, len(held)):
+        if held[each] + tokens <= room:
+            new = True
+            for other in range(each):
+                new = new and held[other] != held[each]
+            if new:
+                return each
+    return -1
+
+
+@inner
+def _lost(held: Floats, room: float, shortest: float) -> float:
+    """Room that nothing fits in any more."""
+    lost = 0.0
+    for each in range(len(held)):
+        if room - held[each] < shortest:
+            lost += room - held[each]
+    return lost
 
 
 @compiled

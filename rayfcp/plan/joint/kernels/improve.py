@@ -8,6 +8,7 @@ from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.links import Links, _settle, _shift, links_of
 from rayfcp.plan.joint.kernels.price import Floats
+from rayfcp.plan.joint.kernels.split import _split
 from rayfcp.plan.joint.kernels.state import MICROBATCHES, MOVES, World, total_s
 from rayfcp.plan.joint.kernels.trials import Change, _bottleneck, _moves, _swaps, _unions
 
@@ -38,7 +39,7 @@ def improve(world: World, max_moves: int) -> float:
     return total_s(world)
 
 
-@inner
+@compiled
 def _step(world: World, links: Links, spans: Floats, microbatch: int) -> bool:
     """The best change of the slowest group of a microbatch; False if there is none."""
     slow = _bottleneck(world, microbatch)
@@ -48,7 +49,10 @@ def _step(world: World, links: Links, spans: Floats, microbatch: int) -> bool:
     best = _unions(world, slow, best)
     best = _swaps(world, links, spans, slow, best)
     if best.target < 0:
-        return False
+        if not _split(world, links, slow.group):
+            return False
+        spans[microbatch] = _allocate(world, microbatch, 0)
+        return True
     there = world.state.home[best.target]
     _apply(world, links, slow.group, best)
     spans[microbatch] = _allocate(world, microbatch, 0)

@@ -17,7 +17,7 @@ def _force(world: World, at: int, microbatch: int, first: int, limit_s: float) -
     for group in range(first, state.counts[GROUPS]):
         degree, tokens = state.degree[group], state.tokens[group] + batch.tokens[at]
         most = degree + spare if state.far[group] < SEAT else degree
-        if degree == 0 or tokens > most * prices.room:
+        if state.home[group] != microbatch or tokens > most * prices.room:
             continue
         cells = state.cells[group] + batch.cells[at]
         needed = max(degree, math.ceil(tokens / prices.room))
@@ -44,21 +44,21 @@ def _pool(world: World, at: int, microbatch: int, first: int, limit_s: float) ->
     spare ranks too."""
     state, batch, prices = world.state, world.batch, world.prices
     while True:
-        base = _emptiest(world, first, -1)
+        base = _emptiest(world, microbatch, first, -1)
         if base < 0:
             return False
         left = prices.room * state.degree[base] - state.tokens[base]
         best, best_s = -1, math.inf
         for group in range(first, state.counts[GROUPS]):
             free = prices.room * state.degree[group] - state.tokens[group]
-            apart = state.far[group] >= SEAT
-            if group != base and not apart and state.degree[group] > 0 and left + free >= batch.tokens[at]:
+            there = state.home[group] == microbatch and state.far[group] < SEAT
+            if group != base and there and left + free >= batch.tokens[at]:
                 cells, tokens = state.cells[base] + state.cells[group], state.tokens[base] + state.tokens[group]
                 ranks = state.degree[base] + state.degree[group]
                 seconds = _price(prices, cells, tokens, ranks, 0, state.pace[microbatch])
                 if seconds < best_s:
                     best, best_s = group, seconds
-        other = best if best >= 0 else _emptiest(world, first, base)
+        other = best if best >= 0 else _emptiest(world, microbatch, first, base)
         if other >= 0:
             _unite(world, base, other)
         if best >= 0 or other < 0:
@@ -68,13 +68,14 @@ def _pool(world: World, at: int, microbatch: int, first: int, limit_s: float) ->
 
 
 @inner
-def _emptiest(world: World, first: int, but: int) -> int:
-    """The group with the most free memory, other than `but`; -1 if there is none."""
+def _emptiest(world: World, microbatch: int, first: int, but: int) -> int:
+    """The group of a microbatch with the most free memory, other than `but`; -1 if there is none."""
     state, room = world.state, world.prices.room
     best, most = -1, -1.0
     for group in range(first, state.counts[GROUPS]):
         free = room * state.degree[group] - state.tokens[group]
-        if group != but and state.degree[group] > 0 and free > most and state.far[group] < SEAT:
+        there = state.home[group] == microbatch and state.far[group] < SEAT
+        if group != but and there and free > most:
             best, most = group, free
     return best
 

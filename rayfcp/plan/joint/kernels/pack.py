@@ -9,6 +9,7 @@ from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.even import _best_even, _even_part
 from rayfcp.plan.joint.kernels.fill import Fill, _fill
 from rayfcp.plan.joint.kernels.price import Ints, _pace_of, _price
+from rayfcp.plan.joint.kernels.split import split_rings
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _open_seats, _sum_s
 
 FIRST_ENOUGH = 1.02  # of its floor: the microbatch gets no more walks
@@ -30,6 +31,8 @@ def pack(world: World, part: Ints) -> float:
         if even_s < spans[microbatch]:
             _forget(world, first, microbatch)
             spans[microbatch] = _even_part(world, members, microbatch, degree)
+    if np.isfinite(spans).all():
+        split_rings(world, spans)
     return _sum_s(world, spans)
 
 

@@ -1,4 +1,5 @@
-"""Ruin and recreate: take a few groups apart and place their sequences anew for a shorter makespan."""
+"""Ruin and recreate: take a few groups apart and place their sequences anew for a shorter makespan; or dissolve a
+microbatch into another, whose groups unite where memory asks for it."""
 
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import numpy as np
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.fill import _level, _place
+from rayfcp.plan.joint.kernels.merge import _force
 from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints, _least_degree
 from rayfcp.plan.joint.kernels.state import (
     GROUPS,
@@ -120,6 +122,8 @@ def _aim(spans: Floats, empty: int, dice: Ints) -> Aim:
 def _rebuild(world: World, aim: Aim, dice: Ints) -> bool:
     """False if some sequence found no place, or if too much would have to be taken apart."""
     state = world.state
+    if aim.other_s == 0.0 and _tokens(world, aim) > world.prices.holds:
+        return False
     ruined = _ruined(world, aim, dice)
     if len(ruined) == 0:
         return False
@@ -132,16 +136,34 @@ def _rebuild(world: World, aim: Aim, dice: Ints) -> bool:
             continue
         turn = first if fixed else _roll(dice, 2)
         level = loose and _roll(dice, 2) == 0
-        if not _settle(
-            world, at, aim.one if turn == 0 else aim.other, aim.one_s if turn == 0 else aim.other_s, level
-        ) and (
-            aim.one == aim.other
-            or not _settle(
-                world, at, aim.other if turn == 0 else aim.one, aim.other_s if turn == 0 else aim.one_s, level
-            )
-        ):
+        if not _anew(world, at, aim, turn, level):
             return False
     return True
+
+
+@inner
+def _tokens(world: World, aim: Aim) -> float:
+    """Of both microbatches."""
+    state, tokens = world.state, 0.0
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] in (aim.one, aim.other):
+            tokens += state.tokens[group]
+    return tokens
+
+
+@inner
+def _anew(world: World, at: int, aim: Aim, turn: int, level: bool) -> bool:
+    """Into the first microbatch (turn 0) or the other, else into the one that is left; in what takes another in,
+    groups unite for it."""
+    here, here_s, there, there_s = aim.one, aim.one_s, aim.other, aim.other_s
+    if turn == 1:
+        here, here_s, there, there_s = there, there_s, here, here_s
+    placed = _settle(world, at, here, here_s, level)
+    if not placed and aim.one != aim.other:
+        placed = _settle(world, at, there, there_s, level)
+        if not placed and aim.other_s == 0.0:
+            placed = _force(world, at, aim.one, 0, aim.one_s)
+    return placed
 
 
 @inner
