@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.lengths import draw_batches
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
@@ -46,8 +46,7 @@ def print_ratios(args: argparse.Namespace, *, bound: Bound) -> None:
         seed=args.seed,
     )
     rows = []
-    for number, lengths in enumerate(drawn):
-        sequences = list(sequences_of(lengths))
+    for number, sequences in enumerate(map(list, drawn)):
         plan_s = plan_batch(sequences, cluster=cluster, cost=cost, options=options).predicted_s
         bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
         proven_s = max(bound(sequences, cluster=cluster, cost=cost, primitives=used, best_s=plan_s), bound_s)

@@ -1,0 +1,55 @@
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan import lower_bound, plan_batch
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.plan.helpers import UNIT, batch_of, batches, profiled
+from tests.plan.test_bound import best_plan_s
+
+ROOT = Path(__file__).resolve().parents[2]
+COSTS = st.sampled_from(
+    [
+        UNIT,
+        UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02),
+        UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0, reduce_exposed_s=0.1),
+        profiled(3),
+    ]
+)
+
+
+@pytest.fixture(scope="module")
+def spans() -> Iterator[ModuleType]:
+    """The script as a module of its own folder, from which it takes others."""
+    sys.path.insert(0, str(ROOT / "jobs" / "bench"))
+    yield importlib.import_module("spans")
+    sys.path.remove(str(ROOT / "jobs" / "bench"))
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches(max_sequences=4, max_tokens=60), st.integers(1, 4), st.integers(20, 80), st.data())
+def test_no_plan_of_a_tiny_batch_is_below(
+    spans: ModuleType, sequences: list[SequenceSpec], num_ranks: int, room: int, data: st.DataObject
+) -> None:
+    cost = data.draw(COSTS)
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-60 // num_ranks)))
+    best_s = best_plan_s(sequences, cluster, cost)
+    proven_s = spans.spans_s(sequences, cluster=cluster, cost=cost, best_s=1.5 * best_s, rounds=1)
+    assert 0.0 < proven_s <= best_s * (1 + 1e-9)
+
+
+def test_it_is_above_the_lower_bound_where_long_sequences_communicate(spans: ModuleType) -> None:
+    """And below the plan, on more ranks and sequences than can be tried one by one."""
+    sequences = batch_of([20_000, 9_000, 7_000, *[900] * 30, *[300] * 60])
+    cluster, cost = ClusterSpec(num_ranks=8, max_tokens_per_rank=4_000), profiled(8, hardware="ascend-910c")
+    both = (Primitive.RING, Primitive.ULYSSES)
+    plan_s = plan_batch(sequences, cluster=cluster, cost=cost).predicted_s
+    bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=both)
+    proven_s = spans.spans_s(sequences, cluster=cluster, cost=cost, primitives=both, best_s=plan_s)
+    assert 1.001 * bound_s < proven_s <= plan_s
