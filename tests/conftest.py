@@ -1,10 +1,14 @@
-"""What all tests share: one Ray cluster per session, started by the first test that needs it, and examples of
-properties that may take any time, since machines are shared."""
+"""What all tests share: one Ray cluster per session, started by the first test that needs it, processors of pictures
+likewise, and examples of properties that may take any time, since machines are shared."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from rayfcp.data.vision.loading import PictureTokenizer
 
 settings.register_profile("any time", deadline=None)
 settings.load_profile("any time")
@@ -27,3 +31,17 @@ def ray_cluster() -> Iterator[None]:
     yield
     if started:
         ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> "PictureTokenizer":
+    from tests.data.vision import makers
+
+    return makers.qwen(tmp_path_factory.mktemp("processors"))
+
+
+@pytest.fixture(scope="session")
+def intern(tmp_path_factory: pytest.TempPathFactory) -> "PictureTokenizer":
+    from tests.data.vision import makers
+
+    return makers.intern(tmp_path_factory.mktemp("processors"))

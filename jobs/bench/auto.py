@@ -20,7 +20,7 @@ from pathlib import Path
 from rayfcp.compare.automatic import plan_auto_timed
 from rayfcp.compare.families import family_of
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.measure import timeline_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.setting import Setting
@@ -80,15 +80,9 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
         InfeasiblePlanError: no strategy has a plan.
     """
     model, hardware = model_profile(inputs.model), hardware_profile(inputs.hardware)
-    batches = draw_batches(
-        inputs.lengths,
-        num_batches=inputs.batches,
-        global_batch=inputs.global_batch,
-        max_seqlen=inputs.max_seqlen,
-        seed=inputs.seed,
-    )
+    batches = batches_of(inputs, model=model)
     settings = family_of(
-        "auto", inputs, model=model, hardware=hardware, longest=max(map(max, batches)), num_stages=inputs.stages
+        "auto", inputs, model=model, hardware=hardware, longest=max(lengths_of(batches)), num_stages=inputs.stages
     ).settings
     setting = best_setting("auto", batches[0], settings=settings, options=OPTIONS)
     singles = {name: _single(name, batches, setting=setting, model=model, hardware=hardware) for name in strategies}
@@ -96,9 +90,7 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     found = [
         plan_auto_timed(batch, setting=setting, options=OPTIONS, model=model, hardware=hardware) for batch in batches
     ]
-    check_plan(
-        found[0][0], sequences_of(batches[0], windows=setting.cost.windows), cluster=setting.cluster, cost=setting.cost
-    )
+    check_plan(found[0][0], batches[0], cluster=setting.cluster, cost=setting.cost)
     auto_s = [
         _simulated(plan, batch, setting=setting, model=model, hardware=hardware)
         for (plan, _), batch in zip(found, batches, strict=True)
@@ -116,7 +108,7 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
 
 
 def _single(
-    name: str, batches: Sequence[tuple[int, ...]], *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
+    name: str, batches: Sequence[Batch], *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
 ) -> list[float]:
     """Seconds of each batch; none if the strategy has no plan for one of them."""
     try:
@@ -130,9 +122,9 @@ def _single(
 
 
 def _simulated(
-    plan: BatchPlan, batch: tuple[int, ...], *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
+    plan: BatchPlan, batch: Batch, *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
 ) -> float:
-    programs = lower(plan, sequences_of(batch, windows=setting.cost.windows), reduce_every=setting.reduce_every)
+    programs = lower(plan, batch, reduce_every=setting.reduce_every)
     return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
 
 

@@ -1,5 +1,6 @@
 """The sections of `gpu.py`: each measures one thing and gives plain values, with targets where there are any."""
 
+import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from rayfcp.bench.sms import copier_of, time_beside
 from rayfcp.bench.tensors import dense, random_batch
 from rayfcp.bench.training import predicted_bytes, train_steps
 from rayfcp.bench.turns import Stopwatch
+from rayfcp.execute.backends import spare_sms
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 
@@ -142,24 +144,35 @@ def profile(bench: Bench) -> Found:
 
 
 def copies(bench: Bench) -> Found:
-    """What attention and matrix products lose while some multiprocessors copy."""
+    """What attention and matrix products lose while some multiprocessors copy, which they know of or not."""
     sizes, device = bench.sizes, bench.device
     copier = copier_of(device, num_bytes=sizes.copied_bytes)
     rows = []
-    for name, work in (("attention", _attend(bench)), ("matrix product", _multiply(bench))):
-        for count in sizes.copies:
-            bench.say(f"{name} beside a copy on {count}")
-            found = time_beside(name, work, copier=copier, num_units=count, device=device, rounds=sizes.rounds)
+    for count, is_spared in itertools.product(sizes.copies, (False, True)):
+        spared = count if is_spared else 0
+        spare_sms(device, spared)
+        for name, work in (("attention", _attend(bench, spared)), ("matrix product", _multiply(bench))):
+            bench.say(f"{name} that spares {spared} beside a copy on {count}")
+            found = time_beside(
+                name,
+                work,
+                copier=copier,
+                num_units=count,
+                num_spared=spared,
+                device=device,
+                rounds=sizes.rounds,
+            )
             rows.append(found.as_json())
+    spare_sms(device, 0)
     return {"rows": rows}
 
 
-def _attend(bench: Bench) -> Callable[[], object]:
+def _attend(bench: Bench, spared_sms: int) -> Callable[[], object]:
     """One kernel over one causal sequence, forward and backward."""
     sizes = bench.sizes
     model, dtype = attention_only(model_profile(sizes.heads)), getattr(torch, sizes.dtype)
     batch = random_batch((sizes.context_tokens,), model=model, device=bench.device, dtype=dtype, seed=0)
-    return partial(dense, batch, pick_kernel(bench.device.type), watch=Stopwatch(bench.device))
+    return partial(dense, batch, pick_kernel(bench.device.type, spared_sms=spared_sms), watch=Stopwatch(bench.device))
 
 
 def _multiply(bench: Bench) -> Callable[[], object]:

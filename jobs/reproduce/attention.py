@@ -147,7 +147,7 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
     options = OPTIONS.model_copy(update={"max_microbatches": bench.max_microbatches})
     for name in names:
         say(f"  {name} on {bench.num_ranks} ranks")
-        plan, _ = plan_timed(lengths, strategy=name, setting=bench.setting, options=options)
+        plan, _ = plan_timed(sequences_of(lengths), strategy=name, setting=bench.setting, options=options)
         if plan.microbatches not in known:
             known[plan.microbatches] = _tried(plan, lengths, bench=bench)
         found[name] = known[plan.microbatches]

@@ -72,7 +72,7 @@ def contest(inputs: Inputs) -> Contest:
 def _plans(comparison: Comparison) -> dict[str, BatchPlan]:
     for entry in comparison.entries:
         _seconds(entry)
-    return {scene.plan.strategy: scene.plan for scene in comparison.scenes}
+    return {scene.strategy: scene.plan for scene in comparison.scenes}
 
 
 def _seconds(entry: Entry) -> float:

@@ -19,7 +19,6 @@ from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 from rayfcp.compare.families import family_of
-from rayfcp.compare.lengths import sequences_of
 from rayfcp.config.plan import PipelineOptions
 from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
 
@@ -60,7 +59,7 @@ def _row(args: Any, source: str, name: str) -> dict[str, Any]:
         return row
     case, (scene,) = found.case, found.scenes
     setting = family_of(entry.strategy, found.inputs, model=case.model, hardware=case.hardware, longest=1).settings[0]
-    sequences = sequences_of(case.batches[0])
+    sequences = case.batches[0]
     columns = chunks_of(scene.plan.microbatches, by_id={each.id: each for each in sequences})
     group = scene.plan.microbatches[0].groups[0]
     passes = chunk_passes(columns, cost=setting.cost, degree=group.degree, primitive=group.primitive)

@@ -20,7 +20,7 @@ from tables import inputs_of, parser_of, say
 from rayfcp.compare.contest import Comparison, compare
 from rayfcp.compare.families import family_of
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, options_of
 from rayfcp.compare.results import Entry
 from rayfcp.compare.setting import Setting, rank_profile
@@ -100,31 +100,32 @@ def configured(
     except ConfigError as error:
         say(f"{strategy}: {error}")
         return None
-    lengths = draw_batches(
+    (sequences, *_) = draw_batches(
         source,
         num_batches=inputs.batches,
         global_batch=inputs.global_batch,
         max_seqlen=inputs.max_seqlen,
         seed=inputs.seed,
-    )[0]
-    family = family_of(strategy, inputs, model=model, hardware=hardware, longest=max(lengths))
+        model=model,
+    )
+    family = family_of(strategy, inputs, model=model, hardware=hardware, longest=max(lengths_of([sequences])))
     primitive = Primitive.ULYSSES if strategy == "ulysses" else Primitive.RING
     plans = [
         (plan, setting)
         for setting in family.settings
-        if (plan := _static(lengths, setting=setting, degree=degree, primitive=primitive)) is not None
+        if (plan := _static(sequences, setting=setting, degree=degree, primitive=primitive)) is not None
     ]
     if not plans:
         return None
-    return min(_simulated(plan, lengths, setting, model=model, hardware=hardware) for plan, setting in plans)
+    return min(_simulated(plan, sequences, setting, model=model, hardware=hardware) for plan, setting in plans)
 
 
-def _static(lengths: Sequence[int], *, setting: Setting, degree: int, primitive: Primitive) -> BatchPlan | None:
+def _static(sequences: Batch, *, setting: Setting, degree: int, primitive: Primitive) -> BatchPlan | None:
     cluster, cost = setting.cluster, setting.cost
     if cluster.num_ranks % degree:
         return None
     found = best_static(
-        columns_of(sequences_of(tuple(lengths)), cost=cost),
+        columns_of(sequences, cost=cost),
         degrees=[degree],
         primitive=primitive,
         cluster=cluster,
@@ -144,11 +145,9 @@ def _static(lengths: Sequence[int], *, setting: Setting, degree: int, primitive:
 
 
 def _simulated(
-    plan: BatchPlan, lengths: Sequence[int], setting: Setting, *, model: ModelProfile, hardware: HardwareProfile
+    plan: BatchPlan, sequences: Batch, setting: Setting, *, model: ModelProfile, hardware: HardwareProfile
 ) -> float:
-    timeline = simulate_plan(
-        plan, sequences_of(tuple(lengths)), model=model, hardware=hardware, reduce_every=setting.reduce_every
-    )
+    timeline = simulate_plan(plan, sequences, model=model, hardware=hardware, reduce_every=setting.reduce_every)
     return timeline.iteration_s
 
 

@@ -6,7 +6,7 @@
 One case per source of lengths, the first batch of each: the groups of every microbatch as `<degree> x count`, for
 Megatron (static-cp) and DeepSpeed (ulysses), which have one degree, for flex-ring with the paper's two stages and for
 flex-ring as it plans by default (joint); and the simulated speedup of both over the better of the first two. The
-paper's cases are videos (OpenVid, MSRVTT) and show one microbatch; ours are texts, and show all.
+paper's cases are videos (OpenVid, MSRVTT) and show one microbatch; ours are texts unless told otherwise, and show all.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Tables 1 and 2 of Flexible Context Parallelism: planning time by global batch and by number of devices.
 
     python jobs/reproduce/ring_tables1_2.py
-    python jobs/reproduce/ring_tables1_2.py --lengths my_lengths.txt --json tables1_2.json
+    python jobs/reproduce/ring_tables1_2.py --lengths dist:msrvtt my_rows.json --json tables1_2.json
 
 CPU milliseconds of one core, medians over batches and repeats after untimed plans, of
 
@@ -9,8 +9,7 @@ CPU milliseconds of one core, medians over batches and repeats after untimed pla
     schedule   the same and lowering it to one program per rank; the paper's has, unsaid, more in it
 
 of flex-ring as it plans by default (joint) and of the paper's two stages (`packing: bfd`, `degrees: dp`), beside the
-predicted seconds of the batch, and all of it beside the paper's. The paper trains Qwen3VL-2B on videos; ours are its
-language model and text lengths.
+predicted seconds of the batch, vision encoder included, and all of it beside the paper's, whose data set is not named.
 """
 
 import argparse
@@ -22,10 +21,11 @@ from typing import Any
 
 from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.contest import model_of
+from rayfcp.compare.lengths import draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.setting import settings_of
-from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan import hardware_profile
 from rayfcp.program import ALL_PRIMITIVES, lower
 
 STRATEGY = "flex-ring"
@@ -59,7 +59,7 @@ COLUMNS = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Time both tables, print them."""
-    parser = parser_of(__doc__, model="qwen3-vl-2b", lengths=("dist:github",))
+    parser = parser_of(__doc__, model="qwen3-vl-2b", lengths=("dist:openvid",), batches=1)
     parser.add_argument("--devices", type=int, nargs="+", default=[16, 32, 64], help="of table 2; the last of table 1")
     parser.add_argument("--global-batches", type=int, nargs="+", default=[128, 256, 512], help="of table 1")
     parser.add_argument("--repeats", type=int, default=3, help="of each batch (default: 3)")
@@ -95,22 +95,28 @@ def _row(args: argparse.Namespace, *, source: str, size: int, devices: int) -> d
 def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devices: int) -> dict[str, float]:
     """Medians of one planner, under the setting that suits it best on the first batch."""
     inputs = inputs_of(args, source=source, devices=devices, global_batch=size)
+    model = model_of(inputs)
     batches = draw_batches(
-        source, num_batches=args.batches, global_batch=size, max_seqlen=args.max_seqlen, seed=args.seed
+        source,
+        num_batches=args.batches,
+        global_batch=size,
+        max_seqlen=args.max_seqlen,
+        seed=args.seed,
+        model=model,
     )
     settings = settings_of(
         inputs,
-        model=model_profile(args.model),
+        model=model,
         hardware=hardware_profile(args.hardware),
         num_ranks=devices,
-        longest=max(map(max, batches)),
+        longest=max(lengths_of(batches)),
     )
     setting = best_setting(STRATEGY, batches[0], settings=settings, options=PLANNERS[name])
     solver_s, schedule_s, predicted_s = [], [], []
     for batch in batches * args.repeats:
         plan, plan_s = plan_timed(batch, strategy=STRATEGY, setting=setting, options=PLANNERS[name])
         start_s = time.process_time()
-        lower(plan, sequences_of(batch), reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+        lower(plan, batch, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
         solver_s.append(plan_s)
         schedule_s.append(plan_s + time.process_time() - start_s)
         predicted_s.append(plan.predicted_s)

@@ -26,7 +26,7 @@ import numpy as np
 from literal import literal_plan
 from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.setting import Setting, settings_of
 from rayfcp.config.plan import PlanConfig
@@ -59,7 +59,7 @@ COLUMNS = (
     ("joint/letter", "joint_over_letter", ".3f"),
     ("joint/stages", "joint_over_stages", ".3f"),
 )
-Batches = tuple[tuple[int, ...], ...]
+Batches = tuple[Batch, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -77,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 global_batch=args.global_batch,
                 max_seqlen=args.max_seqlen,
                 seed=args.seed,
+                model=model_profile(args.model),
             )
             setting = _setting(args, source=source, devices=devices, batches=batches)
             rows += _rows(args, batches, source=source, setting=setting)
@@ -93,7 +94,7 @@ def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Ba
         model=model_profile(args.model),
         hardware=hardware_profile(args.hardware),
         num_ranks=devices,
-        longest=max(map(max, batches)),
+        longest=max(lengths_of(batches)),
     )
     return best_setting(STRATEGY, batches[0], settings=settings, options=OPTIONS["joint"])
 
@@ -133,14 +134,14 @@ def _rows(args: argparse.Namespace, batches: Batches, *, source: str, setting: S
     return rows
 
 
-def _plan(name: str, batch: tuple[int, ...], *, setting: Setting, cost: CostModel | None = None) -> BatchPlan:
+def _plan(name: str, sequences: Batch, *, setting: Setting, cost: CostModel | None = None) -> BatchPlan:
     """A plan made with `cost`, if given, its seconds those of the setting's own."""
-    sequences, cluster, made_with = sequences_of(batch), setting.cluster, cost or setting.cost
+    cluster, made_with = setting.cluster, cost or setting.cost
     if name == "letter":
         plan = literal_plan(sequences, cluster=cluster, cost=made_with)
     else:
         given = dataclasses.replace(setting, cost=made_with)
-        plan, _ = plan_timed(batch, strategy=STRATEGY, setting=given, options=OPTIONS[name])
+        plan, _ = plan_timed(sequences, strategy=STRATEGY, setting=given, options=OPTIONS[name])
     return reprice(plan, sequences, cluster=cluster, cost=setting.cost)
 
 

@@ -18,11 +18,12 @@ from transformers import PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
-from rayfcp.data import load_tokenizer, prepare_local
+from rayfcp.data import prepare_local, tokenizer_of
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.groups import Place
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import check_limits, model_config, profile_of
+from rayfcp.models.library import text_of
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
 
 ONE_RANK = ("pipeline_stages", "tensor_parallel", "max_workers")
@@ -67,9 +68,10 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
         ConfigError: no such model, or one that cannot run.
     """
     config = alone_config(config)
-    library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
+    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
     check_limits(library, config)
-    model = profile_of(library, name=config.model.name or config.model.path or library.model_type)
+    name = config.model.name or config.model.path or library.model_type
+    model = profile_of(library, name=name, freeze_vision=config.model.freeze_vision)
     torch.set_num_threads(config.train.threads_per_worker)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)
@@ -106,6 +108,6 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
         Place(rank=0, num_ranks=1),
         store=lambda: store,
         make_model=lambda world: sharded_model(library, run=config.model, seed=config.run.seed, world=world),
-        hidden_size=library.hidden_size,
-        layers_of_stage=(library.num_hidden_layers,),
+        hidden_size=text_of(library).hidden_size,
+        layers_of_stage=(text_of(library).num_hidden_layers,),
     )

@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -45,17 +44,11 @@ def _row(
     lengths = (block_tokens,) * count
     batch = random_batch(lengths, model=model, device=device, dtype=getattr(torch, asked.dtype), seed=asked.seed)
     tensors = (batch.query, batch.key, batch.value)
-    keywords: dict[str, Any] = {
-        "query_lengths": lengths,
-        "key_lengths": lengths,
-        "causal": causal,
-        "scale": batch.scale,
-    }
-    watch, seconds = Stopwatch(device), []
+    pairs, watch, seconds = batch.pairs(causal=causal), Stopwatch(device), []
     for _ in range(asked.rounds + 1):
         watch.start()
-        out, lse = kernel.forward(*tensors, **keywords)
-        kernel.backward(batch.gradient, *tensors, out, lse, **keywords)
+        out, lse = kernel.forward(*tensors, pairs=pairs)
+        kernel.backward(batch.gradient, *tensors, out, lse, pairs=pairs)
         watch.stop()
         seconds.append(watch.seconds())
     cells = count * (block_tokens * (block_tokens + 1) // 2 if causal else block_tokens**2)

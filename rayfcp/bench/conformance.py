@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.bench.results import TOLERANCE
-from rayfcp.execute.kernels import AttentionKernel, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -59,15 +59,12 @@ class Conformed:
 
 
 def kernels_of(device: torch.device) -> list[AttentionKernel]:
-    """The one that is picked, and torch's own, if that is another."""
-    picked = pick_kernel(device.type)
+    """All that can be used here, the one that is picked first."""
     if device.type != "cuda":
-        return [picked]
-    from rayfcp.execute.kernels.cuda import CudaKernel, TorchFlashKernel
-    from rayfcp.execute.kernels.cutlass import CutlassKernel
+        return [pick_kernel(device.type)]
+    from rayfcp.execute.kernels.cuda import cuda_kernels
 
-    own = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel())
-    return [picked] if own.name == picked.name else [picked, own]
+    return list(cuda_kernels())
 
 
 def conform(kernel: AttentionKernel, case: Case, *, device: torch.device, dtype: str, seed: int = 0) -> Conformed:
@@ -80,14 +77,11 @@ def conform(kernel: AttentionKernel, case: Case, *, device: torch.device, dtype:
 
     query, gradient = (draw(sum(case.query_lengths), case.heads) for _ in range(2))
     key, value = draw(sum(case.key_lengths), 2 * case.kv_heads).chunk(2, dim=1)
-    keywords: dict[str, Any] = {
-        "query_lengths": case.query_lengths,
-        "key_lengths": case.key_lengths,
-        "causal": case.causal,
-        "scale": case.head_dim**-0.5,
-    }
-    out, lse = kernel.forward(query, key, value, **keywords)
-    grads = kernel.backward(gradient, query, key, value, out, lse, **keywords)
+    pairs = Pairs(
+        query_lengths=case.query_lengths, key_lengths=case.key_lengths, causal=case.causal, scale=case.head_dim**-0.5
+    )
+    out, lse = kernel.forward(query, key, value, pairs=pairs)
+    grads = kernel.backward(gradient, query, key, value, out, lse, pairs=pairs)
     wanted = written_out((gradient, query, key, value), case)
     errors = {
         name: float((own.double() - true).abs().max() / true.abs().max().clamp_min(1.0))

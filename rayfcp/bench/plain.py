@@ -16,7 +16,7 @@ from rayfcp.bench.profile import device_clock
 from rayfcp.bench.training import Steps, forget_peak, peak_bytes
 from rayfcp.config import Config
 from rayfcp.execute.interfaces import IGNORED
-from rayfcp.execute.kernels import AttentionKernel, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 from rayfcp.execute.optimization import learning_rate, make_optimizer
 from rayfcp.models.build import empty_model
 from rayfcp.models.stages import decoder_layers
@@ -33,15 +33,15 @@ Loss = Literal["library", "chunks"]
 class _OneKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Tensor:
-        query, key, value, kernel, keywords = tensors
-        out, lse = kernel.forward(query, key, value, **keywords)
+        query, key, value, kernel, pairs = tensors
+        out, lse = kernel.forward(query, key, value, pairs=pairs)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.kernel, ctx.keywords = kernel, keywords
+        ctx.kernel, ctx.pairs = kernel, pairs
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.kernel.backward(grads[0].contiguous(), *ctx.saved_tensors, **ctx.keywords)
+        found = ctx.kernel.backward(grads[0].contiguous(), *ctx.saved_tensors, pairs=ctx.pairs)
         return *(grad.to(grads[0].dtype) for grad in found), None, None
 
 
@@ -58,9 +58,9 @@ def register_kernel(kernel: AttentionKernel, lengths: Sequence[int]) -> None:
         scaling: float,
         **_keywords: Any,
     ) -> tuple[Tensor, None]:
-        keywords = {"query_lengths": tuple(lengths), "key_lengths": tuple(lengths), "causal": True, "scale": scaling}
+        pairs = Pairs(query_lengths=tuple(lengths), key_lengths=tuple(lengths), causal=True, scale=scaling)
         packed = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        out: Tensor = _OneKernel.apply(*packed, kernel, keywords)  # type: ignore[no-untyped-call]
+        out: Tensor = _OneKernel.apply(*packed, kernel, pairs)  # type: ignore[no-untyped-call]
         return out.unsqueeze(0), None
 
     AttentionInterface.register(KERNEL, attend)

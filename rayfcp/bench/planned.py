@@ -91,7 +91,7 @@ def planned(name: str, lengths: Sequence[int], *, asked: Asked) -> Planned:
     setting = _setting(asked)
     blocks = OPTIONS.blocks.model_copy(update={"block_tokens": asked.block_tokens})
     options = OPTIONS.model_copy(update={"blocks": blocks})
-    plan, _ = plan_timed(lengths, strategy=name, setting=setting, options=options)
+    plan, _ = plan_timed(sequences, strategy=name, setting=setting, options=options)
     return Planned(
         plan=plan,
         parts=parts_of(lower(plan, sequences), num_microbatches=len(plan.microbatches)),

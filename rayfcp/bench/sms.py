@@ -66,11 +66,12 @@ class HostCopier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """Work beside a copy on `num_units` multiprocessors. `covered`: the copy outlasted the work, so that all of it was
-    slowed."""
+    """Work that leaves `num_spared` multiprocessors alone, beside a copy on `num_units`. `covered`: the copy outlasted
+    the work, so that all of it was slowed."""
 
     work: str
     num_units: int
+    num_spared: int
     alone_s: float
     beside_s: float
     copied_bytes_per_s: float
@@ -90,7 +91,14 @@ def copier_of(device: torch.device, *, num_bytes: int) -> Copier:
 
 
 def time_beside(
-    name: str, work: Callable[[], object], *, copier: Copier, num_units: int, device: torch.device, rounds: int
+    name: str,
+    work: Callable[[], object],
+    *,
+    copier: Copier,
+    num_units: int,
+    num_spared: int,
+    device: torch.device,
+    rounds: int,
 ) -> Beside:
     """Medians over rounds, after one that does not count, of the work alone and beside the copy."""
     watch = Stopwatch(device)
@@ -116,6 +124,7 @@ def time_beside(
     return Beside(
         work=name,
         num_units=num_units,
+        num_spared=num_spared,
         alone_s=alone_s,
         beside_s=statistics.median(found),
         copied_bytes_per_s=rounds * times * copier.num_bytes / copied_s,

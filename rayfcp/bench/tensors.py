@@ -3,14 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rayfcp.bench.planned import Part
 from rayfcp.bench.turns import Stopwatch
-from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.kernels import AttentionKernel, Pairs
 from rayfcp.values import ModelProfile
 
 ROWS = 8192
@@ -31,6 +30,10 @@ class Batch:
     @property
     def scale(self) -> float:
         return float(self.query.shape[-1] ** -0.5)
+
+    def pairs(self, *, causal: bool) -> Pairs:
+        """Each sequence on itself."""
+        return Pairs(query_lengths=self.lengths, key_lengths=self.lengths, causal=causal, scale=self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +78,13 @@ def random_batch(
 def dense(batch: Batch, kernel: AttentionKernel, *, watch: Stopwatch) -> tuple[Outcome, float, float]:
     """The kernel once over all whole sequences: what comes of it, seconds forward and seconds backward."""
     tensors = (batch.query, batch.key, batch.value)
-    keywords: dict[str, Any] = {
-        "query_lengths": batch.lengths,
-        "key_lengths": batch.lengths,
-        "causal": True,
-        "scale": batch.scale,
-    }
+    pairs = batch.pairs(causal=True)
     watch.start()
-    out, lse = kernel.forward(*tensors, **keywords)
+    out, lse = kernel.forward(*tensors, pairs=pairs)
     watch.stop()
     forward_s = watch.seconds()
     watch.start()
-    dq, dk, dv = kernel.backward(batch.gradient, *tensors, out, lse, **keywords)
+    dq, dk, dv = kernel.backward(batch.gradient, *tensors, out, lse, pairs=pairs)
     watch.stop()
     return Outcome(out=out, dq=dq, dk=dk, dv=dv), forward_s, watch.seconds()
 

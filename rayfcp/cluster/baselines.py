@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rayfcp.cluster.choosing import plan_as_run
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.files import prepared_data
 from rayfcp.cluster.foretelling import foretell, run_hardware
@@ -11,7 +12,7 @@ from rayfcp.cluster.layout import strategy_on
 from rayfcp.cluster.measured import read_cost
 from rayfcp.cluster.planner import sequences_of
 from rayfcp.config import Config, load_config
-from rayfcp.plan import CostModel, plan_batch
+from rayfcp.plan import CostModel
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.simulate import Timeline
 from rayfcp.telemetry.baseline import Baseline, Both
@@ -84,7 +85,15 @@ class _Rehearsal:
 
     def _play(self, strategy: str, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> tuple[Timeline, int]:
         """How it goes, and the largest degree."""
-        plan = plan_batch(sequences, cluster=cluster, cost=self._cost, strategy=strategy, options=self._config.plan)
+        plan = plan_as_run(
+            sequences,
+            config=self._config,
+            model=self._model,
+            device=self._device,
+            cluster=cluster,
+            cost=self._cost,
+            strategy=strategy,
+        )
         programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every, primitives=ALL_PRIMITIVES)
         hardware = self._hardware_of(cluster, self._cost)
         timeline = foretell(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster)

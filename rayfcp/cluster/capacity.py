@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.layout import device_model, layers_of_stage, strategy_on, with_stages
+from rayfcp.cluster.layout import layers_of_stage, strategy_on, with_stages
 from rayfcp.cluster.measured import BYTES
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
-from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes
+from rayfcp.plan.costs.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
+from rayfcp.plan.costs.tensor_parallel import device_model
 from rayfcp.plan.strategies import slices
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
 
@@ -18,9 +19,6 @@ GIB = 1 << 30
 
 CPU_MEMORY_SHARE = 0.8
 """Of a machine's memory that its workers may plan with together."""
-
-ACCELERATOR_MEMORY_SHARE = 0.9
-"""Of a device's memory; the rest is for its context, communicators and fragmentation."""
 
 
 def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:

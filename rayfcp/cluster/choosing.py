@@ -1,12 +1,13 @@
-"""`auto` on a planner: candidates simulated on what the run measured of its devices."""
+"""`auto` in a run: candidates simulated on what the run measured of its devices."""
 
 from collections.abc import Sequence
 
 from rayfcp.cluster.foretelling import foretell, run_hardware
 from rayfcp.cluster.layout import windows_of_stages
 from rayfcp.config import Config
-from rayfcp.plan import CostModel
+from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.batch import plan_candidates
+from rayfcp.plan.strategies import AUTO
 from rayfcp.program import RankProgram, lower
 from rayfcp.simulate.choosing import Choice, choose
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
@@ -47,3 +48,24 @@ class Chooser:
             found = run_hardware(self._config, self._model, device=self._device, cluster=cluster, cost=cost)
             self._hardware = cluster, cost, found
         return self._hardware[2]
+
+
+def plan_as_run(
+    sequences: Sequence[SequenceSpec],
+    *,
+    config: Config,
+    model: ModelProfile,
+    device: str,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    strategy: str | None = None,
+) -> BatchPlan:
+    """The plan that a planner of the run makes, by the configured strategy unless another is named.
+
+    Raises:
+        InfeasiblePlanError: there is none; names the binding constraint.
+    """
+    name = strategy or config.plan.strategy
+    if name == AUTO:
+        return Chooser(config, model, device=device).choose(sequences, cluster=cluster, cost=cost).plan
+    return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=config.plan)

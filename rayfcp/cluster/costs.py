@@ -52,6 +52,7 @@ class StartCosts:
             cluster=cluster,
             max_seqlen=config.data.max_seqlen,
             primitives=config.plan.primitives,
+            vision=self._model.vision,
         )
         write_measured(self._path, measured, about=about)
         return measured.fit.cost

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayfcp.cluster.capacity import GIB, cluster_spec, device_memory
+from rayfcp.cluster.choosing import plan_as_run
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.measured import BASE_HARDWARE, analytic_cost, ranks_per_node
-from rayfcp.compare.lengths import draw_batches, sequences_of
-from rayfcp.compare.setting import rank_profile
+from rayfcp.compare.lengths import draw_batches
 from rayfcp.config import Config, ConfigError
-from rayfcp.plan import CostModel, hardware_profile, model_flops, model_profile, plan_batch, render_grid
+from rayfcp.plan import CostModel, hardware_profile, model_flops, model_profile, render_grid
+from rayfcp.plan.costs.tensor_parallel import device_hardware, device_model
 from rayfcp.plan.profiles.models import MODELS
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 
@@ -59,9 +60,10 @@ class Declared:
             global_batch=config.data.global_batch_sequences,
             max_seqlen=config.data.max_seqlen,
             seed=config.run.seed,
+            model=shape,
         )
-        sequences = sequences_of(drawn[-1], windows=cost.windows)
-        plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=config.plan.strategy, options=config.plan)
+        sequences = drawn[-1]
+        plan = plan_as_run(sequences, config=config, model=shape, device=facts[0].device, cluster=cluster, cost=cost)
         return cls(
             config=config, model=shape, hardware=machine, cluster=cluster, cost=cost, sequences=sequences, plan=plan
         )
@@ -113,11 +115,12 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
         return model_profile(known)
     if path is None and config.model.name is not None:
         return model_profile(config.model.name)
-    from rayfcp.data import load_tokenizer
+    from rayfcp.data import tokenizer_of
     from rayfcp.models.describe import model_config, profile_of
 
-    library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
-    return profile_of(library, name=path or library.model_type)
+    declared = config.model.architecture.vocab_size  # known without the tokenizer's files
+    library = model_config(config.model, vocab_size=declared or tokenizer_of(config.data).vocab_size)
+    return profile_of(library, name=path or library.model_type, freeze_vision=config.model.freeze_vision)
 
 
 def _hardware(config: Config, name: str | None) -> HardwareProfile:
@@ -166,5 +169,5 @@ def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
 
 def _shared(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
     """A device whose linear layers also take what the sums over `tensor_parallel` devices take."""
-    slowed = rank_profile(hardware, model, tensor_parallel=tensor_parallel)
+    slowed = device_hardware(hardware, device_model(model, tensor_parallel), tensor_parallel=tensor_parallel)
     return dataclasses.replace(hardware, linear_efficiency=slowed.linear_efficiency)

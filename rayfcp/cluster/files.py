@@ -23,6 +23,7 @@ def with_absolute_paths(config: Config) -> Config:
                 update={
                     "paths": tuple(_absolute(path) for path in config.data.paths),
                     "tokenizer": tokenizer if tokenizer == "bytes" else _absolute(tokenizer),
+                    "processor": _absolute(config.data.processor),
                 }
             ),
             "checkpoint": config.checkpoint.model_copy(

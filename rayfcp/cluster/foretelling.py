@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from rayfcp.cluster.layout import device_model
 from rayfcp.cluster.measured import BASE_HARDWARE, BYTES
 from rayfcp.cluster.simulated import without_shards
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
+from rayfcp.plan.costs.tensor_parallel import device_model
 from rayfcp.plan.profiles.device import measured_hardware
 from rayfcp.program import RankProgram
 from rayfcp.simulate import Timeline, simulate

@@ -10,7 +10,7 @@ from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import GlobalBatch
+from rayfcp.values import GlobalBatch, Sample
 
 RECORD = "nonfinite.jsonl"
 
@@ -59,10 +59,17 @@ class NumberGuard:
             "loss": str(report.loss),
             "grad_norm": str(report.grad_norm),
             "data": self._data_dir,
-            "samples": [dataclasses.asdict(sample) for sample in batch.samples],
+            "samples": [_place(sample) for sample in batch.samples],
         }
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             self._say(f"{self._path} could not be written: {error.strerror}")
+
+
+def _place(sample: Sample) -> dict[str, int]:
+    """Which tokens of which row these are; pictures are found with the row."""
+    found = dataclasses.asdict(sample)
+    del found["pictures"]
+    return found

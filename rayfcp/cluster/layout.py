@@ -1,26 +1,13 @@
 """How a run's devices make up stages, ranks and tensor-parallel devices."""
 
-import dataclasses
-
 from rayfcp.config import Config, ConfigError
 from rayfcp.plan import strategy_names
 from rayfcp.plan.costs.stages import split_by_cost, split_layers
+from rayfcp.plan.costs.tensor_parallel import device_model
 from rayfcp.values import ClusterSpec, ModelProfile
 
 STAGED = frozenset({"elastic-pipeline", "seq1f1b", "dapple"})
 """Strategies that pass microbatches through stages; others do so too, and run without."""
-
-
-def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
-    """What one of a rank's tensor-parallel devices holds and computes of each layer, as a model of its own: its
-    heads and its part of the MLP. Hidden states, embedding and head are whole on each."""
-    return dataclasses.replace(
-        model,
-        num_heads=model.num_heads // tensor_parallel,
-        num_kv_heads=model.num_kv_heads // tensor_parallel,
-        ffn_size=model.ffn_size // tensor_parallel,
-        shared_ffn_size=model.shared_ffn_size // tensor_parallel,
-    )
 
 
 WITHOUT_STAGES = "flex-ring"

@@ -31,9 +31,10 @@ def connect(config: Config) -> bool:
             ) from error
         return True
     workers = config.cluster.max_workers * config.train.threads_per_worker
+    decoders = config.data.decoder_actors if config.data.processor else 0
     ray.init(
         address="local",
-        num_cpus=workers + config.plan.planner_actors + CONTROLLER_CPUS,
+        num_cpus=workers + config.plan.planner_actors + decoders + CONTROLLER_CPUS,
         include_dashboard=False,
         logging_level=logging.ERROR,
         log_to_driver=False,

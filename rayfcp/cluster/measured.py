@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.layout import device_model
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile
 from rayfcp.plan.costs.analytic import ShardTraffic
-from rayfcp.plan.profiles.fit import OVERLAPS, Fit, Timing, fit_cost, mean_error, predicted_s
+from rayfcp.plan.costs.tensor_parallel import device_model
+from rayfcp.plan.profiles.fit import OVERLAPS, Fit, fit_cost, mean_error, predicted_s
+from rayfcp.plan.profiles.pictures import fit_encoder
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.telemetry.files import write_whole
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 
@@ -117,12 +119,13 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
     With `hold_out_every` k, every k-th pass of each degree, by its cells, is not fitted but predicted.
     """
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
-    fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
+    fitted = [timing for at, timing in enumerate(passes) if at not in held_out and not timing.num_pictures]
     fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
     if fit.cost.linear_s_per_token == 0.0 and fit.cost.attention_s_per_cell == 0.0:
         cost = _with_computation(fit.cost, guess)
         fit = Fit(cost=cost, mean_error=mean_error(cost, fitted))
-    fit = dataclasses.replace(fit, cost=_with_stages(fit.cost, guess))
+    cost = _with_encoder(_with_stages(fit.cost, guess), guess, passes=passes)
+    fit = Fit(cost=cost, mean_error=mean_error(cost, [each for at, each in enumerate(passes) if at not in held_out]))
     return Measured(fit=fit, passes=tuple(passes), held_out=held_out)
 
 
@@ -133,6 +136,15 @@ def _with_computation(fitted: CostModel, guess: CostModel) -> CostModel:
         linear_s_per_token=LEAST_SHARE * guess.linear_s_per_token,
         attention_s_per_cell=LEAST_SHARE * guess.attention_s_per_cell,
     )
+
+
+def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timing]) -> CostModel:
+    """And what passes with pictures say of the encoder. Its features travel as keys and values do."""
+    if guess.encoder is None or not any(timing.num_pictures for timing in passes):
+        return fitted
+    link = fitted.ring_intra_s_per_token / guess.ring_intra_s_per_token if guess.ring_intra_s_per_token else 1.0
+    alone = [timing for timing in passes if timing.degree == 1]
+    return dataclasses.replace(fitted, encoder=fit_encoder(guess.encoder, alone, link=link))
 
 
 def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:
@@ -154,7 +166,8 @@ def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:
     """Never the least or most of a primitive's degree: a fit is asked between what it saw, not beyond."""
     chosen: list[int] = []
     for kind in sorted({(timing.primitive, timing.degree) for timing in passes}):
-        at_degree = [at for at, timing in enumerate(passes) if (timing.primitive, timing.degree) == kind]
+        alike = [(timing.primitive, timing.degree) == kind and not timing.num_pictures for timing in passes]
+        at_degree = [at for at, is_alike in enumerate(alike) if is_alike]
         ordered = sorted(at_degree, key=lambda at: (passes[at].num_cells, passes[at].num_tokens))
         chosen += ordered[every // 2 : -1 : every] if len(ordered) > 2 else []
     return tuple(sorted(set(chosen)))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import CostModel
+from rayfcp.plan.imbalance import ENCODER
 from rayfcp.plan.profiles.refit import Observation, Part
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec, SpanKind
 
@@ -105,12 +106,16 @@ def _pass_s(report: RankReport, microbatch: int) -> float:
 
 def own_seconds(loads: Loads, *, cost: CostModel) -> tuple[float, ...]:
     """By stage and rank, rank r of N on stage p at p x N + r: seconds of a step in which it waits for nobody, at
-    speed 1: attention, linear layers and fixed costs, of which a stage has its layers' share and the last one the head.
+    speed 1: attention, linear layers, pictures and fixed costs, of which a stage has its layers' share and the last one
+    the head.
 
     `loads`: `rayfcp.plan.imbalance.rank_loads` of the plan. What memory makes a stage recompute is not counted: it is
     the same for all ranks of the stage.
     """
     compute_s, tokens = loads[:, 0].sum(axis=0) + len(loads) * cost.fixed_s, loads[:, 2].sum(axis=0)
+    if cost.encoder is not None:
+        encoded_s = loads[:, ENCODER]
+        compute_s = compute_s + encoded_s.sum(axis=0) + np.count_nonzero(encoded_s.any(axis=1)) * cost.encoder.fixed_s
     if cost.pipeline is None:
         return tuple(compute_s.tolist())
     head_s = cost.pipeline.head_s_per_token * tokens

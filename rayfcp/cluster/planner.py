@@ -42,9 +42,15 @@ class PlanRecord:
 
 
 def sequences_of(batch: GlobalBatch, *, windows: Windows = ()) -> tuple[SequenceSpec, ...]:
-    """Lengths, for a model with these kinds of layers; sequence id = position in the batch."""
+    """Lengths and pictures, for a model with these kinds of layers; sequence id = position in the batch."""
     return tuple(
-        SequenceSpec(id=index, num_tokens=sample.num_tokens, num_targets=sample.num_targets, windows=windows)
+        SequenceSpec(
+            id=index,
+            num_tokens=sample.num_tokens,
+            num_targets=sample.num_targets,
+            windows=windows,
+            pictures=sample.pictures,
+        )
         for index, sample in enumerate(batch.samples)
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
+from rayfcp.cluster.decoders import Decoders
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.placement import CapacityError
 from rayfcp.cluster.planner import Planner, PlanRecord
@@ -92,32 +93,38 @@ class Planners:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step ready to be dispatched. `programs[p x N + r]` refers to the program of stage p's rank r of N; `wait_s` was
-    spent waiting."""
+    """A step ready to be dispatched. `programs[p x N + r]` refers to the program of stage p's rank r of N, `pixels` to
+    the pictures that they encode, in the same order, none if nobody decodes them ahead; `wait_s` was spent waiting."""
 
     batch: GlobalBatch
     batch_ref: Any
     record: PlanRecord
     programs: tuple[Any, ...]
     wait_s: float
+    pixels: tuple[Any, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Flight:
-    """A plan that was asked for, of planner `number`; `refs`: of its record, then of its programs."""
+    """A plan that was asked for, of planner `number`; `refs`: of its record, then of its programs. `pixels`: of their
+    pictures, once these were asked for."""
 
     batch: GlobalBatch
     batch_ref: Any
     cost_ref: Any
     number: int
     refs: list[Any] = field(default_factory=list)
+    pixels: tuple[Any, ...] = ()
 
 
 class PlanQueue:
-    """Keeps `lookahead` plans in flight over the planner actors, in step order."""
+    """Keeps `lookahead` plans in flight over the planner actors, in step order, and with `decoders` the pictures of the
+    first of them."""
 
-    def __init__(self, planners: Planners, sampler: Sampler, *, lookahead: int) -> None:
-        self._planners, self._sampler, self._lookahead = planners, sampler, lookahead
+    def __init__(
+        self, planners: Planners, sampler: Sampler, *, lookahead: int, decoders: Decoders | None = None
+    ) -> None:
+        self._planners, self._sampler, self._lookahead, self._decoders = planners, sampler, lookahead, decoders
         self._flying: deque[_Flight] = deque()
 
     def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
@@ -159,6 +166,7 @@ class PlanQueue:
             batch_ref=flight.batch_ref,
             record=record,
             programs=tuple(flight.refs[1:]),
+            pixels=flight.pixels,
             wait_s=time.perf_counter() - start_s,
         )
 
@@ -181,10 +189,20 @@ class PlanQueue:
             self._ask(flight)
             self._flying.append(flight)
             self._next += 1
+        self._decode_ahead()
+
+    def _decode_ahead(self) -> None:
+        """Decoders have in hand, or made ready, what the next steps encode, and no more: pixels are many bytes."""
+        if self._decoders is None:
+            return
+        for flight in list(self._flying)[: self._decoders.ahead]:
+            if not flight.pixels and any(sample.pictures for sample in flight.batch.samples):
+                flight.pixels = self._decoders.ask(flight.refs[1:], flight.batch_ref)
 
     def _ask(self, flight: _Flight) -> None:
         call = self._planners[flight.number].plan.options(num_returns=1 + self._num_programs)
         flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
+        flight.pixels = ()
 
     def _ask_again(self, number: int) -> None:
         """What the planner that died had not finished, in order."""

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rayfcp.cluster.capacity import cluster_spec, device_memory
+from rayfcp.cluster.choosing import plan_as_run
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.files import prepared_data
@@ -11,7 +12,7 @@ from rayfcp.cluster.planner import sequences_of
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import Config
 from rayfcp.execute.device import device_kind, total_memory_bytes
-from rayfcp.plan import hardware_profile, plan_batch, render_grid
+from rayfcp.plan import hardware_profile, render_grid
 
 
 def plan_step(config: Config, *, step: int, width: int = 100) -> str:
@@ -30,11 +31,6 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     facts = [here] * config.cluster.max_workers
     cluster = cluster_spec(config, model, facts=facts, generation=0)
     guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
-    plan = plan_batch(
-        sequences,
-        cluster=cluster,
-        cost=cost_of_layout(profile, cluster) or guess,
-        strategy=config.plan.strategy,
-        options=config.plan,
-    )
+    cost = cost_of_layout(profile, cluster) or guess
+    plan = plan_as_run(sequences, config=config, model=model, device=device, cluster=cluster, cost=cost)
     return render_grid(plan, sequences, width=width)

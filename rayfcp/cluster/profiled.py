@@ -24,9 +24,10 @@ from rayfcp.config import Config
 from rayfcp.plan import HARDWARE, hardware_profile
 from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.device import measured_hardware
-from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line
+from rayfcp.plan.profiles.pictures import picture_shapes
 from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, many_shapes
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 
 HOLD_OUT_EVERY = 4
@@ -98,13 +99,14 @@ class Profiler:
         exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-        shapes = [dataclasses.replace(each, windows=model.windows) for each in shapes]
-        timings = combine(timed.rounds(shapes, rounds=rounds))
+        seen = picture_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+        shapes, seen = ([dataclasses.replace(each, windows=model.windows) for each in part] for part in (shapes, seen))
+        timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
         self._say("peak of the devices")
         hardware = self._hardware(measured, parts)
         found = simulation_error(
-            shapes, timings, cluster=cluster, model=model, hardware=hardware, cost=measured.fit.cost
+            shapes, timings[: len(shapes)], cluster=cluster, model=model, hardware=hardware, cost=measured.fit.cost
         )
         return self._written(measured, parts, hardware=hardware, rounds=rounds, simulation_error=found)
 
@@ -184,6 +186,9 @@ def profile_table(profiled: Profiled) -> str:
         ("kernel alone", f"{1e3 * attention_s[1]:.4g} ms for a layer over {attention_s[0]} tokens"),
         ("linear alone", f"{1e3 * linear_s[1]:.4g} ms for a layer over {linear_s[0]} tokens"),
     ]
+    if cost.encoder is not None:
+        patch_us, cell_ns = 1e6 * cost.encoder.s_per_patch, 1e9 * cost.encoder.s_per_cell
+        rows.append(("vision encoder", f"{patch_us:.4g} us a patch, {cell_ns:.4g} ns a cell"))
     if parts.message_s:
         ring_us, hop_ms = 1e6 * cost.ring_intra_s_per_token, 1e3 * cost.ring_s_per_round
         rows.append(("ring", f"{ring_us:.4g} us a token and hop, {hop_ms:.4g} ms a hop"))

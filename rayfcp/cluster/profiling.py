@@ -19,8 +19,9 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.plan import CostModel
 from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.parts import PartTimings, slowest
+from rayfcp.plan.profiles.pictures import picture_shapes
 from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, few_shapes
-from rayfcp.values import ClusterSpec, ModelProfile
+from rayfcp.values import ClusterSpec, ModelProfile, VisionProfile
 
 START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
 """Tokens of the largest pass of one rank that is timed before a run starts."""
@@ -37,7 +38,13 @@ def timed_rounds(crew: Crew, shapes: Sequence[PassShape], *, rounds: int, say: S
 
 
 def start_cost(
-    crew: Crew, guess: CostModel, *, cluster: ClusterSpec, max_seqlen: int, primitives: Collection[str]
+    crew: Crew,
+    guess: CostModel,
+    *,
+    cluster: ClusterSpec,
+    max_seqlen: int,
+    primitives: Collection[str],
+    vision: VisionProfile | None = None,
 ) -> Measured:
     """A cost model from few short passes of the primitives that plans may use: what a run that was not profiled starts
     with."""
@@ -46,6 +53,7 @@ def start_cost(
     if guess.pipeline:  # whose bound knows that plans recompute; these passes do not
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
+    shapes += picture_shapes(vision, max_tokens=tokens) if vision else []
     shapes = [dataclasses.replace(each, windows=guess.windows) for each in shapes]
     return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
 

@@ -1,6 +1,8 @@
 """Where devices meet: a key-value store in the controller's process, listening on one address only."""
 
 import socket
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -32,3 +34,9 @@ class RendezvousStore:
             tensor_parallel=cluster.tensor_parallel,
             layers_of_stage=cluster.layers_of_stage,
         )
+
+
+def client_of(meeting: Rendezvous, *, timeout_s: float) -> dist.Store:
+    """A client of the meeting's store, under the prefix of its generation."""
+    client: Any = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"generation-{meeting.generation}", client)

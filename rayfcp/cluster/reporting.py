@@ -106,12 +106,20 @@ class Journal:
         self.record = Recorder(run_dir, trace_steps=config.metrics.trace_steps, resume_step=resume_step)
         self._log = StepLog(log, resume_step=resume_step)
         self._loggers = _loggers(config, run_dir=run_dir, resume_step=resume_step, say=say)
-        self._began_s, self._productive_s = began_s, 0.0
+        self._began_s, self._productive_s, self._say = began_s, 0.0, say
+        self._broken: set[str] = set()
 
     @property
     def last_step(self) -> int:
         """That is written down."""
         return self._log.last_step
+
+    def _name_broken(self, ranks: Sequence[RankReport]) -> None:
+        """Pictures that could not be decoded, each once."""
+        for name in sorted({name for each in ranks for name in each.broken} - self._broken):
+            self._broken.add(name)
+            self.metrics.count_skipped("picture_broken", count=1)
+            self._say(f"no target counts of a row with a broken picture: {name}")
 
     def commit(self, report: StepReport, ranks: Sequence[RankReport], *, groups: PlannedGroups = ()) -> bool:
         """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
@@ -121,6 +129,7 @@ class Journal:
             memory=[each.memory_bytes for each in ranks],
             picture=picture_of(report.step, groups=groups, ranks=ranks),
         )
+        self._name_broken(ranks)
         if report.step <= self._log.last_step:
             return False
         try:

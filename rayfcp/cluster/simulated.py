@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile

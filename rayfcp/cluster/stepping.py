@@ -124,6 +124,7 @@ class Stepper:
         self.commit()
         devices = crew.gather(refs, judge=judge_progress(self._fleet.ids, deadline_s=self._deadline_s(planned)))
         step_s = time.perf_counter() - start_s
+        planned = dataclasses.replace(planned, pixels=())  # many bytes, which nobody needs any more
         self._done = Done(planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to)
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
@@ -196,15 +197,17 @@ class Stepper:
             self._droppable = safe
         after = StateId(version=step, generation=cluster.generation)
         state = after if self._kept.due(step) else None
+        places = ((number // cluster.tensor_parallel, each) for number, each in enumerate(self._fleet.crew.workers))
         return [
             worker.step.remote(
-                planned.programs[number // cluster.tensor_parallel],
+                planned.programs[place],
                 planned.batch_ref,
                 plan_hash=planned.record.plan_hash,
                 snapshot=state,
                 safe=self._droppable if self._kept.every else after,
+                pixels=planned.pixels[place : place + 1],
             )
-            for number, worker in enumerate(self._fleet.crew.workers)
+            for place, worker in places
         ]
 
     def _learn(self) -> None:

@@ -15,7 +15,7 @@ from rayfcp.cluster.local import connect
 from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
-from rayfcp.data import load_tokenizer
+from rayfcp.data import tokenizer_of
 from rayfcp.telemetry.loggers.known import check_loggers
 from rayfcp.values import StepReport
 
@@ -117,13 +117,14 @@ def _check_model(config: Config) -> None:
     from rayfcp.models.selfcheck import check_supported
     from rayfcp.models.tensor_parallel import check_tensor_parallel
 
-    library = model_config(config.model, vocab_size=load_tokenizer(config.data.tokenizer).vocab_size)
+    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library, num_stages=config.cluster.pipeline_stages)
     if config.model.init == "pretrained" and config.model.path:
         check_weights(config.model.path, library)
-    configured_bound(config, profile_of(library, name=config.model.path or library.model_type))
+    name, frozen = config.model.path or library.model_type, config.model.freeze_vision
+    configured_bound(config, profile_of(library, name=name, freeze_vision=frozen))
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:

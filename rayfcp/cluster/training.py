@@ -13,6 +13,7 @@ from rayfcp.cluster.capacity import configured_bound
 from rayfcp.cluster.costs import StartCosts
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.decoders import Decoders
 from rayfcp.cluster.facts import CannotGoOnError, Finished
 from rayfcp.cluster.fleet import Fleet
 from rayfcp.cluster.guard import NumberGuard
@@ -121,7 +122,9 @@ class TrainingRun:
         self._costs = StartCosts(
             self._config, self._data.model, device=device, profile_path=self._profile_path, say=self._say
         )
-        self._connect(planners, guess=self._costs.guess(fleet.crew, cluster), version=version)
+        decoders = Decoders(self._config, data_dir=self._data_dir)
+        ending.callback(decoders.end)
+        self._connect(planners, decoders, guess=self._costs.guess(fleet.crew, cluster), version=version)
         self._say(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
         left = len(fleet.crew.all) - len(decision.devices)
         if left:
@@ -141,12 +144,14 @@ class TrainingRun:
         journal.metrics.set_checkpoint(self._saver.saved_step)
         self._say(f"live page: {journal.metrics.where}")
 
-    def _connect(self, planners: Planners, *, guess: CostModel, version: int) -> None:
+    def _connect(self, planners: Planners, decoders: Decoders, *, guess: CostModel, version: int) -> None:
         """What runs steps, and what carries the run from one set of devices to the next."""
         self._stepper = Stepper(
             self._config,
             self._fleet,
-            plans=PlanQueue(planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps),
+            plans=PlanQueue(
+                planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps, decoders=decoders
+            ),
             journal=self._journal,
             saver=self._saver,
             guard=NumberGuard(self._config, data_dir=self._data_dir, say=self._tell),

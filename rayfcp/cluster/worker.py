@@ -9,12 +9,12 @@ import importlib
 import os
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from rayfcp.cluster.decoders import fetched
 from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous, Source
 from rayfcp.cluster.orphans import OrphanWatch
 from rayfcp.cluster.pushing import Pusher, Waited
@@ -22,15 +22,14 @@ from rayfcp.config import Config
 from rayfcp.execute.copies import Wanted
 from rayfcp.execute.integrity import FileSum, find_damage
 from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart
-from rayfcp.plan.profiles.fit import Timing
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.plan.profiles.shapes import PassShape
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch.distributed import Store
 
 MIB = 2**20
 
@@ -145,10 +144,12 @@ class RankWorker:
 
     def join(self, number: int, meeting: Rendezvous, *, empty: bool = False) -> Joined:
         """Become device `number` of a generation, with first weights, or `empty`, to be filled or loaded."""
+        from rayfcp.cluster.rendezvous import client_of
         from rayfcp.execute.groups import Place
         from rayfcp.models.build import sharded_model
         from rayfcp.models.compiling import as_configured
         from rayfcp.models.describe import model_config
+        from rayfcp.models.library import text_of
 
         if meeting.host == LOOPBACK:
             # gloo listens where the host's name points unless it is told otherwise.
@@ -162,7 +163,7 @@ class RankWorker:
         )
         return self._engine.join(
             place,
-            store=lambda: _store(meeting, timeout_s=self._config.elastic.start_timeout_s),
+            store=lambda: client_of(meeting, timeout_s=self._config.elastic.start_timeout_s),
             make_model=lambda world: as_configured(
                 sharded_model(
                     library,
@@ -174,8 +175,8 @@ class RankWorker:
                 ),
                 self._config.train,
             ),
-            hidden_size=library.hidden_size,
-            layers_of_stage=meeting.layers_of_stage or (library.num_hidden_layers,),
+            hidden_size=text_of(library).hidden_size,
+            layers_of_stage=meeting.layers_of_stage or (text_of(library).num_hidden_layers,),
         )
 
     def leave(self) -> None:
@@ -239,8 +240,10 @@ class RankWorker:
         plan_hash: str,
         snapshot: StateId | None = None,
         safe: StateId | None = None,
+        pixels: Sequence[Any] = (),
     ) -> RankReport:
-        """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`."""
+        """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
+        a reference of the pictures that it encodes, in a sequence, so that a lost one is no failure of the step."""
         self._watch.heard()
         report = self._engine.run_step(
             program,
@@ -249,6 +252,7 @@ class RankWorker:
             snapshot=snapshot,
             safe=safe,
             on_copy=lambda header: self._pusher.offer(header, safe=safe),
+            decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
         )
         pushed = self._pusher.pushed
         return dataclasses.replace(
@@ -287,11 +291,3 @@ def loopback_interface() -> str:
     """Name of the loopback interface: `lo` on Linux, `lo0` elsewhere."""
     names = [name for _, name in socket.if_nameindex()]
     return next(name for name in ("lo", "lo0") if name in names)
-
-
-def _store(meeting: Rendezvous, *, timeout_s: float) -> "Store":
-    """A client of the meeting's store, under the prefix of its generation."""
-    import torch.distributed as dist
-
-    client: Any = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"generation-{meeting.generation}", client)

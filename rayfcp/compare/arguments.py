@@ -4,15 +4,22 @@ import argparse
 
 EXAMPLES = """\
 Lengths: one whole number a line, a .json list, .npy, or .parquet with a column `length`; or dist:NAME for a synthetic
-distribution (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia).
+distribution of text (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia) or of videos with captions (msrvtt,
+internvid, openvid; dist:msrvtt@1 takes 1 picture a second). A .json list may hold rows with pictures beside numbers:
+  {"tokens": 9000, "pictures": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
 
 Examples:
+  rayfcp compare --lengths dist:msrvtt --model qwen3-vl-8b --hardware ascend-910c --devices 64 \\
+      --global-batch 512 --batches 1 --max-seqlen 131072 --strategies flex-ring,static-cp,ulysses --seed 0
   rayfcp compare --lengths lengths.txt --model qwen3-8b --hardware ascend-910c --devices 64 \\
       --global-batch 512 --batches 3 --max-seqlen 131072 --strategies all --seed 0 --html compare.html
   rayfcp compare --lengths dist:github --model gpt-13b --hardware a800 --devices 32 --stages 4 \\
       --global-batch 512 --batches 1 --max-seqlen 98304 --strategies elastic-pipeline,seq1f1b,flexsp --seed 0
   rayfcp compare --lengths dist:github --model llama3-8b --hardware h100 --devices 16 \\
       --global-batch 128 --batches 2 --max-seqlen 65536 --strategies flex-ring,static-cp,ulysses --seed 0
+  rayfcp compare --lengths dist:github --model qwen3-8b --hardware h100 --devices 16 --stages auto \\
+      --tensor-parallel auto --global-batch 128 --batches 1 --max-seqlen 65536 \\
+      --strategies flex-ring,elastic-pipeline --write-config config.yaml
 """
 
 
@@ -22,13 +29,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needed = parser.add_argument_group("what is compared")
     needed.add_argument("--lengths", required=True, metavar="FILE", help="tokens of sequences, a file or dist:NAME")
     needed.add_argument("--model", required=True, metavar="NAME", help="model profile, by name or YAML path")
+    needed.add_argument("--freeze-vision", action="store_true", help="its vision encoder is not trained")
     needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile, by name or YAML path")
     needed.add_argument("--devices", required=True, type=positive, metavar="D", help="devices of the cluster")
     needed.add_argument(
-        "--stages", type=positive, default=1, metavar="P", help="pipeline stages of those that have any (default: 1)"
+        "--stages",
+        type=positive_or_auto,
+        default=1,
+        metavar="P|auto",
+        help="pipeline stages of those that have any; auto searches for the best (default: 1)",
     )
     needed.add_argument(
-        "--tensor-parallel", type=positive, default=1, metavar="T", help="devices that share each layer (default: 1)"
+        "--tensor-parallel",
+        type=positive_or_auto,
+        default=1,
+        metavar="T|auto",
+        help="devices that share each layer; auto searches for the best (default: 1)",
     )
     needed.add_argument("--global-batch", required=True, type=positive, metavar="B", help="sequences in a global batch")
     needed.add_argument("--batches", required=True, type=positive, metavar="K", help="global batches")
@@ -39,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needed.add_argument("--seed", type=not_negative, default=0, metavar="S", help="of the draw (default: 0)")
     _add_memory(parser)
     _add_stages(parser)
+    _add_advice(parser)
     out = parser.add_argument_group("where the results go, beside the table")
     out.add_argument("--json", metavar="OUT", help="file for all figures")
     out.add_argument("--html", metavar="OUT", help="file for one page to look at")
@@ -76,6 +93,12 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_advice(parser: argparse.ArgumentParser) -> None:
+    advice = parser.add_argument_group("a configuration to train with, of the best layout and strategy")
+    advice.add_argument("--write-config", metavar="FILE", help="for rayfcp train")
+    advice.add_argument("--data", metavar="PATH", help="what it reads (default: a place to fill in)")
+
+
 def _add_stages(parser: argparse.ArgumentParser) -> None:
     stages = parser.add_argument_group("how plans are made")
     stages.add_argument(
@@ -98,6 +121,11 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return int(text)
+
+
+def positive_or_auto(text: str) -> int | None:
+    """A whole number of at least 1; None for `auto`."""
+    return None if text == "auto" else positive(text)
 
 
 def not_negative(text: str) -> int:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from rayfcp.compare.lengths import sequences_of
+from rayfcp.compare.lengths import Batch
 from rayfcp.compare.measure import timeline_of
 from rayfcp.compare.setting import Setting
 from rayfcp.config.plan import PlanConfig
@@ -14,15 +14,14 @@ from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile
 
 
 def plan_auto_timed(
-    lengths: Sequence[int], *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
+    sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
 ) -> tuple[BatchPlan, float]:
-    """The plan that `auto` takes, and the CPU seconds from lengths to plan, simulation included.
+    """The plan that `auto` takes, and the CPU seconds from sequences to plan, simulation included.
 
     Raises:
         InfeasiblePlanError: no strategy has a plan for this batch.
     """
     start_s = time.process_time()
-    sequences = sequences_of(tuple(lengths), windows=setting.cost.windows)
 
     def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
         return lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)

@@ -3,35 +3,72 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from rayfcp.compare.advice import Adviser
 from rayfcp.compare.contest import compare
 from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.layout_table import format_layouts, layout_section
 from rayfcp.compare.names import chosen
 from rayfcp.compare.page import render
 from rayfcp.compare.progress import Progress
+from rayfcp.compare.question import Question
+from rayfcp.compare.run_config import run_config_text
 from rayfcp.compare.table import format_table
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.files import write_whole
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compares, prints the table, writes the files that were asked for.
+    """Compares, or searches layouts too, prints what was found, writes the files that were asked for.
 
     Raises:
         ConfigError: arguments that cannot be used, or a file that cannot be written.
     """
     inputs = inputs_of(arguments)
-    for option, path in (("--json", arguments.json), ("--html", arguments.html)):
+    for option, path in (
+        ("--json", arguments.json),
+        ("--html", arguments.html),
+        ("--write-config", arguments.write_config),
+    ):
         if path is not None and Path(path).is_dir():
             raise ConfigError(f"{option} is {path!r}, a folder; give the path of a file")
+    if arguments.data is not None and arguments.write_config is None:
+        raise ConfigError("--data is given, which goes into a configuration; give --write-config its path too")
+    if arguments.write_config is not None or None in (arguments.stages, arguments.tensor_parallel):
+        _advise(inputs, arguments)
+        return
     with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
         comparison = compare(inputs, say=progress)
     sys.stdout.write(f"{format_table(comparison)}\n")
+    _write_all(arguments, results=comparison.as_json(), page=lambda: render(comparison))
+
+
+def _advise(inputs: Inputs, arguments: argparse.Namespace) -> None:
+    """Searches layouts, and writes a configuration if it shall."""
+    asked = Question(
+        inputs=inputs, stages=arguments.stages, tensor_parallel=arguments.tensor_parallel, data=arguments.data
+    )
+    adviser = Adviser(asked)
+    with Progress(adviser.num_pairs) as progress:
+        advice = adviser.advise(say=progress)
+    sys.stdout.write(f"{format_table(advice.comparison)}\n\n{format_layouts(advice)}\n")
+    _write_all(
+        arguments,
+        results=advice.as_json(),
+        page=lambda: render(advice.comparison, more=layout_section(advice), searched=advice.question.searched),
+    )
+    if arguments.write_config is not None:
+        _write("--write-config", arguments.write_config, text=run_config_text(advice))
+
+
+def _write_all(arguments: argparse.Namespace, *, results: dict[str, Any], page: Callable[[], str]) -> None:
     if arguments.json is not None:
-        _write("--json", arguments.json, text=json.dumps(comparison.as_json(), indent=1) + "\n")
+        _write("--json", arguments.json, text=json.dumps(results, indent=1) + "\n")
     if arguments.html is not None:
-        _write("--html", arguments.html, text=render(comparison))
+        _write("--html", arguments.html, text=page())
 
 
 def inputs_of(arguments: argparse.Namespace) -> Inputs:
@@ -39,10 +76,11 @@ def inputs_of(arguments: argparse.Namespace) -> Inputs:
     return Inputs(
         lengths=arguments.lengths,
         model=arguments.model,
+        frozen_vision=arguments.freeze_vision,
         hardware=arguments.hardware,
         devices=arguments.devices,
-        stages=arguments.stages,
-        tensor_parallel=arguments.tensor_parallel,
+        stages=arguments.stages or 1,
+        tensor_parallel=arguments.tensor_parallel or 1,
         global_batch=arguments.global_batch,
         batches=arguments.batches,
         max_seqlen=arguments.max_seqlen,

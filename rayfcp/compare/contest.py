@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayfcp.compare.automatic import plan_auto_timed
 from rayfcp.compare.families import Family, family_of, stages_of
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.lengths import draw_batches, sequences_of
+from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.measure import Scene, measure
 from rayfcp.compare.names import chosen, missing
 from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
@@ -32,7 +32,7 @@ class Case:
     model: ModelProfile
     hardware: HardwareProfile
     num_ranks: int
-    batches: tuple[tuple[int, ...], ...]
+    batches: tuple[Batch, ...]
     options: PlanConfig
 
 
@@ -55,9 +55,11 @@ class Comparison:
         }
 
 
-def compare(inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | None = None) -> Comparison:
+def compare(
+    inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | None = None, check: bool = True
+) -> Comparison:
     """Plan, check and simulate every strategy on the same batches; `say` is told what comes next. `options` take the
-    place of what `inputs` say on how plans are made.
+    place of what `inputs` say on how plans are made; without `check` plans are not proven, which takes as long again.
 
     Plans, and all figures but `plan_s`, are the same for the same inputs.
 
@@ -69,7 +71,10 @@ def compare(inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | 
     entries, scenes = [], []
     for name in names:
         entry, scene = min(
-            (_contest(name, case=case, inputs=inputs, num_stages=each, say=say) for each in stages_of(name, inputs)),
+            (
+                _contest(name, case=case, inputs=inputs, num_stages=each, say=say, check=check)
+                for each in stages_of(name, inputs)
+            ),
             key=lambda each: math.inf if each[0].iteration_s is None else each[0].iteration_s,
         )
         entries.append(entry)
@@ -77,8 +82,22 @@ def compare(inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | 
     return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
 
 
-def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
+def model_of(inputs: Inputs) -> ModelProfile:
+    """The model, its vision encoder frozen where that is asked for.
+
+    Raises:
+        ConfigError: no such model, or none with an encoder to freeze.
+    """
     model = model_profile(inputs.model)
+    if not inputs.frozen_vision:
+        return model
+    if model.vision is None:
+        raise ConfigError(f"--freeze-vision: model {model.name} has no vision encoder; drop it")
+    return replace(model, vision=replace(model.vision, frozen=True))
+
+
+def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
+    model = model_of(inputs)
     hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=inputs.tensor_parallel)
     if inputs.devices < inputs.stages * inputs.tensor_parallel:
         raise ConfigError(
@@ -89,14 +108,8 @@ def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
         raise ConfigError(
             f"--stages is {inputs.stages}, must be at most the model's {model.num_layers} layers; lower it"
         )
-    batches = draw_batches(
-        inputs.lengths,
-        num_batches=inputs.batches,
-        global_batch=inputs.global_batch,
-        max_seqlen=inputs.max_seqlen,
-        seed=inputs.seed,
-    )
-    say(f"{sum(map(sum, batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
+    batches = batches_of(inputs, model=model)
+    say(f"{sum(lengths_of(batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
     return Case(
         model=model,
         hardware=hardware,
@@ -106,9 +119,11 @@ def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
     )
 
 
-def _contest(name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say) -> tuple[Entry, Scene | None]:
+def _contest(
+    name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say, check: bool
+) -> tuple[Entry, Scene | None]:
     """The entry of one strategy on so many stages, and the scene of its first batch."""
-    longest = max(map(max, case.batches))
+    longest = max(lengths_of(case.batches))
     family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest, num_stages=num_stages)
     place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
     why = missing(name, num_stages=inputs.stages) or family.why_none
@@ -117,14 +132,27 @@ def _contest(name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say
     try:
         say(f"{name}: choosing a setting")
         setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
-        measured, scene, reason = _run(name, setting, case=case, family=family, say=say)
+        return contest(name, setting, case=case, family=family, say=say, check=check)
     except InfeasiblePlanError as error:
         return Entry(strategy=name, feasible=False, reason=str(error), **place), None
+
+
+def contest(
+    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool = True
+) -> tuple[Entry, Scene]:
+    """The entry of one strategy under one setting of its family, and the scene of its first batch, whose plan is proven
+    if `check`.
+
+    Raises:
+        InfeasiblePlanError: a batch has no plan.
+    """
+    measured, scene, reason = _run(name, setting, case=case, family=family, say=say, check=check)
     entry = Entry(
         strategy=name,
         feasible=True,
         reason=reason,
-        **place,
+        num_ranks=family.num_ranks,
+        num_stages=family.num_stages,
         recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
         reduce_every=setting.reduce_every,
         gather_every=setting.gather_every,
@@ -135,7 +163,9 @@ def _contest(name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say
     return entry, scene
 
 
-def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -> tuple[Sequence[Measured], Scene, str]:
+def _run(
+    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool
+) -> tuple[Sequence[Measured], Scene, str]:
     """Figures of all batches, the scene of the first, and why its plan is as it is."""
     figures, scenes, plans = [], [], []
     for number, batch in enumerate(case.batches):
@@ -145,11 +175,11 @@ def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -
             if name == AUTO
             else plan_timed(batch, strategy=name, setting=setting, options=case.options)
         )
-        if number == 0:
+        if check and number == 0:
             _check(plan, batch, setting=setting)
         measured, scene = measure(
             plan,
-            sequences_of(batch, windows=setting.cost.windows),
+            batch,
             model=case.model,
             hardware=case.hardware,
             setting=setting,
@@ -157,7 +187,7 @@ def _run(name: str, setting: Setting, *, case: Case, family: Family, say: Say) -
             plan_s=plan_s,
         )
         figures.append(measured)
-        scenes.append(scene)
+        scenes.append(replace(scene, strategy=name))
         plans.append(plan)
     return figures, scenes[0], plans[0].reason
 
@@ -167,13 +197,13 @@ def _is_free(plan: BatchPlan) -> bool:
     return any(microbatch.layout is not None for microbatch in plan.microbatches)
 
 
-def _check(plan: BatchPlan, batch: tuple[int, ...], *, setting: Setting) -> None:
+def _check(plan: BatchPlan, batch: Batch, *, setting: Setting) -> None:
     """The validator's proof of one plan.
 
     Raises:
         RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
     """
     try:
-        check_plan(plan, sequences_of(batch, windows=setting.cost.windows), cluster=setting.cluster, cost=setting.cost)
+        check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
     except ValueError as error:
         raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error

@@ -12,14 +12,15 @@ Degrees = Literal["exact", "dp"]
 class Inputs:
     """The arguments of `rayfcp compare`.
 
-    `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. None: `memory_gib` of the
-    hardware, no fixed `max_tokens_per_rank`, the best `recompute_layers`, `reduce_every` and (with stages)
-    `gather_every` for each strategy.
+    `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the model's vision
+    encoder is not trained. None: `memory_gib` of the hardware, no fixed `max_tokens_per_rank`, the best
+    `recompute_layers`, `reduce_every` and (with stages) `gather_every` for each strategy.
     `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two stages.
     """
 
     lengths: str
     model: str
+    frozen_vision: bool = False
     hardware: str
     devices: int
     stages: int = 1

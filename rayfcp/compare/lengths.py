@@ -1,56 +1,137 @@
 """Lengths of sequences from files or distributions, and the global batches drawn from them."""
 
+import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.pictured import Row, WrongRowsError, check_seen, cut, is_row, row_of
 from rayfcp.config import ConfigError
-from rayfcp.plan.distributions import distribution
-from rayfcp.values import SequenceSpec, Windows
+from rayfcp.plan.distributions import DISTRIBUTIONS
+from rayfcp.plan.frames import PICTURES_PER_SECOND, frames_of
+from rayfcp.plan.profiles.words import pick
+from rayfcp.plan.videos import VIDEOS
+from rayfcp.values import ModelProfile, SequenceSpec, Windows
 
 Lengths = npt.NDArray[np.int64]
 Batch = tuple[SequenceSpec, ...]
 
 DISTRIBUTION = "dist:"
+RATE = "@"
 COLUMN = "length"
+
+R = TypeVar("R", bound=Sized)
+
+
+def batches_of(inputs: Inputs, *, model: ModelProfile) -> tuple[Batch, ...]:
+    """The batches that a comparison asks for (`draw_batches`)."""
+    return draw_batches(
+        inputs.lengths,
+        num_batches=inputs.batches,
+        global_batch=inputs.global_batch,
+        max_seqlen=inputs.max_seqlen,
+        seed=inputs.seed,
+        model=model,
+    )
 
 
 def draw_batches(
-    source: str, *, num_batches: int, global_batch: int, max_seqlen: int, seed: int
-) -> tuple[tuple[int, ...], ...]:
-    """Lengths of each batch: drawn without replacement with `seed`, cut to `max_seqlen`.
+    source: str,
+    *,
+    num_batches: int,
+    global_batch: int,
+    max_seqlen: int,
+    seed: int,
+    model: ModelProfile | None = None,
+) -> tuple[Batch, ...]:
+    """The sequences of each batch as the model's layers and encoder see them, ids their positions: drawn without
+    replacement with `seed`, cut to `max_seqlen`, pictures whole. Without `model`, plain text.
 
     Raises:
-        ConfigError: the file cannot be used, or holds fewer lengths than the batches need.
+        ConfigError: the file cannot be used, holds fewer rows than the batches need, or has pictures that the model
+            does not see.
     """
     needed = num_batches * global_batch
     if source.startswith(DISTRIBUTION):
-        try:
-            drawn = distribution(source.removeprefix(DISTRIBUTION)).sample(needed, seed=seed)
-        except ValueError as error:
-            raise ConfigError(f"--lengths: {error}") from None
+        rows = _drawn(source.removeprefix(DISTRIBUTION), needed, max_seqlen=max_seqlen, seed=seed, model=model)
     else:
-        lengths = read_lengths(source)
-        if len(lengths) < needed:
+        rows = read_rows(source)
+        if len(rows) < needed:
             raise ConfigError(
-                f"--lengths {source!r} has {len(lengths)} lengths, must have at least --batches x --global-batch "
+                f"--lengths {source!r} has {len(rows)} lengths, must have at least --batches x --global-batch "
                 f"({num_batches} x {global_batch} = {needed}), as none is drawn twice; lower one of them"
             )
-        drawn = np.random.default_rng(seed).permutation(lengths)[:needed]
-    cut = np.minimum(drawn, max_seqlen).reshape(num_batches, global_batch)
-    return tuple(tuple(batch) for batch in cut.tolist())
+        rows = [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))[:needed]]
+        check_seen(rows, source=source, model=model)
+    windows = model.windows if model else ()
+    return tuple(
+        sequences_of([cut(row, max_seqlen) for row in rows[first : first + global_batch]], windows=windows)
+        for first in range(0, needed, global_batch)
+    )
 
 
-def sequences_of(lengths: tuple[int, ...], *, windows: Windows = ()) -> Batch:
+def lengths_of(batches: Sequence[Batch]) -> list[int]:
+    """Tokens of all sequences of all batches."""
+    return [sequence.num_tokens for batch in batches for sequence in batch]
+
+
+def sequences_of(rows: Sequence[Row], *, windows: Windows = ()) -> Batch:
     """Causal sequences whose ids are their positions, for a model with these kinds of layers."""
     return tuple(
-        SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=windows)
-        for index, length in enumerate(lengths)
+        SequenceSpec(id=index, num_tokens=row, num_targets=row - 1, windows=windows)
+        if isinstance(row, int)
+        else dataclasses.replace(row, id=index, windows=windows)
+        for index, row in enumerate(rows)
     )
+
+
+def _as_rows(lengths: Lengths) -> Sequence[Row]:
+    """Rows of plain text."""
+    rows: list[int] = lengths.tolist()
+    return rows
+
+
+def _drawn(name: str, count: int, *, max_seqlen: int, seed: int, model: ModelProfile | None) -> Sequence[Row]:
+    """`count` rows of a named distribution, or of a set of videos and, behind an @, how many pictures a second."""
+    word, _, rate = name.partition(RATE)
+    try:
+        pick(word, (*DISTRIBUTIONS, *VIDEOS), what="distribution")
+        if word in VIDEOS:
+            if model is None:
+                raise ValueError(f"{word} is a set of videos, which need a model that sees; name text, as dist:github")
+            frames = frames_of(model, per_second=_rate(rate) if rate else PICTURES_PER_SECOND)
+            return VIDEOS[word].sample(count, frames=frames, max_seqlen=max_seqlen, seed=seed)
+        if rate:
+            raise ValueError(f"distribution {word} is of text, which has no pictures; drop {RATE}{rate}")
+    except ValueError as error:
+        raise ConfigError(f"--lengths: {error}") from None
+    return _as_rows(DISTRIBUTIONS[word].sample(count, seed=seed))
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise ValueError(f"pictures a second are {text!r}, must be a number above 0; e.g. dist:msrvtt@2")
+    return rate
+
+
+def read_rows(path: str) -> Sequence[Row]:
+    """All rows of a file: lengths as in `read_lengths`, and in a .json list also objects with pictures.
+
+    Raises:
+        ConfigError: as `read_lengths`, or an object that is no row.
+    """
+    if Path(path).suffix.lower() == ".json":
+        return _read(path, _json_rows)
+    return _as_rows(read_lengths(path))
 
 
 def read_lengths(path: str) -> Lengths:
@@ -61,23 +142,25 @@ def read_lengths(path: str) -> Lengths:
             or position, from 1).
     """
     readers: dict[str, Callable[[Path], Lengths]] = {".json": _json, ".npy": _npy, ".parquet": _parquet}
-    suffix = Path(path).suffix.lower()
+    return _read(path, readers.get(Path(path).suffix.lower(), _lines))
+
+
+def _read(path: str, reader: Callable[[Path], R]) -> R:
+    """What the reader makes of the file, its errors in one line."""
     try:
-        lengths = readers.get(suffix, _lines)(Path(path))
+        rows = reader(Path(path))
     except FileNotFoundError as error:
         raise ConfigError(f"--lengths {path!r} does not exist; check the path, or name one as dist:github") from error
-    except _WrongLengthsError as error:
+    except WrongRowsError as error:
         raise ConfigError(f"--lengths {path!r}: {error}") from error
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"--lengths {path!r} cannot be read as {suffix or 'text'}: {why}") from error
-    if lengths.size == 0:
+        raise ConfigError(
+            f"--lengths {path!r} cannot be read as {Path(path).suffix.lower() or 'text'}: {why}"
+        ) from error
+    if len(rows) == 0:
         raise ConfigError(f"--lengths {path!r} holds no lengths; give one whole number a line")
-    return lengths
-
-
-class _WrongLengthsError(ValueError):
-    """What is wrong with the content of a file of lengths."""
+    return rows
 
 
 def _lines(path: Path) -> Lengths:
@@ -90,21 +173,32 @@ def _lines(path: Path) -> Lengths:
         for number, text in enumerate(texts, start=1):
             word = text.strip()
             if word and not (word.isascii() and word.isdigit() and 0 < int(word) < 1 << 62):
-                raise _WrongLengthsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1")
+                raise WrongRowsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1")
     return numbers
 
 
 def _json(path: Path) -> Lengths:
+    return _whole(_json_list(path))
+
+
+def _json_rows(path: Path) -> Sequence[Row]:
+    rows = _json_list(path)
+    if not any(is_row(row) for row in rows):
+        return _as_rows(_whole(rows))
+    return [row_of(row, entry=entry) for entry, row in enumerate(rows, start=1)]
+
+
+def _json_list(path: Path) -> list[Any]:
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, list):
-        raise _WrongLengthsError(f"holds a {type(data).__name__}, must be a list of whole numbers")
-    return _whole(data)
+        raise WrongRowsError(f"holds a {type(data).__name__}, must be a list of whole numbers")
+    return data
 
 
 def _npy(path: Path) -> Lengths:
     data = np.load(path, allow_pickle=False)
     if not isinstance(data, np.ndarray) or data.ndim != 1:
-        raise _WrongLengthsError(f"has shape {np.shape(data)}, must have one dimension")
+        raise WrongRowsError(f"has shape {np.shape(data)}, must have one dimension")
     return _whole(data)
 
 
@@ -113,7 +207,7 @@ def _parquet(path: Path) -> Lengths:
 
     file = parquet.ParquetFile(path)
     if COLUMN not in file.schema_arrow.names:
-        raise _WrongLengthsError(f"has columns {', '.join(file.schema_arrow.names)}, must have one named {COLUMN!r}")
+        raise WrongRowsError(f"has columns {', '.join(file.schema_arrow.names)}, must have one named {COLUMN!r}")
     return _whole(file.read(columns=[COLUMN]).column(COLUMN).to_pylist())
 
 
@@ -124,7 +218,7 @@ def _whole(values: Any) -> Lengths:
         return array.astype(np.int64)
     for position, value in enumerate(values, start=1):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
-            raise _WrongLengthsError(f"entry {position} is {value!r}, must be a whole number of at least 1")
+            raise WrongRowsError(f"entry {position} is {value!r}, must be a whole number of at least 1")
     if array.size:
-        raise _WrongLengthsError("holds numbers that are too large for a length")
+        raise WrongRowsError("holds numbers that are too large for a length")
     return np.zeros(0, np.int64)

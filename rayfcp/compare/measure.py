@@ -12,8 +12,9 @@ from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, SequenceSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A plan and its simulation."""
+    """A plan and its simulation. `strategy`: that was asked for it; `auto` takes plans of others."""
 
+    strategy: str
     plan: BatchPlan
     sequences: tuple[SequenceSpec, ...]
     timeline: Timeline
@@ -47,7 +48,7 @@ def measure(
         degrees=plan.degrees,
         num_microbatches=len(plan.microbatches),
     )
-    return measured, Scene(plan=plan, sequences=tuple(sequences), timeline=timeline)
+    return measured, Scene(strategy=plan.strategy, plan=plan, sequences=tuple(sequences), timeline=timeline)
 
 
 def timeline_of(

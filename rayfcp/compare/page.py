@@ -4,6 +4,7 @@ from html import escape
 
 from rayfcp.compare.bars import degree_bars, iteration_bars, length_bars
 from rayfcp.compare.contest import Comparison
+from rayfcp.compare.lengths import lengths_of
 from rayfcp.compare.measure import Scene
 from rayfcp.compare.names import OURS
 from rayfcp.compare.pictures import pictures
@@ -39,13 +40,13 @@ OWN_STYLE = """
 """
 
 
-def render(comparison: Comparison) -> str:
-    """The page as HTML."""
+def render(comparison: Comparison, *, more: str = "", searched: str = "") -> str:
+    """The page as HTML; `more`, a section of it, comes first, and `searched` is said of the inputs."""
     entries = ranked(comparison.entries)
-    lengths = [length for batch in comparison.case.batches for length in batch]
+    lengths = lengths_of(comparison.case.batches)
     parts = [
         f'<header><h1>{escape(title(comparison))}</h1><p class="lead">{escape(sentence(comparison))}</p>'
-        f"<p>{escape(_subtitle(comparison))}</p></header>"
+        f"<p>{escape(_subtitle(comparison, searched=searched))}</p></header>{more}"
     ]
     if entries:
         parts += [
@@ -92,11 +93,11 @@ def sentence(comparison: Comparison) -> str:
 
 def _in_order(comparison: Comparison) -> list[Scene]:
     """Scenes as the table has their strategies."""
-    scenes = {scene.plan.strategy: scene for scene in comparison.scenes}
+    scenes = {scene.strategy: scene for scene in comparison.scenes}
     return [scenes[entry.strategy] for entry in ranked(comparison.entries)]
 
 
-def _subtitle(comparison: Comparison) -> str:
+def _subtitle(comparison: Comparison, *, searched: str) -> str:
     given = comparison.inputs
     facts = [
         given.model,
@@ -107,6 +108,7 @@ def _subtitle(comparison: Comparison) -> str:
     ]
     facts += [f"{given.stages} pipeline stages where there are any"] if given.stages > 1 else []
     facts += [f"{given.tensor_parallel} devices a layer"] if given.tensor_parallel > 1 else []
+    facts += [searched] if searched else []
     return " · ".join(facts)
 
 

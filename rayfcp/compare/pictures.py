@@ -74,9 +74,9 @@ def _figure(scene: Scene, *, stop_s: float, shared_s: float) -> str:
         note += f", {timeline.num_stages} stages of {_counted(timeline.num_ranks, 'rank', 's')}"
     if stop_s > shared_s:
         note += "; on a scale of its own"
-    label = f"{scene.plan.strategy}: what {timeline.num_devices} devices do over {seconds(timeline.iteration_s)}"
+    label = f"{scene.strategy}: what {timeline.num_devices} devices do over {seconds(timeline.iteration_s)}"
     return (
-        f"<figure><figcaption><h3>{escape(scene.plan.strategy)}</h3><p>{escape(note)}</p></figcaption>"
+        f"<figure><figcaption><h3>{escape(scene.strategy)}</h3><p>{escape(note)}</p></figcaption>"
         f'<div class="scroll"><svg class="chart timeline" viewBox="0 0 {WIDTH} {plot + AXIS:.0f}" role="img" '
         f'aria-label="{escape(label)}">{"".join(parts)}</svg></div></figure>'
     )
@@ -137,7 +137,7 @@ def _lasts(timeline: Timeline, *, rank: int, index: int, starts: Sequence[float]
     window_s = starts[index + 1] - starts[index]
     spent = timeline.by_rank[rank]
     loads_s = (spent.compute - timeline.compute_s[rank]) / (len(starts) - 1)
-    compute_s = min(timeline.loads.compute_s[index][rank] + max(loads_s, 0.0), window_s)
+    compute_s = min(timeline.loads.work_s[index][rank] + max(loads_s, 0.0), window_s)
     exposed_s = spent.sharding + spent.all_to_all + spent.ring
     share = exposed_s / (exposed_s + spent.bubble) if exposed_s + spent.bubble > 0 else 0.0
     return compute_s, share * (window_s - compute_s), (1 - share) * (window_s - compute_s)

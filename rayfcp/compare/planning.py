@@ -1,11 +1,12 @@
 """Planning as a comparison does it: timed without bound, and the setting that suits a strategy best."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.lengths import sequences_of
+from rayfcp.compare.lengths import Batch
 from rayfcp.compare.setting import Setting
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound
@@ -16,7 +17,10 @@ from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
 """compare may use every primitive that the simulator has."""
 
-SETTING_FROM = {"flexsp": ("ulysses",), "auto": ("elastic-pipeline", "flex-block", "flex-ring")}
+SETTING_FROM = {
+    "flexsp": ("ulysses",),
+    "auto": ("elastic-pipeline", "flex-block", "flex-ring", "static-cp", "ulysses"),
+}
 """Strategies that take seconds a plan and the quick ones, of like plans, whose best setting they take."""
 
 WARM_UP_SEQUENCES = 8
@@ -29,15 +33,14 @@ def options_of(inputs: Inputs) -> PlanConfig:
 
 
 def plan_timed(
-    lengths: Sequence[int], *, strategy: str, setting: Setting, options: PlanConfig = OPTIONS
+    sequences: Batch, *, strategy: str, setting: Setting, options: PlanConfig = OPTIONS
 ) -> tuple[BatchPlan, float]:
-    """A plan without lower bound (0), and the CPU seconds from lengths to plan: what one core takes for it.
+    """A plan without lower bound (0), and the CPU seconds from sequences to plan: what one core takes for it.
 
     Raises:
         InfeasiblePlanError: the strategy has no plan for this batch.
     """
     start_s = time.process_time()
-    sequences = sequences_of(tuple(lengths), windows=setting.cost.windows)
     proposal = get(strategy)(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
     plan = BatchPlan(
         strategy=strategy,
@@ -53,9 +56,7 @@ def plan_timed(
     return plan, time.process_time() - start_s
 
 
-def best_setting(
-    strategy: str, lengths: Sequence[int], *, settings: Sequence[Setting], options: PlanConfig = OPTIONS
-) -> Setting:
+def best_setting(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: PlanConfig = OPTIONS) -> Setting:
     """The setting with the least predicted time of this batch; of equals the first.
 
     A strategy that takes seconds a plan takes the setting of a quick one, and plans a few sequences, so that its
@@ -64,27 +65,45 @@ def best_setting(
     Raises:
         InfeasiblePlanError: the strategy has no plan under any setting.
     """
+
+    def predict(asked: str, setting: Setting) -> float:
+        return plan_timed(batch, strategy=asked, setting=setting, options=options)[0].predicted_s
+
+    _, setting = best_prediction(strategy, settings=settings, predict=predict)
+    if strategy in SETTING_FROM:
+        shortest = sorted(batch, key=lambda each: each.num_tokens)[:WARM_UP_SEQUENCES]
+        few = tuple(replace(each, id=index) for index, each in enumerate(shortest))
+        plan_timed(few, strategy=strategy, setting=setting, options=options)
+    return setting
+
+
+def best_prediction(
+    strategy: str, *, settings: Sequence[Setting], predict: Callable[[str, Setting], float]
+) -> tuple[float, Setting]:
+    """The least that `predict` says of a strategy, or of those whose settings it takes, and under which setting; of
+    equals the first.
+
+    Raises:
+        InfeasiblePlanError: `predict` raised it for all.
+    """
     best: tuple[float, Setting] | None = None
     why = InfeasiblePlanError("no setting was tried")
     for asked, setting in product(SETTING_FROM.get(strategy, (strategy,)), settings):
         try:
-            plan, _ = plan_timed(lengths, strategy=asked, setting=setting, options=options)
+            seconds = predict(asked, setting)
         except InfeasiblePlanError as error:
             why = error
             continue
-        if best is None or plan.predicted_s < best[0]:
-            best = (plan.predicted_s, setting)
+        if best is None or seconds < best[0]:
+            best = (seconds, setting)
     if best is None:
         raise why
-    if strategy in SETTING_FROM:
-        plan_timed(sorted(lengths)[:WARM_UP_SEQUENCES], strategy=strategy, setting=best[1], options=options)
-    return best[1]
+    return best
 
 
-def bound_s(lengths: Sequence[int], *, settings: Sequence[Setting], placed_freely: bool) -> float:
+def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: bool) -> float:
     """The least of the lower bounds over all settings: the family is free to choose its setting, and the primitive
     of each group. `placed_freely`: the family is that of plans with layouts of their own."""
-    sequences = sequences_of(tuple(lengths), windows=settings[0].cost.windows)
     return min(
         pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
         if setting.cluster.num_stages > 1

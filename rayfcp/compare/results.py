@@ -10,7 +10,6 @@ from rayfcp.compare.names import OURS
 from rayfcp.simulate import Breakdown
 from rayfcp.values import Imbalance
 
-RESOURCES = ("compute", "attention", "memory", "communication")
 PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
 
@@ -75,7 +74,7 @@ class Entry:
         """The entry of the JSON contract; an infeasible one has nulls."""
         shown = {name: getattr(self, name) for name in self.__slots__ if name != "per_batch"}
         if self.imbalance is not None:
-            shown["imbalance"] = {name: getattr(self.imbalance, name) for name in RESOURCES}
+            shown["imbalance"] = self.imbalance.by_resource
         if self.breakdown is not None:
             shown["breakdown"] = {name: getattr(self.breakdown, name) for name in PARTS}
         shown["degrees"] = None if self.degrees is None else {str(key): value for key, value in self.degrees.items()}
@@ -116,9 +115,7 @@ def averaged(batches: Sequence[Measured]) -> dict[str, Any]:
     names = ("iteration_s", "lower_bound_s", "gap", "tokens_per_s_per_rank", "mfu", "attention_mfu", "bubble")
     return {
         **{name: mean(name) for name in names},
-        "imbalance": Imbalance(
-            **{name: statistics.fmean(getattr(each.imbalance, name) for each in batches) for name in RESOURCES}
-        ),
+        "imbalance": _mean_imbalance(batches),
         "breakdown": Breakdown(
             **{name: statistics.fmean(getattr(each.breakdown, name) for each in batches) for name in PARTS}
         ),
@@ -128,6 +125,13 @@ def averaged(batches: Sequence[Measured]) -> dict[str, Any]:
         "degrees": {degree: _whole(degrees[degree] / len(batches)) for degree in sorted(degrees)},
         "per_batch": tuple(batches),
     }
+
+
+def _mean_imbalance(batches: Sequence[Measured]) -> Imbalance:
+    """Of each resource, over the batches that use it."""
+    found = [each.imbalance.by_resource for each in batches]
+    names = dict.fromkeys(name for each in found for name in each)
+    return Imbalance(**{name: statistics.fmean(each[name] for each in found if name in each) for name in names})
 
 
 def _whole(value: float) -> float:

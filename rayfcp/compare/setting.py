@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rayfcp.compare.inputs import Inputs, ReduceEvery
 from rayfcp.config import ConfigError
 from rayfcp.plan import CostModel, max_tokens_per_rank
+from rayfcp.plan.costs.tensor_parallel import efficiency_with_sums
 from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
 
 GIB = 1 << 30
@@ -23,11 +24,8 @@ class Setting:
 
 
 def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """T devices that share each layer, as one device with T times the compute, memory and links.
-
-    Tensor parallelism with sequence parallelism (Megatron-LM) gathers and scatters the hidden states before and
-    after attention and MLP: in each direction 4 times (T - 1) / T of a token's hidden state pass each device's
-    link, and nothing hides them. That time is laid upon the linear layers.
+    """T devices that share each layer, as one device with T times the compute, memory and links; what their sums take
+    is laid upon the linear layers.
 
     Raises:
         ConfigError: T does not divide the heads, or its devices do not fit in a node.
@@ -40,14 +38,12 @@ def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_paral
     ):
         if bound % tensor_parallel:
             raise ConfigError(f"--tensor-parallel is {tensor_parallel}, must divide the {bound} {name}; lower it")
-    moved_bytes = 4 * model.num_layers * model.hidden_size * hardware.dtype_bytes * (1 - 1 / tensor_parallel)
     linear_s = model.linear_flops_per_token / (tensor_parallel * hardware.peak_flops * hardware.linear_efficiency)
-    moved_s = moved_bytes / tensor_parallel / hardware.intra_node_bandwidth
     return replace(
         hardware,
         peak_flops=hardware.peak_flops * tensor_parallel,
         memory_bytes=hardware.memory_bytes * tensor_parallel,
-        linear_efficiency=hardware.linear_efficiency * linear_s / (linear_s + moved_s),
+        linear_efficiency=efficiency_with_sums(hardware, model, linear_s=linear_s, tensor_parallel=tensor_parallel),
         devices_per_node=hardware.devices_per_node // tensor_parallel,
         intra_node_bandwidth=hardware.intra_node_bandwidth * tensor_parallel,
         inter_node_bandwidth=hardware.inter_node_bandwidth * tensor_parallel,

@@ -13,6 +13,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
     """Heads, and the text of a feasible entry below each."""
     best = best_baseline(comparison.entries)
     best_s = best.iteration_s if best else None
+    encoder: tuple[Column, ...] = (("encoder", _encoder_text),) if _sees(comparison) else ()
     return (
         ("strategy", lambda each: each.strategy),
         ("iteration", lambda each: seconds(each.iteration_s or 0.0)),
@@ -22,6 +23,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
         ("MFU", lambda each: percent(each.mfu or 0.0)),
         ("attention", lambda each: percent(each.attention_mfu or 0.0)),
         ("imbalance", lambda each: percent(each.imbalance.compute) if each.imbalance else "-"),
+        *encoder,
         ("bubble", lambda each: percent(each.bubble or 0.0)),
         ("memory", lambda each: f"{each.peak_memory_gib:.1f} GiB"),
         ("planning", lambda each: seconds(each.plan_s or 0.0)),
@@ -58,10 +60,12 @@ def format_table(comparison: Comparison) -> str:
 def footnotes(comparison: Comparison) -> list[str]:
     """What the columns mean, and who is compared with whom."""
     best = best_baseline(comparison.entries)
+    encoder = " encoder: of the seconds of pictures likewise;" if _sees(comparison) else ""
     over = f"over {best.strategy}, the best baseline; " if best else "needs a baseline in the run; "
     return [
         f"speedup {over}gap: iteration over lower bound; attention: MFU of attention alone;",
-        "imbalance: of compute, (max - mean) / max; planning: CPU time of one core a batch; degrees: groups a batch;",
+        f"imbalance: of compute, (max - mean) / max;{encoder} planning: CPU time of one core a batch; "
+        "degrees: groups a batch;",
         "setting: layers recomputed, when gradients are reduced (of stages: when parameters are gathered as well)",
     ]
 
@@ -69,6 +73,17 @@ def footnotes(comparison: Comparison) -> list[str]:
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
     """Feasible entries, fastest first."""
     return sorted((each for each in entries if each.feasible), key=lambda each: each.iteration_s or 0.0)
+
+
+def _sees(comparison: Comparison) -> bool:
+    """Whether pictures were encoded."""
+    return any(each.imbalance and each.imbalance.encoder is not None for each in comparison.entries)
+
+
+def _encoder_text(entry: Entry) -> str:
+    """Imbalance of the vision encoder."""
+    uneven = entry.imbalance.encoder if entry.imbalance else None
+    return "-" if uneven is None else percent(uneven)
 
 
 def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:

@@ -11,6 +11,7 @@ from pydantic import (
     model_validator,
 )
 
+from rayfcp.config.architecture import ArchitectureConfig
 from rayfcp.config.elastic import ElasticConfig
 from rayfcp.config.plan import PlanConfig
 from rayfcp.config.section import Beta, Count, Fraction, Section, Words
@@ -27,38 +28,6 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0)
 
 
-class ArchitectureConfig(Section):
-    """Shape of a model that starts from random weights (any `model_type` that transformers knows)."""
-
-    model_type: str = "qwen3"
-    num_layers: Count = 4
-    hidden_size: Count = 128
-    num_heads: Count = 4
-    num_kv_heads: Count = 2
-    head_dim: Count = 32
-    ffn_size: Count = 384
-    vocab_size: Count | None = Field(default=None, description="the tokenizer's if absent")
-    max_positions: Count = 8192
-    tied_embeddings: bool = True
-    num_experts: Count = Field(default=1, description="MLPs of a layer, each of ffn_size, where a family has several")
-    experts_per_token: Count = Field(default=1, description="those that a token passes, chosen by a router")
-
-    @model_validator(mode="after")
-    def _heads_and_experts_fit(self) -> "ArchitectureConfig":
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, must be even for rotary positions; try {self.head_dim + 1}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads}); change one"
-            )
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(
-                f"experts_per_token is {self.experts_per_token}, must be at most num_experts ({self.num_experts}); "
-                "change one"
-            )
-        return self
-
-
 class ModelConfig(Section):
     """Which model: a folder or hub name of a Hugging Face causal LM, or an architecture of our own."""
 
@@ -66,6 +35,7 @@ class ModelConfig(Section):
     name: str | None = Field(default=None, description="a named shape, e.g. qwen3-1.7b; overrides `architecture`")
     init: Literal["random", "pretrained"] = "random"
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    freeze_vision: bool = Field(default=False, description="keep the weights of the vision encoder, if there is one")
     architecture: ArchitectureConfig = ArchitectureConfig()
 
     @model_validator(mode="after")
@@ -90,6 +60,18 @@ class DataConfig(Section):
     )
     text_column: str = "text"
     tokenizer: str = Field(default="bytes", description="`bytes`, or a Hugging Face tokenizer by path")
+    processor: str | None = Field(
+        default=None, description="a Hugging Face processor by path, for rows with pictures; it brings its tokenizer"
+    )
+    max_picture_pixels: Count = Field(
+        default=1 << 26, description="of an image or a frame; rows with larger are left out"
+    )
+    video_fps: PositiveFloat | None = Field(default=None, description="of the rows' frames; the processor's if absent")
+    picture_targets: bool = Field(default=False, description="whether tokens that stand for pictures enter the loss")
+    decoder_actors: int = Field(
+        default=2, ge=0, description="CPUs that decode pictures ahead of the step; 0: workers do"
+    )
+    decode_ahead_steps: Count = Field(default=2, description="steps whose pictures are decoded before they run")
     max_seqlen: Count = 8192
     global_batch_sequences: Count = 32
     long_sequences: Literal["cut", "split", "drop"] = "cut"
@@ -100,6 +82,15 @@ class DataConfig(Section):
     @classmethod
     def _expand_stdlib(cls, paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(path.replace(STDLIB_PLACEHOLDER, sysconfig.get_paths()["stdlib"]) for path in paths)
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> "DataConfig":
+        if self.processor is not None and self.tokenizer not in ("bytes", self.processor):
+            raise ValueError(
+                f"tokenizer is {self.tokenizer!r}, must be absent beside processor ({self.processor!r}), which brings "
+                "its own; leave it out"
+            )
+        return self
 
 
 class ClusterConfig(Section):

@@ -7,6 +7,7 @@ from rayfcp.data.rows import BadReason, BadRow
 from rayfcp.data.sampler import Sampler
 from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from rayfcp.data.tokens import TokenReader
+from rayfcp.data.vision.loading import tokenizer_of
 
 __all__ = [
     "BadReason",
@@ -22,4 +23,5 @@ __all__ = [
     "prepare",
     "prepare_local",
     "read_manifest",
+    "tokenizer_of",
 ]

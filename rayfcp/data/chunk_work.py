@@ -9,16 +9,19 @@ from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, Row
 from rayfcp.data.shards import ShardWriter
 from rayfcp.data.sources import Chunk
-from rayfcp.data.tokenizer import load_tokenizer
+from rayfcp.data.vision.loading import tokenizer_named
+from rayfcp.data.vision.records import PictureRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is the same for all chunks. `fingerprint` is part of the shards' names, so that the shards of different
-    preparations never meet; those of the same one are equal byte for byte, whoever writes them last."""
+    """What is the same for all chunks. With `pictures` the tokenizer is a processor's. `fingerprint` is part of the
+    shards' names, so that the shards of different preparations never meet; those of the same one are equal byte for
+    byte, whoever writes them last."""
 
     tokenizer: str
     text_column: str
+    pictures: PictureRules | None
     vocab_size: int | None
     out_dir: str
     fingerprint: str
@@ -41,7 +44,8 @@ def prepare_chunk(chunk: Chunk, job: Job) -> ChunkResult:
     bad: Counter[str] = Counter()
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
-    with ShardWriter(job.out_dir, prefix=f"shard-{job.fingerprint}-{chunk.index:05d}") as writer:
+    prefix = f"shard-{job.fingerprint}-{chunk.index:05d}"
+    with ShardWriter(job.out_dir, prefix=prefix, pictures=job.pictures is not None) as writer:
         for row in _rows(chunk, job):
             if isinstance(row, Row):
                 writer.add(row)
@@ -63,6 +67,12 @@ def prepare_chunk(chunk: Chunk, job: Job) -> ChunkResult:
 
 
 def _rows(chunk: Chunk, job: Job) -> Iterator[Row | BadRow]:
-    tokenizer = load_tokenizer(job.tokenizer)
+    tokenizer = tokenizer_named(job.tokenizer, sees=job.pictures is not None)
     for file in chunk.files:
-        yield from read_rows(file, tokenizer=tokenizer, text_column=job.text_column, vocab_size=job.vocab_size)
+        yield from read_rows(
+            file,
+            tokenizer=tokenizer,
+            text_column=job.text_column,
+            vocab_size=job.vocab_size,
+            pictures=job.pictures,
+        )

@@ -1,6 +1,7 @@
 """Rows of Parquet and Arrow IPC files: a text column, or `input_ids` with optional `labels`."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import pyarrow as pa
@@ -8,11 +9,21 @@ import pyarrow.parquet as pq
 
 from rayfcp.data.rows import BadReason, BadRow, RawRow
 from rayfcp.data.sources import InputFile
+from rayfcp.data.vision.records import COLUMNS, raw_pictures
 
 _BATCH_ROWS = 1024
+_BATCH_PICTURE_ROWS = 16
 
 
-def parquet_rows(handle: IO[bytes], *, file: InputFile, text_column: str) -> Iterator[RawRow | BadRow]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """What is read of rows beside `input_ids` and `labels`: a text, with `pictures` also those and messages."""
+
+    text: str
+    pictures: bool = False
+
+
+def parquet_rows(handle: IO[bytes], *, file: InputFile, columns: Columns) -> Iterator[RawRow | BadRow]:
     """Rows of the row groups that begin in the file's piece. A group that breaks off is bad from there to its end.
 
     Raises:
@@ -24,7 +35,8 @@ def parquet_rows(handle: IO[bytes], *, file: InputFile, text_column: str) -> Ite
         if file.start == 0:
             raise
         return
-    names = _wanted(parquet.schema_arrow, text_column)
+    names = _wanted(parquet.schema_arrow, columns)
+    batch_rows = _BATCH_PICTURE_ROWS if set(names) & set(COLUMNS) else _BATCH_ROWS
     row = 0
     for group in range(parquet.metadata.num_row_groups):
         metadata = parquet.metadata.row_group(group)
@@ -32,15 +44,15 @@ def parquet_rows(handle: IO[bytes], *, file: InputFile, text_column: str) -> Ite
             continue
         group_stop = row + metadata.num_rows
         try:
-            for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=names):
-                yield from _batch_rows(batch, first=row, shard=file.url, text_column=text_column)
+            for batch in parquet.iter_batches(batch_rows, row_groups=[group], columns=names):
+                yield from _batch_rows(batch, first=row, shard=file.url, columns=columns)
                 row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             yield _unreadable(file.url, row=row, num_rows=group_stop - row, error=error)
         row = group_stop
 
 
-def arrow_rows(handle: IO[bytes], *, file: InputFile, text_column: str) -> Iterator[RawRow | BadRow]:
+def arrow_rows(handle: IO[bytes], *, file: InputFile, columns: Columns) -> Iterator[RawRow | BadRow]:
     """Rows of an IPC file or stream.
 
     Raises:
@@ -50,7 +62,7 @@ def arrow_rows(handle: IO[bytes], *, file: InputFile, text_column: str) -> Itera
     handle.seek(0)
     row = 0
     for batch in _file_batches(handle) if magic == b"ARROW1" else pa.ipc.open_stream(handle):
-        yield from _batch_rows(batch, first=row, shard=file.url, text_column=text_column)
+        yield from _batch_rows(batch, first=row, shard=file.url, columns=columns)
         row += batch.num_rows
 
 
@@ -67,35 +79,40 @@ def _offset(group: Any) -> int:
     return min((offset for pair in pages for offset in pair if offset is not None), default=0)
 
 
-def _wanted(schema: pa.Schema, text_column: str) -> list[str]:
+def _wanted(schema: pa.Schema, wanted: Columns) -> list[str]:
     """The columns to read; a column that is there twice counts as none."""
-    has = {name for name in ("input_ids", "labels", text_column) if schema.get_field_index(name) >= 0}
+    has = {name for name in ("input_ids", "labels", wanted.text, *COLUMNS) if schema.get_field_index(name) >= 0}
+    if wanted.pictures and has.intersection(COLUMNS):
+        return [name for name in (*COLUMNS, wanted.text, "input_ids", "labels") if name in has]
     if "input_ids" in has:
         return [name for name in ("input_ids", "labels") if name in has]
-    return [text_column] if text_column in has else []
+    return [wanted.text] if wanted.text in has else []
 
 
-def _batch_rows(batch: pa.RecordBatch, *, first: int, shard: str, text_column: str) -> Iterator[RawRow | BadRow]:
+def _batch_rows(batch: pa.RecordBatch, *, first: int, shard: str, columns: Columns) -> Iterator[RawRow | BadRow]:
     """The rows of one record batch, numbered from `first`."""
-    names = _wanted(batch.schema, text_column)
+    names = _wanted(batch.schema, columns)
     if batch.num_rows == 0:
         return
     if not names:
-        detail = f"neither input_ids nor {text_column}"
+        detail = f"neither input_ids nor {columns.text}"
         yield _bad(shard, row=first, reason=BadReason.MISSING_COLUMN, detail=detail, num_rows=batch.num_rows)
         return
-    columns = [_plain(batch.column(name)) for name in names]
+    if set(names) & set(COLUMNS):
+        yield from _picture_rows(batch.select(names), first=first, shard=shard, columns=columns)
+        return
+    found = [_plain(batch.column(name)) for name in names]
     wrong = [
         f"{name} is {batch.schema.field(name).type}"
-        for name, column in zip(names, columns, strict=True)
+        for name, column in zip(names, found, strict=True)
         if column is None
     ]
     if wrong:
         yield _bad(shard, row=first, reason=BadReason.WRONG_TYPE, detail=wrong[0], num_rows=batch.num_rows)
     elif names[0] == "input_ids":
-        yield from _token_rows(columns, first=first, shard=shard)
+        yield from _token_rows(found, first=first, shard=shard)
     else:
-        yield from _text_rows(columns[0], first=first, shard=shard, name=text_column)
+        yield from _text_rows(found[0], first=first, shard=shard, name=columns.text)
 
 
 def _plain(column: pa.Array) -> pa.Array | None:
@@ -133,6 +150,30 @@ def _text_rows(column: pa.Array, *, first: int, shard: str, name: str) -> Iterat
                 yield RawRow(row=row, text=data.decode())
             except UnicodeDecodeError as error:
                 yield _bad(shard, row=row, reason=BadReason.NOT_UTF8, detail=f"byte {error.start}")
+
+
+def _picture_rows(batch: pa.RecordBatch, *, first: int, shard: str, columns: Columns) -> Iterator[RawRow | BadRow]:
+    for row in range(batch.num_rows):
+        one = batch.slice(row, 1)
+        try:
+            # Broken bytes can hold offsets that point anywhere.
+            one.validate(full=True)
+        except pa.ArrowInvalid as error:
+            yield _unreadable(shard, row=first + row, num_rows=1, error=error)
+            continue
+        (record,) = one.to_pylist()
+        pictures, text = raw_pictures(record, text_column=columns.text), record.get(columns.text)
+        if record.get("input_ids") is not None:
+            yield RawRow(row=first + row, tokens=record["input_ids"], labels=record.get("labels"), pictures=pictures)
+        elif pictures is not None:
+            yield RawRow(row=first + row, pictures=pictures)
+        elif isinstance(text, str) and text:
+            yield RawRow(row=first + row, text=text)
+        else:
+            reason = BadReason.EMPTY if text == "" else BadReason.WRONG_TYPE
+            yield _bad(
+                shard, row=first + row, reason=reason, detail="" if text == "" else f"{columns.text} must be text"
+            )
 
 
 def _token_rows(columns: list[pa.Array], *, first: int, shard: str) -> Iterator[RawRow | BadRow]:

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import MAX_NAMED_ROWS, PreparedManifest, check_bad_fraction, read_manifest
-from rayfcp.data.pieces import Pieces, cut_rows, drop_rows, split_rows
+from rayfcp.data.pieces import Pieces, around_pictures, cut_rows, drop_rows, split_rows
 from rayfcp.data.rows import IGNORED, BadReason, BadRow
 from rayfcp.data.shard_reader import ShardReader
-from rayfcp.values import Sample
+from rayfcp.data.vision.layout import Ragged, items_of, pictures_of
+from rayfcp.values import Pictures, Sample
 
 LongSequences = Literal["cut", "split", "drop"]
 
@@ -26,7 +27,7 @@ class LengthIndex:
 
     `lengths`, `num_targets`: int arrays `[samples]`. `counts`: rows cut, split, dropped, and left out by reason, those
     that `prepare` left out included. `named_bad_rows` names the first 100 of the latter. `fingerprint` is equal exactly
-    when the samples and their tokens are.
+    when the samples and their tokens are. No picture is cut: a row ends before one that goes beyond `max_seqlen`.
     """
 
     def __init__(
@@ -36,21 +37,35 @@ class LengthIndex:
         shards = [ShardReader(manifest, shard) for shard in range(len(manifest.shards))]
         with ThreadPoolExecutor(_READING_THREADS) as pool:
             columns = list(pool.map(ShardReader.small_columns, shards))
+            pictures = list(pool.map(ShardReader.picture_columns, shards))
+        self._runs = [None if table is None else table[1] for table in pictures]
         limit = np.inf if vocab_size is None else vocab_size
         wrong = [np.flatnonzero(column["max_token_id"] >= limit) for column in columns]
         cut, word = _LONG[long_sequences]
-        pieces, num_long = [], 0
+        pieces, num_long, num_lost = [], 0, 0
         for shard, column in enumerate(columns):
             rows = np.flatnonzero(column["max_token_id"] < limit)
             lengths = column["length"][rows]
             num_long += int(np.count_nonzero(lengths > max_seqlen))
             piece = cut(rows, lengths=lengths, max_seqlen=max_seqlen)
+            if long_sequences != "drop" and (table := pictures[shard]) is not None:
+                spans = {int(row): _spans(table[0], row) for row in rows[lengths > max_seqlen]}
+                piece, lost = around_pictures(
+                    piece,
+                    lengths=column["length"],
+                    spans_of={row: found for row, found in spans.items() if found},
+                    max_seqlen=max_seqlen,
+                    split=long_sequences == "split",
+                )
+                num_lost += lost
             targets = _targets(shards[shard], piece, column=column, has_labels=manifest.shards[shard].has_labels)
             pieces.append((np.full(piece.rows.size, shard), piece, targets))
         self._fill(pieces)
         self.counts = _counts(manifest, num_wrong=sum(rows.size for rows in wrong))
         if num_long:
             self.counts[word] = num_long
+        if num_lost:
+            self.counts["picture_too_long"] = num_lost
         self.named_bad_rows = (*manifest.named_bad_rows, *_named(manifest, wrong, columns, limit))[:MAX_NAMED_ROWS]
 
     @classmethod
@@ -99,6 +114,11 @@ class LengthIndex:
         return lengths
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether any row has some."""
+        return any(runs is not None and bool(runs.values.size) for runs in self._runs)
+
+    @property
     def skipped(self) -> dict[str, int]:
         """Rows that give no sample, by reason."""
         return {reason: count for reason, count in self.counts.items() if reason not in ("cut", "split")}
@@ -123,9 +143,17 @@ class LengthIndex:
                 start=int(self.starts[position]),
                 stop=int(self.stops[position]),
                 num_targets=int(self.num_targets[position]),
+                pictures=self._pictures(int(position)),
             )
             for position in positions
         )
+
+    def _pictures(self, position: int) -> tuple[Pictures, ...]:
+        runs = self._runs[self.shards[position]]
+        if runs is None:
+            return ()
+        own = runs[int(self.rows[position])]
+        return pictures_of(own, start=int(self.starts[position]), stop=int(self.stops[position]))
 
     def _fill(self, pieces: list[tuple[npt.NDArray[np.int64], Pieces, npt.NDArray[np.int64]]]) -> None:
         self.shards = np.concatenate([shard for shard, _, _ in pieces]).astype(np.int32)
@@ -133,6 +161,11 @@ class LengthIndex:
         self.starts = np.concatenate([piece.starts for _, piece, _ in pieces])
         self.stops = np.concatenate([piece.stops for _, piece, _ in pieces])
         self.num_targets = np.concatenate([targets for _, _, targets in pieces])
+
+
+def _spans(items: Ragged, row: int) -> list[tuple[int, int]]:
+    """Tokens of the row's images and videos."""
+    return [(item.start, item.stop) for item in items_of(items[row])]
 
 
 def _targets(

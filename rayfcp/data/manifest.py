@@ -16,9 +16,19 @@ KIND, VERSION = "rayfcp-prepared", 1
 MAX_NAMED_ROWS = 100
 
 
+def picture_file(shard: str) -> str:
+    """The name of the file of pictures beside a shard.
+
+    >>> picture_file("shard-0-00000-000.arrow")
+    'shard-0-00000-000.pictures'
+    """
+    return shard.removesuffix(".arrow") + ".pictures"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """One shard: `batch_rows` are the rows of each record batch, `content` a hash of its tokens and labels."""
+    """One shard: `batch_rows` are the rows of each record batch, `content` a hash of its tokens, labels and pictures.
+    `picture_bytes`: of the file of pictures beside it, None where rows have none."""
 
     name: str
     num_bytes: int
@@ -26,10 +36,21 @@ class ShardInfo:
     batch_rows: tuple[int, ...]
     has_labels: bool
     content: str
+    picture_bytes: int | None = None
 
     @property
     def num_rows(self) -> int:
         return sum(self.batch_rows)
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.picture_bytes is not None
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Names and sizes."""
+        beside = {} if self.picture_bytes is None else {picture_file(self.name): self.picture_bytes}
+        return {self.name: self.num_bytes, **beside}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +147,8 @@ def find_manifest(folder: str) -> PreparedManifest | None:
         return None
     manifest = _MANIFEST.validate_python({**values, "folder": name_of(fs, path)})
     sizes = {entry["name"].rsplit("/", 1)[-1]: entry.get("size") for entry in fs.ls(path, detail=True)}
-    return manifest if all(sizes.get(shard.name) == shard.num_bytes for shard in manifest.shards) else None
+    wanted = {name: size for shard in manifest.shards for name, size in shard.files.items()}
+    return manifest if all(sizes.get(name) == size for name, size in wanted.items()) else None
 
 
 def read_manifest(folder: str) -> PreparedManifest:

@@ -1,11 +1,11 @@
 """From the files that a configuration names to a prepared folder, in-process or as tasks of Ray Data."""
 
+import dataclasses
 import hashlib
 import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from pydantic import TypeAdapter
@@ -23,9 +23,10 @@ from rayfcp.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from rayfcp.data.sources import Chunk, InputFile, discover, make_chunks, would_be_read
+from rayfcp.data.sources import Chunk, InputFile, discover, make_chunks, work_bytes, would_be_read
 from rayfcp.data.storage import join, lives_in_one_process, name_of, resolve
-from rayfcp.data.tokenizer import load_tokenizer
+from rayfcp.data.vision.loading import tokenizer_named, tokenizer_of
+from rayfcp.data.vision.records import PictureRules
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,8 @@ def prepare(
         ConfigError: Nothing to read, too many bad rows, no usable row, or other prepared data in `out_dir`.
     """
     files = discover(data)
-    is_small = sum(file.num_bytes for file in files) <= SMALL_BYTES
+    has_pictures = data.processor is not None
+    is_small = sum(work_bytes(file, has_pictures=has_pictures) for file in files) <= SMALL_BYTES
     is_private = any(map(lives_in_one_process, [out_dir, *(file.url for file in files)]))
     run = _run_here if is_small or is_private else _ray_runner(parallelism)
     return _prepare(data, files=files, out_dir=out_dir, vocab_size=vocab_size, run=run, progress=progress)
@@ -89,9 +91,10 @@ def cached_prepare(
         files = discover(data)
         out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=files, vocab_size=vocab_size)}")
         return prepare(data, out_dir=out_dir, vocab_size=vocab_size, parallelism=parallelism, progress=progress)
-    if prepared.tokenizer_fingerprint != load_tokenizer(data.tokenizer).fingerprint:
+    if prepared.tokenizer_fingerprint != tokenizer_of(data).fingerprint:
+        key, name = ("processor", data.processor) if data.processor else ("tokenizer", data.tokenizer)
         raise ConfigError(
-            f"data.tokenizer is {data.tokenizer!r}, must be {prepared.tokenizer!r} (of the same content), with which "
+            f"data.{key} is {name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
             f"{prepared.folder} was prepared; set it, or prepare again"
         )
     _check_bad(prepared, data)
@@ -99,12 +102,21 @@ def cached_prepare(
 
 
 def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...], vocab_size: int | None) -> str:
-    """16 hex digits over all that prepared shards depend on: files (names, sizes, times), tokenizer, columns."""
+    """16 hex digits over all that prepared shards depend on: files (names, sizes, times), tokenizer, columns, rules for
+    pictures. Files that rows name are not looked at."""
+    rules = _rules(data)
     parts = [
-        [VERSION, load_tokenizer(data.tokenizer).fingerprint, data.text_column, vocab_size],
+        [VERSION, tokenizer_of(data).fingerprint, data.text_column, vocab_size],
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
+        *([] if rules is None else [dataclasses.astuple(rules)]),
     ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+
+def _rules(data: DataConfig) -> PictureRules | None:
+    if data.processor is None:
+        return None
+    return PictureRules(max_pixels=data.max_picture_pixels, fps=data.video_fps, are_targets=data.picture_targets)
 
 
 def _already_prepared(data: DataConfig) -> PreparedManifest | None:
@@ -146,13 +158,14 @@ def _prepare(
         )
     if manifest is None:
         job = Job(
-            tokenizer=data.tokenizer,
+            tokenizer=data.processor or data.tokenizer,
             text_column=data.text_column,
+            pictures=_rules(data),
             vocab_size=vocab_size,
             out_dir=folder,
             fingerprint=fingerprint,
         )
-        chunks = make_chunks(files)
+        chunks = make_chunks(files, has_pictures=job.pictures is not None)
         results = _with_progress(run(chunks, job), chunks=chunks, progress=progress)
         manifest = _merge(results, chunks=chunks, job=job)
         _check_bad(manifest, data)
@@ -201,14 +214,14 @@ def _with_progress(
 def _merge(results: Iterable[ChunkResult], *, chunks: tuple[Chunk, ...], job: Job) -> PreparedManifest:
     """The manifest of all chunks, in the order of the files, whichever was done first."""
     ordered = sorted(results, key=lambda result: result.index)
-    tokenizer = load_tokenizer(job.tokenizer)
+    tokenizer = tokenizer_named(job.tokenizer, sees=job.pictures is not None)
     bad: Counter[str] = Counter()
     named = []
     rows_before = 0
     for result in ordered:
         # Pieces number their rows from 0; the file's own numbers go on from the pieces before.
         rows_before = rows_before if chunks[result.index].files[0].start else 0
-        named += [replace(row, row=row.row + rows_before) for row in result.named_bad_rows]
+        named += [dataclasses.replace(row, row=row.row + rows_before) for row in result.named_bad_rows]
         rows_before += result.num_rows
         bad.update(result.bad_rows)
     return PreparedManifest(

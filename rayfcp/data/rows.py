@@ -24,6 +24,10 @@ class BadReason(StrEnum):
     TOKEN_OUT_OF_RANGE = "token_out_of_range"
     LABELS_MISMATCH = "labels_mismatch"
     UNREADABLE = "unreadable"
+    PICTURE_MISSING = "picture_missing"
+    PICTURE_UNREADABLE = "picture_unreadable"
+    PICTURE_TOO_LARGE = "picture_too_large"
+    MARKERS_MISMATCH = "markers_mismatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +45,36 @@ class BadRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RawPictures:
+    """What a file says of a row with pictures or messages; as it was read, nothing is checked. `text` is None where
+    there are messages."""
+
+    text: Any = None
+    messages: Any = None
+    images: Any = None
+    videos: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """What a file says: `text`, or `tokens` as a list or integer array, with `labels` of the same kind or None."""
+    """What a file says: `text`, or `tokens` as a list or integer array, with `labels` of the same kind or None; or
+    `pictures`, which cannot be used with tokens."""
 
     row: int
     text: str | None = None
     tokens: Any = None
     labels: Any = None
+    pictures: RawPictures | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowPictures:
+    """The pictures of a row: `items` and `runs` as `rayfcp.data.vision.layout` has them, int64 `[items, 7]` and
+    `[runs, 5]`, and `parts`, the files that the items are made of."""
+
+    items: npt.NDArray[np.int64]
+    runs: npt.NDArray[np.int64]
+    parts: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +88,7 @@ class Row:
     labels: TokenArray | None
     num_targets: int
     max_token_id: int
+    pictures: RowPictures | None = None
 
 
 class BadRowError(Exception):

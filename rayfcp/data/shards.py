@@ -2,37 +2,43 @@
 
 import hashlib
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import IO, Self
 
 import fsspec
 import numpy as np
 import pyarrow as pa
 
-from rayfcp.data.manifest import ShardInfo
+from rayfcp.data.manifest import ShardInfo, picture_file
 from rayfcp.data.rows import Row
 from rayfcp.data.storage import join, resolve, whole_file
+from rayfcp.data.vision.files import PictureFile
 
 BATCH_TOKENS, BATCH_ROWS = 1 << 17, 1024
 SHARD_TOKENS = 16 << 20
 SMALL_COLUMNS = ("length", "num_targets", "max_token_id")
+PICTURE_COLUMNS = ("items", "runs", "parts")
 
 
-def shard_schema(*, has_labels: bool) -> pa.Schema:
-    """The columns of a shard, in order."""
+def shard_schema(*, has_labels: bool, has_pictures: bool = False) -> pa.Schema:
+    """The columns of a shard, in order. Of pictures, numbers end to end: `items` and `runs` as in
+    `rayfcp.data.vision.layout`, and `parts`, the first byte and the number of bytes of each in the file beside."""
     tokens = pa.list_(pa.int32())
     columns = [("input_ids", tokens), *((name, pa.int32()) for name in SMALL_COLUMNS)]
-    return pa.schema([*columns, ("labels", tokens)] if has_labels else columns)
+    columns += [("labels", tokens)] if has_labels else []
+    return pa.schema(columns + [(name, pa.list_(pa.int64())) for name in PICTURE_COLUMNS if has_pictures])
 
 
 class ShardWriter:
     """Writes rows in order to shards `PREFIX-000.arrow`, `PREFIX-001.arrow`, ... of a folder or URL.
 
     A shard ends at SHARD_TOKENS (64 MiB of tokens), or before the first labelled row of a chunk that began without
-    labels; from there on a row without labels has its own tokens as labels, which means the same.
+    labels; from there on a row without labels has its own tokens as labels, which means the same. With `pictures` the
+    bytes of these lie in `PREFIX-000.pictures` and so on, row by row.
     """
 
-    def __init__(self, folder: str, *, prefix: str) -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: str, *, prefix: str, pictures: bool = False) -> None:
+        self._folder, self._prefix, self._pictures = folder, prefix, pictures
         self._has_labels = False
         self._shard: _OpenShard | None = None
         self._done: list[ShardInfo] = []
@@ -61,14 +67,17 @@ class ShardWriter:
         if self._shard is None:
             fs, folder = resolve(self._folder)
             name = f"{self._prefix}-{len(self._done):03d}.arrow"
-            self._shard = _OpenShard(fs, folder=folder, name=name, has_labels=self._has_labels)
+            pictures = self._pictures
+            self._shard = _OpenShard(fs, folder=folder, name=name, has_labels=self._has_labels, has_pictures=pictures)
         self._shard.add(row)
 
 
 class _OpenShard:
     """One shard as it is written."""
 
-    def __init__(self, fs: fsspec.AbstractFileSystem, *, folder: str, name: str, has_labels: bool) -> None:
+    def __init__(
+        self, fs: fsspec.AbstractFileSystem, *, folder: str, name: str, has_labels: bool, has_pictures: bool
+    ) -> None:
         self._name, self._has_labels = name, has_labels
         self.num_tokens = 0
         self._rows: list[Row] = []
@@ -77,10 +86,14 @@ class _OpenShard:
         self._hash = hashlib.blake2b(digest_size=16)
         self._stack = ExitStack()
         self._file: IO[bytes] = self._stack.enter_context(whole_file(fs, join(folder, name)))
-        self._schema = shard_schema(has_labels=has_labels)
+        self._pictures = PictureFile(self._stack, fs, path=join(folder, picture_file(name))) if has_pictures else None
+        self._schema = shard_schema(has_labels=has_labels, has_pictures=has_pictures)
         self._writer = pa.ipc.new_file(self._file, self._schema)
 
     def add(self, row: Row) -> None:
+        if self._pictures is not None:
+            self._pictures.add(row.pictures)
+            row = replace(row, pictures=None)
         self._rows.append(row)
         self.num_tokens += row.tokens.size
         self._buffered_tokens += row.tokens.size
@@ -92,6 +105,8 @@ class _OpenShard:
             self._flush()
         self._writer.close()
         num_bytes = self._file.tell()
+        if self._pictures is not None:
+            self._hash.update(self._pictures.digest)
         self._stack.close()
         return ShardInfo(
             name=self._name,
@@ -100,6 +115,7 @@ class _OpenShard:
             batch_rows=tuple(self._batch_rows),
             has_labels=self._has_labels,
             content=self._hash.hexdigest(),
+            picture_bytes=self._pictures.num_bytes if self._pictures is not None else None,
         )
 
     def abandon(self, error: BaseException) -> None:
@@ -120,11 +136,9 @@ class _OpenShard:
             columns["labels"] = np.concatenate([row.tokens if row.labels is None else row.labels for row in rows])
         for name in ("length", "input_ids", *(["labels"] if self._has_labels else [])):
             self._hash.update(columns[name].astype("<i4", copy=False).data)
-        arrays = [
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(columns[field.name]))
-            if pa.types.is_list(field.type)
-            else pa.array(columns[field.name])
-            for field in self._schema
-        ]
+        lists = {} if self._pictures is None else self._pictures.take()
+        for name in ("input_ids", *(["labels"] if self._has_labels else [])):
+            lists[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(columns[name]))
+        arrays = [lists[name] if name in lists else pa.array(columns[name]) for name in self._schema.names]
         self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._batch_rows.append(len(rows))

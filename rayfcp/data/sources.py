@@ -14,6 +14,8 @@ from rayfcp.data.storage import name_of, resolve
 
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 64 << 20
+PICTURE_WEIGHT = 256
+"""How many times its own bytes a JSONL line with pictures stands for, which lie in other files."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _EXTENSIONS = {
@@ -87,18 +89,24 @@ def would_be_read(folder: str, data: DataConfig) -> bool:
     return False
 
 
-def make_chunks(files: tuple[InputFile, ...]) -> tuple[Chunk, ...]:
+def work_bytes(file: InputFile, *, has_pictures: bool) -> int:
+    """What the file counts as, with all that its rows name."""
+    return file.num_bytes * (PICTURE_WEIGHT if has_pictures and file.format == "jsonl" else 1)
+
+
+def make_chunks(files: tuple[InputFile, ...], *, has_pictures: bool = False) -> tuple[Chunk, ...]:
     """Files in order, small ones together up to CHUNK_BYTES, large ones in pieces where their format can be cut."""
     groups: list[list[InputFile]] = []
     room_bytes = -1
     for file in files:
-        pieces = _pieces(file)
-        if len(pieces) > 1 or file.num_bytes > room_bytes:
+        num_bytes = work_bytes(file, has_pictures=has_pictures)
+        pieces = _pieces(file, piece_bytes=max(PIECE_BYTES * file.num_bytes // max(num_bytes, 1), 1))
+        if len(pieces) > 1 or num_bytes > room_bytes:
             groups.extend([piece] for piece in pieces)
-            room_bytes = CHUNK_BYTES - file.num_bytes if len(pieces) == 1 else -1
+            room_bytes = CHUNK_BYTES - num_bytes if len(pieces) == 1 else -1
         else:
             groups[-1].append(file)
-            room_bytes -= file.num_bytes
+            room_bytes -= num_bytes
     return tuple(Chunk(index=index, files=tuple(group)) for index, group in enumerate(groups))
 
 
@@ -115,12 +123,12 @@ def format_of(name: str, declared: str) -> str:
     return next((kind for kind, extensions in _EXTENSIONS.items() if name.endswith(extensions)), "text")
 
 
-def _pieces(file: InputFile) -> list[InputFile]:
-    """At most PIECE_BYTES each, where the format can be read from the middle."""
-    if file.format not in ("jsonl", "parquet") or file.is_compressed or file.num_bytes <= PIECE_BYTES:
+def _pieces(file: InputFile, *, piece_bytes: int) -> list[InputFile]:
+    """At most `piece_bytes` each, where the format can be read from the middle."""
+    if file.format not in ("jsonl", "parquet") or file.is_compressed or file.num_bytes <= piece_bytes:
         return [file]
-    starts = range(0, file.num_bytes, PIECE_BYTES)
-    return [replace(file, start=start, stop=min(start + PIECE_BYTES, file.num_bytes)) for start in starts]
+    starts = range(0, file.num_bytes, piece_bytes)
+    return [replace(file, start=start, stop=min(start + piece_bytes, file.num_bytes)) for start in starts]
 
 
 def _files_of(path: str, data: DataConfig) -> Iterator[InputFile]:

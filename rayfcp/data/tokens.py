@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rayfcp.data.manifest import PreparedManifest, read_manifest
 from rayfcp.data.rows import IGNORED
 from rayfcp.data.shard_reader import ShardReader
+from rayfcp.data.vision.layout import Item
 from rayfcp.values import Sample
 
 _OPEN_SHARDS = 64
@@ -51,6 +52,26 @@ class TokenReader:
         following = shard.labels(sample.row)[sample.start + start + 1 : min(sample.start + stop + 1, sample.stop)]
         targets[: following.size] = following
         return tokens, targets
+
+    def items(self, sample: Sample) -> list[tuple[Item, npt.NDArray[np.int64]]]:
+        """The images and videos of a sample, their tokens counted from its first one, each with the places `[parts, 2]`
+        of its files; see `ShardReader.part`."""
+        shard = self._shard(sample.shard)
+        found, taken = [], 0
+        for item in shard.items(sample.row):
+            if sample.start <= item.start < sample.stop:
+                own = item._replace(start=item.start - sample.start, stop=item.stop - sample.start)
+                found.append((own, shard.parts(sample.row)[taken : taken + item.parts]))
+            taken += item.parts
+        return found
+
+    def part(self, sample: Sample, *, first: int, num_bytes: int) -> bytes:
+        """Bytes of a picture of the sample."""
+        return self._shard(sample.shard).part(first, num_bytes)
+
+    def name_of(self, sample: Sample) -> str:
+        """Where its row is, for people."""
+        return f"{self._manifest.shards[sample.shard].name} row {sample.row}"
 
     def _shard(self, shard: int) -> ShardReader:
         with self._lock:

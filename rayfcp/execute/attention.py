@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.checks import check_shapes, check_tokens
 from rayfcp.execute.heads import HeadExchange, ToHeads, ToTokens
-from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 from rayfcp.execute.layer import AttentionContext
 from rayfcp.execute.merge import Merged, accumulator_dtype
 from rayfcp.execute.ranges import take_rows
@@ -29,7 +29,7 @@ from rayfcp.execute.reshuffle import exchange, keep_in, keep_out
 from rayfcp.execute.schedule import KernelCall, ReadyExchange, ReadyHeads, ReadyProgram, ReadyRound, make_ready
 from rayfcp.execute.slots import Slots
 from rayfcp.execute.sums import RowSums
-from rayfcp.execute.transport import Transport
+from rayfcp.execute.transport import Transport, default_transport
 from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
 
 __all__ = ["AttentionContext", "attention"]
@@ -57,8 +57,9 @@ def attention(
         scale: of the scores; `head_dim ** -0.5` if absent.
         reshuffle: this rank's, if the loop brings its own layout; all ranks pass theirs or none does. A context has
             its own (`make_ready`).
-        transport: where the messages go (needed with a bare program).
-        kernel: needed with a bare program.
+        transport: where the messages of a bare program go; the default process group if absent, whose rank r is rank r
+            of the plan.
+        kernel: of a bare program; the best one for the tensors' device if absent.
 
     Returns:
         `[tokens, heads, head_dim]` in the dtype and order of `query`; padding's output is of no meaning. Every rank
@@ -66,17 +67,18 @@ def attention(
 
     Raises:
         ValueError: the tensors do not have the program's tokens, their shapes or dtypes disagree, the program's degree
-            of sharing out heads does not divide them, earlier keys and values are not kept, or the reshuffle is of
-            another rank or layout or around a program that shares out heads.
+            of sharing out heads does not divide them, earlier keys and values are not kept, there is no process group
+            to send by, or the reshuffle is of another rank or layout or around a program that shares out heads.
 
     Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses; reshuffling
     as in FCP (block), Section 4.3.
     """
     if not isinstance(program, AttentionContext):
-        if transport is None or kernel is None:
-            raise ValueError("attention: a bare program needs transport= and kernel=; give both")
-        ready = make_ready(program, reshuffle=reshuffle)
-        program = AttentionContext(program=ready, transport=transport, kernel=kernel)
+        program = AttentionContext(
+            program=make_ready(program, reshuffle=reshuffle),
+            transport=transport or default_transport(),
+            kernel=kernel or pick_kernel(query.device.type),
+        )
     elif reshuffle is not None:
         raise ValueError("attention: reshuffle= beside a context; make_ready(program, reshuffle=...) for the context")
     check_tokens(query, key, program=program.program, rank=program.transport.rank)
@@ -212,16 +214,18 @@ class _Run:
         for message, tensor in leaving:
             slots.left(message, tensor)
 
+    def _pairs(self, call: KernelCall) -> Pairs:
+        return Pairs(
+            query_lengths=call.query_lengths, key_lengths=call.key_lengths, causal=call.causal, scale=self._scale
+        )
+
     def attend(self, call: KernelCall, *, merged: Merged) -> None:
         """Forward of one kernel call, merged into what is known."""
         self._context.traffic.cells += call.num_cells
         out, lse = self._context.kernel.forward(
             _turned(take_rows(self._query, call.queries), call),
             *(_turned(each, call) for each in self.slots.keys_of(call)),
-            query_lengths=call.query_lengths,
-            key_lengths=call.key_lengths,
-            causal=call.causal,
-            scale=self._scale,
+            pairs=self._pairs(call),
         )
         merged.add(call.queries, _turned(out, call), lse=_turned(lse, call))
 
@@ -235,10 +239,7 @@ class _Run:
             *(_turned(each, call) for each in self.slots.keys_of(call)),
             out,
             lse,
-            query_lengths=call.query_lengths,
-            key_lengths=call.key_lengths,
-            causal=call.causal,
-            scale=self._scale,
+            pairs=self._pairs(call),
         )
         dq.add(call.queries, _turned(partial_dq, call))
         self.slots.add_gradients(call, _turned(dk, call), dv=_turned(dv, call))

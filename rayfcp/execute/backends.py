@@ -24,8 +24,8 @@ def group_options(backend: str, *, communication_sms: int) -> Any | None:
 
 
 def spare_sms(device: torch.device, communication_sms: int) -> None:
-    """From now on cuBLAS leaves that many multiprocessors of a GPU alone, where torch can tell it to; attention kernels
-    are told when they are picked."""
+    """From now on cuBLAS leaves that many multiprocessors of a GPU alone (0: none), where torch can tell it to;
+    attention kernels are told when they are picked."""
     tell = getattr(torch._C, "_set_sm_carveout_experimental", None)
-    if device.type == "cuda" and communication_sms and tell is not None:
-        tell(communication_sms)
+    if device.type == "cuda" and tell is not None:
+        tell(communication_sms or None)

@@ -2,15 +2,16 @@
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.interfaces import IGNORED, Tokens
-from rayfcp.plan.profiles.fit import Timing
+from rayfcp.execute.interfaces import IGNORED, Pixels, Tokens
 from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, BatchPlan, PipelinePlan
 
@@ -23,6 +24,21 @@ class _Zeros:
         targets = np.zeros(stop - start, np.int64)
         targets[-1] = IGNORED
         return np.zeros(stop - start, np.int64), targets
+
+
+class _Blanks:
+    """Pictures of `side` x `side` patches without contents; see `PictureSource`."""
+
+    def __init__(self, engine: RankEngine, *, side: int) -> None:
+        self._engine, self._side = engine, side
+
+    def pixels(self, _sequence: int, *, first: int, last: int) -> Pixels:
+        """So many of them."""
+        return self._engine.blank_pictures(last - first, side=self._side)
+
+    def positions(self, _sequence: int, *, start: int, stop: int) -> Tokens:
+        """Costs what any positions cost."""
+        return np.arange(start, stop)
 
 
 def time_passes(
@@ -40,15 +56,19 @@ def time_passes(
             num_tokens=shape.num_tokens,
             num_cells=shape.num_cells,
             primitive=shape.primitive,
-            seconds=_timed(engine, pass_program(engine, shape), clock=clock),
+            num_pictures=shape.num_pictures,
+            num_patches=shape.num_patches,
+            seconds=_timed(engine, shape, clock=clock),
         )
         for shape in shapes
     ]
 
 
-def _timed(engine: RankEngine, program: RankProgram, *, clock: Callable[[], float]) -> float:
+def _timed(engine: RankEngine, shape: PassShape, *, clock: Callable[[], float]) -> float:
+    program = pass_program(engine, shape)
+    pictures = _Blanks(engine, side=math.isqrt(shape.num_patches)) if shape.pictures else None
     start_s = clock()
-    engine.rehearse(program, _Zeros())
+    engine.rehearse(program, _Zeros(), pictures=pictures)
     return clock() - start_s
 
 

@@ -17,8 +17,7 @@ from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.device import host_buffers, memory_bytes
 from rayfcp.execute.faults import collective
 from rayfcp.execute.groups import Place, World
-from rayfcp.execute.inputs import BatchTokens
-from rayfcp.execute.interfaces import Execution, TokenSource
+from rayfcp.execute.interfaces import Execution, PictureSource, Pixels, TokenSource
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.membership import Membership
@@ -27,6 +26,7 @@ from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.pipes import make_pipes
 from rayfcp.execute.progress import Progress
 from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart
+from rayfcp.execute.seen import Ready, Seen, Sight
 from rayfcp.execute.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
 from rayfcp.execute.snapshots import Snapshots, Source, fill
 from rayfcp.execute.transport import DistributedTransport
@@ -47,6 +47,7 @@ class RankEngine:
         self.place = Place(rank=0, num_ranks=1)
         self.copies = HeldCopies(allocate=host_buffers(device))
         self._reader = TokenReader.open(data_dir)
+        self._sight = Sight(self._reader, config.data.processor, device=device)
         self._progress = Progress()
         self._member = Membership(
             device,
@@ -117,11 +118,15 @@ class RankEngine:
         self._member.check_alive()
 
     @collective
-    def rehearse(self, program: RankProgram, tokens: TokenSource) -> None:
+    def rehearse(self, program: RankProgram, tokens: TokenSource, *, pictures: PictureSource | None = None) -> None:
         """Run a program and forget its gradients; nothing is updated. Every rank must call it."""
-        self._interpreter.run(program, tokens)
+        self._interpreter.run(program, tokens, pictures=pictures)
         release(self._module)
         self._optimizer.zero_grad(set_to_none=True)
+
+    def blank_pictures(self, count: int, *, side: int) -> Pixels:
+        """See `StageModule`."""
+        return self._module.blank_pictures(count, side=side)
 
     @collective
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
@@ -141,11 +146,12 @@ class RankEngine:
         snapshot: StateId | None = None,
         safe: StateId | None = None,
         on_copy: Callable[[ShardHeader], None] | None = None,
+        decoded: Ready | None = None,
     ) -> RankReport:
         """Forward, backward, reduction and update of one global batch.
 
         `snapshot`: what to copy the state after it as, which `on_copy` hears of (see `settle`). `safe`: older copies
-        are not needed any more.
+        are not needed any more. `decoded`: pictures of the program; None: they are decoded here.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
@@ -162,20 +168,20 @@ class RankEngine:
         self._progress.begin(batch.step)
         self._optimizer.zero_grad(set_to_none=True)
         self._wait.seconds = self._snapshots.seconds = 0.0
-        scale = 1.0 / max(batch.num_targets, 1)
-        done = self._interpreter.run(program, BatchTokens(self._reader, batch), loss_scale=scale)
+        seen = self._sight.look(program, batch, decoded=decoded, sum_over=self._wait.timed()(self._world.sum))
+        done = self._interpreter.run(program, seen.tokens, pictures=seen.pictures, loss_scale=seen.loss_scale)
         release(self._module)
         update_s = time.time()
-        loss, norm, rate = self._update(batch, done.loss_sum)
+        numbers = self._update(seen.batch, done.loss_sum)
         update = update_span(self.place, start_s=update_s)
         if snapshot is not None:
             header = self._snapshots.take(snapshot)
             if on_copy is not None:
                 on_copy(header)
-        return self._report(batch.step, (loss, norm, rate), done=done, update=update, start_s=start_s)
+        return self._report(seen, numbers, done=done, update=update, start_s=start_s)
 
     def _report(
-        self, step: int, numbers: tuple[float, float, float], *, done: Execution, update: Span, start_s: float
+        self, seen: Seen, numbers: tuple[float, float, float], *, done: Execution, update: Span, start_s: float
     ) -> RankReport:
         loss, norm, rate = numbers
         return RankReport(
@@ -183,7 +189,7 @@ class RankEngine:
             stage=self.place.stage,
             rank=self.place.rank,
             tensor_rank=self.place.tensor_rank,
-            step=step,
+            step=seen.batch.step,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
@@ -197,6 +203,7 @@ class RankEngine:
             saved=self._writer.finished(),
             snapshot_s=self._snapshots.seconds,
             message_s=done.wait_s,
+            broken=seen.broken,
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:

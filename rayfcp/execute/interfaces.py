@@ -24,8 +24,45 @@ class TokenSource(Protocol):
         ...
 
 
+Values = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """Pictures as the library's processor makes them, one after the other.
+
+    `values`: `[patches, patch_values]` where pictures differ in size (Qwen3-VL), `[pictures, channels, height, width]`
+    where all are tiles (InternVL). `grids`: `[pictures, 2]`, how many patches each is high and wide.
+    """
+
+    values: Values
+    grids: Tokens
+
+
+class PictureSource(Protocol):
+    """Pictures of the sequences of one global batch, and where its tokens stand for rotary factors."""
+
+    def pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
+        """Pictures `[first, last)` of a sequence, counted over all its runs (`SequenceSpec.pictures`)."""
+        ...
+
+    def positions(self, sequence: int, /, *, start: int, stop: int) -> Tokens:
+        """Of tokens `[start, stop)`: `[3, tokens]` (time, height, width) where the model's positions have three axes,
+        sequences without pictures included; else `[tokens]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Features of pictures that are on the rank of their tokens: `features`, `[rows, num_mergers x hidden]`, belong at
+    `rows`, ascending, of what was loaded."""
+
+    features: Tensor
+    rows: Tensor
+
+
 class TrainableModel(Protocol):
-    """A causal language model, or one stage of it, sharded or whole."""
+    """A causal language model, or one stage of it, sharded or whole; with a vision encoder, if it has one."""
 
     def run(
         self,
@@ -35,12 +72,23 @@ class TrainableModel(Protocol):
         targets: Tensor | None,
         attention: AttentionContext,
         keep_logits: bool = True,
+        placed: Placed | None = None,
     ) -> Tensor:
         """The last stage: sum of the cross entropies of all targets that are not -100. Others, which need no targets:
         activations `[tokens, hidden]` for the next one.
 
-        `inputs`: token ids on the first stage, then what the stage before gave; positions and targets `[tokens]`.
-        `keep_logits`: backward comes next, so that logits may be kept for it.
+        `inputs`: token ids on the first stage, then what the stage before gave; targets `[tokens]`, and positions,
+        or `[3, tokens]` of these. `keep_logits`: backward comes next, so that logits may be kept for it. `placed`:
+        what stands for the embeddings of pictures' tokens.
+        """
+        ...
+
+    def encode(self, pixels: Pixels | None) -> Tensor:
+        """Features of the pictures' tokens, in order, `[tokens, num_mergers x hidden]`: in the graph unless the
+        encoder is frozen. None: no rows, but the encoder ran, and will run backward, as on other ranks.
+
+        Raises:
+            ValueError: the model has no encoder.
         """
         ...
 

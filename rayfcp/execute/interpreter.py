@@ -10,14 +10,14 @@ import torch
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.clocks import Clock, Mark, clock_of
 from rayfcp.execute.context import ContextStore
-from rayfcp.execute.interfaces import Execution, TokenSource, TrainableModel
+from rayfcp.execute.interfaces import Execution, PictureSource, TokenSource, TrainableModel
 from rayfcp.execute.kernels import AttentionKernel
 from rayfcp.execute.passes import Passes
 from rayfcp.execute.pipes import Pipes
 from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Transport
-from rayfcp.program import Backward, Forward, Free, Instruction, Load, RankProgram, Receive, Send
+from rayfcp.program import Backward, Encode, Forward, Free, Instruction, Load, RankProgram, Receive, Send
 from rayfcp.values import Span, SpanKind
 
 
@@ -46,8 +46,16 @@ class Interpreter:
         self._device, self._waited, self._advanced = torch.device(device), waited, advanced
         self._clock = clock_of(self._device, clock)
 
-    def run(self, program: RankProgram, tokens: TokenSource, *, loss_scale: float = 1.0) -> Execution:
-        """Run all instructions in order; parameters' gradients are added to what they hold.
+    def run(
+        self,
+        program: RankProgram,
+        tokens: TokenSource,
+        *,
+        pictures: PictureSource | None = None,
+        loss_scale: float = 1.0,
+    ) -> Execution:
+        """Run all instructions in order; parameters' gradients are added to what they hold. `pictures`: needed where
+        the program encodes any, or positions have several axes.
 
         Raises:
             ValueError: the program is another rank's or stage's.
@@ -60,7 +68,9 @@ class Interpreter:
             with record.span(item):
                 match item:
                     case Load():
-                        passes.load(item, tokens)
+                        passes.load(item, tokens, pictures=pictures)
+                    case Encode():
+                        passes.encode(item, pictures, transport=self._transport)
                     case Receive():
                         passes.receive(item)
                     case Forward():
@@ -75,16 +85,7 @@ class Interpreter:
         self._advanced(len(program.instructions))
         if self._pipes:
             self._pipes.finish()
-        traffic = passes.traffic
-        return Execution(
-            loss_sum=float(passes.loss_sum),
-            spans=record.spans(),
-            bytes_sent=traffic.bytes_sent,
-            num_cells=traffic.cells,
-            wait_s=traffic.wait_s,
-            gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
-            context_peak_bytes=store.peak_bytes,
-        )
+        return _told(passes, record, store=store)
 
     def _check(self, program: RankProgram) -> None:
         if program.rank != self._transport.rank:
@@ -115,6 +116,20 @@ def _is_followed_by_backward(program: RankProgram, at: int) -> bool:
     """Whether a forward pass is at once followed by its own backward pass."""
     own = program.instructions[at].microbatch
     return any(isinstance(each, Backward) and each.microbatch == own for each in program.instructions[at + 1 : at + 2])
+
+
+def _told(passes: Passes, record: "_Record", *, store: ContextStore) -> Execution:
+    """What was done; the host waits for the device here."""
+    traffic = passes.traffic
+    return Execution(
+        loss_sum=float(passes.loss_sum),
+        spans=record.spans(),
+        bytes_sent=traffic.bytes_sent,
+        num_cells=traffic.cells,
+        wait_s=traffic.wait_s,
+        gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
+        context_peak_bytes=store.peak_bytes,
+    )
 
 
 class _Record:
@@ -155,6 +170,8 @@ def _kind(item: Instruction) -> tuple[SpanKind, str] | None:
             return SpanKind.WAIT, item.flow.value
         case Load():
             return SpanKind.LOAD, "load"
+        case Encode():
+            return SpanKind.ENCODE, "encode"
         case Forward():
             return SpanKind.FORWARD, "forward"
         case Backward():

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rayfcp.execute.ranges import FEW, put_rows, rows_of, united, without
+from rayfcp.execute.ranges import FEW, put_rows, rows_of, without
 from rayfcp.program import Range
-from rayfcp.program.placed import merged
+from rayfcp.program.placed import merged, union
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +35,7 @@ class Merged:
         out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a), lse = log(exp(lse_a) + exp(lse_b)): exact for
         lse_a = -inf, and no exponential of a large number.
         """
-        joined, rows = merged(list(ranges)), united(ranges)
+        joined, rows = merged(list(ranges)), union(ranges)
         if not self._known and joined == self._all:
             self._out, self._lse, self._known = out, lse, self._all
             return
@@ -47,7 +47,7 @@ class Merged:
         else:
             self._clear(fresh)
             _merge_rows(known_out, known_lse, joined, out=out.to(self._dtype), lse=lse)
-        self._known = united((*self._known, *rows))
+        self._known = union((*self._known, *rows))
 
     @property
     def out(self) -> Tensor:

@@ -110,8 +110,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 def totals(world: World, module: StageModule, *, loss_sum: float) -> tuple[float, float]:
     """Losses and squared gradients of all devices together, whatever has copies counted once; before, gradients of
-    parameters that see a part each are summed over their copies."""
+    parameters that see a part each are summed over their copies, and those of parameters that this batch did not use
+    are zero, so that all are updated equally often."""
     channels, place = world.channels, world.place
+    for parameter in module.occasional:
+        _gradient(parameter)
     if channels.tensor is not None:
         sum_copies([module.get_parameter(name) for name in module.partial_names], channels.tensor)
     shared = module.shared_matrix

@@ -3,13 +3,12 @@
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.kernels import Pairs, pick_kernel
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.plan.profiles.parts import PartTimings
 from rayfcp.values import ModelProfile
@@ -65,12 +64,12 @@ class PartTimer:
         shape, kernel, heads = self._model, pick_kernel(self._device.type), self._model.num_heads
         query, grad = (self._random(num_tokens, heads, shape.head_dim) for _ in range(2))
         key, value = (self._random(num_tokens, shape.num_kv_heads, shape.head_dim) for _ in range(2))
-        lengths: dict[str, Any] = {"query_lengths": (num_tokens,), "key_lengths": (num_tokens,)}
-        keywords: dict[str, Any] = lengths | {"causal": True, "scale": shape.head_dim**-0.5}
+        whole = (num_tokens,)
+        pairs = Pairs(query_lengths=whole, key_lengths=whole, causal=True, scale=shape.head_dim**-0.5)
 
         def work() -> object:
-            out, lse = kernel.forward(query, key, value, **keywords)
-            return kernel.backward(grad, query, key, value, out, lse, **keywords)
+            out, lse = kernel.forward(query, key, value, pairs=pairs)
+            return kernel.backward(grad, query, key, value, out, lse, pairs=pairs)
 
         return work
 

@@ -9,11 +9,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.clocks import clock_of
 from rayfcp.execute.device import numbers_dtype
-from rayfcp.execute.inputs import Inputs, load
-from rayfcp.execute.interfaces import TokenSource, TrainableModel
+from rayfcp.execute.features import handed_out, row_numbers
+from rayfcp.execute.inputs import Inputs, load, pixels_of
+from rayfcp.execute.interfaces import PictureSource, Placed, TokenSource, TrainableModel
 from rayfcp.execute.pipes import Pipes
 from rayfcp.execute.traffic import Traffic
-from rayfcp.program import Backward, Flow, Forward, Load, RankProgram, Receive, Send
+from rayfcp.execute.transport import Transport
+from rayfcp.program import Backward, Encode, Flow, Forward, Load, RankProgram, Receive, Send
 
 
 class Passes:
@@ -42,14 +44,23 @@ class Passes:
         self.traffic = Traffic(clock=clock_of(device, time.perf_counter))
         self.loss_sum = torch.zeros((), dtype=numbers_dtype(device), device=device)
         self._loaded: dict[int, Inputs] = {}
+        self._placed: dict[int, Placed] = {}
         self._entered: dict[int, Tensor] = {}
         self._leaving: dict[int, Tensor] = {}
         self._ends: dict[int, GradientEdge] = {}
         self._returned: dict[int, Tensor] = {}
 
-    def load(self, item: Load, tokens: TokenSource) -> None:
+    def load(self, item: Load, tokens: TokenSource, *, pictures: PictureSource | None) -> None:
         self._loaded[item.microbatch] = load(
-            item, tokens, is_first=self._is_first, is_last=self._is_last, device=self._device
+            item, tokens, pictures=pictures, is_first=self._is_first, is_last=self._is_last, device=self._device
+        )
+
+    def encode(self, item: Encode, pictures: PictureSource | None, *, transport: Transport) -> None:
+        """Run the vision encoder, and hand its features out and get those of own tokens."""
+        features = self._model.encode(pixels_of(item, pictures))
+        self._placed[item.microbatch] = Placed(
+            features=handed_out(features, item.features, transport=transport, traffic=self.traffic),
+            rows=row_numbers(item.rows, self._device),
         )
 
     def receive(self, item: Receive) -> None:
@@ -70,6 +81,7 @@ class Passes:
             targets=loaded.targets,
             attention=context,
             keep_logits=keep_logits,
+            placed=self._placed.pop(item.microbatch, None),
         )
         self.traffic.buffers.clear()
         self._ends[item.microbatch] = get_gradient_edge(output)

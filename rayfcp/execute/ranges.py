@@ -75,23 +75,8 @@ def are_apart(ranges: Sequence[Range]) -> bool:
     return all(first[1] <= second[0] for first, second in itertools.pairwise(placed))
 
 
-def united(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Ascending ranges, none touching another, of the same rows.
-
-    >>> united([(5, 7), (0, 3), (2, 5)])
-    ((0, 7),)
-    """
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start, stop))
-    return tuple(found)
-
-
 def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...]:
-    """Rows of `ranges` that are in none of `known`, which is as `united` gives it, range by range.
+    """Rows of `ranges` that are in none of `known`, which is as `union` gives it, range by range.
 
     >>> without([(0, 10), (3, 4)], ((2, 4), (8, 12)))
     ((0, 2), (4, 8))

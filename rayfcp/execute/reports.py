@@ -44,6 +44,7 @@ class RankReport:
     `saved`: a checkpoint write that ended since the last report, None if none did. `snapshot_s`: seconds that the step
     waited for copies of the state, within `step_s`. `kept`: the newest state of which a keeper has this device's copy,
     None if none; `push_s`, `push_bytes`: what the last copy took to get there. `keeper_lost`: it takes no more.
+    `broken`: pictures that this device was to encode and nobody could decode, with the reasons.
     """
 
     number: int
@@ -68,6 +69,7 @@ class RankReport:
     push_s: float = 0.0
     push_bytes: int = 0
     keeper_lost: bool = False
+    broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,19 @@
 """FSDP2: parameters, gradients and optimizer state in equal shards over all ranks, any number of them."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.groups import World
+from rayfcp.execute.interfaces import Pixels, Placed
 from rayfcp.execute.progress import Progress
 
 
@@ -25,8 +26,9 @@ def stage_mesh(world: World) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=devices, mesh_dim_names=("shard", "tensor"))
 
 
-def shard(module: nn.Module, layers: nn.ModuleList, *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Shard `layers` one by one and the rest of `module` together over a mesh of one dimension, in place.
+def shard(module: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Shard `layers` one by one and the rest of `module` together over a mesh of one dimension, in place. Layers
+    without gradients are gathered for forward passes only.
 
     Gradients are summed over ranks (not averaged) in fp32, or fp64 for fp64 models; computation runs in
     `dtype`. Every rank must run the same forward and backward passes from now on.
@@ -40,8 +42,11 @@ def shard(module: nn.Module, layers: nn.ModuleList, *, mesh: DeviceMesh, dtype: 
         cast_forward_inputs=False,
     )
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        part: FSDPModule = fully_shard(layer, mesh=mesh, mp_policy=policy)
+        part.set_unshard_in_backward(any(parameter.requires_grad for parameter in layer.parameters()))
     fully_shard(module, mesh=mesh, mp_policy=policy)
+    if hasattr(module, "encode"):
+        register_fsdp_forward_method(module, "encode")
     for part in sharded_modules(module):
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
@@ -87,13 +92,25 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 class StageModule(nn.Module):
     """What a device holds of a model, and of which of its parameters other devices hold copies that see the other
     parts of their gradients. `partial_names`: on all tensor-parallel devices. `shared_matrix`: embedding and head in
-    one, on the first and the last of several stages."""
+    one, on the first and the last of several stages. `occasional`: trained parameters that not every batch uses."""
 
     partial_names: tuple[str, ...] = ()
 
     @property
     def shared_matrix(self) -> nn.Parameter | None:
         return None
+
+    @property
+    def occasional(self) -> tuple[nn.Parameter, ...]:
+        return ()
+
+    def blank_pictures(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  a model that sees needs both
+        """Pictures of `side` x `side` patches without contents, as the vision encoder takes them.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no pictures")
 
 
 class StageRunner:
@@ -110,9 +127,16 @@ class StageRunner:
         targets: Tensor | None,
         attention: AttentionContext,
         keep_logits: bool = True,
+        placed: Placed | None = None,
     ) -> Tensor:
-        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits)
+        # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
+        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits, placed)
         return output.squeeze(0)  # here, since FSDP's hooks want no view
+
+    def encode(self, pixels: Pixels | None) -> Tensor:
+        """See `TrainableModel`."""
+        features: Tensor = self.module.encode(pixels)  # type: ignore[operator]
+        return features if pixels is not None else features[:0]  # here, since FSDP's hooks want no view
 
 
 class ShardedModel(StageRunner):

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rayfcp.execute.ranges import add_rows, are_apart, put_rows, united, without
+from rayfcp.execute.ranges import add_rows, are_apart, put_rows, without
 from rayfcp.program import Range
-from rayfcp.program.placed import merged
+from rayfcp.program.placed import merged, union
 
 Tensors = tuple[Tensor, ...]
 
@@ -34,7 +34,7 @@ class RowSums:
         if not self._known and not self._sums and merged(list(ranges)) == self._all:
             self._only, self._known = terms, self._all
             return
-        rows = united(ranges)
+        rows = union(ranges)
         fresh = without(rows, self._known)
         alone = fresh == rows and are_apart(ranges)
         for target, term in zip(self.partial, terms, strict=True):
@@ -43,7 +43,7 @@ class RowSums:
             else:
                 _clear(target, fresh)
                 add_rows(target, ranges, source=term)
-        self._known = united((*self._known, *rows))
+        self._known = union((*self._known, *rows))
 
     @property
     def partial(self) -> Tensors:

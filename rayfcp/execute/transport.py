@@ -1,5 +1,6 @@
 """How messages of a round travel: over a torch.distributed group, or between threads of one process."""
 
+import functools
 import queue
 import threading
 from collections import defaultdict
@@ -112,6 +113,22 @@ class DistributedTransport(Transport):
         with self.beside(after_compute=self._device.current_stream() != self._stream):
             works = dist.batch_isend_irecv(operations) if operations else []
             return _Enqueued(works, self._device.Event())
+
+
+def default_transport() -> DistributedTransport:
+    """Messages on the default process group; one for as long as the group lives.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    if not dist.is_initialized():
+        raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
+    return _transport_of(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _transport_of(group: dist.ProcessGroup) -> DistributedTransport:
+    return DistributedTransport(group)
 
 
 class FabricAbortedError(RuntimeError):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.groups import World
@@ -11,31 +11,41 @@ from rayfcp.execute.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.experts import keywords_of
+from rayfcp.models.library import make_library_model, text_of, vision_of
+from rayfcp.models.picture_attention import PICTURES
 from rayfcp.models.pretrained import fill_pretrained
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
+from rayfcp.models.vision_lm import VisionLM
 from rayfcp.models.weights import Initializer
 from rayfcp.plan.costs.stages import split_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def empty_model(config: PreTrainedConfig, *, dtype: str, stage: Stage | None = None) -> CausalLM:
+def empty_model(
+    config: PreTrainedConfig, *, dtype: str, stage: Stage | None = None, freeze_vision: bool = False
+) -> CausalLM:
     """A model, or a stage of one, without weights (on the meta device), with our attention.
 
     Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
     """
     with torch.device("meta"):
-        library = AutoModelForCausalLM.from_config(
-            config, attn_implementation=IMPLEMENTATION, **keywords_of(config, dtype=dtype)
+        library = make_library_model(
+            config, attention=IMPLEMENTATION, inside=PICTURES, **keywords_of(config, dtype=dtype)
         )
-    return CausalLM(library.to(_parameter_dtype(dtype)).train(), stage=stage)
+    library = library.to(_parameter_dtype(dtype)).train()
+    if vision_of(config) is None:
+        return CausalLM(library, stage=stage)
+    return VisionLM(library, stage=stage, freeze=freeze_vision)
 
 
-def random_model(config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stage | None = None) -> CausalLM:
+def random_model(
+    config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stage | None = None, freeze_vision: bool = False
+) -> CausalLM:
     """A model, or a stage of one, on the CPU with the first weights that `sharded_model` would draw for the same
     seed."""
-    model = empty_model(config, dtype=dtype, stage=stage)
+    model = empty_model(config, dtype=dtype, stage=stage, freeze_vision=freeze_vision)
     initializer = Initializer(model, seed=seed)
     model.to_empty(device="cpu")
     model.tie()
@@ -57,13 +67,15 @@ def sharded_model(
 
     `empty`: parameters hold anything, to be filled from elsewhere; buffers are as ever.
     """
-    sizes = layers_of_stage or split_layers(config.num_hidden_layers, world.place.num_stages)
-    model = empty_model(config, dtype=run.dtype, stage=stages_of(sizes)[world.place.stage])
+    sizes = layers_of_stage or split_layers(text_of(config).num_hidden_layers, world.place.num_stages)
+    model = empty_model(
+        config, dtype=run.dtype, stage=stages_of(sizes)[world.place.stage], freeze_vision=run.freeze_vision
+    )
     initializer = Initializer(model, seed=seed)
     mesh = stage_mesh(world)
     if world.place.tensor_parallel > 1:
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
-    shard(model, model.layers, mesh=mesh["shard"], dtype=DTYPES[run.dtype])
+    shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype])
     model.to_empty(device=world.device)
     if empty:
         initializer.fill_buffers(model)

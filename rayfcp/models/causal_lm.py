@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rayfcp.execute.attention import AttentionContext
+from rayfcp.execute.interfaces import Placed
 from rayfcp.execute.sharding import StageModule, StageRunner
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.loss import cross_entropy_sum, head_loss
@@ -44,6 +45,11 @@ class CausalLM(StageModule):
         return decoder_layers(self.decoder)[self.stage.start : self.stage.stop]
 
     @property
+    def sharded_parts(self) -> list[nn.Module]:
+        """What is gathered part by part; all else is gathered together."""
+        return list(self.layers)
+
+    @property
     def shared_matrix(self) -> nn.Parameter | None:
         """What the first and the last of several stages both hold, on these: its gradient is the sum of theirs."""
         if not self.is_tied or self.stage.is_first == self.stage.is_last:
@@ -62,15 +68,16 @@ class CausalLM(StageModule):
         targets: Tensor | None,
         attention: AttentionContext,
         keep_logits: bool = True,
+        placed: Placed | None = None,
     ) -> Tensor:
         """Sum of cross entropies in fp32 over targets that are not -100; before the last stage activations instead,
         `[1, tokens, hidden]`. `inputs`: token ids, after the first stage activations `[tokens, hidden]`; the others
-        `[tokens]`.
+        `[tokens]`, positions with several axes `[axes, tokens]`.
 
         `keep_logits`: what is made of them, since backward follows at once; otherwise they are computed again.
         """
-        given = {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
-        output = self.decoder(**given, position_ids=positions.unsqueeze(0), use_cache=False, **{KEYWORD: attention})
+        given = self._entering(inputs, placed)
+        output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False, **{KEYWORD: attention})
         hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
             return hidden
@@ -84,6 +91,11 @@ class CausalLM(StageModule):
         again = functools.partial(checkpoint, cross_entropy_sum, head, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)
         return torch.stack([again(own, targets=wanted) for own, wanted in parts]).sum()
+
+    def _entering(self, inputs: Tensor, placed: Placed | None) -> dict[str, Any]:
+        """The decoder's arguments."""
+        assert placed is None
+        return {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
 
 
 class WholeModel(StageRunner):

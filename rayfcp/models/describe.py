@@ -3,15 +3,17 @@
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import SEEING_FAMILIES, ArchitectureConfig, VisionConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.models.experts import check_experts, experts_of, num_experts
+from rayfcp.models.library import make_language_model, text_of, vision_of
+from rayfcp.models.seeing import check_parts, check_seeing, named_vision, seeing_keys, vision_profile
 from rayfcp.models.tiny import with_layers
 from rayfcp.models.windows import check_layer_types, layer_windows
 from rayfcp.plan import model_profile
@@ -48,17 +50,24 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
     else:
         found = _from_architecture(config.architecture, vocab_size=vocab_size)
     # Families have padding ids of their own, which smaller vocabularies do not hold; packing needs none.
-    if (getattr(found, "pad_token_id", None) or 0) >= (getattr(found, "vocab_size", None) or math.inf):
-        found.pad_token_id = None
-    _check_runs(found)
+    text = text_of(found)
+    if (getattr(text, "pad_token_id", None) or 0) >= (getattr(text, "vocab_size", None) or math.inf):
+        text.pad_token_id = None
+    check_parts(found)
+    _check_runs(text)
+    if vision_of(found) is not None:
+        _check_dropout(vision_of(found))
     return found
 
 
 def check_limits(library: PreTrainedConfig, config: Config) -> None:
     """
     Raises:
-        ConfigError: the run asks for more positions, stages or recomputed layers than its model has.
+        ConfigError: the run asks for more positions, stages or recomputed layers than its model has, or for what does
+            not run with a vision encoder.
     """
+    check_seeing(library, config)
+    library = text_of(library)
     positions = getattr(library, "max_position_embeddings", None)
     if positions and config.data.max_seqlen > positions:
         raise ConfigError(f"data.max_seqlen is {config.data.max_seqlen}, the model has {positions} positions; lower it")
@@ -83,9 +92,6 @@ def _check_runs(found: PreTrainedConfig) -> None:
     if getattr(found, "logits_scaling", None) not in (None, 1.0):
         raise ConfigError(f"model: logits_scaling={found.logits_scaling} is not supported; choose another model")
     _check_dropout(found)
-    if found.sub_configs:
-        parts = ", ".join(sorted(found.sub_configs))
-        raise ConfigError(f"model: {found.model_type} has {parts}, only text runs; choose another model")
     for name in _SHAPE:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
@@ -124,8 +130,9 @@ def _named(name: str) -> ArchitectureConfig:
         shape = model_profile(name)
     except ValueError as error:
         raise ConfigError(f"model.name: {error}") from error
+    family = _family(name, shape)
     return ArchitectureConfig(
-        model_type=_family(name) + ("_moe" if shape.has_experts else ""),
+        model_type=family,
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         num_heads=shape.num_heads,
@@ -137,29 +144,35 @@ def _named(name: str) -> ArchitectureConfig:
         tied_embeddings=shape.tied_embeddings,
         num_experts=shape.num_experts,
         experts_per_token=shape.experts_per_token,
+        vision=shape.vision and named_vision(shape.vision, family=family),
     )
 
 
-def _family(name: str) -> str:
-    return re.split(r"[0-9.-]", name)[0] + ("3" if name.startswith("qwen3") else "")
+def _family(name: str, shape: ModelProfile) -> str:
+    """`internvl3-2b` is an internvl, `qwen3-vl-2b` a qwen3_vl, or a qwen3 where its shape is of text alone."""
+    family = re.split(r"[0-9.-]", name)[0] + ("3" if name.startswith("qwen3") else "")
+    sees = shape.vision is not None and family not in SEEING_FAMILIES
+    return family + ("_moe" if shape.has_experts else "") + ("_vl" if sees else "")
 
 
 def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrainedConfig:
+    if shape.model_type in SEEING_FAMILIES and shape.vision is None:
+        shape = shape.model_copy(update={"vision": VisionConfig()})
+    keys = {
+        "num_hidden_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+        "intermediate_size": shape.ffn_size,
+        "vocab_size": shape.vocab_size or vocab_size,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tied_embeddings,
+        "attention_dropout": 0.0,
+        **_experts_keywords(shape),
+    }
     try:
-        return AutoConfig.for_model(
-            shape.model_type,
-            num_hidden_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            intermediate_size=shape.ffn_size,
-            vocab_size=shape.vocab_size or vocab_size,
-            max_position_embeddings=shape.max_positions,
-            tie_word_embeddings=shape.tied_embeddings,
-            attention_dropout=0.0,
-            **_experts_keywords(shape),
-        )
+        return AutoConfig.for_model(shape.model_type, **(seeing_keys(shape, keys) if shape.vision else keys))
     except ValueError as error:
         raise ConfigError(
             f"model.architecture.model_type is {shape.model_type!r}, transformers does not know it; try qwen3 or llama"
@@ -176,8 +189,10 @@ def _experts_keywords(shape: ArchitectureConfig) -> dict[str, int]:
     }
 
 
-def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
+def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = False) -> ModelProfile:
     """The model's shape as the cost model wants it.
+
+    Of a model with a vision encoder, its language model's, and beside it the encoder's (`freeze_vision`: not trained).
 
     The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead
     `ffn_size` is chosen so that these count as many parameters: two thirds of the width of an MLP of 2. With
@@ -186,6 +201,8 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
     Raises:
         ConfigError: the library cannot make its layers, or those with experts are not equal.
     """
+    is_tied, vision = bool(config.tie_word_embeddings), vision_profile(config, frozen=freeze_vision)
+    config = text_of(config)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -204,12 +221,13 @@ def profile_of(config: PreTrainedConfig, *, name: str) -> ModelProfile:
         head_dim=head_dim,
         ffn_size=experts.ffn_size if experts else plain_size,
         vocab_size=config.vocab_size,
-        tied_embeddings=bool(config.tie_word_embeddings),
+        tied_embeddings=is_tied,
         layer_windows=layer_windows(config),
         head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
         num_experts=experts.count if experts else 1,
         experts_per_token=experts.per_token if experts else 1,
         shared_ffn_size=plain_size if experts else 0,
+        vision=vision,
     )
 
 
@@ -221,7 +239,7 @@ def _layer_parameters(config: PreTrainedConfig, *, num_layers: int) -> list[dict
     """
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(with_layers(config, num_layers))
+            model = make_language_model(with_layers(config, num_layers))
         return [dict(layer.named_parameters()) for layer in model.get_decoder().layers]
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [""])[0]

@@ -1,6 +1,7 @@
 """From a run's last checkpoint to a folder that `from_pretrained` opens, one file in memory at a time."""
 
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,20 @@ from rayfcp.models.lazy import LazyTensor
 from rayfcp.models.pretrained import aliases_of, library_on_meta
 from rayfcp.models.stored import StoredTensors
 
+_RULES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+
 FILE_BYTES = 4 << 30
 """A file holds as many tensors as fit, one at least."""
 
 
 def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int) -> None:
-    """Write model (safetensors, in `model.dtype`), its configuration, and the tokenizer if it has files.
+    """Write model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has files.
 
     Needs memory for one file and one tensor of the checkpoint; no process group.
 
@@ -40,10 +49,23 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
     library.config.save_pretrained(target)
     if library.can_generate():
         library.generation_config.save_pretrained(target)
-    if config.data.tokenizer != "bytes":
+    tokenizer = config.data.processor or config.data.tokenizer
+    if tokenizer != "bytes":
         from transformers import AutoTokenizer
 
-        AutoTokenizer.from_pretrained(config.data.tokenizer).save_pretrained(target)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
+    if config.data.processor is not None:
+        _copy_rules(config.data.processor, target)
+
+
+def _copy_rules(processor: str, target: Path) -> None:
+    """What a processor has beside its tokenizer, as it is."""
+    from transformers.utils import cached_file
+
+    for name in _RULES:
+        found = cached_file(processor, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            shutil.copyfile(found, target / name)
 
 
 def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | Tensor]:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
 from rayfcp.execute.shards import own_box
 from rayfcp.models.lazy import Source, read
+from rayfcp.models.library import make_library_model
 from rayfcp.models.weight_files import WeightFiles
 from rayfcp.values.state import Box
 
@@ -40,7 +41,7 @@ def library_on_meta(config: PreTrainedConfig) -> Any:
     """The whole model without memory. It gets a configuration of its own, since the library's models write into
     theirs."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        return make_library_model(copy.deepcopy(config))
 
 
 def check_weights(path: str, config: PreTrainedConfig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
 from rayfcp.execute.attention import AttentionContext
@@ -23,8 +23,11 @@ from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.library import make_library_model, text_of
+from rayfcp.models.sight import Sight, make_sight
 from rayfcp.models.stages import stages_of
 from rayfcp.models.tiny import VOCAB_SIZE, narrowed
+from rayfcp.models.vision_lm import VisionLM
 from rayfcp.models.windows import windows_of
 from rayfcp.plan.costs.stages import split_layers
 from rayfcp.plan.profiles.shapes import PassShape, pass_plan
@@ -42,9 +45,9 @@ _RECOMPUTED_LAYERS = 1
 
 
 def check_supported(config: PreTrainedConfig, *, num_stages: int = 1) -> None:
-    """Compare loss and gradient norm of two packed sequences, by our attention, with the library's own
-    attention (sdpa), one sequence at a time, on a tiny model of the same family, in fp32 on the CPU; with several
-    stages on a model cut into up to three as well.
+    """Compare loss and gradient norm of two packed sequences, and one with a picture where the model sees, by our
+    attention, with the library's own attention (sdpa), one sequence at a time, on a tiny model of the same family, in
+    fp32 on the CPU; with several stages on a model cut into up to three as well.
 
     The global random state stays as it is.
 
@@ -84,20 +87,22 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     rows = [torch.randint(0, VOCAB_SIZE, (length,), generator=generator) for length in _LENGTHS]
     ours = random_model(own, dtype="float32", seed=0)
     _disturb(ours, generator)
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
+    theirs = make_library_model(config, attn_implementation="sdpa").float().train()
     theirs.load_state_dict(ours.model.state_dict())
+    sight = make_sight(own, generator) if isinstance(ours, VisionLM) else None
     buffers = _kept_buffers(ours)
-    windows = windows_of(own)
-    found = {"packed sequences": _result(_packed([ours], rows, windows=windows), [ours])}
+    windows = windows_of(text_of(own))
+    found = {"packed sequences": _result(_packed([ours], rows, windows=windows, sight=sight), [ours])}
     for name, value in _kept_buffers(ours).items():
         if not torch.equal(value, buffers[name]):
             raise ValueError(f"buffer {name} changes in training, but copies of the state hold parameters only")
     if num_stages > 1:
         stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
         found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows, windows=windows), stages)
+    given = [{"input_ids": row[None]} for row in rows] + ([sight.given] if sight else [])
     alone = [
-        F.cross_entropy(theirs(input_ids=row[None], use_cache=False).logits[0], _shifted(row), reduction="sum")
-        for row in rows
+        F.cross_entropy(theirs(**each, use_cache=False).logits[0], _shifted(each["input_ids"][0]), reduction="sum")
+        for each in given
     ]
     return found, _result(torch.stack(alone).sum(), [theirs])
 
@@ -119,14 +124,21 @@ def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[
     return models
 
 
-def _packed(stages: Sequence[CausalLM], rows: Sequence[Tensor], *, windows: Windows) -> Tensor:
-    """Loss of packed sequences, passed on from stage to stage."""
-    shape = PassShape(degree=1, lengths=_LENGTHS, windows=windows)
+def _packed(
+    stages: Sequence[CausalLM], rows: Sequence[Tensor], *, windows: Windows, sight: Sight | None = None
+) -> Tensor:
+    """Loss of packed sequences, passed on from stage to stage; behind them that of one with a picture, if given."""
+    positions, placed = [torch.arange(len(row)) for row in rows], None
+    if sight is not None and isinstance(stages[0], VisionLM):
+        placed = sight.placed(stages[0], start=sum(len(row) for row in rows))
+        positions, rows = [*positions, sight.positions(stages[0].model)], [*rows, sight.ids]
+    shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), windows=windows)
     context = _one_rank(shape)
-    passed = torch.cat(list(rows))
-    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
+    axes = positions[-1].shape[:-1]
+    where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)
     for model in stages:
-        passed = model(passed, positions, torch.cat([_shifted(row) for row in rows]), context).squeeze(0)
+        passed = model(passed, where, targets, context, placed=placed).squeeze(0)
     num_layers = sum(len(model.layers) for model in stages)
     if not math.isclose(context.traffic.cells, num_layers * shape.num_cells):
         raise ValueError("some of its layers do not use our attention, or not with their window")

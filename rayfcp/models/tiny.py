@@ -1,10 +1,11 @@
 """Small copies of a model's configuration: the same kind of layers, fewer and narrower."""
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedConfig
 
+from rayfcp.models.library import text_of, vision_of
 from rayfcp.models.windows import layers_of_each_type
 
 HEADS = 2
@@ -12,6 +13,9 @@ FFN_SIZE = 64
 VOCAB_SIZE = 61
 WINDOW = 7
 """Keys that a query sees where layers slide."""
+VISION_LAYERS = 2
+TILE_SIDE = 4
+"""Patches along a side of a tile."""
 
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
@@ -29,7 +33,9 @@ def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
 def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     """A copy with few layers, heads and words, narrow MLPs and short windows; at least as many layers as hold one of
     each type. Heads keep their size, since tables of rotary factors and partial rotations are made for it; grouped
-    heads stay grouped."""
+    heads stay grouped. A vision encoder gets as narrow."""
+    if vision_of(config) is not None:
+        return _narrowed_seeing(config, num_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
     tiny: Any = with_layers(config, max(num_layers, layers_of_each_type(config)))
@@ -46,3 +52,21 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(tiny, name, None)
     return tiny
+
+
+def _narrowed_seeing(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
+    tiny: Any = copy.deepcopy(config)
+    tiny.text_config = narrowed(text_of(config), num_layers)
+    tiny.image_token_id = VOCAB_SIZE - 1
+    vision = tiny.vision_config
+    vision.hidden_size = HEADS * (vision.hidden_size // vision.num_attention_heads)
+    vision.num_attention_heads, vision.intermediate_size = HEADS, FFN_SIZE
+    vision.num_hidden_layers = min(vision.num_hidden_layers, VISION_LAYERS)
+    if config.model_type == "qwen3_vl":
+        tiny.video_token_id = VOCAB_SIZE - 2
+        vision.out_hidden_size = tiny.text_config.hidden_size
+        count = min(len(vision.deepstack_visual_indexes), num_layers, vision.depth)
+        vision.deepstack_visual_indexes = list(range(count))
+    else:
+        vision.image_size = [TILE_SIDE * each for each in vision.patch_size]
+    return cast(PreTrainedConfig, tiny)

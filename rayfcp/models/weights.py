@@ -2,11 +2,13 @@
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from rayfcp.models.causal_lm import CausalLM
 
@@ -15,26 +17,27 @@ class Initializer:
     """Draws each module's weights from a seed of its own, one module at a time.
 
     Made from a model on the meta device before it is sharded. A value depends on (seed, module's name)
-    alone; at most one module's weights are whole at a time.
-
-    Raises:
-        ValueError: a module holds weights beside modules of its own; only its family knows their values.
+    alone; at most one module's weights are whole at a time. What values are like the model around a module says, the
+    innermost where one is part of another.
     """
 
     def __init__(self, model: CausalLM, *, seed: int) -> None:
-        self._library: Any = model.model
         self._seed = seed
+        families = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
-        for module in holders.values():
-            if any(each._parameters or each._buffers for each in module.modules() if each is not module):
-                raise ValueError(f"{type(module).__name__} holds weights beside its modules, which are not drawn here")
-        self._templates = {name: copy.deepcopy(module) for name, module in holders.items()}
+        self._templates = {name: _alone(module) for name, module in holders.items()}
+        self._families = {name: _nearest(name, families) for name in holders}
+        self._beside = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
         # A tied matrix is drawn once, under its first name, which every stage that holds it knows.
         self._drawn = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def fill(self, model: CausalLM) -> None:
-        """Overwrite all parameters and buffers of `model`, which may be sharded since."""
+        """Overwrite all parameters and buffers of `model`, which may be sharded since.
+
+        Raises:
+            ValueError: a module holds weights beside modules of its own, and its family leaves some undrawn.
+        """
         for name, template in self._templates.items():
             fresh = self._draw(name, template)
             target = model.get_submodule(name)
@@ -54,12 +57,31 @@ class Initializer:
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device="cpu").float()
+        beside = list(fresh.parameters()) if name in self._beside else []
+        for tensor in beside:
+            tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):
             tensor._is_hf_initialized = False  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_module_seed(self._seed, name))
-            self._library._init_weights(fresh)
+            self._families[name]._init_weights(fresh)
+        if any(bool(tensor.isnan().any()) for tensor in beside):
+            raise ValueError(
+                f"{type(template).__name__} holds weights beside its modules, which its family does not draw"
+            )
         return fresh
+
+
+def _alone(module: nn.Module) -> nn.Module:
+    """A copy without the modules in it, which have weights of their own."""
+    shell = copy.copy(module)
+    shell._modules = {}
+    return copy.deepcopy(shell)
+
+
+def _nearest(name: str, families: Mapping[str, Any]) -> Any:
+    """The innermost model of the library around a module."""
+    return families[max((each for each in families if name == each or name.startswith(f"{each}.")), key=len)]
 
 
 def _put_buffers(target: nn.Module, fresh: nn.Module) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.speeds import speeds_of
 from rayfcp.plan.costs.terms import Seconds
+from rayfcp.plan.encoding.bound import encoder_bound
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
 
@@ -45,11 +46,15 @@ def lower_bound(
     (2) A group that holds k needs d >= ceil(tokens of k / max_tokens_per_rank) ranks. The slowest of them is no faster
     than the d-th fastest of all, together they are no faster than the d fastest, and one of them takes t(k, d) for a
     permitted d in that microbatch, since other sequences add to its rounds only, and a slower rank takes no less: what
-    it computes hides no more than itself. In each other microbatch it pays f / s(r).
+    it computes hides no more than itself. In each other microbatch it pays f / s(r). Mutual pictures add cells to a
+    mask and pieces to what is computed, and take none away: rounds that are counted without them take no more.
     (3) A batch needs at least ceil(tokens / (N x max_tokens_per_rank)) microbatches. In each, a rank pays f / s(r), and
     x: embedding, head and first layer are asked for after all that it did before, and come before it computes. After
     the last (after each, where each reduces: then x has it) it waits for the reductions of what its last layer,
     embedding and head got, which it gave when it had computed everything. No second of (3) is one of (1) or (2).
+    (4) Pictures are encoded before the forward pass, backward after the backward pass of their microbatch, and every
+    rank waits in each for all others, whose shards it gathers. So what is encoded (`encoder_bound`) comes on top of
+    (1) to (3): all of it in the mean over ranks, as in (1), and the largest picture on one rank, as in (2).
 
     Raises:
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
@@ -62,17 +67,28 @@ def lower_bound(
     compute_s = cost.compute_s(sum(sequence.attention_cells for sequence in sequences), num_tokens)
     total = float(speeds.sum())
     shared_s = (compute_s + extra_s) / total
-    # of two sequences with the same mask the longer takes longer at every degree, and has fewer of them
-    longest = {sequence.mask: sequence for sequence in sorted(sequences, key=lambda each: each.num_tokens)}
     alone_s = 0.0
     if not placed_freely:
-        alone_s = max(_alone_s(each, cluster=cluster, cost=cost, primitives=used) for each in longest.values())
+        alone_s = max(_alone_s(each, cluster=cluster, cost=cost, primitives=used) for each in _largest(sequences))
     fewest = -(-num_tokens // room)
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
+    seen_s, largest_s = encoder_bound(sequences, cluster=cluster, cost=cost)
     return max(
-        shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s,
-        alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s,
+        shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s + seen_s,
+        alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s + largest_s,
     )
+
+
+def _largest(sequences: Sequence[SequenceSpec]) -> list[SequenceSpec]:
+    """Those beside which no other of the same mask has as many tokens and as many cells: of the others t(k, d) is no
+    more at any degree, and they have no fewer of them. Without mutual pictures, the longest of each mask."""
+    found: dict[Mask, SequenceSpec] = {}
+    largest: list[SequenceSpec] = []
+    for each in sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells)):
+        if each.mask not in found or each.attention_cells > found[each.mask].attention_cells:
+            found[each.mask] = each
+            largest.append(each)
+    return largest
 
 
 def _extra_s(
@@ -139,7 +155,8 @@ def _rings_s(
     c and moved m. That is convex: over the rounds that move, the sums take its place, with the diagonal, 1 / d (L + 1)
     of the rank's cells, in the first one. Or, if that is more, the mean over ranks of all that they compute. The
     slowest of d ranks is as fast as the d-th of the `fastest`, all together as these are; all have the slices. Where
-    layers have windows, the mean is all that counts: what of the slices is seen elsewhere may be next to nothing.
+    layers have windows, the mean is all that counts: what of the slices is seen elsewhere may be next to nothing. Cells
+    of mutual pictures, which may all be one rank's, count in the mean alone.
     """
     slowest, together = fastest[degrees - 1], np.cumsum(fastest)[degrees - 1]
     computed_s = cost.compute_s(sequence.attention_cells, sequence.num_tokens) / together + cost.fixed_s / fastest[0]

@@ -7,10 +7,15 @@ import numpy.typing as npt
 
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
+from rayfcp.plan.encoding.pictures import PictureColumns
+from rayfcp.plan.encoding.price import encoded_seconds
 from rayfcp.plan.layout import layouts_of
 from rayfcp.values import BatchPlan, Group, Imbalance, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]
+
+ENCODER = 4
+"""Kind of load, where there is an encoder."""
 
 
 def imbalance(
@@ -23,7 +28,8 @@ def imbalance(
     `attention`: (query, key) cells, counted block by block, where d ranks share out heads 1/d of theirs on each
     rank; `memory`: tokens; `communication`: the larger of what is sent and received in forward, one head of
     one token as the unit (backward sends the same again, and gradients of the same tokens). Ranks without
-    tokens count as 0, save those that compute their share of heads. A resource that nobody uses is balanced.
+    tokens count as 0, save those that compute their share of heads. A resource that nobody uses is balanced. `encoder`,
+    where `cost` has one: seconds of the pictures that each rank encodes, at its speed.
     """
     return imbalance_of(rank_loads(plan, sequences, cost=cost), speed_of_rank=speed_of_rank)
 
@@ -32,21 +38,32 @@ def imbalance_of(loads: Loads, *, speed_of_rank: Sequence[float] = ()) -> Imbala
     """`imbalance` of what `rank_loads` gives."""
     speeds = np.ones(loads.shape[1:])
     speeds[0] = speed_of_rank or 1.0
-    maxima, means = np.zeros(4), np.zeros(4)
+    speeds[ENCODER:] = speed_of_rank or 1.0
+    maxima, means = np.zeros(len(speeds)), np.zeros(len(speeds))
     for each in loads / speeds:
         maxima += each.max(axis=1)
         means += each.mean(axis=1)
     excess = np.maximum(maxima - means, 0.0) / np.where(maxima > 0, maxima, 1.0)
-    compute_share, attention, memory, communication = (float(each) for each in excess)
-    return Imbalance(compute=compute_share, attention=attention, memory=memory, communication=communication)
+    compute_share, attention, memory, communication, *encoder = (float(each) for each in excess)
+    return Imbalance(
+        compute=compute_share,
+        attention=attention,
+        memory=memory,
+        communication=communication,
+        encoder=encoder[0] if encoder else None,
+    )
 
 
 def rank_loads(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Loads:
     """`[microbatch, kind, rank]`: seconds of attention and linear layers, forward and backward, at speed 1; cells;
-    tokens; traffic (`imbalance`)."""
+    tokens; traffic; and, where `cost` has an encoder, seconds of pictures (`imbalance`)."""
     by_id = {sequence.id: sequence for sequence in sequences}
     pairs = zip(plan.microbatches, layouts_of(plan, sequences), strict=True)
-    return np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in pairs])
+    loads = np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in pairs])
+    if cost.encoder is None:
+        return loads
+    encoded_s = encoded_seconds(plan, PictureColumns.of(sequences), encoder=cost.encoder)
+    return np.concatenate((loads, encoded_s[:, None]), axis=1)
 
 
 def _loads(

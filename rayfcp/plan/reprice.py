@@ -7,6 +7,7 @@ from rayfcp.plan.bound import lower_bound
 from rayfcp.plan.costs.layout_cost import layout_passes
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.speeds import group_speeds, idle_passes_s
+from rayfcp.plan.encoding.planned import encoded_anew
 from rayfcp.plan.placement import node_of_ranks
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
@@ -19,7 +20,8 @@ def reprice(
     cost: CostModel,
     primitives: Sequence[Primitive] = (Primitive.RING,),
 ) -> BatchPlan:
-    """The same groups on the same ranks in the same order, with the seconds and the lower bound of `cost`.
+    """The same groups on the same ranks in the same order, pictures encoded by the same, with the seconds and the lower
+    bound of `cost`.
 
     A plan priced anew by the model that it was made with is equal to itself. `primitives`: those that the planner
     might use, for the bound.
@@ -33,8 +35,7 @@ def reprice(
         raise ValueError(
             f"plan is for {plan.num_ranks} ranks, cluster.num_ranks is {cluster.num_ranks}; price it on its own"
         )
-    by_id = {sequence.id: sequence for sequence in sequences}
-    idle_s = idle_passes_s(cost, cluster=cluster).tolist()
+    by_id, idle_s = {each.id: each for each in sequences}, idle_passes_s(cost, cluster=cluster).tolist()
     microbatches = []
     for index, microbatch in enumerate(plan.microbatches):
         passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost)
@@ -46,16 +47,17 @@ def reprice(
                 predicted_s=cost.microbatch_s(makespan_s, last=index == len(plan.microbatches) - 1),
             )
         )
+    priced = encoded_anew(microbatches, sequences, cluster=cluster, cost=cost)
     return dataclasses.replace(
         plan,
-        microbatches=tuple(microbatches),
-        predicted_s=sum(microbatch.predicted_s for microbatch in microbatches),
+        microbatches=priced,
+        predicted_s=sum(microbatch.predicted_s for microbatch in priced),
         lower_bound_s=lower_bound(
             sequences,
             cluster=cluster,
             cost=cost,
             primitives=primitives,
-            placed_freely=any(microbatch.layout is not None for microbatch in microbatches),
+            placed_freely=any(microbatch.layout is not None for microbatch in priced),
         ),
     )
 

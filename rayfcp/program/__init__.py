@@ -1,6 +1,7 @@
 """Programs of ranks: instructions, lowering of plans, text round trip, static checks."""
 
 from rayfcp.program.deadlock import check_progress
+from rayfcp.program.encode import Encode, EncodedPictures
 from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
 from rayfcp.program.instructions import (
     Attend,
@@ -18,13 +19,13 @@ from rayfcp.program.instructions import (
     Message,
     Payload,
     Piece,
-    Range,
     RankProgram,
     Receive,
     Send,
 )
 from rayfcp.program.lower import ALL_PRIMITIVES, RUNTIME_PRIMITIVES, lower
-from rayfcp.program.reshuffle import Parcel, ReshuffleProgram, ReshuffleRound, lower_reshuffle
+from rayfcp.program.parcels import Parcel, Range, ReshuffleProgram, ReshuffleRound
+from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.program.table import Attends
 from rayfcp.program.text import from_text, to_text
 from rayfcp.program.validate import check_plan, check_programs
@@ -38,6 +39,8 @@ __all__ = [
     "AttentionRound",
     "Backward",
     "ContextSlot",
+    "Encode",
+    "EncodedPictures",
     "Flow",
     "Forward",
     "Free",

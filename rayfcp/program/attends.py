@@ -9,9 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from rayfcp.program.instructions import Range
-from rayfcp.program.placed import POSITIONS, Placed, merged
+from rayfcp.program.parcels import Range
+from rayfcp.program.placed import Placed, merged
 from rayfcp.program.table import Attends, Column
+from rayfcp.values.sequence import POSITIONS
 
 
 class Attending(Protocol):

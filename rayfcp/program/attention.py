@@ -25,7 +25,7 @@ receive from several ranks.
 from collections.abc import Collection, Mapping, Sequence
 
 from rayfcp.program.attends import Attending, Queries
-from rayfcp.program.banded import BandedQueries
+from rayfcp.program.banded import BandedQueries, PictureQueries
 from rayfcp.program.context import Order, context_slots, kept_ranges
 from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
 from rayfcp.program.paced import Brought, paced
@@ -42,13 +42,15 @@ def lower_attention(
     masks: Mapping[int, Mask],
     num_ranks: int,
     bands: Bands | None = None,
+    mutual: Bands | None = None,
     own: Sequence[Sequence[int]] | None = None,
     earlier: Mapping[int, Sequence[Order]] | None = None,
     needed: Collection[tuple[int, int]] = (),
 ) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch. `bands`: what the queries of each sequence see, where that
-    is less than `masks` say; no more has to travel then than is seen (`rayfcp.program.windowed`). `own`: the blocks of
-    each rank in the order of its slot 0, that of the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in
+    """The attention program of each rank for one microbatch. `bands`: what the queries of each sequence see, where
+    layers have windows; no more has to travel then than is seen (`rayfcp.program.windowed`). `mutual`: without `bands`,
+    what queries of pictures see beyond their masks. `own`: the blocks of each rank in the order of its slot 0, that of
+    the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in
     microbatch m of the layout's context. `needed`: (sequence, start) of blocks whose keys and values later microbatches
     need.
 
@@ -72,8 +74,7 @@ def lower_attention(
             for lot in lots.of(transfer.blocks):
                 _add_transfer(ranks, transfer, lot=lot, lots=lots, index=index // coalesce)
     for rank in ranks:
-        held = rank.slots[0].held
-        queries = Queries(held) if bands is None else BandedQueries(held, bands)
+        queries = _queries(rank.slots[0].held, bands, mutual or {})
         _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)
@@ -88,6 +89,13 @@ def lower_attention(
         )
         for number, rank in enumerate(ranks)
     )
+
+
+def _queries(held: Placed, bands: Bands | None, mutual: Bands) -> Attending:
+    if bands is not None:
+        return BandedQueries(held, bands)
+    sees_more = not mutual.keys().isdisjoint(held.sequence.tolist())
+    return PictureQueries(held, mutual) if sees_more else Queries(held)
 
 
 def _check_masks(blocks: Sequence[Block], masks: Mapping[int, Mask]) -> None:

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.placed import POSITIONS
 from rayfcp.program.table import CAUSAL, FLIPPED, WHOLE, Column
 from rayfcp.program.tokens import expanded
+from rayfcp.values.sequence import POSITIONS
 
 
 class Side(NamedTuple):

@@ -66,9 +66,9 @@ def _edges_of(cells: Column) -> Column:
 
 
 def _edges_of_mask(sequence: SequenceSpec, *, window: int) -> list[tuple[int, ...]]:
-    """The same of a mask, with the opposite sign. Each row sees its own key at least."""
+    """The same of a mask, with the opposite sign. Each row of a band sees some key."""
     found: list[tuple[int, ...]] = []
-    for band in bands_of(sequence.mask, num_tokens=sequence.num_tokens, window=window):
+    for band in bands_of(sequence, window=window):
         for edge, sign in ((band.low, -1), (band.high, 1)):
             for kind, at, start, stop in _clipped(edge, band, num_tokens=sequence.num_tokens):
                 found.append((sequence.id, kind, at, start, stop, sign))
@@ -127,18 +127,23 @@ def _check_row(cells: Column, sequence: SequenceSpec, *, row: int, window: int, 
         np.where(kind == FLIPPED, low + row - start, low),
         np.where(kind == CAUSAL, low + row - start + 1, high),
     )
-    bands = bands_of(sequence.mask, num_tokens=sequence.num_tokens, window=window)
-    first, last = next(
+    spans = [
         (max(band.low.of(row), 0), min(band.high.of(row), sequence.num_tokens))
-        for band in (*bands, Band(start=row, stop=row + 1, low=Edge(at=0), high=Edge(at=0)))
+        for band in bands_of(sequence, window=window)
         if band.start <= row < band.stop
-    )
-    for key in np.unique(np.concatenate((low, high, [first, last]))).tolist():
+    ]
+    edges = np.array(spans, np.int64).ravel()
+    for key in np.unique(np.concatenate((low, high, edges))).tolist():
         times = int(((low <= key) & (key < high)).sum())
-        due = int(first <= key < last)
+        due = sum(first <= key < last for first, last in spans)
         if times != due:
-            kind_of_mask = f"{sequence.mask.value} mask" + (f" with window {window}" if window else "")
             raise ValueError(
                 f"{direction}: sequence {sequence.id}, query {row} on key {key} is computed {times} times, must be "
-                f"{due}; each cell of the {kind_of_mask} exactly once"
+                f"{due}; each cell of the {_mask_in_words(sequence, window=window)} exactly once"
             )
+
+
+def _mask_in_words(sequence: SequenceSpec, *, window: int) -> str:
+    more = [f"window {window}"] if window else []
+    more += ["mutual pictures"] if sequence.mutual else []
+    return f"{sequence.mask.value} mask" + (f" with {' and '.join(more)}" if more else "")

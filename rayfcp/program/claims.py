@@ -101,6 +101,11 @@ def _check_group_seconds(microbatch: MicrobatchPlan, number: int) -> None:
             f"microbatch {number}: predicted_s is {predicted_s}, must be finite, above 0 and at least the "
             f"longest of group_s, {longest_s}; plan again"
         )
+    if not 0 <= microbatch.encoder_s <= predicted_s:
+        raise ValueError(
+            f"microbatch {number}: encoder_s is {microbatch.encoder_s}, must be a part of predicted_s, {predicted_s}; "
+            "plan again"
+        )
 
 
 def _check_seconds(plan: BatchPlan) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rayfcp.program.instructions import ContextSlot, Range
+from rayfcp.program.instructions import ContextSlot
+from rayfcp.program.parcels import Range
 from rayfcp.program.placed import Placed, merged
 from rayfcp.values import Block, Layout
 

@@ -5,6 +5,8 @@ The programs of all ranks and stages are replayed together, without tags:
 - every forward and backward pass gathers the layers' shards, which needs all ranks of its stage (a barrier), and then
   exchanges keys, values and gradients with them (`rayfcp.program.meeting`); recomputed layers repeat their forward
   rounds inside the backward pass;
+- so does the vision encoder, and then exchanges features; their gradients go back in the same rounds at the end of the
+  backward pass (`rayfcp.program.features`);
 - the same rank of neighbouring stages hands activations on through one channel and gradients back through another.
   Operations of a device on a channel complete in the order in which they are posted, each together with its partner
   when both are first in line. A Send is posted and the program goes on; a Receive waits.
@@ -14,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from rayfcp.program.encode import Encode
 from rayfcp.program.instructions import Backward, Flow, Forward, Free, Load, RankProgram, Receive, Send
 from rayfcp.program.kinds import attention_by_window
 from rayfcp.program.meeting import check_meeting
@@ -162,7 +165,9 @@ def _operations(program: RankProgram) -> deque[_Pass | _HandOver]:
     found: deque[_Pass | _HandOver] = deque()
     recomputed: dict[int, int] = {}
     for item in program.instructions:
-        if isinstance(item, Forward):
+        if isinstance(item, Encode):
+            found.append(_Pass(("Encode", item.microbatch)))
+        elif isinstance(item, Forward):
             recomputed[item.microbatch] = item.recomputed_layers
             found.append(_Pass(("Forward", item.microbatch, False, item.recomputed_layers)))
         elif isinstance(item, Backward):

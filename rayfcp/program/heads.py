@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.context import Order, order_of
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload
+from rayfcp.program.parcels import Range
 from rayfcp.program.windowed import Bands
-from rayfcp.values import Block, Layout, Mask, Round, Transfer, bands_of
+from rayfcp.values import Block, Layout, Mask, Round, SequenceSpec, Transfer, bands_of
 
 Run = tuple[int, ...]
 """Ranks that exchange tokens for heads, by position."""
@@ -34,11 +35,13 @@ def lower_heads(
     *,
     masks: Mapping[int, Mask],
     bands: Bands | None = None,
+    mutual: Bands | None = None,
     earlier: Mapping[int, Mapping[int, Order]] | None = None,
     needed: Collection[tuple[int, int]] = (),
 ) -> dict[int, HeadProgram]:
     """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier[m][r]`: the order of the slot
-    0 that rank r's run had in microbatch m. `bands`, `needed`: as in `lower_attention`.
+    0 that rank r's run had in microbatch m. `bands`, `mutual`, `needed`: as in
+    `lower_attention`.
 
     `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
     and values of their heads. A Ulysses group is one run without transfers.
@@ -53,9 +56,8 @@ def lower_heads(
         joined,
         masks={**masks, **padded},
         num_ranks=len(runs),
-        bands=None
-        if bands is None
-        else {**bands, **{each: bands_of(mask, num_tokens=1) for each, mask in padded.items()}},
+        bands=None if bands is None else {**bands, **_bands_of_padding(padded)},
+        mutual=mutual,
         own=own,
         earlier={at: [orders[run[0]] for run in runs] for at, orders in (earlier or {}).items()},
         needed=needed,
@@ -74,7 +76,10 @@ def lower_heads(
 
 
 def _bands_of_padding(padded: Mapping[int, Mask]) -> Bands:
-    return {sequence: bands_of(mask, num_tokens=1) for sequence, mask in padded.items()}
+    return {
+        number: bands_of(SequenceSpec(id=number, num_tokens=1, num_targets=0, mask=mask))
+        for number, mask in padded.items()
+    }
 
 
 def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]], dict[int, Mask]]:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload, Range
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload
 from rayfcp.program.paced import Row, cells_of_row, first_cells, rows_of
-from rayfcp.program.reshuffle import ReshuffleProgram
+from rayfcp.program.parcels import Range, ReshuffleProgram
 from rayfcp.program.table import CAUSAL, WHOLE, Attends
 
 QUERY_HEADS = 4

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-Range = tuple[int, int]
+from rayfcp.program.encode import Encode
+from rayfcp.program.parcels import Range
 
 
 class Payload(StrEnum):
@@ -264,7 +265,7 @@ class Backward:
     reduce: bool
 
 
-Instruction = Load | Receive | Forward | Send | Backward | Free
+Instruction = Load | Encode | Receive | Forward | Send | Backward | Free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

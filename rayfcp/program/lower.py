@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.deadlock import hand_overs_end
+from rayfcp.program.encoding import lower_encoding
 from rayfcp.program.instructions import Backward, Forward, LayerKind, Piece, RankProgram
 from rayfcp.program.lowered import attention_of
 from rayfcp.program.staged import staged
@@ -38,16 +39,16 @@ def lower(
 
     Raises:
         ValueError: a group of several ranks has a primitive that is not in `primitives`; a stage names a window that
-            the sequences do not; sequences disagree on these; or a layout cannot be run (`lower_attention`,
-            `lower_heads`).
+            the sequences do not; sequences disagree on these; a layout cannot be run (`lower_attention`,
+            `lower_heads`), or an encoding (`lower_encoding`).
     """
     _check_primitives(plan, primitives)
     layouts = layouts_of(plan, sequences)
     of_stage = _windows(plan, sequences, windows_of_stage)
-    passes = attention_of(
-        plan, layouts, sequences=sequences, windows=sorted({each for own in of_stage for each in own})
-    )
+    windows = sorted({each for own in of_stage for each in own})
+    passes = attention_of(plan, layouts, sequences=sequences, windows=windows)
     loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
+    encodes = lower_encoding(plan, layouts, sequences=sequences)
     plan_hash = plan.plan_hash
     programs = tuple(
         RankProgram(
@@ -60,6 +61,7 @@ def lower(
                 plan,
                 stage,
                 pieces=[each[rank] for each in loads],
+                encodes=[each[rank] if each else None for each in encodes],
                 attention=[
                     [LayerKind(window=window, attention=passes[window][at][rank]) for window in of_stage[stage]]
                     for at in range(len(layouts))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.context import Order
-from rayfcp.program.heads import lower_heads, slot_order
+from rayfcp.program.heads import Run, lower_heads, slot_order
 from rayfcp.program.instructions import AttentionProgram, HeadProgram
 from rayfcp.program.windowed import Bands, windowed
 from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec, bands_of
@@ -37,8 +37,9 @@ def attention_of(
 def _passes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, window: int) -> "_Passes":
     masks = {sequence.id: sequence.mask for sequence in sequences}
     if not window:
-        return _Passes(plan, layouts, masks)
-    bands = {each.id: bands_of(each.mask, num_tokens=each.num_tokens, window=window) for each in sequences}
+        mutual = {each.id: found for each in sequences if (found := each.mutual_bands())}
+        return _Passes(plan, layouts, masks, mutual=mutual)
+    bands = {each.id: bands_of(each, window=window) for each in sequences}
     uncut = {sequence.id for sequence in sequences if sequence.num_tokens <= window}
     units = [
         _units(layout, microbatch, num_ranks=plan.num_ranks)
@@ -68,6 +69,7 @@ class _Passes:
     layouts: Sequence[Layout]
     masks: dict[int, Mask]
     bands: Bands | None = None
+    mutual: Bands | None = None
 
     def all(self) -> Programs:
         """By microbatch, then rank."""
@@ -94,25 +96,41 @@ class _Passes:
         _check_heads(layout, self.plan.microbatches[number], num_ranks=num_ranks)
         if layout.heads > 1:
             runs = layout.runs(num_ranks)
-            by_rank = lower_heads(layout, runs, masks=self.masks, bands=self.bands, earlier=orders, needed=needed)
+            by_rank = self._by_heads(layout, runs, orders=orders, needed=needed)
             return tuple(by_rank[rank] for rank in range(num_ranks))
         in_rows = {at: [each[rank] for rank in range(num_ranks)] for at, each in orders.items()}
         groups = exchanging(self.plan.microbatches[number])
         rest = _rest(layout, groups)
         programs: list[AttentionProgram | HeadProgram] = [
             *lower_attention(
-                rest, masks=self.masks, num_ranks=num_ranks, bands=self.bands, earlier=in_rows, needed=needed
+                rest,
+                masks=self.masks,
+                num_ranks=num_ranks,
+                bands=self.bands,
+                mutual=self.mutual,
+                earlier=in_rows,
+                needed=needed,
             )
         ]
         for group in groups:
             _check_rounds(group, layout)
             held = _part(layout, group.ranks)
-            by_rank = lower_heads(
-                held, [group.ranks], masks=self.masks, bands=self.bands, earlier=orders, needed=needed
-            )
+            by_rank = self._by_heads(held, [group.ranks], orders=orders, needed=needed)
             for rank, program in by_rank.items():
                 programs[rank] = program
         return tuple(programs)
+
+    def _by_heads(
+        self,
+        layout: Layout,
+        runs: Sequence[Run],
+        *,
+        orders: dict[int, dict[int, Order]],
+        needed: Collection[tuple[int, int]],
+    ) -> dict[int, HeadProgram]:
+        return lower_heads(
+            layout, runs, masks=self.masks, bands=self.bands, mutual=self.mutual, earlier=orders, needed=needed
+        )
 
 
 def _rest(layout: Layout, exchanging: Sequence[Group]) -> Layout:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rayfcp.program.encode_order import check_encodes
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
@@ -23,7 +24,8 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     same everywhere and in which no microbatch goes before one that reads its keys and values (`check_reuse`); passes
     of different microbatches may interleave. The last backward pass reduces, so that no gradient stays on its rank.
     What neighbouring stages hand over is there once, in its place (`check_neighbours`), and so is the end of what a
-    microbatch keeps for others (`check_frees`). All stages load alike, and attend alike in layers of one window.
+    microbatch keeps for others (`check_frees`). Where pictures are encoded, all ranks do so together
+    (`check_encodes`). All stages load alike, and attend alike in layers of one window.
     Program p x num_ranks + r is that of rank r on stage p.
 
     Raises:
@@ -49,6 +51,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
         _check_backward_order(program, first)
         check_neighbours(program)
         check_frees(program)
+    check_encodes(programs)
 
 
 def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:

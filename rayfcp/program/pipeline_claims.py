@@ -9,7 +9,8 @@ from rayfcp.values import Action, BatchPlan, ClusterSpec, Group, Mask, PipelineP
 
 def check_slices(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> None:
     """Slices of a sequence follow each other from its first token to its last, one a microbatch, all in one pipeline
-    and in groups of the same ranks and primitive, under a causal mask. `sequences[i].id == i`.
+    and in groups of the same ranks and primitive, under a causal mask, and end in no mutual picture, whose rows would
+    see later slices. `sequences[i].id == i`.
 
     Raises:
         ValueError: names the microbatch, the slice and what it must be.
@@ -43,6 +44,11 @@ def _check_cuts(sequence: SequenceSpec, slices: Sequence[tuple[int, Slice, Group
             raise ValueError(
                 f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} where token {at} is "
                 "due; slices follow each other, one a microbatch"
+            )
+        if sequence.reach(each.stop) != each.stop:
+            raise ValueError(
+                f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} ends at {each.stop} "
+                "in mutual pictures, must cut none; keep the sequence whole"
             )
         at, before = each.stop, number
     if at != sequence.num_tokens:

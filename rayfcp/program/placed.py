@@ -1,16 +1,13 @@
 """Blocks that lie together in a slot, as columns of numbers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.program.instructions import Range
+from rayfcp.program.parcels import Range
 from rayfcp.program.table import Column
 from rayfcp.values import Block, Mask
-
-POSITIONS = 2**40
-"""More than any position: sequence x this + position orders tokens by sequence, then position."""
 
 
 class BlockTable:
@@ -123,7 +120,7 @@ def merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(joined)
 
 
-def union(ranges: Collection[Range]) -> tuple[Range, ...]:
+def union(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Ascending ranges that hold what these hold.
 
     >>> union({(4, 6), (0, 3), (2, 4), (8, 9)})

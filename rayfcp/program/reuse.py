@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from rayfcp.program.instructions import AttentionProgram, Backward, Forward, Free, Range, RankProgram
+from rayfcp.program.instructions import AttentionProgram, Backward, Forward, Free, RankProgram
+from rayfcp.program.parcels import Range
 from rayfcp.program.placed import union
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from rayfcp.program.encode import Encode
 from rayfcp.program.instructions import (
     Backward,
     Flow,
@@ -24,12 +25,14 @@ def staged(
     pieces: Sequence[tuple[Piece, ...]],
     attention: Sequence[Sequence[LayerKind]],
     reduce_every: str,
+    encodes: Sequence[Encode | None] = (),
 ) -> tuple[Instruction, ...]:
-    """What a stage does; `pieces[m]` and `attention[m]`, of the kinds of layers that the stage has, are the rank's of
-    microbatch m.
+    """What a stage does; `pieces[m]`, `encodes[m]` and `attention[m]`, of the kinds of layers that the stage has, are
+    the rank's of microbatch m.
 
-    A forward pass is preceded by its load and by what the stage before sends, followed by what goes to the next stage;
-    a backward pass likewise, the other way. What a microbatch kept for later slices goes after its backward pass.
+    A forward pass is preceded by its load, by what it encodes, and by what the stage before sends, followed by what
+    goes to the next stage; a backward pass likewise, the other way. What a microbatch kept for later slices goes after
+    its backward pass.
     """
     actions = _actions(plan, stage)
     last = [action.microbatch for action, _ in actions if action.backward][-1]
@@ -41,6 +44,7 @@ def staged(
         taken, given, flow = (after, before, Flow.GRADIENT) if action.backward else (before, after, Flow.ACTIVATION)
         if not action.backward:
             instructions.append(Load(microbatch=at, pieces=pieces[at]))
+            instructions += [each for each in encodes[at : at + 1] if each]
         if taken is not None:
             instructions.append(Receive(microbatch=at, flow=flow, stage=taken, num_tokens=program.num_tokens))
         if action.backward:

@@ -35,12 +35,15 @@ left. Attends end in `c` where they are causal, `f` where causal and flipped. A 
     ~
       ...
 
-first what layers of the first window (0, none, if absent) run, then those of each other one.
+first what layers of the first window (0, none, if absent) run, then those of each other one. What a vision encoder does
+stands between load and forward (`rayfcp.program.encode_text`).
 """
 
 import re
 from collections.abc import Iterable, Iterator
 
+from rayfcp.program.encode import Encode
+from rayfcp.program.encode_text import encode_lines, parse_encode
 from rayfcp.program.instructions import (
     Attend,
     AttentionProgram,
@@ -57,11 +60,11 @@ from rayfcp.program.instructions import (
     Message,
     Payload,
     Piece,
-    Range,
     RankProgram,
     Receive,
     Send,
 )
+from rayfcp.program.parcels import Range
 
 _HEAD = re.compile(r"program rank=(\d+)/(\d+) stage=(\d+)/(\d+) plan=([0-9a-f]*)$")
 _MESSAGE = re.compile(r"([<>])(\d+) (kv|grad) (\d+)((?:\[\d+:\d+\])*)")
@@ -106,7 +109,7 @@ def from_text(text: str) -> RankProgram:
         stage=stage,
         num_stages=num_stages,
         plan_hash=head.group(5),
-        instructions=tuple(_parse(lines)),
+        instructions=tuple(_parse(lines, rank=rank, num_ranks=num_ranks)),
     )
 
 
@@ -114,6 +117,8 @@ def _lines(item: Instruction) -> Iterator[str]:
     if isinstance(item, Load):
         pieces = "".join(f" {piece.sequence}[{piece.start}:{piece.stop}]" for piece in item.pieces)
         yield f"load {item.microbatch}{pieces}"
+    elif isinstance(item, Encode):
+        yield from encode_lines(item)
     elif isinstance(item, Forward):
         yield from _forward_lines(item)
     elif isinstance(item, Backward):
@@ -168,12 +173,15 @@ def _message_text(sign: str, message: Message) -> str:
     return f"{sign}{message.peer} {message.payload.value} {message.slot}{ranges}"
 
 
-def _parse(lines: list[str]) -> Iterator[Instruction]:
+def _parse(lines: list[str], *, rank: int, num_ranks: int) -> Iterator[Instruction]:
     at = 1
     while at < len(lines):
         if found := _FORWARD.match(lines[at]):
             item, at = _parse_forward(found, lines, at)
             yield item
+        elif lines[at].startswith("encode "):
+            encode, at = parse_encode(lines, at, rank=rank, num_ranks=num_ranks)
+            yield encode
         else:
             yield _parse_line(lines[at], at)
             at += 1
@@ -191,7 +199,7 @@ def _parse_line(line: str, at: int) -> Instruction:
     if line.startswith("load "):
         return _parse_load(line, at)
     raise ValueError(
-        f"line {at + 1}: {line!r} is no instruction; expected load, receive, forward, send, backward or free"
+        f"line {at + 1}: {line!r} is no instruction; expected load, encode, receive, forward, send, backward or free"
     )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rayfcp.program.instructions import Piece, Range
+from rayfcp.program.instructions import Piece
+from rayfcp.program.parcels import Range
 from rayfcp.program.table import CAUSAL, WHOLE, Attends, Column
 
 

@@ -11,6 +11,7 @@ from rayfcp.program.buffers import check_buffers, check_pacing
 from rayfcp.program.cells import check_cells
 from rayfcp.program.claims import check_claims, check_members
 from rayfcp.program.deadlock import check_progress
+from rayfcp.program.features import check_features, check_shares
 from rayfcp.program.gathered import Part, Past, first_heads
 from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import Load, Piece, RankProgram
@@ -30,7 +31,8 @@ def check_plan(
     Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
     holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
-    pacing has buffers; no rank can deadlock; blocks lie in the
+    pacing has buffers; pictures, if any are encoded (as they must be where `cost` has an encoder), are encoded once
+    each, and each of their tokens gets its features once; no rank can deadlock; blocks lie in the
     groups that list their sequences; predicted seconds add up and the lower bound does not exceed them. With
     `cost`, what a plan of pipelines was made with: no device of any stage holds more bytes than it has room for.
 
@@ -38,6 +40,7 @@ def check_plan(
         ValueError: what fails, where, with the value and its bound.
     """
     check_claims(plan, sequences, cluster=cluster)
+    check_shares(plan, sequences, due=cost is not None and cost.encoder is not None)
     layouts = layouts_of(plan, sequences)
     for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
         check_pacing(layout, number=number)
@@ -55,11 +58,12 @@ def check_programs(programs: Sequence[RankProgram], sequences: Sequence[Sequence
     """Prove the programs of all ranks and stages, however they were made.
 
     Raises:
-        ValueError: instructions, tokens, cells or gradients are missing, double or out of order, or a rank
-            would wait for ever.
+        ValueError: instructions, tokens, pictures, features, cells or gradients are missing, double or out of order,
+            or a rank would wait for ever.
     """
     check_progress(programs)
     _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
+    check_features(programs, sequences)
     _check_attention(programs, sequences)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from rayfcp.program.instructions import Range
+from rayfcp.program.parcels import Range
 from rayfcp.program.placed import union
 from rayfcp.values import Band, Block, Layout, Round, Transfer
 
@@ -48,10 +48,10 @@ def _cuts(layouts: Sequence[Layout], bands: Bands, *, uncut: Collection[int]) ->
     return {sequence: sorted(places) for sequence, places in found.items()}
 
 
-def _seen(block: Block, bands: Bands) -> list[Range]:
-    """What the queries of a block see, a range of keys for each band; some of it may not exist."""
+def _seen(block: Block, bands: Bands) -> tuple[Range, ...]:
+    """What the queries of a block see, in ranges of keys that are apart; some of it may not exist."""
     rows = ((band, max(band.start, block.start), min(band.stop, block.stop)) for band in bands[block.sequence])
-    return [(band.low.of(start), band.high.of(stop - 1)) for band, start, stop in rows if start < stop]
+    return union([(band.low.of(start), band.high.of(stop - 1)) for band, start, stop in rows if start < stop])
 
 
 def _pieces(block: Block, places: Sequence[int]) -> list[Block]:

@@ -9,7 +9,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
-"""Kinds of operations; what `Script.arg` names: a microbatch, a pass, a collective (twice), a mark, a hop (twice)."""
+"""Kinds of operations; what `Script.arg` names: a row of work, a pass, a collective (twice), a mark, a hop (twice)."""
 
 WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
 """What a device's time goes to."""
@@ -17,8 +17,8 @@ WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
 
 class Script(NamedTuple):
     """The operations of every stage, one stage after the other, in order: COMPUTE takes (`base_s` + `per_token_s` x
-    tokens of the device in microbatch `arg`) x its `slowness`. `recorded`: the rounds of this ATTEND go to the record.
-    Those of device d are `first[d]` to `stop[d]`."""
+    what the device has in row `arg`, tokens of a microbatch or patches or cells of its pictures) x its `slowness`.
+    `recorded`: the rounds of this ATTEND go to the record. Those of device d are `first[d]` to `stop[d]`."""
 
     kind: Ints
     arg: Ints

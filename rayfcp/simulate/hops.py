@@ -8,8 +8,8 @@ import numpy as np
 from rayfcp.program import RankProgram, Send
 from rayfcp.simulate.arrays import Messages
 from rayfcp.simulate.machine import Machine
+from rayfcp.simulate.plots import HopKey
 from rayfcp.simulate.rounds import messages_of
-from rayfcp.simulate.script import HopKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,16 @@ class Machine:
         forward, then backward."""
         return (2 * microbatch + backward) * len(self.windows)
 
+    def features_number(self, microbatch: int, *, num_microbatches: int, backward: bool) -> int:
+        """Of the exchange of features, or of their gradients, behind the passes of all microbatches."""
+        return 2 * num_microbatches * len(self.windows) + 2 * microbatch + backward
+
+    @property
+    def features_bytes_per_token(self) -> int:
+        """What travels of a token of a picture."""
+        vision = self.model.vision
+        return vision.num_mergers * self.hidden_bytes_per_token if vision else 0
+
     @property
     def slowness(self) -> Floats:
         """By device: seconds over those of a device of speed 1."""
@@ -76,17 +86,17 @@ class Machine:
     @property
     def attention_s_per_cell(self) -> float:
         flops = self.model.attention_flops_per_cell / self.model.num_layers
-        return flops / (self._peak_flops * self.hardware.attention_efficiency)
+        return flops / (self.peak_flops * self.hardware.attention_efficiency)
 
     @property
     def linear_s_per_token(self) -> float:
-        return 2.0 * self.model.layer_matmul_parameters / (self._peak_flops * self.hardware.linear_efficiency)
+        return 2.0 * self.model.layer_matmul_parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
     @property
     def head_s_per_token(self) -> float:
         """Output head, once a pass."""
         parameters = self.model.vocab_size * self.model.hidden_size
-        return 2.0 * parameters / (self._peak_flops * self.hardware.linear_efficiency)
+        return 2.0 * parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
     @property
     def before_share(self) -> float:
@@ -143,7 +153,8 @@ class Machine:
         )
 
     @property
-    def _peak_flops(self) -> float:
+    def peak_flops(self) -> float:
+        """Of a device, for numbers of this width."""
         return self.hardware.peak_flops * min(1.0, self.hardware.dtype_bytes / self.bytes_per_element)
 
 

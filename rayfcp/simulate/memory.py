@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
-from rayfcp.program import Backward, Forward, Instruction, RankProgram
+from rayfcp.plan.costs.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
+from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
 from rayfcp.program.ledger import Ledger
 from rayfcp.simulate.machine import Floats, Machine
-from rayfcp.simulate.script import Instants
+from rayfcp.simulate.plots import Instants
 from rayfcp.simulate.steady import Outcome
 from rayfcp.simulate.timeline import Sample
 
@@ -17,11 +17,13 @@ Every = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """A forward or backward pass of a device, from when it begins to allocate to its end."""
+    """A pass of a device, from when it begins to allocate to its end; `encoder_s`: when a backward pass is through the
+    vision encoder too."""
 
-    item: Forward | Backward
+    item: Encode | Forward | Backward
     start_s: float
     stop_s: float
+    encoder_s: float
 
 
 def memory_over_time(
@@ -59,29 +61,53 @@ def memory_over_time(
 
 def _passes(instructions: Sequence[Instruction], *, instants: Sequence[Instants], times: Floats) -> Iterator[_Pass]:
     for item, instant in zip(instructions, instants, strict=True):
-        if isinstance(item, Forward):
-            yield _Pass(item=item, start_s=float(times[instant.ready]), stop_s=float(times[instant.stop]))
-        elif isinstance(item, Backward):
-            yield _Pass(item=item, start_s=float(times[instant.start]), stop_s=float(times[instant.computed]))
+        begin = instant.start if isinstance(item, Backward) else instant.ready
+        end = instant.computed if isinstance(item, Backward) else instant.stop
+        start_s, stop_s = float(times[begin]), float(times[end])
+        if isinstance(item, Encode | Forward | Backward):
+            last_s = float(times[instant.encoder[1]]) if instant.encoder else stop_s
+            yield _Pass(item=item, start_s=start_s, stop_s=stop_s, encoder_s=last_s)
 
 
 def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> tuple[Sample, ...]:
-    """Without stages."""
+    """Without stages. What an encoder keeps goes when its backward pass ends, what it works with when it has
+    encoded."""
     held: dict[int, int] = {}
+    seen: dict[int, int] = {}
     samples: list[Sample] = [(0.0, base_bytes)]
+
+    def sample(at_s: float, more: int = 0) -> None:
+        samples.append((at_s, base_bytes + sum(held.values()) + sum(seen.values()) + more))
+
     for each in passes:
-        if isinstance(each.item, Forward):
-            samples.append((each.start_s, base_bytes + sum(held.values())))
+        item = each.item
+        if isinstance(item, Backward):
+            held.pop(item.microbatch)
+            sample(each.stop_s)
+            if seen.pop(item.microbatch, 0):
+                sample(each.encoder_s)
+            continue
+        sample(each.start_s)
+        if isinstance(item, Encode):
+            kept, working = _encoded_bytes(item, machine=machine)
+            seen[item.microbatch] = kept
+            sample(each.stop_s, working)
+        else:
             size = token_bytes(
                 machine.model,
-                recomputed_layers=each.item.recomputed_layers,
+                recomputed_layers=item.recomputed_layers,
                 bytes_per_element=machine.bytes_per_element,
             )
-            held[each.item.microbatch] = each.item.attention.num_tokens * size
-        else:
-            held.pop(each.item.microbatch)
-        samples.append((each.stop_s, base_bytes + sum(held.values())))
+            held[item.microbatch] = item.attention.num_tokens * size
+        sample(each.stop_s)
     return tuple(samples)
+
+
+def _encoded_bytes(item: Encode, *, machine: Machine) -> tuple[int, int]:
+    """What pictures keep, and need while they are encoded."""
+    each = patch_bytes(machine.model, bytes_per_element=machine.bytes_per_element)
+    num_patches = sum(run.count * run.num_patches for run in item.pictures)
+    return num_patches * each.kept, num_patches * each.working
 
 
 def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes: int) -> tuple[Sample, ...]:
@@ -98,7 +124,7 @@ def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes
         samples.append((each.start_s, base_bytes + ledger.held_bytes))
         if isinstance(each.item, Forward):
             samples.append((each.stop_s, base_bytes + ledger.forward(each.item)))
-        else:
+        elif isinstance(each.item, Backward):
             samples.append((each.start_s, base_bytes + ledger.backward(each.item.microbatch)))
         samples.append((each.stop_s, base_bytes + ledger.held_bytes))
     return tuple(samples)

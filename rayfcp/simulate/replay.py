@@ -272,6 +272,6 @@ def replay(
     wires: Wires,
     record: Record,
 ) -> bool:
-    """Run everything from `state` on, `tokens[microbatch, device]`; false if some device waits for ever. Fills
+    """Run everything from `state` on, `tokens[row, device]` (`Script`); false if some device waits for ever. Fills
     `record`."""
     return _replay(state, script, tokens, rounds, messages, hops, wires, record)

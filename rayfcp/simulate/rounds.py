@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
-from rayfcp.program import AttentionProgram, AttentionRound, Forward, HeadProgram, Message, Payload, RankProgram
+from rayfcp.program import AttentionProgram, AttentionRound, Encode, Forward, HeadProgram, Message, Payload, RankProgram
 from rayfcp.program.kinds import attention_by_window, check_likeness, windows_of
 from rayfcp.program.table import Attends
 from rayfcp.simulate.arrays import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
@@ -21,8 +21,9 @@ _NONE = Attends.of(())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """All passes (`Machine.number`), those of kinds that a stage lacks as well. `message_bytes` and `message_pass` by
-    message. `cells[pass, device]`, in cells of all heads, and `attend_s[pass, device]` of one layer."""
+    """All passes (`Machine.number`), those of kinds that a stage lacks as well; behind them, where pictures are
+    encoded, the exchanges of features (`Machine.features_number`). `message_bytes` and `message_pass` by message.
+    `cells[pass, device]`, in cells of all heads, and `attend_s[pass, device]` of one layer, without exchanges."""
 
     rounds: Rounds
     messages: Messages
@@ -58,7 +59,21 @@ def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> Traffic:
         for backward in (False, True):
             for parts in of_microbatch:
                 builder.add_pass(parts, backward=backward)
+    for encodes in _encodes(programs):
+        for backward in (False, True):
+            builder.add_exchange(encodes, backward=backward)
     return builder.traffic()
+
+
+def _encodes(programs: Sequence[RankProgram]) -> list[list[Encode | None]]:
+    """By microbatch, then device; nothing where nothing is encoded."""
+    found = [
+        {item.microbatch: item for item in program.instructions if isinstance(item, Encode)} for program in programs
+    ]
+    if not any(found):
+        return []
+    num_microbatches = sum(isinstance(item, Forward) for item in programs[0].instructions)
+    return [[each.get(microbatch) for each in found] for microbatch in range(num_microbatches)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,6 +114,26 @@ class _Builder:
         self.count.append(counts)
         self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
         self._work(tables, np.array(shares), ranks=np.repeat(np.arange(len(parts)), counts), backward=backward)
+        self._meet(lanes)
+
+    def add_exchange(self, encodes: Sequence[Encode | None], *, backward: bool) -> None:
+        """Features on their way, or their gradients, which a frozen encoder has none of, on the way back."""
+        vision, each, base = self.machine.model.vision, self.machine.features_bytes_per_token, len(self.category)
+        lanes, counts = _Lanes(), list[int]()
+        for rank, item in enumerate(encodes):
+            rounds = item.features.rounds if item and not (backward and vision and vision.frozen) else ()
+            for at, step in enumerate(rounds, start=base + sum(counts)):
+                sent, received = (step.receive, step.send) if backward else (step.send, step.receive)
+                if sent:
+                    lanes.sent[rank, sent.peer].append((at, sent.num_tokens * each))
+                if received:
+                    lanes.received[received.peer, rank].append((at, received.num_tokens * each))
+            counts.append(len(rounds))
+        self.category += [ALL_TO_ALL] * sum(counts)
+        self.ends += [[] for _ in range(sum(counts))]
+        self.compute_s.append(np.zeros(sum(counts)))
+        self.count.append(counts)
+        self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
         self._meet(lanes)
 
     def traffic(self) -> Traffic:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
 from rayfcp.plan.costs.flops import FORWARD_AND_BACKWARD
 from rayfcp.program import Forward, Free, Load, RankProgram
 from rayfcp.simulate.arrays import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats, Ints
+from rayfcp.simulate.encoder import EncoderWork, encoder_flops, encoder_seconds, work_of
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
 from rayfcp.simulate.rounds import Traffic, flatten
@@ -56,33 +57,39 @@ def simulate(
         bytes_per_element=bytes_per_element,
     )
     traffic, held = flatten(programs, machine=machine), _tokens(programs)
-    outcome = run(programs, machine=machine, traffic=traffic, tokens=held, gather_every=gather_every)
-    loads, num_tokens, attention_flops = _amounts(programs, machine=machine, traffic=traffic, held=held)
+    encoded = work_of(programs, machine=machine)
+    work = np.concatenate((held, *(each.rows for each in (encoded,) if each)))
+    outcome = run(programs, machine=machine, traffic=traffic, work=work, gather_every=gather_every)
+    amounts = _amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded)
     return Timeline(
         iteration_s=float(outcome.end_s.max()),
         spans=spans_of(programs, machine=machine, traffic=traffic, outcome=outcome, detail=detail),
         by_rank=_breakdowns(outcome, num_ranks=machine.num_ranks),
-        loads=loads,
         memory=memory_over_time(programs, machine=machine, outcome=outcome, gather_every=gather_every),
         num_ranks=machine.num_ranks,
         num_stages=machine.num_stages,
-        num_tokens=num_tokens,
-        model_flops=FORWARD_AND_BACKWARD * model.linear_flops_per_token * num_tokens + attention_flops,
-        attention_flops=attention_flops,
         peak_flops=hardware.peak_flops,
+        **amounts,
     )
 
 
 def _amounts(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats
-) -> tuple[Loads, int, float]:
-    """Loads of devices; tokens and operations of attention, those of padding not counted."""
+    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats, encoded: EncoderWork | None
+) -> dict[str, Any]:
+    """Fields of the timeline: loads of devices; tokens and operations, those of padding not counted."""
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
     cells = float(_layer_cells(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
     flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell / machine.model.num_layers * cells
-    return loads, sum(sum(row) for row in of_ranks), flops
+    num_tokens = sum(sum(row) for row in of_ranks)
+    linear_flops = FORWARD_AND_BACKWARD * machine.model.linear_flops_per_token * num_tokens
+    return {
+        "loads": replace(loads, encoder_s=_rows(encoder_seconds(encoded, machine=machine))) if encoded else loads,
+        "num_tokens": num_tokens,
+        "attention_flops": flops,
+        "model_flops": linear_flops + flops + encoder_flops(encoded, machine=machine),
+    }
 
 
 def _layer_cells(machine: Machine, traffic: Traffic) -> Floats:
@@ -159,12 +166,15 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
     forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
     again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
     passes = _passes(machine, again)
+    exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
     attend_s = (traffic.attend_s * passes).reshape(len(again), -1, machine.num_devices).sum(axis=1)
     times = layers * (1 + LINEAR_BACKWARD) + again
     linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
-    moved = traffic.message_bytes * passes[traffic.message_pass, traffic.messages.source]
-    place = traffic.message_pass // (2 * len(machine.windows)) * machine.num_devices
+    moved = traffic.message_bytes * np.concatenate((passes, exchanges))[traffic.message_pass, traffic.messages.source]
+    in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.windows))
+    in_exchanges = np.arange(len(exchanges)) // 2
+    place = np.concatenate((in_attention, in_exchanges))[traffic.message_pass] * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)
     sent, received = (
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rayfcp.program import Backward, Forward, Load, RankProgram, Receive
+from rayfcp.program import Backward, Encode, Forward, Load, RankProgram, Receive
 from rayfcp.simulate.machine import Floats, Machine
 from rayfcp.simulate.rounds import Traffic
 from rayfcp.simulate.steady import Outcome
@@ -14,7 +14,7 @@ from rayfcp.values import Span, SpanKind
 def spans_of(
     programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, outcome: Outcome, detail: bool
 ) -> tuple[Span, ...]:
-    """Load, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
+    """Load, encode, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
     attention, transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
     cells, end_s = traffic.cells, float(outcome.end_s.max())
     found = [
@@ -46,6 +46,9 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
         number = item.microbatch
         if isinstance(item, Load):
             yield from span(SpanKind.LOAD, f"load {number}", start=start, stop=stop)
+        elif isinstance(item, Encode):
+            yield from span(SpanKind.WAIT, f"encoder's parameters {number}", start=start, stop=ready)
+            yield from span(SpanKind.ENCODE, f"encode {number}", start=ready, stop=stop)
         elif isinstance(item, Forward):
             first, behind = (machine.number(number, backward=each) for each in (False, True))
             attention_flops = part.attention_flops(cells[first:behind, rank])
@@ -57,6 +60,11 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
         elif isinstance(item, Backward):
             amount = 2.0 * flops[number]
             yield from span(SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=amount)
+            if instant.encoder:
+                begin, end = (times[mark] for mark in instant.encoder)
+                yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=begin)
+                yield from span(SpanKind.ENCODE, f"encode backward {number}", start=begin, stop=end)
+                computed = end
             yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=stop)
     yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
 

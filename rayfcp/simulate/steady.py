@@ -11,9 +11,10 @@ from rayfcp.program import RankProgram
 from rayfcp.simulate.arrays import Floats, Record, Script, State, Wires, new_record, new_state
 from rayfcp.simulate.hops import Hops, hops_of
 from rayfcp.simulate.machine import Machine
+from rayfcp.simulate.plots import Plot, Row, RowKey
 from rayfcp.simulate.replay import replay
 from rayfcp.simulate.rounds import Traffic
-from rayfcp.simulate.script import Plot, Row, RowKey, write_script
+from rayfcp.simulate.script import write_script
 
 SAME = 1e-9
 """Relative difference up to which two layers take the same time."""
@@ -47,10 +48,10 @@ class Outcome:
 
 
 def run(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, tokens: Floats, gather_every: str
+    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, work: Floats, gather_every: str
 ) -> Outcome:
-    """Replay the programs of all devices; `tokens[microbatch, device]`. Rows whose layers do not settle are replayed
-    whole.
+    """Replay the programs of all devices; `work[row, device]`: tokens of each microbatch and, where pictures are
+    encoded, `EncoderWork.rows`. Rows whose layers do not settle are replayed whole.
 
     Raises:
         ValueError: some rank waits for ever.
@@ -60,7 +61,7 @@ def run(
     shown: dict[RowKey, int] | None = {} if alike else None
     while True:
         plots = _plots(programs, machine=machine, hops=hops, shown=shown, gather_every=gather_every)
-        state, record = _replay(plots, machine=machine, traffic=traffic, tokens=tokens, hops=hops)
+        state, record = _replay(plots, machine=machine, traffic=traffic, work=work, hops=hops)
         if shown is None:
             return _all(plots, record=record, state=state)
         (plot,) = plots
@@ -126,7 +127,7 @@ def _wires(plots: Sequence[Plot], *, machine: Machine) -> Wires:
 
 
 def _replay(
-    plots: Sequence[Plot], *, machine: Machine, traffic: Traffic, tokens: Floats, hops: Hops
+    plots: Sequence[Plot], *, machine: Machine, traffic: Traffic, work: Floats, hops: Hops
 ) -> tuple[State, Record]:
     script, wires = _script(plots, machine=machine), _wires(plots, machine=machine)
     state = new_state(
@@ -144,7 +145,7 @@ def _replay(
     done = replay(
         state,
         script=script,
-        tokens=tokens,
+        tokens=work,
         rounds=traffic.rounds,
         messages=traffic.messages,
         hops=hops.messages,

@@ -15,7 +15,7 @@ Sample = tuple[float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Seconds of a device; their sum is the iteration's. `compute`: attention, linear layers, fixed cost.
+    """Seconds of a device; their sum is the iteration's. `compute`: attention, linear layers, pictures, fixed cost.
     `sharding`, `all_to_all`, `ring`, `hop` (between stages): traffic that nothing hid. `bubble`: waiting for other
     ranks and stages."""
 
@@ -29,13 +29,20 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """One resource, `[microbatch][device]`."""
+    """One resource, `[microbatch][device]`; `encoder_s`, seconds of pictures, is empty where none are encoded."""
 
     compute_s: tuple[PerRank, ...]
     attention_flops: tuple[PerRank, ...]
     num_tokens: tuple[tuple[int, ...], ...]
     sent_bytes: tuple[PerRank, ...]
     received_bytes: tuple[PerRank, ...]
+    encoder_s: tuple[PerRank, ...] = ()
+
+    @property
+    def work_s(self) -> tuple[PerRank, ...]:
+        """Seconds of attention, linear layers and pictures."""
+        work = np.sum([rows for rows in (self.compute_s, self.encoder_s) if rows], axis=0)
+        return tuple(tuple(row) for row in work.tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +52,8 @@ class Timeline:
     `spans` are sorted by stage, rank and start, from 0 to `iteration_s`. Device p x `num_ranks` + r is that of rank r
     on stage p; with one stage devices are ranks. `by_rank`, `loads` and `memory` are by device. `model_flops` and
     `attention_flops`: forward and backward of all devices, recomputation and padding not counted. `peak_flops`: of one
-    device. `loads` count what each device did in each microbatch; bytes are those of keys, values, heads and their
-    gradients, all layers.
+    device. `loads` count what each device did in each microbatch; bytes are those of keys, values, heads, features and
+    their gradients, all layers.
     """
 
     iteration_s: float
@@ -99,12 +106,13 @@ class Timeline:
             attention=_imbalance(self.loads.attention_flops, num_ranks=self.num_ranks),
             memory=_imbalance(self.loads.num_tokens, num_ranks=self.num_ranks),
             communication=_imbalance(moved.tolist(), num_ranks=self.num_ranks),
+            encoder=_imbalance(self.loads.encoder_s, num_ranks=self.num_ranks) if self.loads.encoder_s else None,
         )
 
     @property
     def compute_s(self) -> PerRank:
-        """Seconds of attention and linear layers, by device."""
-        return tuple(float(each) for each in np.sum(self.loads.compute_s, axis=0))
+        """Seconds of attention, linear layers and pictures, by device."""
+        return tuple(float(each) for each in np.sum(self.loads.work_s, axis=0))
 
     @property
     def sent_bytes(self) -> PerRank:

@@ -33,6 +33,7 @@ COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     "attention": lambda r: r.imbalance.attention,
     "memory": lambda r: r.imbalance.memory,
     "communication": lambda r: r.imbalance.communication,
+    "encoder": lambda r: math.nan if r.imbalance.encoder is None else r.imbalance.encoder,
     "gap": lambda r: r.gap,
     "world_size": lambda r: r.world_size,
 }

@@ -85,8 +85,8 @@ class MetricsExporter:
         """All values of one committed step. `goodput`: productive time over wall time, up to it."""
         for name, value in _gauges(report).items():
             self._series.set(name, value)
-        for resource in ("compute", "attention", "memory", "communication"):
-            self._series.set("imbalance_ratio", getattr(report.imbalance, resource), resource=resource)
+        for resource, value in report.imbalance.by_resource.items():
+            self._series.set("imbalance_ratio", value, resource=resource)
         self._series.set("goodput_ratio", goodput)
         self._series.set("last_step_timestamp_seconds", time.time())
         if report.step > self._counted_to:

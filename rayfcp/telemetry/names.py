@@ -65,7 +65,7 @@ METRICS: tuple[Metric, ...] = (
         "0..1",
         "(max - mean) / max over ranks, summed over microbatches",
         "resource",
-        known=("compute", "attention", "memory", "communication"),
+        known=("compute", "attention", "memory", "communication", "encoder"),
     ),
     _gauge("bubble_ratio", "0..1", "Share of rank time spent waiting for other ranks; NaN on accelerators"),
     _gauge("gap_ratio", "1 or more", "Predicted step over its lower bound"),

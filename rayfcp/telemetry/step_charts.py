@@ -76,6 +76,7 @@ BALANCE = (
             "attention": lambda r: r.imbalance.attention,
             "memory": lambda r: r.imbalance.memory,
             "communication": lambda r: r.imbalance.communication,
+            "encoder": lambda r: math.nan if r.imbalance.encoder is None else r.imbalance.encoder,
         },
         format=percent,
     ),
@@ -95,7 +96,7 @@ WORLD = Lines(
 
 
 def step_charts(group: Sequence[Lines], reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()) -> str:
-    """A figure for each; what no step has a number of is left out."""
+    """A figure for each; what no step has a number of is left out, line by line."""
     return "".join(
         _draw(lines, reports, marks=marks)
         for lines in group
@@ -119,12 +120,16 @@ def degrees_chart(reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()
 
 
 def _draw(lines: Lines, reports: Sequence[StepReport], *, marks: tuple[Mark, ...]) -> str:
+    def known(values: Sequence[float]) -> bool:
+        return any(math.isfinite(each) for each in values)
+
+    series = {name: [read(report) for report in reports] for name, read in lines.series.items()}
     return line_chart(
         Chart(
             title=lines.title,
             note=lines.note,
             steps=tuple(report.step for report in reports),
-            series={name: [read(report) for report in reports] for name, read in lines.series.items()},
+            series={name: values for name, values in series.items() if known(values)} or series,
             format=lines.format,
             from_zero=lines.from_zero,
             marks=marks,

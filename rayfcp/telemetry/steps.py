@@ -14,8 +14,10 @@ from rayfcp.values import Imbalance, StepReport
 
 
 def to_line(report: StepReport) -> str:
-    """One line of JSON with its newline; keys in the order of StepReport. JSON has no NaN: it becomes null."""
+    """One line of JSON with its newline; keys in the order of StepReport. JSON has no NaN: it becomes null. Imbalance
+    of resources that there are."""
     fields = dataclasses.asdict(report)
+    fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
     return json.dumps(_finite(fields), allow_nan=False) + "\n"
 

@@ -90,7 +90,7 @@ figcaption p { margin: 1px 0 0; color: var(--soft); font-size: 13px; }
 .fill3, .kind-backward { fill: var(--c3); }
 .fill4, .kind-attention { fill: var(--c4); } .fill5, .kind-reduce { fill: var(--c5); }
 .fill6, .kind-update { fill: var(--c6); }
-.kind-wait { fill: var(--rule); } .kind-load { fill: var(--soft); }
+.kind-wait { fill: var(--rule); } .kind-load { fill: var(--soft); } .kind-encode { fill: var(--r6); }
 .ramp1 { fill: var(--r1); } .ramp2 { fill: var(--r2); } .ramp3 { fill: var(--r3); }
 .ramp4 { fill: var(--r4); } .ramp5 { fill: var(--r5); } .ramp6 { fill: var(--r6); }
 details { background: var(--card); border: 1px solid var(--rule); border-radius: 12px; margin-top: 16px; }

@@ -4,11 +4,13 @@ from rayfcp.values.bands import Band, Edge, Windows
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec
 from rayfcp.values.decision import Decision, Move
+from rayfcp.values.pictures import Pictures
 from rayfcp.values.pipeline import Action, PipelinePlan, Slice
 from rayfcp.values.plan import (
     BatchPlan,
     Block,
     Context,
+    EncoderShare,
     Group,
     InfeasiblePlanError,
     Layout,
@@ -18,7 +20,7 @@ from rayfcp.values.plan import (
     Round,
     Transfer,
 )
-from rayfcp.values.profile import HardwareProfile, ModelProfile
+from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import Imbalance, StepReport
 from rayfcp.values.sequence import Mask, SequenceSpec, bands_of
 from rayfcp.values.span import Span, SpanKind
@@ -34,6 +36,7 @@ __all__ = [
     "Context",
     "Decision",
     "Edge",
+    "EncoderShare",
     "GlobalBatch",
     "Group",
     "HardwareProfile",
@@ -45,6 +48,7 @@ __all__ = [
     "ModelProfile",
     "Move",
     "Pacing",
+    "Pictures",
     "PipelinePlan",
     "Primitive",
     "Round",
@@ -58,6 +62,7 @@ __all__ = [
     "StateId",
     "StepReport",
     "Transfer",
+    "VisionProfile",
     "Windows",
     "bands_of",
 ]

@@ -3,10 +3,13 @@
 import hashlib
 from dataclasses import dataclass
 
+from rayfcp.values.pictures import Pictures
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Tokens `[start, stop)` of one row of one shard. `id` is the position in the length index."""
+    """Tokens `[start, stop)` of one row of one shard. `id` is the position in the length index. `pictures` count from
+    `start`."""
 
     id: int
     shard: int
@@ -14,6 +17,7 @@ class Sample:
     start: int
     stop: int
     num_targets: int
+    pictures: tuple[Pictures, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -126,12 +126,24 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderShare:
+    """Rank `rank` encodes pictures `[first, last)` of `sequence`, counted over all of its runs."""
+
+    rank: int
+    sequence: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchPlan:
     """One forward and backward pass of all ranks.
 
     `layout` is None when the groups' primitives fix it (`rayfcp.plan.layout.lay_out` expands it).
     A rank in no group runs one padding token. `group_s[g]` is the predicted seconds of group g. Of a sequence that
     `slices` names, the microbatch holds that slice; all its slices are in groups of the same ranks and primitive.
+    Pictures are encoded before the pass, by rank as `encoding` says, in `encoder_s` predicted seconds of `predicted_s`,
+    forward and backward; their features then go to the ranks of their tokens.
     """
 
     groups: tuple[Group, ...]
@@ -139,6 +151,8 @@ class MicrobatchPlan:
     predicted_s: float
     layout: Layout | None = None
     slices: tuple[Slice, ...] = ()
+    encoding: tuple[EncoderShare, ...] = ()
+    encoder_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,55 @@ from rayfcp.values.bands import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionProfile:
+    """Shape of a vision encoder: a transformer over patches with full attention inside each picture, and mergers.
+
+    `patch_values` numbers make a patch; the MLP is of `ffn_size`, gated or not. A merger takes `merged_patches` patches
+    to one token by two matrices, `merged_patches` x `hidden_size` -> `merger_size` -> the language model's hidden size;
+    each of `num_mergers` gives every token features of its own (the first layers add those of all but one). `frozen`:
+    it is not trained, so that nothing goes back through it and none of its activations are kept.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    ffn_size: int
+    patch_values: int
+    merged_patches: int
+    merger_size: int
+    num_mergers: int = 1
+    gated: bool = False
+    frozen: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer in matrices: attention and MLP."""
+        return 4 * self.hidden_size**2 + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
+
+    @property
+    def attention_flops_per_cell(self) -> float:
+        """Forward FLOPs per (patch, patch) cell of a picture, all layers: 2 products, 2 FLOPs each."""
+        return 4.0 * self.num_layers * self.hidden_size
+
+    def merger_parameters(self, token_size: int) -> int:
+        """Parameters of one merger to tokens of a language model of hidden size `token_size`."""
+        return self.merger_size * (self.merged_patches * self.hidden_size + token_size)
+
+    def outer_parameters(self, token_size: int) -> int:
+        """Parameters beside the layers: what embeds patches, and all mergers."""
+        return self.patch_values * self.hidden_size + self.num_mergers * self.merger_parameters(token_size)
+
+    def num_parameters(self, token_size: int) -> int:
+        """Parameters in matrices; norms and learned positions are left out."""
+        return self.num_layers * self.layer_parameters + self.outer_parameters(token_size)
+
+    def linear_flops_per_patch(self, token_size: int) -> float:
+        """Forward FLOPs per patch outside attention: 2 per matmul parameter, a merger once for its patches."""
+        mergers = self.num_mergers * self.merger_parameters(token_size) / self.merged_patches
+        return 2.0 * (self.num_layers * self.layer_parameters + self.patch_values * self.hidden_size + mergers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """Shape of a decoder-only transformer with a gated MLP. `head_norms`: queries and keys are normed before attention,
     head by head or together.
@@ -15,6 +64,8 @@ class ModelProfile:
     With `num_experts` above 1 each layer has so many MLPs of `ffn_size` and a router, which sends a token to
     `experts_per_token` of them; `shared_ffn_size` is the width of what all tokens pass beside. A token's work counts
     what it passes, memory and messages count all.
+
+    `vision`: the encoder of a model that sees; parameters, FLOPs and bytes are of the language model alone.
 
     `layer_windows`: of each layer how many keys a query sees, itself included (0: all before it); none where no layer
     has a window.
@@ -34,6 +85,7 @@ class ModelProfile:
     experts_per_token: int = 1
     shared_ffn_size: int = 0
     layer_windows: tuple[int, ...] = ()
+    vision: VisionProfile | None = None
 
     def __post_init__(self) -> None:
         windows = self.layer_windows

@@ -5,12 +5,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """(sum of maxima - sum of means) / sum of maxima over microbatches, per resource, in [0, 1)."""
+    """(sum of maxima - sum of means) / sum of maxima over microbatches, per resource, in [0, 1). `encoder`: of the
+    seconds of pictures, None for a model without a vision encoder."""
 
     compute: float
     attention: float
     memory: float
     communication: float
+    encoder: float | None = None
+
+    @property
+    def by_resource(self) -> dict[str, float]:
+        """By name, those that there are."""
+        named = {name: getattr(self, name) for name in self.__slots__}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

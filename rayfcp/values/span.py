@@ -8,6 +8,7 @@ class SpanKind(StrEnum):
     """What a rank did."""
 
     LOAD = "load"
+    ENCODE = "encode"
     FORWARD = "forward"
     BACKWARD = "backward"
     ATTENTION = "attention"

@@ -2,8 +2,9 @@
 
 import pytest
 
+from rayfcp.cluster.choosing import plan_as_run
 from rayfcp.cluster.measured import analytic_cost
-from rayfcp.cluster.planner import Planner, PlanRecord
+from rayfcp.cluster.planner import Planner, PlanRecord, sequences_of
 from rayfcp.config import Config
 from rayfcp.program import RankProgram
 from rayfcp.values import ClusterSpec, GlobalBatch, Sample
@@ -41,3 +42,12 @@ def test_the_record_names_what_was_taken_and_why(num_stages: int) -> None:
     single, *_ = best.plan(BATCH, cluster, cost=cost)
     assert isinstance(single, PlanRecord) and single.predicted_s == record.predicted_s
     assert max(span.stop_s for span in spans) > 0
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring"])
+def test_what_is_shown_before_and_after_a_run_is_what_its_planner_takes(strategy: str) -> None:
+    cluster, given = ClusterSpec(num_ranks=2, max_tokens_per_rank=2048), config(strategy)
+    cost = analytic_cost(given, MODEL, device="cpu", cluster=cluster)
+    record, *_ = Planner(given, MODEL, device="cpu").plan(BATCH, cluster, cost=cost)
+    shown = plan_as_run(sequences_of(BATCH), config=given, model=MODEL, device="cpu", cluster=cluster, cost=cost)
+    assert isinstance(record, PlanRecord) and shown.plan_hash == record.plan_hash

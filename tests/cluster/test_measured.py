@@ -21,7 +21,8 @@ from rayfcp.cluster.measured import (
 )
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.profiles.fit import Timing, fit_cost, mean_error, predicted_s
+from rayfcp.plan.profiles.fit import fit_cost, mean_error, predicted_s
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import ClusterSpec
 from tests.plan.test_fit import timings_of
 

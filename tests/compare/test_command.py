@@ -26,6 +26,7 @@ def test_table_json_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "flex-ring: batch 2 of 2" in captured.err and "Traceback" not in captured.err
     data = json.loads((tmp_path / "out.json").read_text())
     assert [each["strategy"] for each in data["results"]] == ["ring", "flex-ring", "dapple"]
+    assert set(data) == {"inputs", "results"} and data["inputs"]["stages"] == data["inputs"]["tensor_parallel"] == 1
     assert data["inputs"]["global_batch"] == 8 and data["inputs"]["strategies"] == ["ring", "flex-ring", "dapple"]
     assert (tmp_path / "deep" / "out.html").read_text().startswith("<!doctype html>")
 

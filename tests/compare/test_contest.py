@@ -8,7 +8,7 @@ import pytest
 
 from rayfcp.compare.contest import Comparison, compare
 from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.lengths import draw_batches
+from rayfcp.compare.lengths import draw_batches, lengths_of
 from rayfcp.compare.names import IN_ORDER, OURS, PIPELINES
 from rayfcp.config import ConfigError
 from rayfcp.plan import strategy_names
@@ -112,7 +112,7 @@ def test_the_same_inputs_give_the_same_results(tmp_path: Path) -> None:
 
 
 def test_batches_are_those_of_the_file(everything: Comparison) -> None:
-    lengths = sorted(length for batch in everything.case.batches for length in batch)
+    lengths = sorted(lengths_of(everything.case.batches))
     assert lengths == sorted(min(length, 8192) for length in LENGTHS)
     given = everything.inputs
     again = draw_batches(given.lengths, num_batches=2, global_batch=8, max_seqlen=8192, seed=given.seed)
@@ -161,6 +161,14 @@ def test_memory_decides_on_recomputation(tmp_path: Path) -> None:
     assert (fixed["recomputed_layers"], fixed["reduce_every"]) == (4, "step")
     with pytest.raises(ConfigError, match="--recompute-layers is 17, must be at most the model's 16"):
         compare(free(tmp_path, recompute_layers=17))
+
+
+@pytest.mark.parametrize("memory_gib", [10.0, 13.0])
+def test_auto_takes_the_setting_that_suits_the_best_strategy(tmp_path: Path, memory_gib: float) -> None:
+    names = ("auto", "static-cp", "ulysses", "flex-ring")
+    found = results(compare(free(tmp_path, memory_gib=memory_gib, strategies=names)))
+    others = [found[name]["iteration_s"] for name in names[1:] if found[name]["feasible"]]
+    assert found["auto"]["iteration_s"] <= 1.01 * min(others)
 
 
 def test_tensor_parallelism_makes_fewer_and_larger_ranks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from rayfcp.compare.lengths import draw_batches, read_lengths
+from rayfcp.compare.lengths import Batch, draw_batches, lengths_of, read_lengths
 from rayfcp.config import ConfigError
 
 LENGTHS = [5, 700, 31, 8]
@@ -72,7 +72,7 @@ def test_other_wrong_files(tmp_path: Path) -> None:
         read_lengths(str(tmp_path / "b.npy"))
 
 
-def draw(source: str, **changes: int) -> tuple[tuple[int, ...], ...]:
+def draw(source: str, **changes: int) -> tuple[Batch, ...]:
     given = {"num_batches": 2, "global_batch": 3, "max_seqlen": 1000, "seed": 0} | changes
     return draw_batches(source, **given)
 
@@ -80,8 +80,8 @@ def draw(source: str, **changes: int) -> tuple[tuple[int, ...], ...]:
 def test_lengths_are_drawn_without_replacement_and_cut(tmp_path: Path) -> None:
     path = str(write(tmp_path / "a.txt", [10, 20, 30, 40, 50, 6000]))
     batches = draw(path)
-    assert sorted(length for batch in batches for length in batch) == [10, 20, 30, 40, 50, 1000]
-    assert [len(batch) for batch in batches] == [3, 3]
+    assert sorted(lengths_of(batches)) == [10, 20, 30, 40, 50, 1000]
+    assert [[each.id for each in batch] for batch in batches] == [[0, 1, 2]] * 2
     assert draw(path) == batches and draw(path, seed=1) != batches
     with pytest.raises(
         ConfigError, match=r"has 6 lengths, must have at least --batches x --global-batch \(3 x 3 = 9\)"
@@ -91,7 +91,9 @@ def test_lengths_are_drawn_without_replacement_and_cut(tmp_path: Path) -> None:
 
 def test_lengths_of_a_distribution() -> None:
     batches = draw("dist:github", num_batches=20, global_batch=100, max_seqlen=8192)
-    lengths = [length for batch in batches for length in batch]
-    assert max(lengths) == 8192 and draw("dist:github", num_batches=20, global_batch=100, max_seqlen=8192) == batches
+    assert (
+        max(lengths_of(batches)) == 8192
+        and draw("dist:github", num_batches=20, global_batch=100, max_seqlen=8192) == batches
+    )
     with pytest.raises(ConfigError, match="did you mean 'github'"):
         draw("dist:gihub")

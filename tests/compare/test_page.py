@@ -16,7 +16,7 @@ from tests.telemetry.test_report import Balanced
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
-    names = ("flex-ring", "static-cp", "ring", "magi", "dapple")
+    names = ("flex-ring", "static-cp", "ring", "magi", "auto", "dapple")
     return compare(small(tmp_path_factory.mktemp("page"), strategies=names, batches=1))
 
 
@@ -35,9 +35,9 @@ def sound(page: str) -> str:
 
 def test_the_page_is_whole(comparison: Comparison) -> None:
     page = sound(render(comparison))
-    for name in ("flex-ring", "static-cp", "ring", "magi"):
+    for name in ("flex-ring", "static-cp", "ring", "magi", "auto"):
         assert f"<h3>{name}</h3>" in page
-    assert page.count("<figure>") == 4 + 3, "a picture per strategy; iterations, degrees and lengths"
+    assert page.count("<figure>") == 5 + 3, "a picture per strategy; iterations, degrees and lengths"
     assert "dapple splits the layers over pipeline stages" in page
     assert sentence(comparison).replace("\u00a0", " ") in page.replace("\u00a0", " ")
     assert "<title>ranks 0-" in page or "<title>rank 0, microbatch 0" in page

@@ -84,11 +84,14 @@ def _make(words: list[str]) -> None:
 
 
 def _python(words: list[str]) -> None:
-    """A script or module of the repository whose options are defined in it or in a module beside it."""
+    """A script or module of the repository whose options are defined in it or in a module beside it; or one that a page
+    has saved."""
     if words[0] == "-m":
         path, rest = ROOT / f"{words[1].replace('.', '/')}.py", words[2:]
     else:
         path, rest = ROOT / words[0], words[1:]
+    if words[0] in SAVED:
+        return
     assert path.is_file(), f"{path} is not there"
     if path == ROOT / "jobs" / "train.py":
         _rayfcp(["train", *rest])

@@ -19,13 +19,14 @@ NOT_RUN = {
     r"\S+ export ": "of the reader's shell",
     r"\S+ ssh ": "needs a second machine",
     r"\S+ rayfcp watch ": "follows a run that lives: tests/telemetry does; here the run has ended",
-    r"\S+ torchrun ": "tests/execute/test_own_loop.py runs these files",
+    r"\S+ (torchrun|python ray_loop)": "tests/execute/test_own_loop.py runs these files",
     r"\S+ rayfcp (train|doctor) .*address.auto": "joins a cluster: tests/cluster/jobs starts one",
     r"\S+ rayfcp submit ": "needs a cluster: tests/cluster/jobs starts one, submits, follows and stops",
     r"\S+ ray (start|job) ": "needs a cluster: tests/cluster/jobs starts one",
     r"\S+ rayfcp profile ": "tests/cluster/test_profiling.py times workers",
     r"\S+ kubectl ": "needs Kubernetes; tests/jobs/test_kuberay.py holds manifests against schemas",
     r"\S+ sbatch ": "needs Slurm",
+    r"\S+ (python jobs/pictures|rayfcp train jobs/qwen3-vl-tiny)": "tests/cluster/test_decoding.py does less of it",
     r"docs/results.md:.*": "takes minutes to hours; tests/jobs and tests/compare run the same code on less",
     r"dashboards/README.md:\d+ python -m dashboards.install --beside-ray": "needs Ray's Grafana: tests/dashboards",
 }
@@ -106,7 +107,9 @@ def test_command_runs(
     assert "Traceback" not in said.err
     if words[1] == "doctor":
         assert all(re.match(r"(ok  |warn|fail)  ", line) for line in said.out.splitlines())
-    made = [word for word in ("exported", "exported-tuned", "shards", "compare.html") if words[-1] == word]
+    made = [
+        word for word in ("exported", "exported-tuned", "shards", "compare.html", "advised.yaml") if words[-1] == word
+    ]
     assert all((desk / name).exists() for name in made)
 
 

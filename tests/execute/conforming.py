@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.kernels import AttentionKernel, Pairs
 
 SCALE = 0.3
 BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 4e-2}
@@ -18,7 +18,7 @@ TF32_FACTOR = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class Shape:
     """Pair i: `queries[i]` queries on `before[i]` keys that all see, then on `own[i]` keys: as many as queries, up to
     each one's own position, if `causal`; else all of them."""
 
@@ -47,14 +47,14 @@ class Pairs:
 
 
 @st.composite
-def pairs(draw: st.DrawFn, first: int = 1) -> Pairs:
+def shapes(draw: st.DrawFn, first: int = 1) -> Shape:
     """The first pair has at least `first` queries."""
     count, causal = draw(st.integers(1, 3)), draw(st.booleans())
     lengths = st.lists(st.integers(1, 24), min_size=count, max_size=count).map(tuple)
     queries = draw(lengths)
     queries = (queries[0] + first - 1, *queries[1:])
     kv_heads, times = draw(st.sampled_from([(1, 1), (2, 1), (2, 2), (1, 4), (3, 2)]))
-    return Pairs(
+    return Shape(
         queries=queries,
         before=draw(lengths),
         own=queries if causal else draw(lengths),
@@ -76,7 +76,7 @@ class Dense:
     grads: tuple[Tensor, ...]
 
 
-def dense(shape: Pairs, tensors: tuple[Tensor, ...], *, parts: tuple[str, ...]) -> Dense:
+def dense(shape: Shape, tensors: tuple[Tensor, ...], *, parts: tuple[str, ...]) -> Dense:
     """out, lse and gradients (dq, then dk and dv of each of `parts`, "before" and "own") of all pairs."""
     leaves = [tensor.detach().cpu().double().contiguous().requires_grad_() for tensor in tensors]
     query, grad_out = leaves[0].split(shape.queries), tensors[1].cpu().double().split(shape.queries)
@@ -108,7 +108,7 @@ def assert_near(found: Tensor, want: Tensor, *, dtype: torch.dtype, name: str) -
     assert error <= bound, f"{name}: relative error {error:.2e}"
 
 
-def assert_conforms(kernel: AttentionKernel, shape: Pairs, *, dtype: torch.dtype, device: str = "cpu") -> None:
+def assert_conforms(kernel: AttentionKernel, shape: Shape, *, dtype: torch.dtype, device: str = "cpu") -> None:
     """Forward over the keys before and over the own keys, each alone; backward of each with (out, lse) of both."""
     tensors = shape.tensors(dtype, device)
     query, grad_out = tensors[:2]
@@ -117,13 +117,13 @@ def assert_conforms(kernel: AttentionKernel, shape: Pairs, *, dtype: torch.dtype
     out, lse = whole.out.to(device, dtype), whole.lse.to(device, torch.promote_types(dtype, torch.float32))
     dq = torch.zeros_like(whole.grads[0])
     for name, (key, value), lengths, causal in calls:
-        how = {"query_lengths": shape.queries, "key_lengths": lengths, "causal": causal, "scale": SCALE}
+        pairs = Pairs(query_lengths=shape.queries, key_lengths=lengths, causal=causal, scale=SCALE)
         alone = dense(shape, tensors, parts=(name,))
-        found_out, found_lse = kernel.forward(query, key, value, **how)
+        found_out, found_lse = kernel.forward(query, key, value, pairs=pairs)
         assert found_out.dtype == dtype and found_lse.dtype == lse.dtype
         assert_near(found_out, alone.out, dtype=dtype, name=f"{name} out")
         assert_near(found_lse, alone.lse, dtype=dtype, name=f"{name} lse")
-        found = kernel.backward(grad_out, query, key, value, out, lse, **how)
+        found = kernel.backward(grad_out, query, key, value, out, lse, pairs=pairs)
         dq += found[0].cpu().double()
         want = whole.grads[1:3] if name == "before" else whole.grads[3:5]
         assert_near(found[1], want[0], dtype=dtype, name=f"{name} dk")
@@ -131,7 +131,7 @@ def assert_conforms(kernel: AttentionKernel, shape: Pairs, *, dtype: torch.dtype
     assert_near(dq, whole.grads[0], dtype=dtype, name="dq")
 
 
-LONG = Pairs(
+LONG = Shape(
     queries=(300, 1), before=(1, 600), own=(300, 1), causal=True, kv_heads=2, heads=4, head_dim=64, strided=True, seed=0
 )
 """Longer than a block of any kernel, with pairs of one query and of one key."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayfcp.plan import lay_out
-from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, MicrobatchPlan, Round, SequenceSpec, Transfer
+from rayfcp.values import BatchPlan, Block, Group, Layout, MicrobatchPlan, Round, SequenceSpec, Transfer
 
 
 def ring(sequences: Sequence[SequenceSpec], *, num_ranks: int) -> Layout:
@@ -53,7 +53,7 @@ def random_blocks(sequences: Sequence[SequenceSpec], *, num_ranks: int, rng: ran
 def _needs(query: Block, key: Block, sequences: Sequence[SequenceSpec]) -> bool:
     if query.sequence != key.sequence:
         return False
-    return sequences[key.sequence].mask is Mask.FULL or key.start < query.stop
+    return key.start < sequences[key.sequence].reach(query.stop)
 
 
 def _place(rounds: list[list[Transfer]], held: dict[int, int], *, target: int, rng: random.Random) -> tuple[int, int]:

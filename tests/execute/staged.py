@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interfaces import Execution
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel

@@ -18,6 +18,7 @@ from rayfcp.program.attention import lower_attention
 from rayfcp.program.heads import lower_heads
 from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import random_layout
+from tests.masks import seen
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 Tensors = dict[int, list[torch.Tensor]]
@@ -45,17 +46,14 @@ def run_ranks(work: Callable[[int], None], *, num_ranks: int, fabric: Fabric) ->
 
 
 def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
-    """out, dq, dk, dv per sequence by one softmax."""
+    """out, dq, dk, dv per sequence by one softmax; layers of the first kind."""
     results: Tensors = {}
     for sequence in sequences:
         q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
         wide = [part.repeat_interleave(HEADS // KV_HEADS, dim=1).transpose(0, 1) for part in (k, v)]
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * HEAD_DIM**-0.5
-        if sequence.mask is Mask.CAUSAL:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-        for window, _ in sequence.windows:
-            far = torch.ones_like(scores).triu(window) + torch.ones_like(scores).tril(-window)
-            scores = scores.masked_fill(far.bool() & (window > 0), float("-inf"))
+        window = sequence.windows[0][0] if sequence.windows else 0
+        scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
         out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])
         results[sequence.id] = [out.detach(), q.grad, k.grad, v.grad]

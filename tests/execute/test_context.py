@@ -16,8 +16,9 @@ from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.program.instructions import Backward, Free
-from rayfcp.values import BatchPlan, Block, Group, Layout, Mask, Primitive, SequenceSpec
+from rayfcp.values import BatchPlan, Block, Group, Layout, Primitive, SequenceSpec
 from tests.execute.test_attention import run_ranks
+from tests.masks import seen
 from tests.program.pipelines import random_pipelines
 
 HEAD_DIM = 8
@@ -37,17 +38,14 @@ def random_tensors(sequences: Sequence[SequenceSpec], *, heads: int, kv_heads: i
 
 
 def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
-    """out, dq, dk, dv of each sequence by one softmax."""
+    """out, dq, dk, dv of each sequence by one softmax; layers of the first kind."""
     results: Tensors = {}
     for sequence in sequences:
         q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
         wide = [part.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for part in (k, v)]
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * HEAD_DIM**-0.5
-        if sequence.mask is Mask.CAUSAL:
-            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-        for window, _ in sequence.windows:
-            far = torch.ones_like(scores).triu(window) + torch.ones_like(scores).tril(-window)
-            scores = scores.masked_fill(far.bool() & (window > 0), float("-inf"))
+        window = sequence.windows[0][0] if sequence.windows else 0
+        scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
         out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])
         results[sequence.id] = [out.detach(), q.grad, k.grad, v.grad]

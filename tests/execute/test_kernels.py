@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayfcp.execute import kernels
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, cuda, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, cuda, pick_kernel
 from rayfcp.execute.kernels.cpu import CpuKernel
-from rayfcp.execute.kernels.cuda import CudaKernel, half_kernel
+from rayfcp.execute.kernels.cuda import CudaKernel, half_kernels
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
@@ -26,7 +26,7 @@ from rayfcp.execute.kernels.npu import NpuKernel
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 from rayfcp.execute.kernels.varlen import Offsets
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
-from tests.execute.conforming import BOUNDS, LONG, SCALE, Pairs, assert_conforms, pairs
+from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes
 
 few_examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SINGLE, HALF = (torch.float32,), (torch.bfloat16,)
@@ -74,7 +74,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @given(data=st.data())
 def test_conforms(name: str, data: st.DataObject) -> None:
     case = CASES[name]
-    shape, dtype = data.draw(pairs(first=case.first)), data.draw(st.sampled_from(case.dtypes))
+    shape, dtype = data.draw(shapes(first=case.first)), data.draw(st.sampled_from(case.dtypes))
     assert_conforms(case.make(), shape, dtype=dtype)
 
 
@@ -91,8 +91,8 @@ CUDA_DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @few_examples
-@given(shape=pairs(), dtype=st.sampled_from(CUDA_DTYPES))
-def test_cuda(shape: Pairs, dtype: torch.dtype) -> None:
+@given(shape=shapes(), dtype=st.sampled_from(CUDA_DTYPES))
+def test_cuda(shape: Shape, dtype: torch.dtype) -> None:
     assert_conforms(pick_kernel("cuda"), shape, dtype=dtype, device="cuda")
 
 
@@ -107,20 +107,25 @@ def test_cuda_over_many_blocks(dtype: torch.dtype) -> None:
 def test_flash_calls_fit_torchs_schemas(head_dim: int) -> None:
     """On the meta device: arguments are taken, and shapes come out as the interface says."""
     kernel, dtype = on_cuda(TorchFlashKernel()), torch.bfloat16
-    how = {"query_lengths": (5, 40), "key_lengths": (7, 3), "causal": False, "scale": SCALE}
+    pairs = Pairs(query_lengths=(5, 40), key_lengths=(7, 3), causal=False, scale=SCALE)
     query = torch.empty(45, 4, head_dim, dtype=dtype, device="meta")
     key, value = torch.empty(2, 10, 2, head_dim, dtype=dtype, device="meta").unbind()
-    out, lse = kernel.forward(query, key, value, **how)
+    out, lse = kernel.forward(query, key, value, pairs=pairs)
     assert (out.shape, out.dtype, lse.shape, lse.dtype) == (query.shape, dtype, (45, 4), torch.float32)
-    grads = kernel.backward(out, query, key, value, out, lse, **how)
+    grads = kernel.backward(out, query, key, value, out, lse, pairs=pairs)
     assert [grad.shape for grad in grads] == [query.shape, key.shape, value.shape]
 
 
 def test_layers_share_the_offsets_of_a_call() -> None:
-    first, second = (Offsets((3, 4), (5, 6), device=torch.device("cpu")) for _ in range(2))
+    pairs = Pairs(query_lengths=(3, 4), key_lengths=(5, 6), causal=False, scale=SCALE)
+    first, second = (Offsets(pairs, device=torch.device("cpu")) for _ in range(2))
     assert first.query is second.query and first.key is second.key
     assert (first.query.tolist(), first.key.tolist()) == ([0, 3, 7], [0, 5, 11])
     assert (first.max_query, first.max_key) == (4, 6)
+
+
+def best(capability: tuple[int, int], spared_sms: int) -> AttentionKernel:
+    return next(half_kernels(capability, spared_sms))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -131,15 +136,17 @@ def test_kernels_are_taken_by_what_is_here(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cuda, "agrees", lambda *_, **__: here.get("agrees", False))
     monkeypatch.setattr(cuda, "keeps_plans", lambda: "cudnn" in here)
     hopper, ampere = (9, 0), (8, 0)
-    assert isinstance(half_kernel(hopper, 0), TorchFlashKernel)
+    assert isinstance(best(hopper, 0), TorchFlashKernel)
     here["cudnn"] = True
-    assert isinstance(half_kernel(hopper, 0), TorchFlashKernel)
+    assert isinstance(best(hopper, 0), TorchFlashKernel)
     here["agrees"] = True
-    assert isinstance(half_kernel(hopper, 0), CudnnKernel) and isinstance(half_kernel(ampere, 0), TorchFlashKernel)
+    assert isinstance(best(hopper, 0), CudnnKernel) and isinstance(best(ampere, 0), TorchFlashKernel)
     here["flash_attn"] = fake_flash2
-    assert isinstance(half_kernel(hopper, 0), FlashAttn2Kernel)
+    assert isinstance(best(hopper, 0), FlashAttn2Kernel)
     here["flash_attn_interface"] = fake_flash3
-    assert isinstance(half_kernel(hopper, 8), FlashAttn3Kernel) and isinstance(half_kernel(ampere, 8), FlashAttn2Kernel)
+    assert isinstance(best(hopper, 8), FlashAttn3Kernel) and isinstance(best(ampere, 8), FlashAttn2Kernel)
+    all_of_them = [FlashAttn3Kernel, FlashAttn2Kernel, CudnnKernel, TorchFlashKernel]
+    assert [type(each) for each in half_kernels(hopper, 0)] == all_of_them
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -185,11 +192,11 @@ def test_a_library_that_cannot_be_imported_is_told_of(
 
 def test_fp64_on_cuda_is_refused() -> None:
     tensor = torch.zeros(4, 2, 8, dtype=torch.float64)
-    how = {"query_lengths": (4,), "key_lengths": (4,), "causal": True, "scale": SCALE}
+    pairs = Pairs(query_lengths=(4,), key_lengths=(4,), causal=True, scale=SCALE)
     with pytest.raises(
         KernelUnavailableError, match=r"model\.dtype is float64, cuda computes attention in float32 and"
     ):
-        on_cuda(TorchFlashKernel()).forward(tensor, tensor, tensor, **how)
+        on_cuda(TorchFlashKernel()).forward(tensor, tensor, tensor, pairs=pairs)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -208,7 +215,7 @@ def test_without_torch_npu_what_to_install_is_named() -> None:
 def test_many_pairs_on_npus() -> None:
     """More than a call takes."""
     lengths = (2, 1) * 515
-    shape = Pairs(
+    shape = Shape(
         queries=lengths,
         before=(1,) * 1030,
         own=lengths,

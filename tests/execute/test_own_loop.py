@@ -13,21 +13,60 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("name", ["own_loop.py", "packed_loop.py"])
 def test_a_documented_loop_equals_dense_attention(name: str, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
-    example = re.search(rf"Save this as `{name}`.*?```python\n(.*?)```", text, re.DOTALL)
-    assert example
-    script = tmp_path / name
-    script.write_text(example[1], encoding="utf-8")
-    # A file for each process: lines of several would mingle in one pipe.
-    logs = tmp_path / "logs"
-    options = ["--standalone", "--nproc-per-node=3", "--redirects=3", f"--log-dir={logs}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=240)
-    said = {path: path.read_text(encoding="utf-8") for path in logs.rglob("*.log")}
-    assert done.returncode == 0, (done.stderr, said)
-    found = "\n".join(text for path, text in said.items() if path.name == "stdout.log")
+    found = run_ranks(saved(name, tmp_path), num_ranks=3)
     pieces = re.findall(r"sequence=(\d+), start=(\d+), stop=(\d+)\) largest error (\S+)", found)
     tokens = {(int(each[0]), at) for each in pieces for at in range(int(each[1]), int(each[2]))}
     assert tokens == {(i, at) for i, n in enumerate((1500, 90, 41, 300, 5)) for at in range(n)}
     assert all(float(each[3]) < 1e-5 for each in pieces)
+
+
+def test_the_documented_model_learns_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    script = saved("train_loop.py", tmp_path)
+    alone, together = (losses_of(run_ranks(script, num_ranks=num_ranks)) for num_ranks in (2, 3))
+    assert len(set(together)) == 1 and len(together) == 3
+    assert together[0] == pytest.approx(alone[0], rel=1e-5)
+    assert together[0][-1] < together[0][0] - 0.3
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_the_documented_loop_inside_ray_train(tmp_path: Path) -> None:
+    import ray
+
+    losses = losses_of(run_ranks(saved("train_loop.py", tmp_path), num_ranks=2))[0]
+    address = ray.get_runtime_context().gcs_address
+    found = run([saved("ray_loop.py", tmp_path).name], folder=tmp_path, RAY_ADDRESS=address)
+    first, last = map(float, found.rpartition("first and last loss ")[2].split()[:2])
+    assert (first, last) == pytest.approx((losses[0], losses[-1]), rel=1e-5)
+
+
+def saved(name: str, folder: Path) -> Path:
+    """The example that the page says to save under this name."""
+    text = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
+    example = re.search(rf"Save this as\s`{name}`.*?```python\n(.*?)```", text, re.DOTALL)
+    assert example
+    script = folder / name
+    script.write_text(example[1], encoding="utf-8")
+    return script
+
+
+def run_ranks(script: Path, *, num_ranks: int) -> str:
+    """What the processes print. A file for each: lines of several would mingle in one pipe."""
+    logs = script.parent / f"logs-{num_ranks}"
+    options = ["--standalone", f"--nproc-per-node={num_ranks}", "--redirects=3", f"--log-dir={logs}"]
+    run(["-m", "torch.distributed.run", *options, str(script)], folder=script.parent)
+    return "".join(path.read_text(encoding="utf-8") for path in logs.rglob("stdout.log"))
+
+
+def run(arguments: list[str], *, folder: Path, **variables: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+def losses_of(printed: str) -> list[tuple[float, ...]]:
+    """Of each process."""
+    return [tuple(map(float, line.split()[1:])) for line in printed.splitlines() if line.startswith("losses ")]

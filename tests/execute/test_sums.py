@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.buffers import Buffers
 from rayfcp.execute.merge import Merged
-from rayfcp.execute.ranges import add_rows, copy_rows, put_rows, take_rows, united, without
+from rayfcp.execute.ranges import add_rows, copy_rows, put_rows, take_rows, without
 from rayfcp.execute.sums import RowSums
+from rayfcp.program.placed import union
 
 ROWS = 12
 RANGE = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(lambda each: (each[0], min(ROWS, sum(each))))
@@ -40,7 +41,7 @@ def test_sums(terms: list[list[tuple[int, int]]], reads: bool) -> None:
         for target, part in zip(want, parts, strict=True):
             target.index_add_(0, torch.tensor(rows(ranges)), part)
         if reads:
-            known = rows(list(united(each for seen in terms[: seed + 1] for each in seen)))
+            known = rows(list(union(each for seen in terms[: seed + 1] for each in seen)))
             assert torch.allclose(torch.stack(sums.partial)[:, known], want[:, known])
     assert torch.allclose(torch.stack(sums.result(torch.float64)), want)
 
@@ -92,7 +93,7 @@ def test_rows_by_views_or_by_index(ranges: list[tuple[int, int]]) -> None:
     added, source = tensor.clone(), term(ranges, 1, 2)
     add_rows(added, ranges, source=source)
     assert torch.allclose(added, tensor.index_add(0, torch.tensor(picked), source))
-    apart = united(ranges)
+    apart = union(ranges)
     put, other = tensor.clone(), term(list(apart), 2, 2)
     put_rows(put, apart, source=other)
     assert torch.equal(put[rows(list(apart))], other)

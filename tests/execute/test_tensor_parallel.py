@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import ArchitectureConfig, ModelConfig, TrainConfig
+from rayfcp.config.architecture import ArchitectureConfig
+from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel

@@ -90,8 +90,8 @@ def test_memory_profile_and_copies(scripts: Any, bench: Any) -> None:
     (profile,) = section(scripts, bench, "profile")["models"].values()
     assert profile["hardware_yaml"].startswith("name: tiny-cpu\n") and profile["held_out"]
     copies = section(scripts, bench, "copies")["rows"]
-    assert [(row["work"], row["num_units"]) for row in copies] == [
-        (work, count) for work in ("attention", "matrix product") for count in (1, 2)
+    assert [(row["work"], row["num_units"], row["num_spared"]) for row in copies] == [
+        (work, count, spared) for count in (1, 2) for spared in (0, count) for work in ("attention", "matrix product")
     ]
     assert all(row["copied_bytes_per_s"] > 0 and row["beside_s"] > 0 for row in copies)
 

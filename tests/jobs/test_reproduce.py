@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from rayfcp.compare.setting import Setting
+from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.program import check_plan
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.program import Encode, check_plan, lower
+from rayfcp.values import ClusterSpec, Pictures, Primitive, SequenceSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "jobs" / "reproduce"
@@ -20,6 +22,8 @@ SMALL = ("--global-batch", "16", "--batches", "1", "--max-seqlen", "16384")
 ARGUMENTS = {
     "ring_figure3": ("--models", "llama3.2-1b", "--lengths", "dist:wikipedia", "--devices", "4", *SMALL),
     "ring_figure5": ("--model", "llama3.2-1b", "--devices", "2", "4", *SMALL),
+    "ring_figures4_6": ("--models", "qwen3-vl-2b", "--lengths", "dist:openvid@1", "--devices", "4", "--check", *SMALL),
+    "ring_table3": ("--models", "internvl3-2b", "--lengths", "dist:openvid@1", "--devices", "4", *SMALL),
     "ring_tables1_2": ("--devices", "2", "4", "--global-batches", "8", "16", "--repeats", "1", *SMALL),
     "ring_tables4_5": ("--model", "llama3.2-1b", "--devices", "4", "--draws", "1", *SMALL),
     "ring_table6": ("--model", "llama3.2-1b", "--lengths", "dist:github", "--devices", "4", *SMALL),
@@ -105,6 +109,32 @@ def test_letter_packs_by_memory_alone(load: Any) -> None:
         check_plan(plan, sequences, cluster=cluster)
     one, two = ({group.sequences for microbatch in plan.microbatches for group in microbatch.groups} for plan in plans)
     assert one == two
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_ranks_that_encode_all_of_their_group_do_so_degree_times(load: Any, degree: int) -> None:
+    run = Pictures(start=4, num_tokens=16, num_patches=64, count=5, stride=18)
+    sequences = tuple(
+        SequenceSpec(id=at, num_tokens=100 + at, num_targets=9, pictures=(run,) if at % 3 else ()) for at in range(8)
+    )
+    cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=4_000)
+    model, hardware = model_profile("qwen3-vl-2b"), hardware_profile("ascend-910c")
+    cost = CostModel.from_profiles(
+        model, hardware, num_ranks=4, recomputed_layers=0, bytes_per_element=2, reduce_every="step"
+    )
+    everywhere = load("everywhere")
+    found = everywhere.with_pictures(everywhere._of_degree(degree, Primitive.RING), spread=False)(
+        sequences, cluster=cluster, cost=cost, options=PlanConfig()
+    )
+    setting = Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
+    plan = everywhere._plan("static-cp", found.microbatches, setting=setting)
+    programs = everywhere.encoded_everywhere(lower(plan, sequences), plan)
+    counts = [
+        sum(each.count for item in program.instructions if isinstance(item, Encode) for each in item.pictures)
+        for program in programs
+    ]
+    assert sum(counts) == degree * sum(each.count for sequence in sequences for each in sequence.pictures)
+    assert all(len(set(counts[first : first + degree])) == 1 for first in range(0, 4, degree))
 
 
 def test_groups_are_told_as_in_the_paper(load: Any) -> None:

@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.models.library import make_library_model
 from tests.models.helpers import VOCAB
+from tests.models.seeing import seeing_config
 
 SHAPE = {
     "num_hidden_layers": 3,
@@ -37,17 +40,17 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, experts renamed": ("mixtral", {"num_local_experts": 3, "sliding_window": None}),
 }
 """Experts are split and named otherwise in files than in models."""
+ALL_FOLDERS = FOLDERS | {family: (family, {}) for family in SEEING_FAMILIES}
 
 
 def saved(
     folder: Path, what: str, *, dtype: torch.dtype = torch.bfloat16
 ) -> tuple[PreTrainedConfig, dict[str, Tensor]]:
     """The configuration of the model that `folder` holds from now on, and all its parameters."""
-    family, keys = FOLDERS[what]
+    family, keys = ALL_FOLDERS[what]
+    config = seeing_config(family) if family in SEEING_FAMILIES else AutoConfig.for_model(family, **{**SHAPE, **keys})
     with torch.random.fork_rng():
         torch.manual_seed(7)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(family, **{**SHAPE, **keys}), dtype=torch.bfloat16
-        )
+        model = make_library_model(config, dtype=torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="20KB")
     return AutoConfig.from_pretrained(folder), {name: each.detach() for name, each in model.named_parameters()}

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.config.architecture import SEEING_FAMILIES
 from rayfcp.models import export
 from rayfcp.models.build import empty_model, random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -17,7 +18,7 @@ from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint
 from rayfcp.models.pretrained import check_weights, fill_pretrained
 from rayfcp.models.stored import StoredTensors
-from tests.models.folders import FOLDERS, saved
+from tests.models.folders import ALL_FOLDERS, saved
 from tests.models.helpers import VOCAB
 
 SMALL_FILE = 20_000
@@ -33,7 +34,7 @@ def checkpoint(folder: Path, what: str) -> tuple[Config, CausalLM]:
     return config, held
 
 
-@pytest.mark.parametrize("what", FOLDERS)
+@pytest.mark.parametrize("what", ALL_FOLDERS)
 def test_an_export_has_the_family_s_own_files(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, shapes and types are those that the library saved; each tensor of the checkpoint was read once."""
     monkeypatch.setattr(export, "FILE_BYTES", SMALL_FILE)
@@ -52,7 +53,8 @@ def test_an_export_has_the_family_s_own_files(what: str, tmp_path: Path, monkeyp
     largest = max(shape.numel() * 2 for shape, _ in kinds[1].values())
     assert len(sizes) > 1 and max(sizes) < max(SMALL_FILE, largest) + 8000
     want = {name: each.detach().bfloat16() for name, each in held.model.named_parameters()}
-    opened = AutoModelForCausalLM.from_pretrained(out)
+    kind = AutoModelForImageTextToText if what in SEEING_FAMILIES else AutoModelForCausalLM
+    opened = kind.from_pretrained(out)
     assert opened.dtype is torch.bfloat16 and opened.config.architectures == [type(opened).__name__]
     for name, weight in opened.named_parameters():
         assert torch.equal(weight, want[name]), name

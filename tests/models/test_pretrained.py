@@ -18,7 +18,7 @@ from rayfcp.models.build import empty_model
 from rayfcp.models.lazy import LazyTensor, read
 from rayfcp.models.pretrained import check_weights, fill_pretrained
 from rayfcp.values.state import Box
-from tests.models.folders import FOLDERS, saved
+from tests.models.folders import ALL_FOLDERS, saved
 
 INDEX = "model.safetensors.index.json"
 
@@ -33,7 +33,7 @@ def filled(folder: Path, config: PreTrainedConfig) -> tuple[dict[str, Tensor], i
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 20, 100])
-@pytest.mark.parametrize("what", FOLDERS)
+@pytest.mark.parametrize("what", ALL_FOLDERS)
 def test_parameters_are_those_that_were_saved(
     what: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.shards import own_box
 from rayfcp.models.build import sharded_model
 from rayfcp.models.lazy import read
+from rayfcp.models.library import vision_of
 from rayfcp.models.pretrained import fill_pretrained
 from tests.execute.gloo import listening_store
 from tests.models.folders import saved
@@ -46,6 +47,8 @@ RUNS = (
     Run(what="qwen3_moe", num_ranks=3),
     Run(what="qwen3_moe", num_ranks=2, num_stages=2),
     Run(what="mixtral, experts renamed", num_ranks=4),
+    Run(what="qwen3_vl", num_ranks=2),
+    Run(what="internvl", num_ranks=3),
 )
 """Five experts on three ranks; three on four."""
 
@@ -94,7 +97,8 @@ def _process(number: int, port: int, size: int, folder: str) -> None:
 def _load(folder: Path, world: World) -> Device:
     config, path = AutoConfig.from_pretrained(folder), str(folder)
     model = sharded_model(config, run=ModelConfig(path=path, init="pretrained"), seed=0, world=world)
-    want = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    kind = AutoModelForCausalLM if vision_of(config) is None else AutoModelForImageTextToText
+    want = dict(kind.from_pretrained(folder).named_parameters())
     wrong, num_held = [], 0
     for name, parameter in model.model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -9,10 +9,13 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3
 
 from rayfcp.config import ConfigError
+from rayfcp.config.architecture import SEEING_FAMILIES, ArchitectureConfig
 from rayfcp.config.models import ModelConfig
+from rayfcp.models import vision_lm
 from rayfcp.models.describe import model_config
 from rayfcp.models.selfcheck import check_supported
 from tests.models.helpers import FAMILIES, library_config
+from tests.models.seeing import seeing_config
 
 QUIET = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "layerdrop"), 0.0)
 QUIET |= dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
@@ -54,7 +57,7 @@ REFUSED = {
         "NemotronAttention was called without rayfcp_attention",
     ),
     "keys wider than values": ("youtu", {}, "want equal key and value"),
-    "weights beside modules": ("diffllama", {}, "DiffLlamaAttention holds weights beside its modules"),
+    "attends twice": ("diffllama", {}, "some of its layers do not use our attention"),
 }
 
 
@@ -113,3 +116,18 @@ def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", Counting)
     with pytest.raises(ConfigError, match=r"buffer .*\.seen changes in training"):
         check_supported(library("qwen3"))
+
+
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_families_that_see_pass(family: str) -> None:
+    check_supported(seeing_config(family))
+    vision = {"deepstack_layers": (0, 3)} if family == "qwen3_vl" else None
+    shape = ArchitectureConfig.model_validate({"model_type": family, "vision": vision})
+    check_supported(model_config(ModelConfig(architecture=shape), vocab_size=300))
+
+
+def test_a_picture_is_part_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first layers add of pictures goes elsewhere."""
+    monkeypatch.setattr(vision_lm, "_add", lambda hidden, rows, features: hidden.index_add(1, rows - 1, features[None]))
+    with pytest.raises(ConfigError, match="qwen3_vl cannot be trained, loss of a tiny one is"):
+        check_supported(seeing_config("qwen3_vl"))

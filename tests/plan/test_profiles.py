@@ -8,7 +8,7 @@ import pytest
 from rayfcp.config import ConfigError
 from rayfcp.config.yaml_text import write_yaml
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 
 NAMED_MODELS = [
     *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
@@ -18,8 +18,11 @@ NAMED_MODELS = [
 NAMED_HARDWARE = ["ascend-910c", "a800", "h100", "h200", "gpu-x", "gpu-y", "cpu"]
 
 
-def figures(kind: type[ModelProfile] | type[HardwareProfile]) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind)} - {"name", "source"}
+SEEING = [name for name in NAMED_MODELS if name.startswith("internvl") or "-vl-" in name]
+
+
+def figures(kind: type[ModelProfile] | type[HardwareProfile] | type[VisionProfile]) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)} - {"name", "source", "vision", "frozen"}
 
 
 def test_all_profiles_are_there() -> None:
@@ -32,7 +35,10 @@ def test_each_figure_of_a_model_has_a_source(name: str) -> None:
     sources = MODELS.sources(name)
     of_experts = {"num_experts", "experts_per_token", "shared_ffn_size"}
     unnamed = {"layer_windows"} | (of_experts if not MODELS[name].has_experts else set())
-    assert set(sources) == figures(ModelProfile) - unnamed, "no layer has a window where none is named"
+    of_vision = {f"vision.{field}" for field in figures(VisionProfile)} if name in SEEING else set()
+    expected = (figures(ModelProfile) - unnamed) | of_vision
+    assert set(sources) == expected, "no layer has a window where none is named"
+    assert (MODELS[name].vision is not None) == (name in SEEING)
     assert all(len(text) > len("assumed, so") for text in sources.values())
 
 
@@ -68,6 +74,35 @@ def test_published_sizes(name: str, billions: float) -> None:
     assert model_profile(name).num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+def vision_parameters(model: ModelProfile) -> tuple[int, int]:
+    """Those of matrices, counted one by one: of patches and layers, and of mergers."""
+    vision = model.vision
+    assert vision is not None
+    wide = vision.merged_patches * vision.hidden_size
+    layer = 4 * vision.hidden_size**2 + (3 if vision.gated else 2) * vision.hidden_size * vision.ffn_size
+    merger = wide * vision.merger_size + vision.merger_size * model.hidden_size
+    return vision.num_layers * layer + vision.patch_values * vision.hidden_size, vision.num_mergers * merger
+
+
+@pytest.mark.parametrize(
+    ("name", "tower", "whole"),
+    [
+        ("internvl3-2b", 0.30, 2.09),
+        ("internvl2.5-4b", 0.30, 3.71),
+        ("internvl3-8b", 0.30, 7.94),
+        ("qwen3-vl-2b", 0.30, 2.13),
+        ("qwen3-vl-4b", 0.30, 4.44),
+        ("qwen3-vl-8b", 0.41, 8.77),
+    ],
+)
+def test_models_that_see_have_the_published_sizes(name: str, tower: float, whole: float) -> None:
+    """Billions: InternViT-300M, or SigLIP 2's large and 400M shapes, and the whole model with its mergers."""
+    model = model_profile(name)
+    of_tower, of_mergers = vision_parameters(model)
+    assert of_tower / 1e9 == pytest.approx(tower, rel=0.02)
+    assert (model.num_parameters + of_tower + of_mergers) / 1e9 == pytest.approx(whole, rel=0.01)
+
+
 def test_a_token_s_work_counts_the_experts_that_it_passes() -> None:
     """3.3 billion parameters are active, as published; without the embedding, of which a token reads one row, 3.0."""
     model = model_profile("qwen3-30b-a3b")
@@ -76,6 +111,40 @@ def test_a_token_s_work_counts_the_experts_that_it_passes() -> None:
     alike = dataclasses.replace(model, num_experts=1, experts_per_token=1, ffn_size=8 * 768 + 128 // 3)
     assert model.layer_matmul_parameters == pytest.approx(alike.layer_parameters, rel=1e-3)
     assert alike.layer_parameters == alike.layer_matmul_parameters
+
+
+def test_a_vision_encoder_in_a_file_of_a_user_s_own(tmp_path: Path) -> None:
+    model = MODELS["qwen3-vl-8b"]
+    assert model_profile(written(tmp_path, model)) == model
+    (tmp_path / "blind.yaml").write_text(Path(written(tmp_path, MODELS["qwen3-8b"])).read_text() + "vision: null\n")
+    assert model_profile(str(tmp_path / "blind.yaml")).vision is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_layer": 3}, "vision: num_layer is no field; did you mean num_layers?"),
+        ({"ffn_size": None}, "vision: ffn_size is missing; give all of ffn_size"),
+        ({"hidden_size": 0}, "vision: hidden_size is 0, must be above 0"),
+        ({"merged_patches": 2.5}, "vision: merged_patches is 2.5, must be a whole number"),
+        ({"gated": 1}, "vision: gated is 1, must be true or false"),
+        ({"num_heads": 5}, "vision: hidden_size is 1024, must be a multiple of num_heads (5)"),
+        ({"sources": {"hiden_size": "x"}}, "vision: sources has hiden_size, no field; did you mean hidden_size?"),
+    ],
+)
+def test_wrong_vision_encoders_are_told_in_one_line(tmp_path: Path, changes: dict[str, object], line: str) -> None:
+    model = MODELS["internvl3-2b"]
+    assert model.vision is not None
+    fields = dataclasses.asdict(model.vision) | changes
+    path = written(tmp_path, model, vision={name: value for name, value in fields.items() if value is not None})
+    with pytest.raises(ConfigError) as error:
+        model_profile(path)
+    assert line in str(error.value) and "\n" not in str(error.value) and "mine.yaml" in str(error.value)
+
+
+def test_a_vision_encoder_is_a_section(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="vision is 24, must hold fields of its own"):
+        model_profile(written(tmp_path, MODELS["internvl3-2b"], vision=24))
 
 
 def written(folder: Path, profile: ModelProfile | HardwareProfile, **changes: object) -> str:

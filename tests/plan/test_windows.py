@@ -3,7 +3,6 @@
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,25 +13,15 @@ from rayfcp.plan.costs.layout_work import work_of
 from rayfcp.plan.imbalance import rank_loads
 from rayfcp.plan.pipelines.chunks import balanced_ends
 from rayfcp.plan.pipelines.pool import Work
-from rayfcp.program import Forward, Payload, check_plan, lower
+from rayfcp.program import check_plan, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 from tests.execute.layouts import plan_of, random_layout, ring
+from tests.plan.counted import assert_cells_counted, assert_moves_counted, of_windows
 from tests.simulate.helpers import MODEL
 
 WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,)])
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=3)
-
-
-def sequences_of(lengths: list[int], windows: tuple[int, ...]) -> list[SequenceSpec]:
-    kinds = tuple((window, 1 + at) for at, window in enumerate(windows))
-    return [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=kinds) for at, n in enumerate(lengths)]
-
-
-def share(sequence: SequenceSpec, query: int, key: int) -> float:
-    """Of layers in which the query sees the key."""
-    seeing = sum(count for window, count in sequence.windows if key <= query and (not window or query - key < window))
-    return seeing / sum(count for _, count in sequence.windows)
 
 
 @settings(max_examples=30, deadline=None)
@@ -40,54 +29,25 @@ def share(sequence: SequenceSpec, query: int, key: int) -> float:
 def test_work_of_layouts_counted_one_by_one(
     lengths: list[int], windows: tuple[int, ...], num_ranks: int, seed: int | None
 ) -> None:
-    sequences = sequences_of(lengths, windows)
-    by_id = {each.id: each for each in sequences}
+    sequences = of_windows(lengths, windows)
     layout = (
         ring(sequences, num_ranks=num_ranks)
         if seed is None
         else random_layout(sequences, num_ranks=num_ranks, seed=seed)
     )
-    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
-
-    def cells(rank: int, keys: list[int]) -> float:
-        pairs = itertools.product((each for each in layout.blocks if each.rank == rank), keys)
-        return sum(
-            share(by_id[block.sequence], query, key)
-            for block, other in pairs
-            if layout.blocks[other].sequence == block.sequence
-            for query in range(block.start, block.stop)
-            for key in range(layout.blocks[other].start, layout.blocks[other].stop)
-        )
-
-    own = [[at for at, each in enumerate(layout.blocks) if each.rank == rank] for rank in range(num_ranks)]
-    assert work.own_cells == pytest.approx(np.array([cells(rank, own[rank]) for rank in range(num_ranks)]))
-    transfers = [each for step in layout.rounds for each in step.transfers]
-    assert work.cells == pytest.approx(np.array([cells(each.target, list(each.blocks)) for each in transfers]))
+    assert_cells_counted(layout, sequences, num_ranks=num_ranks)
 
 
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(20, 90), window=st.integers(1, 30), num_ranks=st.integers(2, 4), seed=st.integers(0, 999))
 def test_moved_tokens_are_those_that_the_program_moves(length: int, window: int, num_ranks: int, seed: int) -> None:
-    sequences = sequences_of([length], (window,))
+    sequences = of_windows([length], (window,))
     layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    work = work_of(layout, by_id={0: sequences[0]}, num_ranks=num_ranks)
-    moved = [
-        sum(
-            message.num_tokens
-            for item in program.instructions
-            if isinstance(item, Forward)
-            for step in item.attention.inner.forward
-            for message in step.receives
-            if message.payload is Payload.KV
-        )
-        for program in lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
-    ]
-    found = np.bincount(work.target, work.moved_tokens, minlength=num_ranks)
-    assert found == pytest.approx(np.array(moved))
+    assert_moves_counted(layout, sequences, num_ranks=num_ranks)
 
 
 def test_ranks_load_the_cells_of_their_blocks() -> None:
-    sequences = sequences_of([64], (0, 4))
+    sequences = of_windows([64], (0, 4))
     plan = plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2)
     cost = cost_of(2, (0, 4, 4, 0))
     (loads,) = rank_loads(plan, sequences, cost=cost)

@@ -33,9 +33,12 @@ def mutate(program: RankProgram, rng: random.Random) -> RankProgram:
     if kind == "field":
         return replace(program, instructions=(*items[:at], _with_field(items[at], rng), *items[at + 1 :]))
     if kind == "moved":
-        start = at - at % 3  # Load, Forward, Backward of one microbatch
-        three = rng.sample(items[start : start + 3], 3)
-        return replace(program, instructions=(*items[:start], *three, *items[start + 3 :]))
+        passes = [(each, item) for each, item in enumerate(items) if isinstance(item, Load | Forward | Backward)]
+        own = [each for each, item in passes if item.microbatch == items[at].microbatch]
+        changed = list(items)
+        for place, source in zip(own, rng.sample(own, len(own)), strict=True):
+            changed[place] = items[source]
+        return replace(program, instructions=tuple(changed))
     kept = 0 if kind == "dropped" else 2
     return replace(program, instructions=items[:at] + items[at : at + 1] * kept + items[at + 1 :])
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rayfcp.program import AttentionProgram, Forward, Load, Payload, RankProgram, check_plan, check_programs, lower
 from rayfcp.values import Layout, Mask, SequenceSpec
+from tests.masks import sees
 from tests.program.helpers import assert_one_change_is_found, random_plan, scattered
 from tests.program.mutations import explicit
 
@@ -38,7 +39,7 @@ def counted(programs: Sequence[RankProgram], microbatch: int) -> Counter[tuple[T
                     (query, key)
                     for i, query in enumerate(queries)
                     for j, key in enumerate(keys)
-                    if j <= i or not attend.causal
+                    if not attend.causal or (j >= i if attend.flipped else j <= i)
                 )
             for sent in step.sends if step else ():
                 assert sent.payload is Payload.KV
@@ -57,8 +58,8 @@ def due(sequences: Sequence[SequenceSpec], members: set[int], *, window: int = 0
         for each in sequences
         if each.id in members
         for query in range(each.num_tokens)
-        for key in range(each.num_tokens if each.mask is Mask.FULL else query + 1)
-        if not window or abs(query - key) < window
+        for key in range(each.num_tokens)
+        if sees(each, query, key, window=window)
     )
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rayfcp.compare.lengths import draw_batches
+from rayfcp.compare.lengths import draw_batches, lengths_of
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel
 from rayfcp.plan.batch import plan_candidates
@@ -36,7 +36,8 @@ def chosen(lengths: list[int], *, num_ranks: int, candidates: int = 3) -> tuple[
 @pytest.mark.parametrize("name", ["lognormal", "bimodal", "long-tail", "github"])
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 def test_the_fastest_candidate_is_taken(name: str, num_ranks: int) -> None:
-    ((*lengths,),) = draw_batches(f"dist:{name}", num_batches=1, global_batch=14, max_seqlen=4000, seed=num_ranks)
+    batches = draw_batches(f"dist:{name}", num_batches=1, global_batch=14, max_seqlen=4000, seed=num_ranks)
+    lengths = lengths_of(batches)
     choice, seconds = chosen(lengths, num_ranks=num_ranks)
     assert dict(choice.simulated).items() <= seconds.items() and len(seconds) <= 3
     if choice.simulated:

@@ -12,7 +12,7 @@ from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
-from rayfcp.simulate import script, simulate
+from rayfcp.simulate import simulate, writer
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
@@ -175,7 +175,7 @@ def test_layers_left_out_are_those_that_repeat(
     )
     short = simulate(programs, model=model, hardware=hardware)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "SHOWN_LAYERS", 1000)
+        patch.setattr(writer, "SHOWN_LAYERS", 1000)
         whole = simulate(programs, model=model, hardware=hardware)
     assert short.iteration_s == pytest.approx(whole.iteration_s, rel=1e-3)
     assert astuple(short.breakdown) == pytest.approx(astuple(whole.breakdown), abs=1e-3 * whole.iteration_s)

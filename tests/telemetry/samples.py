@@ -54,7 +54,11 @@ def reports(draw: st.DrawFn, *, max_size: int = 6) -> list[StepReport]:
             strategy=draw(st.sampled_from(["flex-ring", "flex-block", "ring"])),
             degrees=draw(st.dictionaries(st.integers(1, 64), st.integers(1, 9), max_size=4)),
             imbalance=Imbalance(
-                compute=draw(RATIO), attention=draw(RATIO), memory=draw(RATIO), communication=draw(RATIO)
+                compute=draw(RATIO),
+                attention=draw(RATIO),
+                memory=draw(RATIO),
+                communication=draw(RATIO),
+                encoder=draw(st.none() | RATIO),
             ),
         )
         for step in steps

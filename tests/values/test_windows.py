@@ -30,7 +30,7 @@ def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
 
 @given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(Mask))
 def test_bands_say_what_each_row_of_the_mask_sees(length: int, window: int, mask: Mask) -> None:
-    bands = bands_of(mask, num_tokens=length, window=window)
+    bands = bands_of(SequenceSpec(id=0, num_tokens=length, num_targets=0, mask=mask), window=window)
 
     assert [row for band in bands for row in range(band.start, band.stop)] == list(range(length))
     for row in range(length):
@@ -80,6 +80,6 @@ def test_windows_that_are_not_those_of_the_layers_are_refused(windows: tuple[int
 
 
 def test_bands_are_compared_by_value() -> None:
-    (band,) = bands_of(Mask.CAUSAL, num_tokens=3, window=2)
+    (band,) = bands_of(SequenceSpec(id=0, num_tokens=3, num_targets=0), window=2)
     assert isinstance(band, Band)
     assert (band.low.of(2), band.high.of(2)) == (1, 3)

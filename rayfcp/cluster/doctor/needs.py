@@ -11,7 +11,8 @@ CHECKPOINT_BYTES = 12
 
 def needs_of(config: Config) -> Needs:
     """Of a run; local paths only."""
-    named = [*config.data.paths, config.model.path, config.data.tokenizer, config.data.cache_dir]
+    data = config.data
+    named = [*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir]
     return Needs(
         device=config.cluster.device,
         min_workers=config.cluster.min_workers,

@@ -3,7 +3,7 @@
 import functools
 import logging
 
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError
+from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -40,4 +40,4 @@ def _pick(device: str, spared_sms: int) -> AttentionKernel:
     return CpuKernel()
 
 
-__all__ = ["AttentionKernel", "KernelUnavailableError", "pick_kernel"]
+__all__ = ["AttentionKernel", "KernelUnavailableError", "Pairs", "pick_kernel"]

@@ -7,7 +7,7 @@ is aligned top-left, which is the diagonal where a pair has as many queries as k
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Pairs
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -18,41 +18,23 @@ class CpuKernel:
 
     name = "torch's flash for CPUs"
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         parts = [
-            _forward(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, causal, scale=scale)
+            _forward(_heads_first(q), _heads_first(k), _heads_first(v), 0.0, pairs.causal, scale=pairs.scale)
             for q, k, v in zip(
-                query.split(query_lengths), key.split(key_lengths), value.split(key_lengths), strict=True
+                query.split(pairs.query_lengths),
+                key.split(pairs.key_lengths),
+                value.split(pairs.key_lengths),
+                strict=True,
             )
         ]
         return _joined([out for out, _ in parts]), _joined([lse for _, lse in parts])
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        by_query = [tensor.split(query_lengths) for tensor in (grad_out, query, out, lse)]
-        by_key = [tensor.split(key_lengths) for tensor in (key, value)]
+        by_query = [tensor.split(pairs.query_lengths) for tensor in (grad_out, query, out, lse)]
+        by_key = [tensor.split(pairs.key_lengths) for tensor in (key, value)]
         parts = [
             _backward(
                 _heads_first(g),
@@ -62,8 +44,8 @@ class CpuKernel:
                 _heads_first(o),
                 _heads_first(s),
                 0.0,
-                causal,
-                scale=scale,
+                pairs.causal,
+                scale=pairs.scale,
             )
             for g, q, o, s, k, v in zip(*by_query, *by_key, strict=True)
         ]

@@ -7,6 +7,7 @@ flash kernels. All take all pairs of a call in one launch.
 import importlib
 import importlib.util
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
 from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Lengths
+from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 from rayfcp.execute.kernels.varlen import padded
 
@@ -34,41 +35,12 @@ class CudaKernel:
         self._kernels = {torch.float16: half, torch.bfloat16: half, torch.float32: single}
         self.name = f"{half.name}, {single.name} in fp32"
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = self._of(query.dtype).forward(
-            padded(query),
-            padded(key),
-            padded(value),
-            query_lengths=query_lengths,
-            key_lengths=key_lengths,
-            causal=causal,
-            scale=scale,
-        )
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        out, lse = self._of(query.dtype).forward(padded(query), padded(key), padded(value), pairs=pairs)
         return out[..., : query.shape[-1]], lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = self._of(query.dtype).backward(
             padded(grad_out),
@@ -77,10 +49,7 @@ class CudaKernel:
             padded(value),
             padded(out),
             lse,
-            query_lengths=query_lengths,
-            key_lengths=key_lengths,
-            causal=causal,
-            scale=scale,
+            pairs=pairs,
         )
         head_dim = query.shape[-1]
         return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
@@ -105,21 +74,27 @@ def cuda_kernel(*, spared_sms: int = 0) -> CudaKernel:
             "cluster.device is cuda, but torch sees no CUDA device; install torch's CUDA build and a driver, "
             "or set cluster.device=cpu"
         )
-    return CudaKernel(half=half_kernel(torch.cuda.get_device_capability(), spared_sms), single=CutlassKernel())
+    return next(cuda_kernels(spared_sms=spared_sms))
 
 
-def half_kernel(capability: tuple[int, int], spared_sms: int) -> AttentionKernel:
-    """For fp16 and bf16 on a device of this compute capability."""
+def cuda_kernels(*, spared_sms: int = 0) -> Iterator[CudaKernel]:
+    """All that can be used on this process's device, the best first."""
+    for half in half_kernels(torch.cuda.get_device_capability(), spared_sms):
+        yield CudaKernel(half=half, single=CutlassKernel())
+
+
+def half_kernels(capability: tuple[int, int], spared_sms: int) -> Iterator[AttentionKernel]:
+    """For fp16 and bf16 on a device of this compute capability, the best first."""
     if capability[0] == 9 and (library := _library(FLASH_ATTN_3)):
-        return FlashAttn3Kernel(library, spared_sms=spared_sms)
+        yield FlashAttn3Kernel(library, spared_sms=spared_sms)
     if library := _library(FLASH_ATTN_2):
-        return FlashAttn2Kernel(library)
+        yield FlashAttn2Kernel(library)
     flash = TorchFlashKernel()
     if capability[0] in (9, 10) and keeps_plans():
         cudnn = CudnnKernel(short=flash)
         if agrees(cudnn, flash, device="cuda"):
-            return cudnn
-    return flash
+            yield cudnn
+    yield flash
 
 
 def _library(names: tuple[str, ...]) -> Any | None:

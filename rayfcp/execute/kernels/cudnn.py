@@ -14,7 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import AttentionKernel, Lengths
+from rayfcp.execute.kernels.interface import AttentionKernel, Pairs
 from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
 
 logger = logging.getLogger(__name__)
@@ -32,21 +32,10 @@ class CudnnKernel:
     def __init__(self, *, short: AttentionKernel) -> None:
         self._short = short
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
-        if max(query_lengths) <= FEW_QUERIES:
-            return self._short.forward(query, key, value, **lengths, causal=causal, scale=scale)
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        if max(pairs.query_lengths) <= FEW_QUERIES:
+            return self._short.forward(query, key, value, pairs=pairs)
+        offsets = Offsets(pairs, device=query.device)
         out, lse, *_ = torch.ops.aten._cudnn_attention_forward(
             query=query,
             key=repeated(query, key),
@@ -58,31 +47,18 @@ class CudnnKernel:
             max_k=_bucket(offsets.max_key),
             compute_log_sumexp=True,
             dropout_p=0.0,
-            is_causal=causal,
+            is_causal=pairs.causal,
             return_debug_mask=False,
-            scale=scale,
+            scale=pairs.scale,
         )
         return out, lse.transpose(0, 1)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
-        if max(query_lengths) <= FEW_QUERIES:
-            tensors = (grad_out, query, key, value, out, lse)
-            return self._short.backward(*tensors, **lengths, causal=causal, scale=scale)
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        if max(pairs.query_lengths) <= FEW_QUERIES:
+            return self._short.backward(grad_out, query, key, value, out, lse, pairs=pairs)
+        offsets = Offsets(pairs, device=query.device)
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
             grad_out=grad_out,
@@ -99,8 +75,8 @@ class CudnnKernel:
             max_q=_bucket(offsets.max_query),
             max_k=_bucket(offsets.max_key),
             dropout_p=0.0,
-            is_causal=causal,
-            scale=scale,
+            is_causal=pairs.causal,
+            scale=pairs.scale,
         )
         return dq, summed(dk, key), summed(dv, value)
 
@@ -122,12 +98,12 @@ def agrees(kernel: AttentionKernel, other: AttentionKernel, *, device: torch.dev
     shapes = [(sum(PROBE_LENGTHS), heads, 64) for heads in (4, 2, 2, 4)]
     options = {"generator": generator, "dtype": torch.bfloat16, "device": device}
     query, key, value, grad_out = (torch.randn(shape, **options) for shape in shapes)
-    how = {"query_lengths": PROBE_LENGTHS, "key_lengths": PROBE_LENGTHS, "causal": True, "scale": 0.125}
+    pairs = Pairs(query_lengths=PROBE_LENGTHS, key_lengths=PROBE_LENGTHS, causal=True, scale=0.125)
     found = []
     for each in (kernel, other):
         try:
-            out, lse = each.forward(query, key, value, **how)
-            found.append((out, lse, *each.backward(grad_out, query, key, value, out, lse, **how)))
+            out, lse = each.forward(query, key, value, pairs=pairs)
+            found.append((out, lse, *each.backward(grad_out, query, key, value, out, lse, pairs=pairs)))
         except RuntimeError as error:
             logger.warning("%s cannot be used here: %s", each.name, " ".join(str(error).split())[:300])
             return False

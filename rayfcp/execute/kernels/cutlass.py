@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.device import moved
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Lengths, Pairs
 from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
 
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1
@@ -25,18 +25,8 @@ class CutlassKernel:
 
     name = "torch's memory-efficient"
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(pairs, device=query.device)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             _batch(query),
             _batch(repeated(query, key)),
@@ -47,27 +37,16 @@ class CutlassKernel:
             offsets.max_query,
             offsets.max_key,
             0.0,
-            _CAUSAL_FROM_TOP_LEFT if causal else _NO_MASK,
+            _CAUSAL_FROM_TOP_LEFT if pairs.causal else _NO_MASK,
             True,
-            scale=scale,
+            scale=pairs.scale,
         )
-        return out.squeeze(0), lse.transpose(1, 2).flatten(0, 1)[_rows(query_lengths, query.device)]
+        return out.squeeze(0), lse.transpose(1, 2).flatten(0, 1)[_rows(pairs.query_lengths, query.device)]
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        offsets = Offsets(pairs, device=query.device)
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
             _batch(grad_out),
@@ -80,13 +59,13 @@ class CutlassKernel:
             offsets.key,
             offsets.max_query,
             offsets.max_key,
-            _by_pair(lse, query_lengths),
+            _by_pair(lse, pairs.query_lengths),
             0.0,
             unused,
             unused,
-            _CAUSAL_FROM_TOP_LEFT if causal else _NO_MASK,
+            _CAUSAL_FROM_TOP_LEFT if pairs.causal else _NO_MASK,
             False,
-            scale=scale,
+            scale=pairs.scale,
         )
         return dq.squeeze(0), summed(dk.squeeze(0), key), summed(dv.squeeze(0), value)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Pairs
 from rayfcp.execute.kernels.varlen import Offsets
 
 _PLAIN = {
@@ -29,18 +29,8 @@ class FlashAttn2Kernel:
     def __init__(self, library: Any) -> None:
         self._library = library
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(pairs, device=query.device)
         out, lse, *_ = self._library._flash_attn_varlen_forward(
             q=query,
             k=key,
@@ -50,26 +40,15 @@ class FlashAttn2Kernel:
             max_seqlen_q=offsets.max_query,
             max_seqlen_k=offsets.max_key,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=pairs.scale,
+            causal=pairs.causal,
         )
         return out, lse.transpose(0, 1)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        offsets = Offsets(pairs, device=query.device)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
         self._library._flash_attn_varlen_backward(
             dout=grad_out,
@@ -86,8 +65,8 @@ class FlashAttn2Kernel:
             max_seqlen_q=offsets.max_query,
             max_seqlen_k=offsets.max_key,
             dropout_p=0.0,
-            softmax_scale=scale,
-            causal=causal,
+            softmax_scale=pairs.scale,
+            causal=pairs.causal,
             **_PLAIN,
         )
         return dq, dk, dv

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Pairs
 from rayfcp.execute.kernels.varlen import Offsets
 
 
@@ -27,18 +27,8 @@ class FlashAttn3Kernel:
     def __init__(self, library: Any, *, spared_sms: int = 0) -> None:
         self._library, self._spared_sms = library, spared_sms
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(pairs, device=query.device)
         new_key, new_value, value_query, out = None, None, None, None
         new_offsets, used_query, used_key = None, None, None
         pages = (None,) * 6  # page table, batch index, left padding, rotary cosines, sines and lengths
@@ -48,34 +38,23 @@ class FlashAttn3Kernel:
             *(offsets.query, offsets.key, new_offsets, used_query, used_key, offsets.max_query, offsets.max_key),
             *pages,
             *scales,
-            scale,
-            causal,
+            pairs.scale,
+            pairs.causal,
             num_splits=1,
             sm_margin=self._spared_sms,
         )
         return out, lse.transpose(0, 1)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        offsets = Offsets(pairs, device=query.device)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
         used_query, used_key = None, None
         self._library._flash_attn_backward(
             *(grad_out, query, key, value, out, lse.transpose(0, 1).contiguous()),
             *(offsets.query, offsets.key, used_query, used_key, offsets.max_query, offsets.max_key),
-            *(dq, dk, dv, scale, causal),
+            *(dq, dk, dv, pairs.scale, pairs.causal),
             sm_margin=self._spared_sms,
         )
         return dq, dk, dv

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.device import moved
-from rayfcp.execute.kernels.interface import KernelUnavailableError, Lengths
+from rayfcp.execute.kernels.interface import KernelUnavailableError, Lengths, Pairs
 
 MOST_PAIRS = 1024
 _NUMBERS_PER_ROW = 8
@@ -42,28 +42,18 @@ class NpuKernel:
 
         self._library: Any = torch_npu
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         found = []
-        for rows, columns, lengths in _parts(query_lengths, key_lengths):
+        for rows, columns, lengths in _parts(pairs.query_lengths, pairs.key_lengths):
             out, softmax_max, softmax_sum, *_ = self._library.npu_fusion_attention(
                 query[rows].contiguous(),
                 key[columns].contiguous(),
                 value[columns].contiguous(),
                 query.shape[1],
                 "TND",
-                scale=scale,
+                scale=pairs.scale,
                 keep_prob=1.0,
-                **_mask(query, causal),
+                **_mask(query, pairs.causal),
                 **_sums(*lengths),
             )
             lse = softmax_max.view(-1, _NUMBERS_PER_ROW)[:, 0] + softmax_sum.view(-1, _NUMBERS_PER_ROW)[:, 0].log()
@@ -71,21 +61,10 @@ class NpuKernel:
         return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
         found = []
-        for rows, columns, lengths in _parts(query_lengths, key_lengths):
+        for rows, columns, lengths in _parts(pairs.query_lengths, pairs.key_lengths):
             row_max = _as_statistics(lse[rows], lengths[0])
             dq, dk, dv, *_ = self._library.npu_fusion_attention_grad(
                 query[rows].contiguous(),
@@ -97,9 +76,9 @@ class NpuKernel:
                 softmax_max=row_max,
                 softmax_sum=torch.ones_like(row_max),
                 attention_in=out[rows].contiguous(),
-                scale_value=scale,
+                scale_value=pairs.scale,
                 keep_prob=1.0,
-                **_mask(query, causal),
+                **_mask(query, pairs.causal),
                 **_sums(*lengths),
             )
             found.append((dq, dk, dv))

@@ -8,7 +8,7 @@ contiguous, are taken as they are. Source: torch's `native/transformers/cuda/att
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Pairs
 from rayfcp.execute.kernels.varlen import Offsets, repeated
 
 
@@ -17,18 +17,8 @@ class TorchFlashKernel:
 
     name = "torch's flash"
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = Offsets(pairs, device=query.device)
         if offsets.max_query == 1:  # heads would become queries, and logsumexp another layout
             key, value = repeated(query, key), repeated(query, value)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -40,27 +30,16 @@ class TorchFlashKernel:
             offsets.max_query,
             offsets.max_key,
             0.0,
-            causal,
+            pairs.causal,
             False,
-            scale=scale,
+            scale=pairs.scale,
         )
         return out, lse.transpose(0, 1)
 
     def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        query_lengths: Lengths,
-        key_lengths: Lengths,
-        causal: bool,
-        scale: float,
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(query_lengths, key_lengths, device=query.device)
+        offsets = Offsets(pairs, device=query.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out,
             query,
@@ -73,9 +52,9 @@ class TorchFlashKernel:
             offsets.max_query,
             offsets.max_key,
             0.0,
-            causal,
+            pairs.causal,
             torch.empty(2, dtype=torch.uint64, device=query.device),  # dropout's state
             torch.empty(0, device=query.device),
-            scale=scale,
+            scale=pairs.scale,
         )
         return dq, dk, dv

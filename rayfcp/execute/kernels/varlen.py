@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rayfcp.execute.device import moved
-from rayfcp.execute.kernels.interface import Lengths
+from rayfcp.execute.kernels.interface import Lengths, Pairs
 
 ALIGNMENT = 8
 """The kernels want a head_dim that is a multiple of this."""
@@ -17,11 +17,11 @@ ALIGNMENT = 8
 class Offsets:
     """Where pairs start, on the device, and how long the longest is."""
 
-    def __init__(self, query_lengths: Lengths, key_lengths: Lengths, *, device: torch.device) -> None:
-        self.query = _offsets(query_lengths, device)
-        self.key = _offsets(key_lengths, device)
-        self.max_query = max(query_lengths)
-        self.max_key = max(key_lengths)
+    def __init__(self, pairs: Pairs, *, device: torch.device) -> None:
+        self.query = _offsets(pairs.query_lengths, device)
+        self.key = _offsets(pairs.key_lengths, device)
+        self.max_query = max(pairs.query_lengths)
+        self.max_key = max(pairs.key_lengths)
 
 
 @functools.lru_cache(maxsize=1024)

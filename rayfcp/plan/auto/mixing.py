@@ -11,6 +11,7 @@ from dataclasses import replace
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.costs.speeds import idle_passes_s
+from rayfcp.plan.encoding.planned import encoded_anew
 from rayfcp.plan.reprice import group_passes
 from rayfcp.plan.strategies.interface import Proposal, Strategy
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, SequenceSpec
@@ -61,7 +62,9 @@ class Mixer:
 
     def _seconds(self, microbatches: Sequence[MicrobatchPlan]) -> float:
         """As if others came after them."""
-        return sum(self._cost.microbatch_s(self._makespan_s(each), last=False) for each in microbatches)
+        return sum(
+            self._cost.microbatch_s(self._makespan_s(each), last=False) + each.encoder_s for each in microbatches
+        )
 
     def _makespan_s(self, microbatch: MicrobatchPlan) -> float:
         passes_s = group_passes(microbatch, by_id=self._by_id, cluster=self._cluster, cost=self._cost)
@@ -71,7 +74,12 @@ class Mixer:
         timed = [(self._makespan_s(each), each) for each in microbatches]
         timed.sort(key=lambda each: (each[0], each[1].groups[0].sequences))
         last = len(timed) - 1
-        return tuple(
-            replace(each, predicted_s=self._cost.microbatch_s(makespan_s, last=at == last))
-            for at, (makespan_s, each) in enumerate(timed)
+        return encoded_anew(
+            [
+                replace(each, predicted_s=self._cost.microbatch_s(makespan_s, last=at == last))
+                for at, (makespan_s, each) in enumerate(timed)
+            ],
+            tuple(self._by_id.values()),
+            cluster=self._cluster,
+            cost=self._cost,
         )

@@ -5,25 +5,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.plan.blocks.kernels.table import Bools, Floats, Ints, Pool
+from rayfcp.plan.blocks.kernels.table import Bools, Floats, Ints, Mutual, Pool
 from rayfcp.plan.packing import best_fit_decreasing
 from rayfcp.values import Mask, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Sequences with the most cells a token first, longest first among equals, then by id."""
+    """Sequences with the most cells a token first, longest first among equals, then by id. `whole`: themselves."""
 
     ids: Ints
     tokens: Ints
     full: Bools
     density: Floats
     rising: Floats
+    whole: tuple[SequenceSpec, ...]
 
     def pool(self, members: Ints) -> Pool:
         """Those sequences, `members` ascending."""
         tokens, density, rising = self.tokens[members], self.density[members], self.rising[members]
-        return Pool(tokens, self.full[members], density, density - rising * (tokens + 1) / 2, rising)
+        mutual = _mutual([self.whole[at] for at in members.tolist()])
+        plain = density - np.diff(mutual.cells[mutual.first]) / tokens
+        return Pool(tokens, self.full[members], density, plain - rising * (tokens + 1) / 2, rising, mutual)
 
 
 def batch_of(sequences: Sequence[SequenceSpec]) -> Batch:
@@ -34,7 +37,14 @@ def batch_of(sequences: Sequence[SequenceSpec]) -> Batch:
     cells = np.array([sequence.attention_cells for sequence in sequences], np.float64)
     density, rising = cells / tokens, np.array([_rising(sequence) for sequence in sequences], np.float64)
     order = np.lexsort((ids, -tokens, -density))
-    return Batch(ids=ids[order], tokens=tokens[order], full=full[order], density=density[order], rising=rising[order])
+    return Batch(
+        ids=ids[order],
+        tokens=tokens[order],
+        full=full[order],
+        density=density[order],
+        rising=rising[order],
+        whole=tuple(sequences[at] for at in order.tolist()),
+    )
 
 
 def _rising(sequence: SequenceSpec) -> float:
@@ -43,6 +53,17 @@ def _rising(sequence: SequenceSpec) -> float:
         return float(sequence.mask is Mask.CAUSAL)
     layers = [(count, window == 0 or window >= sequence.num_tokens) for window, count in sequence.windows]
     return sum(count for count, rises in layers if rises) / sum(count for count, _ in layers)
+
+
+def _mutual(sequences: Sequence[SequenceSpec]) -> Mutual:
+    """What pictures add to a full mask with a window is spread over its tokens."""
+    of_each = [
+        [span for run in each.mutual for span in run.ranges()] if each.mask is Mask.CAUSAL else [] for each in sequences
+    ]
+    start, stop = np.array([span for spans in of_each for span in spans], np.int64).reshape(-1, 2).T
+    size = stop - start
+    first = np.cumsum([0, *map(len, of_each)])
+    return Mutual(first, start.copy(), stop.copy(), np.concatenate(([0.0], np.cumsum(size * (size - 1) / 2))))
 
 
 def microbatches_of(batch: Batch, *, room: int) -> list[Ints]:

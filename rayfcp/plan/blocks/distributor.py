@@ -80,7 +80,7 @@ def _by_shares(pool: Pool, *, space: Space, half_tokens: float, options: BlockOp
 def _shared(pool: Pool, *, space: Space, options: BlockOptions) -> Pieces:
     """Equal tokens and cells; sequences of up to a block are cut only where nothing else keeps to the tolerance."""
     order = _line(pool, num_ranks=space.num_ranks)
-    line = Pool(pool.length[order], pool.full[order], pool.density[order], pool.level[order], pool.rising[order])
+    line = pool._replace(length=pool.length[order], density=pool.density[order])
     how = Sweep(
         space.num_ranks,
         space.max_tokens,

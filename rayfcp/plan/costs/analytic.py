@@ -69,7 +69,7 @@ def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_
     ring_bytes = (2 * layers + again) * kv_bytes + returned_bytes
     exchanged_bytes = bytes_per_element * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     ulysses_bytes = (2 * layers + again) * exchanged_bytes
-    intra, inter = hardware.intra_node_bandwidth, _inter_bandwidth(hardware)
+    intra, inter = hardware.intra_node_bandwidth, inter_bandwidth(hardware)
     return {
         "ring_intra_s_per_token": ring_bytes / intra,
         "ring_inter_s_per_token": ring_bytes / hardware.inter_node_bandwidth,
@@ -139,7 +139,7 @@ def shard_traffic(
     backward, embedding and head once, gradients scattered in fp32. Embedding, head and the first layer come
     before anything computes, and their gradients go when nothing does any more. A backward pass begins with the head
     or, on stages without it, with nothing to hide the first layer behind."""
-    s_per_byte = (num_ranks - 1) / num_ranks / _collective_bandwidth(hardware, num_ranks=num_ranks)
+    s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
     gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
     one, last = model.layer_parameters, len(layers_of_stage) - 1
@@ -164,15 +164,15 @@ def hop_bandwidth(hardware: HardwareProfile, *, num_ranks: int, num_stages: int)
     return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
 
 
-def _inter_bandwidth(hardware: HardwareProfile) -> float:
+def inter_bandwidth(hardware: HardwareProfile) -> float:
     """Bytes/s of a rank between nodes while all ranks of its node send."""
     shared = hardware.node_uplink_bandwidth / hardware.devices_per_node
     return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
 
 
-def _collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
+def collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
     """Bytes/s into each rank when all ranks gather: what enters a node comes over the links of all its
     ranks at once and is spread inside, so a rank is not held to its own link between nodes."""
     if num_ranks <= hardware.devices_per_node:
         return hardware.intra_node_bandwidth
-    return min(hardware.intra_node_bandwidth, hardware.devices_per_node * _inter_bandwidth(hardware))
+    return min(hardware.intra_node_bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))

@@ -1,5 +1,6 @@
 """What the ranks of a layout attend to: with their own keys, and with those that each transfer brings."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -7,6 +8,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.plan.costs.picture_work import picture_work, seen_tokens
 from rayfcp.plan.costs.window_work import seen_through
 from rayfcp.values import Layout, Mask, SequenceSpec, Windows
 
@@ -37,6 +39,7 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     A run's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one
     transfer lie together; neighbouring query blocks that attend to the same ones of them are one attend. Where layers
     have windows, cells and moved tokens are the mean over layers, of what is seen; of causal sequences, as trained on.
+    Mutual pictures add cells and small pieces (`picture_work`).
     """
     numbers = {sequence: number for number, sequence in enumerate({block.sequence: None for block in layout.blocks})}
     full = np.array([by_id[sequence].mask is Mask.FULL for sequence in numbers])
@@ -50,38 +53,71 @@ def work_of(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks: int
     target = np.fromiter((each.target for each in transfers), np.int64, len(transfers))
     order = np.lexsort((held.start[carried], held.sequence[carried], owner))
     carried, owner = carried[order], owner[order]
-    keys = held.size[carried]
-    queries = held.queries(target[owner], carried, full=full)
+    keys, queries = held.size[carried], held.queries(target[owner], carried, full=full)
     sides = _sides(queries, keys, group=owner * max(len(numbers), 1) + held.sequence[carried])
-    count = len(transfers)
     by_run, by_sequence, alone = held.totals()
     square = full[by_sequence]
-    cells, moved = keys * queries, keys
+    cells, moved = keys * queries, keys.copy()
     own_cells = _sums(by_run, np.where(square, alone**2, alone * (alone + 1) / 2), num_runs)
-    if windows := next(iter(by_id.values())).windows:
-        lengths = np.array([by_id[sequence].num_tokens for sequence in numbers], np.int64)
-        cells, moved = held.seen(target[owner], carried, windows=windows, lengths=lengths)
+    own_sides = _sums(by_run, np.where(square, alone, alone / 2), num_runs)
+    windows, mutual = next(iter(by_id.values())).windows, any(by_id[sequence].mutual for sequence in numbers)
+    if windows:
+        cells, moved = held.seen(target[owner], carried, windows=windows, by_id=by_id)
         sides *= np.divide(moved, keys)
-        of_blocks = [by_id[block.sequence].block_cells(block.start, block.stop) for block in layout.blocks]
-        own_cells = _sums(held.run, np.array(of_blocks), num_runs) - _sums(target[owner], cells, num_runs)
+    if mutual:
+        _add_pictures(layout, held, by_id, (target[owner], carried), (own_sides, moved, cells, sides))
+    if windows or mutual:
+        own_cells = held.cells(by_id) - _sums(target[owner], cells, num_runs)
     return LayoutWork(
         own_cells=own_cells,
-        own_sides=_sums(by_run, np.where(square, alone, alone / 2), num_runs),
+        own_sides=own_sides,
         tokens=_sums(np.array([block.rank for block in layout.blocks], np.int64), held.size, num_ranks),
         source=np.fromiter((each.source for each in transfers), np.int64, len(transfers)),
         target=target,
         round=np.repeat(np.arange(len(layout.rounds)), sizes),
-        moved_tokens=_sums(owner, moved, count),
-        cells=_sums(owner, cells, count),
-        sides=_sums(owner, sides, count),
+        moved_tokens=_sums(owner, moved, len(transfers)),
+        cells=_sums(owner, cells, len(transfers)),
+        sides=_sums(owner, sides, len(transfers)),
     )
+
+
+def _add_pictures(
+    layout: Layout,
+    held: "_Held",
+    by_id: Mapping[int, SequenceSpec],
+    carried: tuple[Index, Index],
+    columns: tuple[Loads, Loads, Loads, Loads],
+) -> None:
+    """What mutual pictures add to `columns`: own sides of runs, then tokens, cells and sides of what is `carried`, by
+    target and block. A block comes to a run once."""
+    work = picture_work(layout.blocks, by_id=by_id, heads=layout.heads)
+    own_sides, moved, cells, sides = columns
+    for run, added in work.own_sides.items():
+        own_sides[run] += added
+    if not (work.meetings and len(carried[0])):
+        return
+    count = len(layout.blocks)
+    keys, wanted = carried[0] * count + carried[1], np.array([each.run * count + each.block for each in work.meetings])
+    order = np.argsort(keys, kind="stable")
+    found = order[np.minimum(np.searchsorted(keys, wanted, sorter=order), len(keys) - 1)]
+    seen: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for each, at in zip(work.meetings, found.tolist(), strict=True):
+        if (carried[0][at], carried[1][at]) == (each.run, each.block):
+            cells[at] += each.cells
+            sides[at] += each.sides
+            seen[at].add(each.seen)
+    for at, ranges in seen.items():
+        run, block = int(carried[0][at]), layout.blocks[int(carried[1][at])]
+        first = held.first_behind(run, int(carried[1][at]))
+        moved[at] = seen_tokens(block, by_id[block.sequence], ranges=ranges, first=first)
 
 
 class _Held:
     """Blocks as columns, and how many tokens of a sequence a run holds from some place on."""
 
     def __init__(self, layout: Layout, *, numbers: Mapping[int, int], num_runs: int) -> None:
-        blocks = layout.blocks
+        self._blocks = blocks = layout.blocks
+        self._numbers = numbers
         self.sequence = np.array([numbers[block.sequence] for block in blocks], np.int64)
         self.run = np.array([block.rank for block in blocks], np.int64) // layout.heads
         self.start = np.array([block.start for block in blocks], np.int64)
@@ -101,9 +137,11 @@ class _Held:
         stop = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
         return np.asarray(self._before[stop] - self._before[first])
 
-    def seen(self, run: Index, block: Index, *, windows: Windows, lengths: Index) -> tuple[Loads, Loads]:
-        """Cells of what `run` sees of `block`, and its tokens that travel there, in the mean over layers; `lengths`: of
-        sequences."""
+    def seen(
+        self, run: Index, block: Index, *, windows: Windows, by_id: Mapping[int, SequenceSpec]
+    ) -> tuple[Loads, Loads]:
+        """Cells of what `run` sees of `block`, and its tokens that travel there, in the mean over layers."""
+        lengths = np.array([by_id[each].num_tokens for each in self._numbers], np.int64)
         sequence, stop = self.sequence[block], self.start[block] + self.size[block].astype(np.int64)
         first = np.searchsorted(self._sorted, self._keys(sequence, run, np.minimum(stop, self._reach)))
         behind = np.searchsorted(self._sorted, self._keys(sequence, run, np.full(len(block), self._reach)))
@@ -111,6 +149,20 @@ class _Held:
         at = self._order[first[pair] + np.arange(len(pair)) - np.searchsorted(pair, pair)]
         queries = (self.start[at], self.start[at] + self.size[at].astype(np.int64))
         return seen_through(windows, (self.start[block], stop), length=lengths[sequence], queries=queries, pair=pair)
+
+    def cells(self, by_id: Mapping[int, SequenceSpec]) -> Loads:
+        """Of each run's queries with all keys, in the mean over layers."""
+        of_blocks = [by_id[block.sequence].block_cells(block.start, block.stop) for block in self._blocks]
+        return _sums(self.run, np.array(of_blocks), self._num_runs)
+
+    def first_behind(self, run: int, block: int) -> int | None:
+        """Where the first of a run's blocks of the same sequence begins that come after this one."""
+        sequence = int(self.sequence[block])
+        keys = self._keys(self.sequence[block : block + 1], np.array([run]), self.start[block : block + 1] + 1)
+        at = int(np.searchsorted(self._sorted, keys)[0])
+        number = int(self._order[at]) if at < len(self._order) else block
+        later = number != block and (int(self.sequence[number]), int(self.run[number])) == (sequence, run)
+        return int(self.start[number]) if later else None
 
     def totals(self) -> tuple[Index, Index, Loads]:
         """Run, sequence and tokens, of each sequence on each of its runs."""

@@ -12,6 +12,9 @@ FP32_BYTES = 4
 GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
 GIB = 1 << 30
 
+ACCELERATOR_MEMORY_SHARE = 0.9
+"""Of a device's memory that a run plans with; the rest is for its context, communicators and fragmentation."""
+
 LOSS_CHUNK_TOKENS = 2048
 """Most tokens of a rank whose logits exist at a time."""
 
@@ -54,14 +57,18 @@ def state_bytes(
     """Bytes on a device that do not depend on tokens.
 
     Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
-    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); what the loss needs (`loss_bytes`).
+    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); what the loss needs (`loss_bytes`); the
+    same of a vision encoder (`encoder_state_bytes`).
     """
     embeddings = model.num_parameters - model.num_layers * model.layer_parameters
     gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
     unreduced = model.num_parameters if reduce_every == "step" else gathered
     sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
     loss = loss_bytes(model, bytes_per_element=bytes_per_element)
-    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + loss
+    encoder = encoder_state_bytes(
+        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    )
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + loss + encoder
 
 
 def stage_state_bytes(
@@ -151,13 +158,55 @@ def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_elemen
 
     A recomputed layer keeps its input; while it is computed again one layer is whole. The working set
     holds the gradients of the MLP's two inner activations and the ring's buffers: one round's keys and
-    values in use and one arriving, with their fp32 gradients.
+    values in use and one arriving, with their fp32 gradients. Any token of a model that sees may have features.
     """
     whole = layer_token_bytes(model, bytes_per_element=bytes_per_element)
     kept = (model.num_layers - recomputed_layers) * whole
     kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
     buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
-    return kept + working_token_bytes(model, bytes_per_element=bytes_per_element) + buffers
+    features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
+    return kept + working_token_bytes(model, bytes_per_element=bytes_per_element) + buffers + features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchBytes:
+    """Bytes per patch that a vision encoder keeps from Encode to Backward, and needs beside while it computes."""
+
+    kept: int
+    working: int
+
+
+def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
+    """Of `model.vision`, h wide, e bytes an element.
+
+    A layer saves inputs and outputs of two norms, 4 e h; queries, keys, values, the first two also as turned, and
+    outputs, 6 e h, and fp32 logsumexp, 4 H; of the MLP two inner activations, four where it is gated. A merger saves
+    its normed input, two inner activations and its rows. A frozen encoder keeps its rows only, and needs one layer.
+    """
+    assert model.vision is not None, "the model sees"
+    vision, e = model.vision, bytes_per_element
+    layer = e * 10 * vision.hidden_size + FP32_BYTES * vision.num_heads
+    layer += (4 if vision.gated else 2) * e * vision.ffn_size
+    rows = vision.num_mergers * e * model.hidden_size // vision.merged_patches
+    if vision.frozen:
+        return PatchBytes(kept=rows, working=layer)
+    mergers = vision.num_mergers * e * (2 * vision.hidden_size + 2 * vision.merger_size // vision.merged_patches)
+    return PatchBytes(kept=vision.num_layers * layer + mergers + rows, working=layer)
+
+
+def encoder_state_bytes(
+    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+) -> int:
+    """`state_bytes` of `model.vision` (0: none): of a frozen encoder fp32 weights and what is gathered."""
+    vision = model.vision
+    if vision is None:
+        return 0
+    whole = vision.num_parameters(model.hidden_size)
+    outer = vision.outer_parameters(model.hidden_size)
+    gathered = min(GATHERED_LAYERS, vision.num_layers) * vision.layer_parameters + outer
+    sharded = -(-(FP32_BYTES if vision.frozen else STATE_BYTES) * whole // num_devices)
+    unreduced = 0 if vision.frozen else (whole if reduce_every == "step" else gathered)
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES
 
 
 def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:

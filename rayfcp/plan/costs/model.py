@@ -8,11 +8,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD, coefficients
+from rayfcp.plan.costs.analytic import coefficients
+from rayfcp.plan.costs.encoder import EncoderCost, check_one_stage
 from rayfcp.plan.costs.pipeline import PipelineCost
+from rayfcp.plan.costs.primitives import exchanged, passed_on
 from rayfcp.plan.costs.stages import split_layers
 from rayfcp.plan.costs.terms import Seconds, Terms
-from rayfcp.plan.costs.window_work import seen_in_rings
 from rayfcp.values import HardwareProfile, ModelProfile, Primitive, Windows
 
 Amount = TypeVar("Amount", float, Seconds)
@@ -47,6 +48,7 @@ class CostModel:
     the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
     reductions). With several stages (`pipeline`) these are of the stage that has most of them; everything else is of
     all layers together. `windows`: the model's kinds of layers; `attention_s_per_cell` is for a cell in their mean.
+    `encoder`: of a model that sees.
     """
 
     attention_s_per_cell: float
@@ -76,11 +78,12 @@ class CostModel:
     passes_forward: float = 1 / 2
     pipeline: PipelineCost | None = None
     windows: Windows = ()
+    encoder: EncoderCost | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("pipeline", "windows") and not (math.isfinite(value) and value >= 0):
+            if field.name not in ("pipeline", "windows", "encoder") and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
         if self.overlap > 1.0:
             raise ValueError(f"overlap is {self.overlap}, must be at most 1; nothing hides more than all of it")
@@ -104,7 +107,7 @@ class CostModel:
         `memory_bytes` (absent: the profile's).
 
         Raises:
-            ValueError: layers that do not make up the stages.
+            ValueError: layers that do not make up the stages, or several stages of a model that sees.
             InfeasiblePlanError: a stage's states alone do not fit its devices.
         """
         layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
@@ -113,6 +116,11 @@ class CostModel:
         found: dict[str, Any] = coefficients(
             model, hardware, recomputed_layers=recomputed_layers, layers_of_stage=layers, **sizes, **traffic
         )
+        if model.vision is not None:
+            check_one_stage(model.name, num_stages=num_stages)
+            found["encoder"] = EncoderCost.from_profiles(
+                model, hardware, recomputed_layers=recomputed_layers, reduced=reduce_every == "microbatch", **sizes
+            )
         if num_stages > 1:
             found["pipeline"] = PipelineCost.from_profiles(
                 model,
@@ -129,7 +137,9 @@ class CostModel:
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
         """From `dataclasses.asdict`, also when that went through JSON."""
         pipeline = fields.get("pipeline") and PipelineCost.of_fields(fields["pipeline"])
-        return cls(**{**fields, "pipeline": pipeline, "windows": tuple(map(tuple, fields.get("windows", ())))})
+        encoder = fields.get("encoder") and EncoderCost.of_fields(fields["encoder"])
+        windows = tuple(map(tuple, fields.get("windows", ())))
+        return cls(**{**fields, "pipeline": pipeline, "encoder": encoder, "windows": windows})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear
@@ -211,80 +221,11 @@ class CostModel:
         its own; nothing hides it. `speed`: of a group's slowest rank, for which its other ranks wait.
         """
         ranks = np.asarray(degree, np.float64)
-        of = self._exchanged if primitive is Primitive.ULYSSES else self._passed_on
-        forward, backward = of(ranks, across=np.asarray(ranks > self.ranks_per_node if crosses is None else crosses))
+        of = exchanged if primitive is Primitive.ULYSSES else passed_on
+        forward, backward = of(
+            self, ranks, across=np.asarray(ranks > self.ranks_per_node if crosses is None else crosses)
+        )
         return forward.at(speed), backward.at(speed)
-
-    def _passed_on(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
-        """A ring's forward and backward, in which recomputed layers run d - 1 rounds more, as in forward."""
-        each_s = np.where(across, self.ring_inter_s_per_token, self.ring_intra_s_per_token)
-        hop_s = each_s * seen_in_rings(self.windows, ranks) / ranks
-        latency_s = np.where(ranks == 1, 0.0, self.ring_s_per_round)
-        half = 1 - 1 / (2 * ranks)
-        cover = (ranks - 1) / ranks
-        once_s = self.passes_forward * latency_s
-        again_s = max(1 - 2 * self.passes_forward, 0.0) * latency_s
-        again = max(1 - (1 + ATTENTION_BACKWARD) * self.attention_forward, 0.0) / (1 - self.attention_forward)
-        return (
-            dataclasses.replace(
-                self._computed(ranks, self.attention_forward, self.linear_forward, half=half),
-                moved_s_per_token=np.asarray((ranks - 1) * self.ring_forward * hop_s),
-                moved_s=np.asarray((ranks - 1) * once_s),
-                cover=np.asarray(cover),
-                hidden=self.overlap,
-            ),
-            dataclasses.replace(
-                self._computed(ranks, 1 - self.attention_forward, 1 - self.linear_forward, half=half),
-                moved_s_per_token=np.asarray((ranks - 1) * (1 - self.ring_forward) * hop_s),
-                moved_s=np.asarray((ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s),
-                tail_s_per_token=np.asarray(np.where(ranks == 1, 0.0, self.ring_returned * hop_s)),
-                tail_s=np.asarray(once_s),
-                cover=np.asarray(np.where(ranks > 2, 1 - again / ranks, cover)),
-                hidden=self.overlap,
-            ),
-        )
-
-    def _exchanged(self, ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
-        """Ulysses' forward and backward. Of a group over several nodes, as few as hold it but two at least, some node
-        has no more than its share."""
-        grown = 1 + self.ulysses_kv_share * (np.maximum(ranks / self.num_kv_heads, 1.0) - 1)
-        nodes = np.where(across, np.maximum(np.ceil(ranks / self.ranks_per_node), 2.0), 1.0)
-        inside = ranks / np.minimum(nodes, ranks)
-        intra_s = (inside - 1) / ranks * self.ulysses_intra_s_per_token
-        inter_s = (ranks - inside) / ranks * self.ulysses_inter_s_per_token
-        per_token = grown * np.maximum(intra_s, inter_s) / ranks
-        splits = (self.num_heads % ranks == 0) & ((self.num_kv_heads % ranks == 0) | (ranks % self.num_kv_heads == 0))
-        known = (self.ulysses_intra_s_per_token > 0 and self.ulysses_inter_s_per_token > 0) | (ranks == 1)
-        moved_s = np.where(splits & known, np.where(ranks > 1, self.ulysses_s, 0.0), np.inf)
-        first, second = (
-            dataclasses.replace(
-                self._computed(ranks, attention, linear, half=1 / (2 * ranks)),
-                moved_s_per_token=np.asarray(share * per_token),
-                moved_s=np.asarray(share * moved_s),
-            )
-            for attention, linear, share in (
-                (self.attention_forward, self.linear_forward, self.passes_forward),
-                (1 - self.attention_forward, 1 - self.linear_forward, 1 - self.passes_forward),
-            )
-        )
-        return first, second
-
-    def _computed(self, ranks: Seconds, attention: float, linear: float, *, half: Seconds) -> Terms:
-        """A pass with these shares of attention and linear layers in which nothing moves; `half` of the half tokens a
-        rank."""
-        per_cell, none = attention * self.attention_s_per_cell, np.zeros_like(ranks)
-        return Terms(
-            attention_s_per_cell=np.asarray(per_cell / ranks),
-            attention_s_per_token=np.asarray(per_cell * self.attention_half_tokens * half),
-            linear_s_per_token=np.asarray(linear * self.linear_s_per_token / ranks),
-            fixed_s=linear * self.fixed_s,
-            moved_s_per_token=none,
-            moved_s=none,
-            tail_s_per_token=none,
-            tail_s=none,
-            cover=none,
-            hidden=0.0,
-        )
 
     def microbatch_s(self, makespan_s: float, *, last: bool) -> float:
         """Seconds of a microbatch whose slowest forward and slowest backward take `makespan_s` together: sharded

@@ -49,6 +49,14 @@ class PipelineCost:
         sizes[-1] += each.head
         return min(room // size for room, size in zip(self.room_bytes, sizes, strict=True))
 
+    @property
+    def tokens_recomputed(self) -> int:
+        """The same with everything recomputed: what a run plans with (`ClusterSpec.max_tokens_per_rank`)."""
+        each = self.layer_bytes
+        beside = each.head + each.working + each.buffers
+        sizes = [layers * each.kept + beside for layers in self.layers_of_stage]
+        return min(room // size for room, size in zip(self.room_bytes, sizes, strict=True))
+
     @classmethod
     def from_profiles(
         cls,

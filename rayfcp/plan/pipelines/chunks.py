@@ -2,7 +2,7 @@
 
 Ours: besides tokens, seconds may say how many buckets there are, so that batched chunks may hold more tokens than
 slices do where memory has room; slices end at whole rows of a ring; and a tail that is not worth a slice stays with the
-slice before it. Sequences whose mask is not causal are never cut.
+slice before it. Sequences whose mask is not causal, and those with mutual pictures, are never cut.
 """
 
 from collections.abc import Sequence

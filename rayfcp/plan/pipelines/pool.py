@@ -45,7 +45,8 @@ class Work:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Sequences, most seconds first, ids ascending among equals: position p is sequence `ids[p]`. `sliced[p]`: it
-    may be cut, for its mask is causal."""
+    may be cut, for its mask is causal and no picture in it is mutual. Those with mutual pictures stay whole: pictures
+    cannot be cut, and slices of all sequences end at the same places."""
 
     ids: npt.NDArray[np.int64]
     tokens: Floats
@@ -58,7 +59,7 @@ class Pool:
         ids = np.array([each.id for each in sequences], np.int64)
         tokens = np.array([each.num_tokens for each in sequences], np.float64)
         cells = np.array([each.attention_cells for each in sequences], np.float64)
-        causal = np.array([each.mask is Mask.CAUSAL for each in sequences])
+        causal = np.array([each.mask is Mask.CAUSAL and not each.mutual for each in sequences])
         seconds = work.cell_s * cells + work.token_s * tokens
         order = np.lexsort((ids, -seconds))
         return cls(

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 from rayfcp.config import ConfigError
 from rayfcp.config.yaml_text import read_yaml
 from rayfcp.plan.profiles.words import pick
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 
 P = TypeVar("P", bound=ModelProfile | HardwareProfile)
 
@@ -21,6 +21,7 @@ MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"
 SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
 LISTS = {"layer_windows"}
+SECTIONS = {"vision": VisionProfile}
 
 
 class Shipped(Mapping[str, P], Generic[P]):
@@ -77,39 +78,58 @@ class Shipped(Mapping[str, P], Generic[P]):
         }
 
     def _profile(self, raw: Mapping[str, Any], *, where: str) -> tuple[P, dict[str, str]]:
-        fields = {field.name: field for field in dataclasses.fields(self._kind)}
-        given = dict(raw)
-        sources = _sources(given.pop("sources", {}), fields, where=where)
-        for key in given:
-            if key not in fields:
-                raise ConfigError(
-                    f"{where}: {key} is no field; did you mean {_nearest(str(key), [*fields, 'sources'])}?"
-                )
-        missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
-        if missing:
-            raise ConfigError(f"{where}: {missing[0]} is missing; give all of {', '.join(missing)}")
-        values: dict[str, Any] = {key: _value(key, given[key], field=fields[key], where=where) for key in given}
-        if "source" in fields and sources:
+        values, sources = _fields(self._kind, raw, where=where)
+        if self._kind is HardwareProfile and sources:
             values["source"] = "; ".join(f"{name}: {text}" for name, text in sources.items())
-        self._check(values, where=where)
+        _check(values, where=where)
         return self._kind(**values), sources
 
-    def _check(self, values: Mapping[str, Any], *, where: str) -> None:
-        heads, kv_heads = values.get("num_heads"), values.get("num_kv_heads")
-        if heads is not None and heads % kv_heads:
-            raise ConfigError(
-                f"{where}: num_heads is {heads}, must be a multiple of num_kv_heads ({kv_heads}); change one"
-            )
-        experts, each = values.get("num_experts", 1), values.get("experts_per_token", 1)
-        if each > experts:
-            raise ConfigError(
-                f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one"
-            )
-        windows, layers = values.get("layer_windows") or (), values.get("num_layers")
-        if windows and len(windows) != layers:
-            raise ConfigError(
-                f"{where}: layer_windows has {len(windows)} entries, must have num_layers ({layers}); correct it"
-            )
+
+def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of fields, of sections as profiles of their own, and sources by field (`vision.num_layers`)."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    given = dict(raw)
+    sources = _sources(given.pop("sources", {}), fields, where=where)
+    for key in given:
+        if key not in fields:
+            raise ConfigError(f"{where}: {key} is no field; did you mean {_nearest(str(key), [*fields, 'sources'])}?")
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
+    if missing:
+        raise ConfigError(f"{where}: {missing[0]} is missing; give all of {', '.join(missing)}")
+    values = {key: _value(key, given[key], field=fields[key], where=where) for key in given if key not in SECTIONS}
+    for key in (key for key in given if key in SECTIONS):
+        values[key], told = _section(key, given[key], where=where)
+        sources |= {f"{key}.{name}": text for name, text in told.items()}
+    return values, sources
+
+
+def _section(key: str, raw: object, *, where: str) -> tuple[Any, dict[str, str]]:
+    """A profile inside a profile and its sources; none where it says null."""
+    if raw is None:
+        return None, {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: {key} is {raw!r}, must hold fields of its own; e.g. num_layers: 24")
+    values, sources = _fields(SECTIONS[key], raw, where=f"{where}: {key}")
+    if values["hidden_size"] % values["num_heads"]:
+        raise ConfigError(
+            f"{where}: {key}: hidden_size is {values['hidden_size']}, must be a multiple of num_heads "
+            f"({values['num_heads']}); change one"
+        )
+    return SECTIONS[key](**values), sources
+
+
+def _check(values: Mapping[str, Any], *, where: str) -> None:
+    heads, kv_heads = values.get("num_heads"), values.get("num_kv_heads")
+    if heads is not None and heads % kv_heads:
+        raise ConfigError(f"{where}: num_heads is {heads}, must be a multiple of num_kv_heads ({kv_heads}); change one")
+    experts, each = values.get("num_experts", 1), values.get("experts_per_token", 1)
+    if each > experts:
+        raise ConfigError(f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one")
+    windows, layers = values.get("layer_windows") or (), values.get("num_layers")
+    if windows and len(windows) != layers:
+        raise ConfigError(
+            f"{where}: layer_windows has {len(windows)} entries, must have num_layers ({layers}); correct it"
+        )
 
 
 def _sources(raw: object, fields: Mapping[str, Any], *, where: str) -> dict[str, str]:

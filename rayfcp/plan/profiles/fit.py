@@ -12,6 +12,8 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.profiles.pictures import pictures_s
+from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import Primitive
 
 OVERLAPS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -27,18 +29,6 @@ ROUNDS = 6
 """Of telling in which passes the ring is longer than the attention beside it."""
 
 Matrix = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Seconds of one forward, backward and reduction in which every group of `degree` ranks runs sequences of
-    `num_tokens` tokens and `num_cells` mask cells together."""
-
-    degree: int
-    num_tokens: int
-    num_cells: float
-    seconds: float
-    primitive: Primitive = Primitive.RING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +115,8 @@ def _without_vanished(fitted: CostModel, guess: CostModel, *, local: Sequence[Ti
 def predicted_s(cost: CostModel, timing: Timing) -> float:
     """What the model says of a timed pass."""
     cells, tokens = timing.num_cells, timing.num_tokens
-    return float(cost.group_s(cells, tokens, degree=timing.degree, primitive=timing.primitive))
+    language_s = float(cost.group_s(cells, tokens, degree=timing.degree, primitive=timing.primitive))
+    return language_s + pictures_s(cost.encoder, timing)
 
 
 def mean_error(cost: CostModel, timings: Sequence[Timing]) -> float:

@@ -1,7 +1,5 @@
-"""Named model profiles. Figures and their sources: `data/models.yaml`.
-
-Multimodal models (`internvl*`, `qwen3-vl-*`) stand here with their language model alone: their encoders
-cost nothing in a plan until plans know of encoders.
+"""Named model profiles, of multimodal models (`internvl*`, `qwen3-vl-*`) with their vision encoder. Figures and their
+sources: `data/models.yaml`.
 """
 
 from rayfcp.plan.profiles.files import Shipped

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from rayfcp.values import BatchPlan, Group, MicrobatchPlan, Primitive, SequenceSpec, Windows
+from rayfcp.values import BatchPlan, EncoderShare, Group, MicrobatchPlan, Pictures, Primitive, SequenceSpec, Windows
 
 MANY = 16
 """Sequences that a rank holds where many short ones are timed."""
@@ -13,16 +13,28 @@ LEAST_ALONE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassShape:
-    """Every group of `degree` ranks runs sequences of `lengths` tokens together."""
+    """Every group of `degree` ranks runs sequences of `lengths` tokens together. Each of these has `pictures`, which
+    the first rank of its group encodes."""
 
     degree: int
     lengths: tuple[int, ...]
     primitive: Primitive = Primitive.RING
     windows: Windows = ()
+    pictures: Pictures | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def num_pictures(self) -> int:
+        """Of a group."""
+        return self.pictures.count * len(self.lengths) if self.pictures else 0
+
+    @property
+    def num_patches(self) -> int:
+        """Of a picture."""
+        return self.pictures.num_patches if self.pictures else 0
 
     @property
     def num_cells(self) -> float:
@@ -32,8 +44,9 @@ class PassShape:
     @property
     def sequences(self) -> tuple[SequenceSpec, ...]:
         """Those of one group."""
+        pictures = (self.pictures,) if self.pictures else ()
         return tuple(
-            SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=self.windows)
+            SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=self.windows, pictures=pictures)
             for index, length in enumerate(self.lengths)
         )
 
@@ -92,6 +105,11 @@ def pass_plan(
         ),
         group_s=(0.0,) * groups,
         predicted_s=0.0,
+        encoding=tuple(
+            EncoderShare(rank=index // size * shape.degree, sequence=index, first=0, last=shape.pictures.count)
+            for index in (range(len(sequences)) if shape.pictures else ())
+            if shape.pictures
+        ),
     )
     plan = BatchPlan(
         strategy="calibration",

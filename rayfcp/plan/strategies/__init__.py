@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan.auto.ranking import SLICING, Candidate, Ranking
 from rayfcp.plan.costs.model import CostModel
+from rayfcp.plan.encoding.planned import with_pictures
 from rayfcp.plan.profiles.words import pick
 from rayfcp.plan.strategies import (
     bytescale,
@@ -28,7 +29,7 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 AUTO = "auto"
 """Not a strategy of its own: the fastest of all, for every batch."""
 
-_STRATEGIES: dict[str, Strategy] = {
+_LANGUAGE: dict[str, Strategy] = {
     "flex-ring": in_stages(flex_ring.propose, recompute="each"),
     "flex-block": in_stages(flex_block.propose, recompute="each", patience=1),
     "elastic-pipeline": elastic_pipeline.propose,
@@ -43,6 +44,13 @@ _STRATEGIES: dict[str, Strategy] = {
     "magi": in_stages(magi.propose),
     "dapple": dapple.propose,
 }
+"""Where tokens live and what travels."""
+
+_SPREADING = frozenset({"flex-ring", "flex-block", "elastic-pipeline"})
+"""Strategies that give pictures out to all ranks by the encoder's work; others encode them in the groups where their
+tokens live."""
+
+_STRATEGIES = {name: with_pictures(each, spread=name in _SPREADING) for name, each in _LANGUAGE.items()}
 
 
 def slices(name: str, *, num_stages: int) -> bool:

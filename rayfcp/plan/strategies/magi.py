@@ -97,5 +97,4 @@ def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks
     chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
     areas = [sum(by_id[each].block_cells(start, stop) for each, start, stop in chunk) for chunk in chunks]
     ranks = dispatch(areas, num_buckets=num_ranks, max_jobs=-(-len(chunks) // num_ranks))
-    masks = {sequence.id: sequence.mask for sequence in sequences}
-    return cast(blocks_of(chunks, ranks), masks=masks, num_ranks=num_ranks)
+    return cast(blocks_of(chunks, ranks), by_id=by_id, num_ranks=num_ranks)

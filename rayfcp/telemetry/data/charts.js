@@ -99,10 +99,10 @@ function labels(values, across, gap = 34) {
 const axisName = (text) => node("text",
   { class: "axis", x: (SIZE.left + SIZE.width - SIZE.right) / 2, y: SIZE.height - 5, "text-anchor": "middle" }, text);
 
-// A figure whose lines are drawn anew by `update`; `series`: name to column.
+// A figure whose lines are drawn anew by `update`; `series`: name to column; those without a value are left out.
 class LineChart {
   constructor(id, { title, note, series, form, fromZero = true }) {
-    Object.assign(this, { title, note, series, form, fromZero });
+    Object.assign(this, { title, note, known: series, form, fromZero });
     this.figure = figure(title, note);
     this.figure.id = id;
     this.legend = legend([]);
@@ -115,6 +115,7 @@ class LineChart {
 
   update(columns) {
     const steps = columns.step;
+    this.series = Object.fromEntries(Object.entries(this.known).filter(([, name]) => columns[name].some((value) => value !== null)));
     const values = Object.values(this.series).flatMap((name) => columns[name]).filter((value) => value !== null);
     if (!values.length) return;
     const marks = ticks(this.fromZero ? Math.min(0, ...values) : Math.min(...values), Math.max(...values));

@@ -1,6 +1,6 @@
 // The last step of the run: bars over ranks, and time x rank.
 
-const KINDS = ["load", "forward", "attention", "backward", "transfer", "reduce", "update", "wait"];
+const KINDS = ["load", "encode", "forward", "attention", "backward", "transfer", "reduce", "update", "wait"];
 
 const colourOf = (kind) => {
   if (!kind.startsWith("degree ")) return KINDS.includes(kind) ? `kind-${kind}` : "kind-wait";

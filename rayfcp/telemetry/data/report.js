@@ -50,7 +50,7 @@ for (const chart of document.querySelectorAll("svg[data-tips]")) {
 }
 
 // The time x rank view.
-const COLOURS = { forward: "--c1", transfer: "--c2", backward: "--c3", attention: "--c4", reduce: "--c5", update: "--c6", wait: "--rule", load: "--soft" };
+const COLOURS = { encode: "--r6", forward: "--c1", transfer: "--c2", backward: "--c3", attention: "--c4", reduce: "--c5", update: "--c6", wait: "--rule", load: "--soft" };
 const LEFT = 104, HEAD = 28, AXIS = 26;
 
 function inWords(microseconds) {

@@ -1,6 +1,5 @@
 """What a logger is, and what it is told."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ def values_of(report: StepReport) -> dict[str, float]:
         "plan": ("predicted_s", "plan_s", "plan_wait_s", "gap", "num_microbatches"),
     }
     values = {f"{group}/{key}": float(getattr(report, key)) for group, keys in groups.items() for key in keys}
-    values |= {f"imbalance/{key}": value for key, value in dataclasses.asdict(report.imbalance).items()}
+    values |= {f"imbalance/{key}": value for key, value in report.imbalance.by_resource.items()}
     if report.step_s > 0:
         values["speed/tokens_per_s"] = report.num_tokens / report.step_s
     return {name: value for name, value in values.items() if math.isfinite(value)}

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations, product
 from random import Random
 
@@ -20,7 +21,8 @@ from rayfcp.program import lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound
 from rayfcp.simulate import simulate
-from rayfcp.values import Block, ClusterSpec, Layout, Mask, SequenceSpec
+from rayfcp.values import Block, ClusterSpec, Layout, Mask, Pictures, SequenceSpec
+from tests.masks import pictured, sees
 from tests.plan.helpers import UNIT, batch_of, batches
 
 DISPATCH_CASE = [2, 4, 3, 16, 13, 5, 9, 10]
@@ -64,18 +66,18 @@ def test_too_many_jobs_are_refused() -> None:
 def test_every_rank_gets_what_it_needs_once(
     sequences: list[SequenceSpec], num_ranks: int, chunk_tokens: int, random: st.DrawFn
 ) -> None:
+    sequences = pictured(sequences, seed=random.randrange(1000))
     chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
     assert all(sum(stop - start for _, start, stop in chunk) == chunk_tokens for chunk in chunks[:-1])
     blocks = blocks_of(chunks, [random.randrange(num_ranks) for _ in chunks])
-    masks = {each.id: each.mask for each in sequences}
-    layout = cast(blocks, masks=masks, num_ranks=num_ranks)
+    layout = cast(blocks, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
     got = Counter((t.target, block) for step in layout.rounds for t in step.transfers for block in t.blocks)
     due = {
         (query.rank, at)
         for query in blocks
         for at, key in enumerate(blocks)
         if key.sequence == query.sequence and key.rank != query.rank
-        if masks[key.sequence] is Mask.FULL or key.start < query.start
+        if any(sees(sequences[key.sequence], row, key.start) for row in range(query.start, query.stop))
     }
     assert set(got) == due and set(got.values()) <= {1}
     for step in layout.rounds:
@@ -103,7 +105,7 @@ def test_work_is_that_of_the_programs(
     chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
     blocks = blocks_of(chunks, [random.randrange(num_ranks) for _ in chunks])
     masks = {each.id: each.mask for each in sequences}
-    layout = cast(blocks, masks=masks, num_ranks=num_ranks)
+    layout = cast(blocks, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
     work = work_of(layout, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
     programs = lower_attention(layout, masks=masks, num_ranks=num_ranks)
     for rank, program in enumerate(programs):
@@ -148,7 +150,7 @@ def test_seconds_of_two_blocks(overlap: float, half: float, slower: float) -> No
     )
     sequences = batch_of([20])
     blocks = [Block(sequence=0, start=10 * rank, stop=10 * rank + 10, rank=rank) for rank in range(2)]
-    layout = cast(blocks, masks={0: Mask.CAUSAL}, num_ranks=2)
+    layout = cast(blocks, by_id={0: sequences[0]}, num_ranks=2)
     cluster = ClusterSpec(num_ranks=2, max_tokens_per_rank=10)
     found = layout_passes(layout, by_id={0: sequences[0]}, cluster=cluster, cost=cost)
     assert found == pytest.approx(closed_form(cost))
@@ -217,5 +219,16 @@ def test_balance_by_area() -> None:
 
 def test_needs_of_a_full_mask_are_all_others() -> None:
     blocks = [Block(sequence=0, start=4 * rank, stop=4 * rank + 4, rank=rank) for rank in range(3)]
-    assert set(needs(blocks, masks={0: Mask.FULL})) == {(a, b) for a in range(3) for b in range(3) if a != b}
-    assert set(needs(blocks, masks={0: Mask.CAUSAL})) == {(0, 1), (0, 2), (1, 2)}
+    (causal,) = batch_of([12])
+    assert set(needs(blocks, by_id={0: causal})) == {(0, 1), (0, 2), (1, 2)}
+    full = replace(causal, mask=Mask.FULL)
+    assert set(needs(blocks, by_id={0: full})) == {(a, b) for a in range(3) for b in range(3) if a != b}
+
+
+def test_needs_of_a_picture_that_is_cut_are_its_later_blocks_too() -> None:
+    blocks = [Block(sequence=0, start=4 * rank, stop=4 * rank + 4, rank=rank) for rank in range(3)]
+    (causal,) = batch_of([12])
+    for stop, more in ((8, set()), (9, {(2, 1)})):
+        picture = Pictures(start=6, num_tokens=stop - 6, num_patches=4, mutual=True)
+        found = needs(blocks, by_id={0: replace(causal, pictures=(picture,))})
+        assert set(found) == {(0, 1), (0, 2), (1, 2)} | more

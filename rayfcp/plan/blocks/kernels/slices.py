@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rayfcp.plan.blocks.kernels.pictures import cells_between
 from rayfcp.plan.blocks.kernels.table import Ints, Pieces, Pool
 from rayfcp.plan.compiled import compiled
 
@@ -31,7 +32,8 @@ class _Room(NamedTuple):
 def slices_of(pool: Pool, shares: Shares) -> Pieces:
     """Blocks of the shares. A causal sequence on several ranks is cut from the outside in: each rank gets the next
     slice from both ends, the last the middle; a full one in order. The blocks of a slice are of equal size within
-    one token."""
+    one token. The slices from both ends are equal too, but where mutual pictures have more cells at one end: there as
+    long as gives each rank the cells of its share."""
     block_tokens = shares.block_tokens
     most = len(shares.owner) * 4 + int(shares.tokens.sum()) // block_tokens + 4
     room = _Room(
@@ -55,7 +57,8 @@ def slices_of(pool: Pool, shares: Shares) -> Pieces:
                 _add(room, sequence, start, start + shares.tokens[row], shares.rank[row], block_tokens)
                 start += shares.tokens[row]
         else:
-            _mirror(room, pool.length[sequence], _part(shares, begin, end))
+            part = _part(shares, begin, end)
+            _mirror(room, pool.length[sequence], part, _early(pool, sequence, part))
         begin = end
         first[sequence + 1] = room.filled[0]
     count = room.filled[0]
@@ -69,20 +72,47 @@ def _part(shares: Shares, begin: int, end: int) -> Shares:
 
 
 @compiled
-def _mirror(room: _Room, length: int, shares: Shares) -> None:
-    """Outermost first; of an odd number of tokens so far, the early side has one more."""
+def _early(pool: Pool, sequence: int, shares: Shares) -> Ints:
+    """`early[row]`: tokens on the early side of the slices before each row, and of all but the last in the end. Of an
+    odd number of tokens that has one more than the late side."""
+    count = len(shares.rank)
+    early = np.zeros(count, np.int64)
+    if pool.mutual.first[sequence] == pool.mutual.first[sequence + 1]:
+        held = 0
+        for row in range(count - 1):
+            held += shares.tokens[row]
+            early[row + 1] = (held + 1) // 2
+        return early
+    begin, end = 0, pool.length[sequence]
+    for row in range(count - 1):
+        tokens = shares.tokens[row]
+        due = cells_between(pool, sequence, begin, end) * tokens / (end - begin)
+        low, high = 0, tokens
+        while low < high:  # rows see the more the later they come: a longer early slice has fewer cells
+            middle = (low + high) // 2
+            cells = cells_between(pool, sequence, begin, begin + middle)
+            if cells + cells_between(pool, sequence, end - tokens + middle, end) > due:
+                low = middle + 1
+            else:
+                high = middle
+        begin, end = begin + low, end - tokens + low
+        early[row + 1] = begin
+    return early
+
+
+@compiled
+def _mirror(room: _Room, length: int, shares: Shares, early: Ints) -> None:
+    """Outermost first, `early` tokens before each on the early side."""
     block_tokens = shares.block_tokens
     count, sequence = len(shares.rank), shares.owner[0]
-    held = np.zeros(count + 1, np.int64)
-    for row in range(count):
-        held[row + 1] = held[row] + shares.tokens[row]
+    late = np.zeros(count, np.int64)
     for row in range(count - 1):
-        _add(room, sequence, (held[row] + 1) // 2, (held[row + 1] + 1) // 2, shares.rank[row], block_tokens)
-    inner = held[count - 1]
-    _add(room, sequence, (inner + 1) // 2, length - inner // 2, shares.rank[count - 1], block_tokens)
+        late[row + 1] = late[row] + shares.tokens[row] - (early[row + 1] - early[row])
+        _add(room, sequence, early[row], early[row + 1], shares.rank[row], block_tokens)
+    inner = shares.rank[count - 1]
+    _add(room, sequence, early[count - 1], length - late[count - 1], inner, block_tokens)
     for row in range(count - 2, -1, -1):
-        start, stop = length - held[row + 1] // 2, length - held[row] // 2
-        _add(room, sequence, start, stop, shares.rank[row], block_tokens)
+        _add(room, sequence, length - late[row + 1], length - late[row], shares.rank[row], block_tokens)
 
 
 @compiled

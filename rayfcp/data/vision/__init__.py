@@ -1,0 +1,1 @@
+"""Pictures of rows: their sizes, their places among the tokens, their patches."""

@@ -1,0 +1,1 @@
+"""Who encodes which pictures, and what that takes."""

@@ -1,0 +1,189 @@
+"""Writes the operations of a stage, layer by layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
+from rayfcp.program import Backward, Receive, Send
+from rayfcp.simulate.arrays import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
+from rayfcp.simulate.machine import Machine, Part
+from rayfcp.simulate.plots import SHOWN_LAYERS, HopKey, Instants, Operation, Plot, Row, RowKey
+
+
+@dataclass(slots=True, kw_only=True)
+class Writer:
+    """The operations so far, of a step of `num_microbatches`."""
+
+    machine: Machine
+    num_microbatches: int
+    stage: int
+    part: Part
+    once: bool
+    shown: Mapping[RowKey, int] | None
+    first_collective: int
+    held: bool = False
+    operations: list[Operation] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    collectives: list[float] = field(default_factory=list)
+    instants: list[Instants] = field(default_factory=list)
+    recorded: dict[int, int] = field(default_factory=dict)
+    marks: int = 0
+
+    def plot(self) -> Plot:
+        return Plot(
+            operations=tuple(self.operations),
+            rows=tuple(self.rows),
+            first_collective=self.first_collective,
+            collective_bytes=tuple(self.collectives),
+            instants=tuple(self.instants),
+            recorded=self.recorded,
+            num_marks=self.marks,
+        )
+
+    def mark(self) -> int:
+        self.operations.append((MARK, self.marks, 0.0, 0.0, 0))
+        self.marks += 1
+        return self.marks - 1
+
+    def load(self) -> None:
+        share = self.part.num_layers / self.machine.model.num_layers
+        self.operations.append((COMPUTE, 0, share * self.machine.hardware.microbatch_overhead_s, 0.0, 0))
+
+    def hop(self, item: Send | Receive, hops: Mapping[HopKey, int]) -> None:
+        """Activations or gradients to or from a neighbour.
+
+        Raises:
+            ValueError: nobody sends what is received.
+        """
+        sends = isinstance(item, Send)
+        key = (item.flow, item.microbatch, self.stage if sends else item.stage)
+        if key not in hops:
+            raise ValueError(
+                f"stage {self.stage} receives the {item.flow.value} of microbatch {item.microbatch}, which stage "
+                f"{item.stage} does not send; lower one plan for all stages"
+            )
+        self.operations.append((SEND if sends else RECEIVE, hops[key], 0.0, 0.0, 0))
+
+    def forward(self, position: int, microbatch: int) -> int:
+        """Returns the mark at which the first layer has its parameters."""
+        machine = self.machine
+        root = self.gather(self.part.root_parameters)
+        first = self.gather(machine.layer_parameters)
+        self.wait(root)
+        ready = self.marks
+
+        before = machine.number(microbatch, backward=False)
+        numbers = [before + kind for kind in self.part.kinds]
+
+        def layer(number: int, recorded: bool) -> None:
+            self._forward_layer(microbatch, number=number, recorded=recorded)
+
+        self.row((position, "plain"), numbers=numbers, first=first, last=True, layer=layer, records=True)
+        if self.part.last:
+            self.linear(microbatch, machine.head_s_per_token)
+        self.held = self.once
+        return ready
+
+    def backward(self, position: int, item: Backward, *, recomputed: int) -> int:
+        """Returns the mark at which computation ends."""
+        machine, microbatch = self.machine, item.microbatch
+        before = machine.number(microbatch, backward=True)
+        numbers = [before + kind for kind in self.part.kinds[::-1]]
+        plain, later = numbers[: len(numbers) - recomputed], numbers[len(numbers) - recomputed :]
+        reduced: list[int] = []
+        gather = self.gather(machine.layer_parameters)
+        if self.part.last:
+            self.linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
+
+        def one(number: int, recorded: bool) -> None:
+            self._backward_layer(microbatch, number=number, recorded=recorded)
+            if item.reduce:
+                self.reduce(machine.layer_parameters, after=reduced)
+
+        def again(number: int, recorded: bool) -> None:
+            self._forward_layer(microbatch, number=number - len(machine.windows), recorded=False)
+            one(number, recorded)
+
+        if plain:
+            key = (position, "plain")
+            gather = self.row(key, numbers=plain, first=gather, last=not later, layer=one, records=True)
+        if later:
+            key = (position, "recomputed")
+            self.row(key, numbers=later, first=gather, last=True, layer=again, records=not plain)
+        computed = self.mark()
+        if item.reduce:
+            self.reduce(self.part.root_parameters, after=reduced)
+            self.wait(reduced[-1])
+        return computed
+
+    def row(
+        self,
+        key: RowKey,
+        *,
+        numbers: Sequence[int],
+        first: int | None,
+        last: bool,
+        layer: Callable[[int, bool], None],
+        records: bool,
+        parameters: int | None = None,
+    ) -> int | None:
+        """Layers, each gathering the next one's `parameters` (none: those of the language model's layers) while it
+        runs; returns the gather of what follows. `numbers`: of their passes. Of the layers the last but one is
+        recorded: the one that stands for those not shown, which all are of one kind."""
+        total = len(numbers)
+        count = total if self.shown is None else min(total, self.shown.get(key, SHOWN_LAYERS))
+        at, gathers, marks = max(count - 2, 0), [first], []
+        for index in range(count):
+            self.wait(gathers[index])
+            if index == 0:
+                self.mark()
+            if index + 1 < count or not last:
+                gathers.append(self.gather(self.machine.layer_parameters if parameters is None else parameters))
+            layer(numbers[index], records and index == at)
+            marks.append(self.mark())
+        if records:
+            self.recorded[numbers[at]] = marks[at]
+        named = tuple(gather for gather in gathers[:count] if gather is not None)
+        self.rows.append(Row(key=key, total=total, marks=tuple(marks), gathers=named))
+        return gathers[-1]
+
+    def _forward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
+        machine = self.machine
+        self.linear(microbatch, machine.linear_s_per_token * machine.before_share)
+        self.attend(number, recorded=recorded)
+        self.linear(microbatch, machine.linear_s_per_token * (1 - machine.before_share))
+
+    def _backward_layer(self, microbatch: int, *, number: int, recorded: bool) -> None:
+        machine = self.machine
+        linear_s = LINEAR_BACKWARD * machine.linear_s_per_token
+        self.linear(microbatch, linear_s * (1 - machine.before_share))
+        self.attend(number, recorded=recorded)
+        self.linear(microbatch, linear_s * machine.before_share)
+
+    def linear(self, microbatch: int, s_per_token: float) -> None:
+        base_s = s_per_token * self.machine.hardware.linear_half_tokens
+        self.operations.append((COMPUTE, microbatch, base_s, s_per_token, 0))
+
+    def attend(self, number: int, *, recorded: bool) -> None:
+        self.operations.append((ATTEND, number, 0.0, 0.0, int(recorded)))
+
+    def wait(self, collective: int | None) -> None:
+        if collective is not None:
+            self.operations.append((WAIT, collective, 0.0, 0.0, 0))
+
+    def _collective(self, moved_bytes: float) -> int:
+        number = self.first_collective + len(self.collectives)
+        self.collectives.append(moved_bytes)
+        self.operations.append((POST, number, 0.0, 0.0, 0))
+        return number
+
+    def gather(self, parameters: int) -> int | None:
+        """None where there is nothing to gather (any more)."""
+        return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
+
+    def reduce(self, parameters: int, *, after: list[int]) -> None:
+        """Scatter gradients, behind those before."""
+        if after:
+            self.wait(after[-1])
+        if parameters:
+            after.append(self._collective(parameters * self.machine.reduced_bytes))

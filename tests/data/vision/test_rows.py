@@ -1,0 +1,291 @@
+"""Rows with pictures, from files to samples, tokens, positions and pixels."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfcp.config import ConfigError
+from rayfcp.config.models import DataConfig
+from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
+from rayfcp.data.pieces import clear_pieces
+from rayfcp.data.rows import IGNORED
+from rayfcp.data.vision.decoding import PictureDecoder, Positions
+from rayfcp.data.vision.loading import PictureTokenizer
+from rayfcp.values import Sample
+from tests.data.makers import data_config, few_examples, write_rows
+from tests.data.vision.makers import image, saved
+
+PNG, WIDE, BROKEN = saved(image(40, 40)), saved(image(40, 70)), saved(image(300, 40))[:400]
+CHAT = [
+    {"role": "user", "content": "<image>what, and <video>?"},
+    {"role": "assistant", "content": [{"type": "text", "text": "both"}, {"type": "image", "text": None}]},
+]
+
+
+def prepared(
+    folder: Path, tokenizer: PictureTokenizer, rows: dict[str, list[Any]], *, kind: str = "parquet", **keys: Any
+) -> PreparedManifest:
+    """`rows` written to a file and prepared; beside it lie two pictures."""
+    (folder / "in").mkdir(exist_ok=True)
+    (folder / "in" / "a.png").write_bytes(PNG)
+    (folder / "in" / "wide.png").write_bytes(WIDE)
+    data = config(write_rows(folder / "in" / f"rows.{kind}", rows), tokenizer, **keys)
+    return prepare_local(data, out_dir=str(folder / "out"))
+
+
+def config(path: object, tokenizer: PictureTokenizer, **keys: Any) -> DataConfig:
+    return data_config(path, processor=tokenizer.name, **keys)
+
+
+def opened(manifest: PreparedManifest, **keys: Any) -> tuple[TokenReader, tuple[Sample, ...]]:
+    """All samples in order."""
+    index = LengthIndex.open(manifest.folder, **{"max_seqlen": 100_000, **keys})
+    return TokenReader(manifest), index.samples(range(len(index)))
+
+
+def marked(tokenizer: PictureTokenizer, tokens: Sequence[int]) -> list[int]:
+    return np.flatnonzero(tokenizer.is_mark(np.array(tokens))).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen", "intern"])
+def test_all_forms_of_a_row_give_the_same(tmp_path: Path, request: pytest.FixtureRequest, family: str) -> None:
+    tokenizer = request.getfixturevalue(family)
+    shown = {"bytes": PNG, "path": None}
+    forms = {
+        "struct.parquet": {"text": ["<image>a<image>"], "images": [[shown, {"bytes": WIDE, "path": "any"}]]},
+        "bytes.arrow": {"text": ["<image>a<image>"], "images": [[PNG, WIDE]]},
+        "path.parquet": {
+            "text": ["<image>a<image>"],
+            "images": [[{"bytes": None, "path": "a.png"}, {"path": "wide.png"}]],
+        },
+        "path.jsonl": {"text": ["<image>a<image>"], "images": [["a.png", str(tmp_path / "0" / "in" / "wide.png")]]},
+    }
+    contents = set()
+    for number, (name, rows) in enumerate(forms.items()):
+        (tmp_path / str(number)).mkdir()
+        made = prepared(tmp_path / str(number), tokenizer, rows, kind=name.split(".", 1)[1])
+        assert made.bad_rows == {}, made.named_bad_rows
+        contents.add(made.content)
+    assert len(contents) == 1
+
+
+def test_messages_are_rendered_by_the_models_template(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    rows = {"messages": [CHAT], "images": [["a.png", "wide.png"]], "videos": [[["a.png"] * 3]]}
+    reader, (sample,) = opened(prepared(tmp_path, qwen, rows, kind="jsonl"))
+    family = qwen.family
+    text = (
+        f"<|im_start|>user\n{family.image_marker}what, and {family.video_marker}?<|im_end|>\n"
+        f"<|im_start|>assistant\nboth{family.image_marker}<|im_end|>\n"
+    )
+    grids = [family.image_grid((40, 40)), family.image_grid((40, 70)), family.video_grid((40, 40), 3)]
+    tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
+    assert tokens.tolist() == qwen.encode_pictures(text, grids)[0].tolist()
+    hidden = [place - 1 for place in marked(qwen, tokens)]
+    assert np.flatnonzero(targets == IGNORED).tolist() == [*hidden, sample.num_tokens - 1]
+    assert sample.num_targets == sample.num_tokens - 1 - len(hidden)
+    assert [item.is_video for item, _ in reader.items(sample)] == [0, 1, 0]
+
+
+def test_rows_without_pictures_are_as_ever(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    rows = {"text": ["plain", "<image>"], "images": [None, [PNG]]}
+    reader, (plain, seen) = opened(prepared(tmp_path, qwen, rows))
+    tokens, targets = reader.read(plain, start=0, stop=plain.num_tokens)
+    assert tokens.tolist() == qwen.encode("plain").tolist()
+    assert targets.tolist() == [*tokens[1:].tolist(), IGNORED]
+    assert (plain.pictures, len(seen.pictures)) == ((), 1)
+
+
+def test_bad_pictures_are_counted_and_named(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    wrong = {
+        "picture_missing": ["none.png"],
+        "picture_unreadable": ["rows.jsonl"],
+        "picture_too_large": ["wide.png"],
+        "markers_mismatch": ["a.png", "a.png"],
+        "wrong_type": [7],
+    }
+    rows = {"text": ["<image>good", *["<image>"] * len(wrong)], "images": [["a.png"], *wrong.values()]}
+    made = prepared(tmp_path, qwen, rows, kind="jsonl", max_picture_pixels=1600)
+    assert made.num_rows == 1
+    assert made.bad_rows == dict.fromkeys(wrong, 1)
+    assert [row.row for row in made.named_bad_rows] == [1, 2, 3, 4, 5]
+    assert "wide.png: 70 x 40 pixels" in str(made.named_bad_rows[2])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_pictures_beside_ready_tokens_are_refused(tmp_path: Path, qwen: PictureTokenizer, kind: str) -> None:
+    rows = {"input_ids": [[1, 2], [3, 4]], "images": [None, ["a.png"]]}
+    made = prepared(tmp_path, qwen, rows, kind=kind)
+    assert (made.num_rows, made.bad_rows) == (1, {"wrong_type": 1})
+
+
+@pytest.mark.parametrize("family", ["qwen", "intern"])
+def test_pixels_are_read_in_any_parts(tmp_path: Path, request: pytest.FixtureRequest, family: str) -> None:
+    tokenizer = request.getfixturevalue(family)
+    rows = {"text": ["<image>a<video>b<image>"], "images": [[PNG, WIDE]], "videos": [[[WIDE] * 7]]}
+    made = prepared(tmp_path, tokenizer, rows)
+    reader, (sample,) = opened(made)
+    batch = Sampler(LengthIndex.open(made.folder, max_seqlen=10_000), seed=0, global_batch=1).batch(1)
+    count = sum(run.count for run in sample.pictures)
+    decoder = PictureDecoder(reader, tokenizer)
+    whole = decoder.decode(batch, [(0, 0, count)])[0, 0, count]
+    assert whole.broken == ()
+    assert len(whole.grids) == count
+    library = tokenizer.family
+    want = [
+        library.image_values(image(40, 40)),
+        library.video_values([image(40, 70)] * 7),
+        library.image_values(image(40, 70)),
+    ]
+    np.testing.assert_array_equal(whole.values, np.concatenate(want))
+    for cut in range(1, count):
+        parts = decoder.decode(batch, [(0, 0, cut), (0, cut, count)]).values()
+        np.testing.assert_array_equal(np.concatenate([part.values for part in parts]), whole.values)
+        np.testing.assert_array_equal(np.concatenate([part.grids for part in parts]), whole.grids)
+
+
+def test_a_picture_that_breaks_off_is_grey_and_named(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    made = prepared(tmp_path, qwen, {"text": ["<image>a<image>"], "images": [[PNG, BROKEN]]})
+    reader, (sample,) = opened(made)
+    batch = Sampler(LengthIndex.open(made.folder, max_seqlen=10_000), seed=0, global_batch=1).batch(1)
+    found = PictureDecoder(reader, qwen).decode(batch, [(0, 0, 2), (0, 1, 2)])
+    first, second = sample.pictures[0].num_patches, sample.pictures[-1].num_patches
+    assert np.abs(found[0, 0, 2].values[:first]).max() > 0
+    assert not found[0, 0, 2].values[first:].any()
+    assert found[0, 1, 2].values.shape == (second, 1536)
+    assert len(found[0, 1, 2].broken) == 1
+    assert ".arrow row 0: " in found[0, 1, 2].broken[0]
+
+
+def test_positions_are_three(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    rows = {"text": ["ab<image>c<video>d", "plain"], "images": [[WIDE], None], "videos": [[[PNG] * 3], None]}
+    reader, samples = opened(prepared(tmp_path, qwen, rows))
+    seen, plain = samples
+    positions = Positions(reader, qwen)
+    np.testing.assert_array_equal(positions.of(plain, start=1, stop=3), [[1, 2]] * 3)
+    np.testing.assert_array_equal(positions.of(seen, start=3, stop=9), by_hand(reader, seen)[:, 3:9])
+    np.testing.assert_array_equal(positions.of(seen, start=0, stop=seen.num_tokens), by_hand(reader, seen))
+
+
+def by_hand(reader: TokenReader, sample: Sample) -> np.ndarray:
+    """A picture of h x w tokens takes max(h, w) steps of the text's one axis; inside, rows and columns count."""
+    grids = {
+        run.start + index * run.stride: (item.height // 2, item.width // 2)
+        for item, _ in reader.items(sample)
+        for run in sample.pictures
+        if item.start <= run.start < item.stop
+        for index in range(run.count)
+    }
+    columns: list[tuple[int, int, int]] = []
+    now = 0
+    while len(columns) < sample.num_tokens:
+        tall, wide = grids.get(len(columns), (1, 1))
+        columns += [(now, now + row, now + column) for row in range(tall) for column in range(wide)]
+        now += max(tall, wide)
+    return np.array(columns).T
+
+
+RANGES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=5)
+
+
+@few_examples
+@given(gaps=RANGES, tail=st.integers(0, 6), max_seqlen=st.integers(2, 12), split=st.booleans())
+def test_pieces_cut_no_picture(gaps: list[tuple[int, int]], tail: int, max_seqlen: int, split: bool) -> None:
+    spans, at = [], 0
+    for gap, size in gaps:
+        spans.append((at + gap, at + gap + size))
+        at += gap + size
+    length = max(at + tail, 1)
+    pieces, reached = clear_pieces(length, spans, max_seqlen=max_seqlen, split=split)
+    inside = {token for first, last in spans for token in range(first + 1, last)}
+    behind = 0
+    for start, stop in pieces:
+        assert behind <= start <= behind + 1
+        assert 2 <= stop - start <= max_seqlen
+        assert not {start, stop} & inside
+        # One picture more, or one token more, would have been too many.
+        longer = min((end for end in range(stop + 1, length + 1) if end not in inside), default=None)
+        assert longer is None or longer - start > max_seqlen
+        behind = stop
+    if reached < length and split:
+        assert any(last - first > max_seqlen for first, last in spans if first == reached)
+
+
+def test_long_rows_end_before_a_picture(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    rows = {"text": ["abcdef<image>ghi", "<image>"], "images": [[WIDE], [PNG]]}
+    made = prepared(tmp_path, qwen, rows)
+    reader, (first, second) = opened(made)
+    run = first.pictures[0]
+    for limit in range(run.start + 1, run.stop):
+        index = LengthIndex.open(made.folder, max_seqlen=limit, long_sequences="cut")
+        assert index.sample(0).num_tokens == run.start
+        assert index.sample(0).pictures == ()
+        if limit < second.pictures[0].stop:
+            assert index.counts["picture_too_long"] == 1  # only one token stands before its picture
+            assert len(index) == 1
+    split = LengthIndex.open(made.folder, max_seqlen=first.num_tokens - 1, long_sequences="split")
+    assert sum(len(sample.pictures) for sample in split.samples(range(len(split)))) == 2
+    for sample in split.samples(range(len(split))):
+        tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
+        assert marked(qwen, tokens) == [place for run in sample.pictures for place in range(run.start, run.stop)]
+        assert sample.num_targets == int(np.count_nonzero(targets != IGNORED))
+
+
+def test_a_prepared_folder_is_of_one_processor(
+    tmp_path: Path, qwen: PictureTokenizer, intern: PictureTokenizer
+) -> None:
+    made = prepared(tmp_path, qwen, {"text": ["<image>"], "images": [[PNG]]})
+    assert cached_prepare(config(made.folder, qwen), cache_dir=str(tmp_path / "c")) == made
+    with pytest.raises(ConfigError, match=r"data.processor is .*intern', must be .*qwen'"):
+        cached_prepare(config(made.folder, intern), cache_dir=str(tmp_path / "c"))
+    beside = Path(made.folder, made.shards[0].name.replace(".arrow", ".pictures"))
+    beside.write_bytes(beside.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="all its shards"):
+        LengthIndex.open(made.folder, max_seqlen=100)
+
+
+def test_shards_of_another_file_system(tmp_path: Path, qwen: PictureTokenizer) -> None:
+    root = f"memory://{tmp_path.name}-pictures"
+    rows = {"text": ["<image>a"], "images": [[PNG]]}
+    data = config(write_rows(tmp_path / "rows.parquet", rows), qwen)
+    made = prepare_local(data, out_dir=root)
+    reader, (sample,) = opened(made)
+    ((_, places),) = reader.items(sample)
+    assert [reader.part(sample, first=int(first), num_bytes=int(size)) for first, size in places] == [PNG]
+
+
+def test_a_processor_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"processor_class": "OtherProcessor"}))
+    with pytest.raises(ConfigError, match=r"data.tokenizer is|data.processor is"):
+        prepare_local(data_config(tmp_path, processor=str(tmp_path)), out_dir=str(tmp_path / "out"))
+
+
+def test_pieces_of_lines_that_name_pictures_give_the_same_rows(
+    tmp_path: Path, qwen: PictureTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines are few bytes for much work, so that a file is cut into more pieces."""
+    rows = {"text": [f"<image>{number}" for number in range(6)], "images": [["a.png"]] * 5 + [["none.png"]]}
+    whole = prepared(tmp_path, qwen, rows, kind="jsonl")
+    monkeypatch.setattr(sources, "PIECE_BYTES", sources.PICTURE_WEIGHT * 60)
+    cut = prepare_local(config(tmp_path / "in" / "rows.jsonl", qwen), out_dir=str(tmp_path / "cut"))
+    assert len(cut.shards) > len(whole.shards) == 1
+    assert [row.row for row in cut.named_bad_rows] == [5]
+    seen = [
+        [
+            (
+                sample.num_tokens,
+                sample.pictures,
+                reader.part(sample, first=int(places[0][0]), num_bytes=int(places[0][1])),
+            )
+        ]
+        for made in (whole, cut)
+        for reader, samples in [opened(made)]
+        for sample in samples
+        for _, places in reader.items(sample)
+    ]
+    assert seen[:5] == seen[5:]

@@ -1,0 +1,61 @@
+"""The state of a model that sees, where batches have no pictures and where its encoder is frozen."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from rayfcp.bench.alone import Alone, alone
+from rayfcp.bench.training import one_microbatch
+from rayfcp.config import Config
+from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.execute.engine import RankEngine
+from rayfcp.values.state import StateId
+
+LENGTHS = (9, 5)
+
+
+@contextmanager
+def seeing(family: str, *, freeze: bool) -> Iterator[Alone]:
+    shape = {"model_type": family, "num_layers": 1, "hidden_size": 64, "vision": {"num_layers": 1, "image_size": 64}}
+    model = {"architecture": shape, "freeze_vision": freeze}
+    config = Config.model_validate({"data": {"paths": ["."]}, "model": model, "train": {"learning_rate": 0.01}})
+    with alone(config, device=torch.device("cpu"), lengths=LENGTHS) as rank:
+        yield rank
+
+
+def encoder_of(engine: RankEngine) -> dict[str, torch.Tensor]:
+    names = ("visual", "vision_tower", "multi_modal_projector")
+    named = engine._module.named_parameters()
+    return {name: each.full_tensor().clone() for name, each in named if any(part in name for part in names)}
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize("family", SEEING_FAMILIES)
+def test_steps_without_pictures(family: str, freeze: bool, tmp_path: Path) -> None:
+    """Trained parameters are updated equally often, frozen ones never, and their state is kept and comes back."""
+    with seeing(family, freeze=freeze) as rank:
+        engine, program = rank.engine, one_microbatch(LENGTHS, recomputed_layers=0)
+        first = encoder_of(engine)
+        for step in (1, 2):
+            report = engine.run_step(program, rank.batch(step, (0, 1)), plan_hash=program.plan_hash)
+            assert math.isfinite(report.loss) and report.grad_norm > 0
+        optimizer, parameters = engine._optimizer, dict(engine._module.named_parameters())
+        held = {name for name, parameter in parameters.items() if parameter in optimizer.state}
+        assert held == {name for name, parameter in parameters.items() if parameter.requires_grad}
+        assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+        assert bool(held & first.keys()) != freeze
+        header = engine.take_snapshot(StateId(version=2, generation=0))
+        assert {entry.name for entry in header.entries} == parameters.keys()
+        engine.begin_save(str(tmp_path / "saved"))
+        saved = engine.finish_save()
+        assert saved is not None and not saved.error
+        want = {name: parameter.full_tensor().clone() for name, parameter in parameters.items()}
+        if freeze:
+            assert all(torch.equal(want[name], value) for name, value in first.items())
+        engine.run_step(program, rank.batch(3, (0, 1)), plan_hash=program.plan_hash)
+        engine.load(str(tmp_path / "saved"))
+        assert all(torch.equal(parameter.full_tensor(), want[name]) for name, parameter in parameters.items())

@@ -1,0 +1,124 @@
+"""Models that see on real processes over gloo, encoder and all in shards: loss and gradients are the library's own."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from rayfcp.config.models import ModelConfig
+from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.transport import DistributedTransport
+from rayfcp.models.build import sharded_model
+from rayfcp.models.weights import put
+from rayfcp.program import lower
+from rayfcp.values import BatchPlan
+from tests.execute.cases import SEED, Case, Gradients, assert_same
+from tests.execute.encoding import encoded_anywhere, encoded_on
+from tests.execute.gloo import listening_store
+from tests.models.seeing import Row, Shown, by_library, seeing_config, seeing_model
+from tests.models.test_seeing import ROWS, cases
+
+NUM_PROCESSES = 3
+DTYPE = "float64"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Case number `case` of a family; `gathered`: parts stay gathered for the whole step."""
+
+    family: str
+    case: int
+    freeze: bool = False
+    gathered: bool = False
+
+    @property
+    def shown(self) -> Shown:
+        return Shown(family=self.family, rows=ROWS[self.family])
+
+    @property
+    def batch(self) -> Case:
+        rows = self.shown.rows
+        return (*cases(rows), *_blind(rows))[self.case]
+
+    @property
+    def plan(self) -> BatchPlan:
+        """Of the case with a blind microbatch all pictures are on one rank."""
+        plan, sequences = self.batch.plan(), self.shown.sequences
+        if self.case < len(cases(self.shown.rows)):
+            return encoded_anywhere(plan, sequences, seed=self.case)
+        return encoded_on(1, plan, sequences)
+
+
+def _blind(rows: tuple[Row, ...]) -> list[Case]:
+    """The last microbatch, in which gradients are reduced, has no pictures; nor has one of the ranks before."""
+    lengths = tuple(row.num_tokens for row in rows)
+    return [Case(num_ranks=3, lengths=lengths, microbatches=((((0, 1), (0, 2, 4)),), (((2, 1), (1,)), ((0,), (3,)))))]
+
+
+RUNS = (
+    Run(family="qwen3_vl", case=2),
+    Run(family="qwen3_vl", case=4),
+    Run(family="qwen3_vl", case=4, freeze=True),
+    Run(family="qwen3_vl", case=1, gathered=True),
+    Run(family="internvl", case=1),
+    Run(family="internvl", case=4, freeze=True),
+    Run(family="internvl", case=3),
+)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, Gradients]]:
+    """By run."""
+    folder = tmp_path_factory.mktemp("seeing")
+    store = listening_store()
+    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+def _process(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    found = []
+    for at, run in enumerate(RUNS):
+        if rank < run.batch.num_ranks:
+            place = Place(rank=rank, num_ranks=run.batch.num_ranks)
+            store = dist.PrefixStore(f"{at}", client)
+            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
+            found.append(_run(run, world))
+            leave_world(world)
+    if rank == 0:
+        torch.save(found, Path(folder) / "found.pt")
+    client.set(f"done-{rank}", "1")
+    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
+
+
+def _run(run: Run, world: World) -> tuple[float, Gradients]:
+    shown, config = run.shown, seeing_config(run.family)
+    settings = ModelConfig(dtype=DTYPE, freeze_vision=run.freeze)
+    model = sharded_model(config, run=settings, seed=SEED, world=world)
+    values = dict(seeing_model(config, dtype=DTYPE).named_parameters())
+    for name, parameter in model.named_parameters():
+        put(parameter, values[name].detach())
+    if run.gathered:
+        keep_gathered(model)
+    program = lower(run.plan, shown.sequences, reduce_every=run.batch.reduce_every)[world.place.rank]
+    transport = DistributedTransport(world.channels.attend)
+    interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=ShardedModel(model))
+    done = interpreter.run(program, shown, pictures=shown, loss_scale=1.0 / shown.num_targets)
+    release(model)
+    loss = torch.tensor(done.loss_sum / shown.num_targets, dtype=torch.float64)
+    dist.all_reduce(loss, group=world.channels.control)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return float(loss), {name: parameter.grad.full_tensor().clone() for name, parameter in trained.items()}
+
+
+@pytest.mark.parametrize("at", range(len(RUNS)))
+def test_in_shards_as_the_library_computes_it(at: int, found: list[tuple[float, Gradients]]) -> None:
+    run = RUNS[at]
+    assert_same(*found[at], want=by_library(run.shown, dtype=DTYPE, freeze=run.freeze), dtype=DTYPE, what=(run,))

@@ -1,0 +1,76 @@
+"""Fitting an encoder: from exact synthetic timings back to the coefficients that made them."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.plan.costs.encoder import EncoderCost
+from rayfcp.plan.profiles.pictures import LEAST_SHARE, fit_encoder, picture_shapes, pictures_s
+from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+from rayfcp.plan.profiles.timing import Timing
+from rayfcp.program import Encode, check_programs, lower
+from rayfcp.values import VisionProfile
+from tests.program.pictures import VISION
+
+GUESS = EncoderCost(s_per_patch=1e-5, s_per_cell=1e-8, half_patches=7.0, row_intra_s=3.0, row_inter_s=4.0, shard_s=5.0)
+ALONE_S = 0.3
+SECONDS = st.floats(1e-8, 1e-3)
+
+
+def timings_of(truth: EncoderCost, shapes: list[PassShape]) -> list[Timing]:
+    """As a machine that obeys `truth` would take them."""
+    found = []
+    for shape in shapes:
+        timing = Timing(
+            degree=1,
+            num_tokens=shape.num_tokens,
+            num_cells=shape.num_cells,
+            num_pictures=shape.num_pictures,
+            num_patches=shape.num_patches,
+            seconds=ALONE_S,
+        )
+        found.append(dataclasses.replace(timing, seconds=ALONE_S + pictures_s(truth, timing)))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(per_patch_s=SECONDS, cells=st.floats(0.05, 20.0), fixed_s=st.floats(0.0, 1.0), max_tokens=st.integers(60, 5000))
+def test_a_fit_gives_back_what_was_put_in(per_patch_s: float, cells: float, fixed_s: float, max_tokens: int) -> None:
+    """Traffic of shards is in the timings; features travel as messages were found to."""
+    per_cell_s = cells * per_patch_s / 200
+    truth = dataclasses.replace(GUESS, s_per_patch=per_patch_s, s_per_cell=per_cell_s, fixed_s=fixed_s, shard_s=0.0)
+    found = fit_encoder(GUESS, timings_of(truth, picture_shapes(VISION, max_tokens=max_tokens)), link=2.0)
+    for name in ("s_per_patch", "s_per_cell"):
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
+    assert found.fixed_s == pytest.approx(fixed_s, rel=1e-4, abs=1e-6)
+    assert (found.row_intra_s, found.row_inter_s, found.shard_s) == (6.0, 8.0, 0.0)
+
+
+def test_what_noise_hides_is_not_free() -> None:
+    shapes = picture_shapes(VISION, max_tokens=1000)
+    nothing = fit_encoder(GUESS, [dataclasses.replace(each, seconds=1.0) for each in timings_of(GUESS, shapes)])
+    assert nothing.s_per_patch == pytest.approx(LEAST_SHARE * GUESS.s_per_patch)
+    linear = fit_encoder(GUESS, timings_of(dataclasses.replace(GUESS, s_per_cell=0.0), shapes))
+    assert linear.s_per_cell / linear.s_per_patch == pytest.approx(GUESS.s_per_cell / GUESS.s_per_patch)
+
+
+def test_pictures_need_a_pass_without_them() -> None:
+    _, *seen = timings_of(GUESS, picture_shapes(VISION, max_tokens=1000))
+    with pytest.raises(ValueError, match="have none beside them without"):
+        fit_encoder(GUESS, seen)
+
+
+@given(max_tokens=st.integers(1, 3000), merged=st.sampled_from((1, 4, 16)))
+def test_passes_fit_and_are_programs(max_tokens: int, merged: int) -> None:
+    vision: VisionProfile = dataclasses.replace(VISION, merged_patches=merged)
+    for shape in picture_shapes(vision, max_tokens=max_tokens):
+        assert shape.num_tokens <= max_tokens
+        plan, sequences = pass_plan(shape, num_ranks=2, recomputed_layers=0)
+        programs = lower(plan, sequences)
+        check_programs(programs, sequences)
+        encodes = [item for program in programs for item in program.instructions if isinstance(item, Encode)]
+        assert len(encodes) == (2 if shape.pictures else 0)
+        assert all(sum(each.count for each in item.pictures) == shape.num_pictures for item in encodes)
+        assert all(not item.features.rounds for item in encodes)

@@ -1,0 +1,84 @@
+"""Sets of videos against what is published of them, and the sequences that models make of their frames."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayfcp.plan import model_profile
+from rayfcp.plan.frames import FRAME_PIXELS, frames_of
+from rayfcp.plan.videos import TOKENS_PER_WORD, VIDEOS, videos
+
+COUNT = 400_000
+MODELS = ("internvl3-2b", "qwen3-vl-8b")
+
+
+def seconds(name: str) -> np.ndarray:
+    return np.asarray(videos(name).seconds(np.random.default_rng(0), COUNT))
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "shortest", "longest"),
+    [("msrvtt", 41.2 * 3600 / 10_000, 10, 30), ("internvid", 11.7, 1, 600), ("openvid", 7.2, 1, 128)],
+)
+def test_durations_have_the_published_means(name: str, mean: float, shortest: float, longest: float) -> None:
+    drawn = seconds(name)
+    assert drawn.mean() == pytest.approx(mean, rel=0.015)
+    assert shortest <= drawn.min() and drawn.max() <= longest
+    assert videos(name).source
+
+
+def test_internvid_has_the_published_share_of_short_clips() -> None:
+    assert (seconds("internvid") <= 10).mean() == pytest.approx(0.85, abs=0.002)
+
+
+@pytest.mark.parametrize(("name", "words"), [("msrvtt", 1_856_523 / 200_000), ("internvid", 4.1e9 / 234e6)])
+def test_captions_have_the_published_means(name: str, words: float) -> None:
+    drawn = videos(name).sample(20_000, frames=frames_of(model_profile("qwen3-vl-2b")), max_seqlen=131_072, seed=0)
+    assert np.mean([each.num_targets for each in drawn]) == pytest.approx(TOKENS_PER_WORD * words, rel=0.03)
+
+
+@given(
+    name=st.sampled_from(sorted(VIDEOS)),
+    model=st.sampled_from(MODELS),
+    per_second=st.sampled_from((0.5, 2.0, 8.0)),
+    max_seqlen=st.sampled_from((2_000, 16_384, 131_072)),
+    seed=st.integers(0, 5),
+)
+def test_sequences_hold_whole_pictures_and_a_caption(
+    name: str, model: str, per_second: float, max_seqlen: int, seed: int
+) -> None:
+    frames = frames_of(model_profile(model), per_second=per_second)
+    drawn = videos(name).sample(20, frames=frames, max_seqlen=max_seqlen, seed=seed)
+    assert drawn == videos(name).sample(20, frames=frames, max_seqlen=max_seqlen, seed=seed)
+    for number, each in enumerate(drawn):
+        (run,) = each.pictures
+        assert each.id == number and each.num_tokens <= max_seqlen and not run.mutual
+        assert run.start > 0 and run.stop + each.num_targets <= each.num_tokens
+        assert run.num_patches == 4 * run.num_tokens and run.count >= 1
+
+
+def test_internvl_takes_tiles_and_qwen_pairs_of_frames_in_their_own_shape() -> None:
+    internvl, qwen = (frames_of(model_profile(name), per_second=4.0) for name in MODELS)
+    tile = internvl.picture(width=1280, height=720)
+    assert (tile.num_patches, tile.num_tokens) == (1024, 256)
+    pair = qwen.picture(width=1280, height=720)
+    assert pair.num_tokens == 21 * 12 and pair.num_patches == 42 * 24, "672 x 384 pixels"
+    lasting = np.array([0.1, 1.0, 1.3, 10.0])
+    assert internvl.pictures(lasting).tolist() == qwen.pictures(lasting).tolist() == [1, 4, 5, 40]
+
+
+@given(width=st.integers(400, 4000), height=st.integers(400, 4000))
+def test_frames_take_few_pixels_less_than_they_may(width: int, height: int) -> None:
+    picture = frames_of(model_profile("qwen3-vl-4b")).picture(width=width, height=height)
+    pixels = picture.num_patches * 16 * 16
+    assert 0.7 * FRAME_PIXELS < pixels <= FRAME_PIXELS
+
+
+def test_what_cannot_be_drawn_is_told() -> None:
+    with pytest.raises(ValueError, match="did you mean 'openvid'"):
+        videos("openvids")
+    with pytest.raises(ValueError, match="model qwen3-8b has no vision encoder, which videos need"):
+        frames_of(model_profile("qwen3-8b"))
+    with pytest.raises(ValueError, match="max_seqlen is 200, must be at least"):
+        videos("msrvtt").sample(5, frames=frames_of(model_profile("qwen3-vl-8b")), max_seqlen=200, seed=0)

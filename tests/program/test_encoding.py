@@ -1,0 +1,192 @@
+"""Encodings through plans, programs and text, and the proof that finds what is wrong with them."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.config.plan import PlanConfig
+from rayfcp.plan import plan_batch
+from rayfcp.program import ALL_PRIMITIVES, Encode, Load, RankProgram, check_plan, check_programs, from_text, to_text
+from rayfcp.program import lower as lower_plan
+from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Pictures, SequenceSpec
+from tests.program.pictures import batches_with_pictures, seeing_cost
+
+OPTIONS = PlanConfig(search_moves=500, primitives=("ring", "ulysses"))
+STRATEGIES = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytescale", "magi", "auto")
+
+
+def planned(
+    batch: list[SequenceSpec], *, num_ranks: int, strategy: str, parts: int, frozen: bool = False
+) -> tuple[BatchPlan, ClusterSpec]:
+    """In memory for about one of `parts` parts of the batch."""
+    longest, total = max(each.num_tokens for each in batch), sum(each.num_tokens for each in batch)
+    room = max(-(-longest // num_ranks), -(-total // (num_ranks * parts))) * 3 // 2 + 20
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
+    cost = seeing_cost(num_ranks, frozen=frozen)
+    return plan_batch(batch, cluster=cluster, cost=cost, strategy=strategy, options=OPTIONS), cluster
+
+
+def lowered(plan: BatchPlan, batch: list[SequenceSpec]) -> tuple[RankProgram, ...]:
+    return lower_plan(plan, batch, primitives=ALL_PRIMITIVES)
+
+
+@given(batches_with_pictures(), st.integers(1, 4), st.sampled_from(STRATEGIES), st.integers(1, 3), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_strategys_plan_is_proven_and_prints(
+    batch: list[SequenceSpec], num_ranks: int, strategy: str, parts: int, frozen: bool
+) -> None:
+    if strategy == "ulysses" and num_ranks == 3:
+        num_ranks = 4  # divides the heads
+    plan, cluster = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=parts, frozen=frozen)
+    check_plan(plan, batch, cluster=cluster, cost=seeing_cost(num_ranks, frozen=frozen))
+    programs = lowered(plan, batch)
+    assert all(from_text(to_text(program)) == program for program in programs)
+    assert arrivals(programs, batch) == {
+        (each.id, token): 1 for each in batch for run in each.pictures for a, b in run.ranges() for token in range(a, b)
+    }
+    if strategy not in ("flex-ring", "flex-block", "auto"):
+        assert_in_their_groups(plan)
+
+
+def arrivals(programs: tuple[RankProgram, ...], batch: list[SequenceSpec]) -> dict[tuple[int, int], int]:
+    """Followed token by token: how often each token of a picture gets the feature that was made of it."""
+    ranges = {each.id: [span for run in each.pictures for span in run.ranges()] for each in batch}
+    by_microbatch: dict[int, list[tuple[Load, Encode]]] = {}
+    for program in programs:
+        loads = {item.microbatch: item for item in program.instructions if isinstance(item, Load)}
+        for item in program.instructions:
+            if isinstance(item, Encode):
+                by_microbatch.setdefault(item.microbatch, []).append((loads[item.microbatch], item))
+    found: dict[tuple[int, int], int] = {}
+    for parts in by_microbatch.values():
+        made = [
+            [
+                (run.sequence, token)
+                for run in item.pictures
+                for number in range(run.first, run.last)
+                for token in range(*ranges[run.sequence][number])
+            ]
+            for _, item in parts
+        ]
+        for load, item in parts:
+            loaded = [(p.sequence, token) for p in load.pieces for token in range(p.start, p.stop)]
+            due = [loaded[row] for start, stop in item.rows for row in range(start, stop)]
+            ways = [(item.features.rank, [there], [here]) for there, here in item.features.kept]
+            for index, step in enumerate(item.features.rounds):
+                if step.receive:
+                    sent = parts[step.receive.peer][1].features.rounds[index].send
+                    assert sent and sent.peer == item.features.rank
+                    ways.append((step.receive.peer, list(sent.ranges), list(step.receive.ranges)))
+            for source, there, here in ways:
+                left = [made[source][row] for start, stop in there for row in range(start, stop)]
+                right = [due[row] for start, stop in here for row in range(start, stop)]
+                assert left == right
+                for token in right:
+                    found[token] = found.get(token, 0) + 1
+    return found
+
+
+def assert_in_their_groups(plan: BatchPlan) -> None:
+    for microbatch in plan.microbatches:
+        ranks = {sequence: group.ranks for group in microbatch.groups for sequence in group.sequences}
+        assert all(share.rank in ranks[share.sequence] for share in microbatch.encoding)
+
+
+def changed(item: Encode, rng: random.Random) -> Encode | None:
+    """One thing of an encode is another."""
+    features = item.features
+    kinds = []
+    if item.pictures:
+        at = rng.randrange(len(item.pictures))
+        run = item.pictures[at]
+        for new in (
+            replace(run, last=run.last + 1),
+            replace(run, first=run.first + 1, last=run.last + 1),
+            replace(run, num_patches=run.num_patches + 4),
+            replace(run, sequence=run.sequence + 1),
+        ):
+            kinds.append(replace(item, pictures=(*item.pictures[:at], new, *item.pictures[at + 1 :])))
+        kinds.append(replace(item, pictures=item.pictures + item.pictures[:1]))
+        kinds.append(replace(item, pictures=item.pictures[1:]))
+    if item.rows:
+        start, stop = item.rows[-1]
+        kinds.append(replace(item, rows=(*item.rows[:-1], (start + 1, stop + 1))))
+        kinds.append(replace(item, rows=item.rows[1:]))
+    if features.kept:
+        kinds.append(replace(item, features=replace(features, kept=features.kept[1:])))
+    for at, step in enumerate(features.rounds):
+        without = [replace(step, send=None)] if step.send else []
+        without += [replace(step, receive=None)] if step.receive else []
+        for new_step in without:
+            rounds = (*features.rounds[:at], new_step, *features.rounds[at + 1 :])
+            kinds.append(replace(item, features=replace(features, rounds=rounds)))
+    if features.rounds:
+        kinds.append(replace(item, features=replace(features, rounds=features.rounds[:-1])))
+    return rng.choice(kinds) if kinds else None
+
+
+@given(batches_with_pictures(), st.integers(1, 3), st.sampled_from(("flex-ring", "flex-block", "ring")), st.integers())
+@settings(max_examples=80, deadline=None)
+def test_one_change_of_an_encode_is_found(batch: list[SequenceSpec], num_ranks: int, strategy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    plan, _ = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=2)
+    programs = lowered(plan, batch)
+    check_programs(programs, batch)
+    rank = rng.randrange(num_ranks)
+    items = [(at, item) for at, item in enumerate(programs[rank].instructions) if isinstance(item, Encode)]
+    if not items:
+        return
+    at, item = rng.choice(items)
+    one = changed(item, rng)
+    others_encode = num_ranks > 1 or len(items) > 1  # programs may also encode nothing at all
+    for put in ([one] if one else None, [item, item], [] if others_encode else None):
+        if put is not None:
+            instructions = (*programs[rank].instructions[:at], *put, *programs[rank].instructions[at + 1 :])
+            wrong = replace(programs[rank], instructions=instructions)
+            with pytest.raises(ValueError):
+                check_programs((*programs[:rank], wrong, *programs[rank + 1 :]), batch)
+
+
+PICTURE = SequenceSpec(id=0, num_tokens=9, num_targets=8, pictures=(Pictures(start=1, num_tokens=4, num_patches=16),))
+
+
+@pytest.mark.parametrize(
+    ("shares", "words"),
+    [
+        ((), "picture 0 of sequence 0 is encoded 0 times, must be once"),
+        (
+            (EncoderShare(rank=0, sequence=0, first=0, last=1), EncoderShare(rank=1, sequence=0, first=0, last=1)),
+            "picture 0 of sequence 0 is encoded 2 times, must be once",
+        ),
+        ((EncoderShare(rank=0, sequence=0, first=0, last=2),), r"encodes pictures \[0, 2\) of .*, of which .* has 1;"),
+        ((EncoderShare(rank=0, sequence=3, first=0, last=1),), r"encodes pictures \[0, 1\) of sequence 3"),
+    ],
+)
+def test_a_plan_that_encodes_not_once_is_refused(shares: tuple[EncoderShare, ...], words: str) -> None:
+    plan, cluster = planned([PICTURE], num_ranks=2, strategy="ring", parts=1)
+    wrong = replace(plan, microbatches=(replace(plan.microbatches[0], encoding=shares),))
+    with pytest.raises(ValueError, match=words):
+        check_plan(wrong, [PICTURE], cluster=cluster, cost=seeing_cost(2))
+
+
+def test_the_last_microbatch_encodes_too() -> None:
+    """Gradients are summed over ranks in its backward pass."""
+    text = SequenceSpec(id=1, num_tokens=2000, num_targets=1999)
+    cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=2000)
+    plan = plan_batch([PICTURE, text], cluster=cluster, cost=seeing_cost(1), strategy="flex-ring")
+    assert [bool(each.encoding) for each in plan.microbatches] == [True, False]
+    (program,) = lowered(plan, [PICTURE, text])
+    assert [type(item).__name__ for item in program.instructions] == ["Load", "Encode", "Forward", "Backward"] * 2
+    assert plan.microbatches[1].encoder_s > 0
+
+
+def test_what_is_no_line_of_an_encode_is_named() -> None:
+    plan, _ = planned([PICTURE], num_ranks=2, strategy="ring", parts=1)
+    text = to_text(lowered(plan, [PICTURE])[0])
+    with pytest.raises(ValueError, match=r"line 3: .* is no encode"):
+        from_text(text.replace("x16>4", "x16"))
+    with pytest.raises(ValueError, match=r"line 4: .* is no round"):
+        from_text(text.replace(">1 ", ">1"))

@@ -1,0 +1,107 @@
+"""Programs of sequences with mutual pictures: each cell of each kind's mask once, and changes found."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rayfcp.program import ALL_PRIMITIVES, check_plan, check_programs, lower
+from rayfcp.values import BatchPlan, Mask, Pictures, SequenceSpec
+from tests.execute.layouts import over_runs, plan_of, random_layout, ring
+from tests.masks import pictured
+from tests.program.helpers import random_plan, scattered, with_primitives
+from tests.program.pipelines import random_pipelines, sliced_over_runs
+from tests.program.test_slices import cluster_of
+from tests.program.test_windows import assert_sound, forwards, with_windows
+
+KINDS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=2, unique=True).map(sorted)
+PICTURE = Pictures(start=3, num_tokens=4, num_patches=16, mutual=True)
+
+
+def uncut(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> list[SequenceSpec]:
+    """Without the mutual runs that slices of the plan cut."""
+    ends = {(each.sequence, each.stop) for microbatch in plan.microbatches for each in microbatch.slices}
+    found = []
+    for sequence in sequences:
+        cut = {end for number, end in ends if number == sequence.id}
+        runs = [
+            replace(run, mutual=run.mutual and not any(run.start < end < run.stop for end in cut))
+            for run in sequence.pictures
+        ]
+        found.append(replace(sequence, pictures=tuple(runs)))
+    return found
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), windows=KINDS, kind=st.sampled_from("gsx"))
+def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
+    """Groups, blocks strewn over them and fetched from their owners, groups that share out heads."""
+    plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
+    sequences = pictured([replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences], seed=seed)
+    plan = {"g": plan, "s": scattered(plan, sequences, seed=seed), "x": with_primitives(plan, seed)}[kind]
+    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
+def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
+    rng = random.Random(seed)
+    plain = [
+        SequenceSpec(id=at, num_tokens=rng.randrange(1, 60), num_targets=0, mask=rng.choice([Mask.CAUSAL, *Mask]))
+        for at in range(rng.randrange(1, 4))
+    ]
+    sequences = pictured(plain, seed=seed)
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    if heads > 1:
+        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
+    plan = plan_of(layout, sequences, num_ranks=heads * num_ranks)
+    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 3), heads=st.integers(1, 2), windows=KINDS)
+def test_slices_that_cut_no_picture(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
+    if heads > 1:
+        plan, plain = sliced_over_runs(seed, num_runs=num_ranks, heads=heads)
+    else:
+        plan, plain = random_pipelines(seed, num_stages=1, num_ranks=num_ranks)
+    if plain:
+        sequences = with_windows(uncut(plan, pictured(plain, seed=seed)), windows)
+        check_plan(plan, sequences, cluster=cluster_of(plan))
+        assert_sound(plan, sequences, windows, seed=seed)
+
+
+def test_slices_that_cut_a_picture_are_refused() -> None:
+    plan, sequences = random_pipelines(3, num_stages=1, num_ranks=2)
+    cut = next(each for microbatch in plan.microbatches for each in microbatch.slices if each.start)
+    picture = Pictures(start=cut.start - 1, num_tokens=2, num_patches=8, mutual=True)
+    sequences[cut.sequence] = replace(sequences[cut.sequence], pictures=(picture,))
+    with pytest.raises(ValueError, match=rf"ends at {cut.start} in mutual pictures, must cut none"):
+        check_plan(plan, sequences, cluster=cluster_of(plan))
+
+
+def test_a_picture_that_sees_too_little_is_named() -> None:
+    plain = [SequenceSpec(id=0, num_tokens=9, num_targets=8)]
+    plan = plan_of(ring(plain, num_ranks=2), plain, num_ranks=2)
+    with pytest.raises(ValueError, match=r"query 3 on key 4 .* 0 times, must be 1; .*causal mask with mutual pictures"):
+        check_programs(lower(plan, plain), [replace(plain[0], pictures=(PICTURE,))])
+    with pytest.raises(ValueError, match=r"query 3 on key 4 is computed 1 times, must be 0"):
+        check_programs(lower(plan, [replace(plain[0], pictures=(PICTURE,))]), plain)
+
+
+def test_pictures_add_one_call_of_small_triangles() -> None:
+    """On one rank: the causal square as ever, and a triangle for each picture."""
+    sequence = SequenceSpec(id=0, num_tokens=40, num_targets=0, pictures=(replace(PICTURE, count=5, stride=6),))
+    plan = plan_of(ring([sequence], num_ranks=1), [sequence], num_ranks=1)
+    (program,) = lower(plan, [sequence], primitives=ALL_PRIMITIVES)
+    (attends,) = (step.attends for step in forwards(program)[0].attention.inner.forward)
+    assert [(each.query, each.flipped) for each in attends] == [
+        ((0, 40), False),
+        *(((first, first + 3), True) for first in range(3, 33, 6)),
+    ]
+    plain = replace(sequence, pictures=(replace(sequence.pictures[0], mutual=False),))
+    (as_ever,) = lower(plan, [plain])
+    assert forwards(as_ever)[0].attention.num_cells + 5 * 6 == forwards(program)[0].attention.num_cells
