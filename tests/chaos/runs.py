@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from rayfcp.cluster.files import prepared_data
 from rayfcp.cluster.training import TrainingRun
 from rayfcp.config import Config
 from rayfcp.values import StepReport
-from tests.chaos.checks import Audience, Footprint, leaks
+from tests.chaos.checks import POLL_S, Audience, Footprint, leaks
 from tests.chaos.grounds import ManyNodes, OneNode
 from tests.chaos.injector import Injector, Struck
 from tests.chaos.schedule import Planned
@@ -24,8 +25,11 @@ QUICK = {"hang_min_s": 10.0, "hang_factor": 5.0, "look_every_s": 0.5}
 """Nobody waits long for what hangs."""
 
 Say = Callable[[str], None]
+Until = Callable[[Audience], bool]
 
 STEPS_AFTER = 3
+SETTLING_S = 60.0
+"""For what goes on beside steps: saves, say."""
 ENDLESS_STEPS = 100_000
 
 
@@ -52,9 +56,11 @@ def run_until_struck(
     ground: OneNode | ManyNodes,
     num_devices: int,
     patience_s: float = 30.0,
+    until: Until = lambda _: True,
     say: Say = lambda _: None,
 ) -> Ended:
-    """Train in this process until all faults came about and `STEPS_AFTER` steps were done after the last."""
+    """Train in this process until all faults came about, `STEPS_AFTER` steps were done after the last, and the metrics
+    show what `until` asks for."""
     config, stopping = _endless(config), threading.Event()
     data_dir = prepared_data(config, say=lambda _: None)
 
@@ -68,7 +74,7 @@ def run_until_struck(
     injector = Injector(
         schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, say=say
     )
-    return _watched(config, train, injector=injector, stop=stopping.set)
+    return _watched(config, train, injector=injector, stop=stopping.set, until=until)
 
 
 def run_as_users_do(
@@ -101,13 +107,22 @@ def run_as_users_do(
 
 
 def _watched(
-    config: Config, train: Callable[[Audience], object], *, injector: Injector, stop: Callable[[], object]
+    config: Config,
+    train: Callable[[Audience], object],
+    *,
+    injector: Injector,
+    stop: Callable[[], object],
+    until: Until = lambda _: True,
 ) -> Ended:
     """The metrics are looked at before the end."""
     audience, before = Audience(config.run_dir), Footprint.take(os.getpid())
 
     def at_end() -> None:
+        end_s = time.monotonic() + SETTLING_S
         audience.look()
+        while not until(audience) and time.monotonic() < end_s:
+            time.sleep(POLL_S)
+            audience.look()
         stop()
 
     injector.then(STEPS_AFTER, at_end)

@@ -14,7 +14,7 @@ from tests.chaos.orders import Order, Orders
 from tests.chaos.progress import Progress
 from tests.chaos.schedule import Kind
 
-NOTICE_S = 20.0
+NOTICE_S = 60.0
 """How long before its end a preempted node is announced."""
 
 Victim = TypeVar("Victim")
