@@ -16,6 +16,7 @@ from rayfcp.cluster.planner import Planner, PlanRecord
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.plan import CostModel
+from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile, Span
 
 MAX_DEATHS = 3
@@ -31,6 +32,8 @@ class Planners:
     def __init__(self, config: Config, model: ModelProfile, *, device: str, say: Callable[[str], None]) -> None:
         self._config, self._model, self._device, self._say = config, model, device, say
         self._actors = [self._new() for _ in range(config.plan.planner_actors)]
+        if compiles_first(config.plan.strategy):
+            say(COMPILES)
         self._deaths = 0
 
     def await_ready(self) -> None:

@@ -17,6 +17,7 @@ from rayfcp.compare.setting import Setting, rank_profile
 from rayfcp.config import ConfigError
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.plan.strategies import AUTO
 from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
@@ -130,6 +131,8 @@ def _contest(
     if why:
         return Entry(strategy=name, feasible=False, reason=why, **place), None
     try:
+        if compiles_first(name):
+            say(f"{name}: {COMPILES}")
         say(f"{name}: choosing a setting")
         setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
         return contest(name, setting, case=case, family=family, say=say, check=check)

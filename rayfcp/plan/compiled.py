@@ -35,6 +35,15 @@ class _FolderCache(FunctionCache):  # type: ignore[misc]
             return None
 
 
+def is_kept(kernel: Callable[..., object]) -> bool:
+    """Whether machine code of a kernel is kept for its source as it is, so that nobody waits for a compiler."""
+    cache = getattr(kernel, "_cache", None)
+    try:
+        return isinstance(cache, _FolderCache) and bool(cache._cache_file._load_index())  # type: ignore[no-untyped-call]
+    except (ImportError, AttributeError, EOFError, pickle.UnpicklingError):
+        return False
+
+
 def compiled(function: F) -> F:
     """Machine code of `function`, kept beside it, in the user's cache where that folder cannot be written to,
     or in this process only. Arithmetic is exact IEEE: a plan has the same bytes in any process."""

@@ -5,12 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rayfcp.plan import plan_batch
+from rayfcp.plan.first import compiles_first
+from rayfcp.values import ClusterSpec
+from tests.plan.helpers import UNIT, batch_of
+
 SOURCE = "from rayfcp.plan.compiled import compiled\n\n\n@compiled\ndef doubled(number):\n    return 2 * number\n"
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from kernel import doubled
-print(doubled(21), sum(doubled.stats.cache_hits.values()))
+from rayfcp.plan.compiled import is_kept
+print(is_kept(doubled), doubled(21), sum(doubled.stats.cache_hits.values()))
 """
 
 
@@ -21,13 +27,19 @@ def run(folder: Path) -> str:
     return done.stdout.strip()
 
 
+def test_a_strategy_that_has_planned_compiles_nothing_more() -> None:
+    cluster = ClusterSpec(num_ranks=2, max_tokens_per_rank=64)
+    plan_batch(batch_of([50, 9]), cluster=cluster, cost=UNIT, strategy="flex-ring")
+    assert not compiles_first("flex-ring") and not compiles_first("static-cp")
+
+
 def test_kept_and_made_anew(tmp_path: Path) -> None:
     (tmp_path / "kernel.py").write_text(SOURCE)
-    assert run(tmp_path) == "42 0"
-    assert run(tmp_path) == "42 1"
+    assert run(tmp_path) == "False 42 0"
+    assert run(tmp_path) == "True 42 1"
     (index,) = tmp_path.rglob("*.nbi")
     with index.open("rb") as file:
         version = pickle.load(file)
     index.write_bytes(pickle.dumps(version) + b"ca_module_that_has_moved\nname\n.")
-    assert run(tmp_path) == "42 0"
-    assert run(tmp_path) == "42 1"
+    assert run(tmp_path) == "False 42 0"
+    assert run(tmp_path) == "True 42 1"
