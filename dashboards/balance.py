@@ -9,12 +9,15 @@ from dashboards.queries import EVENTS, RUN, of, recorded
 OVER_USUAL = recorded("run_rank:rayfcp_worker_busy_seconds:over_median")
 GAP = ((None, GREEN), (1.2, YELLOW), (1.5, RED))
 SPEED = ((None, RED), (0.8, GREEN))
+NO_PICTURES = "no pictures"
+"""What stands in panels of models that do not see."""
+
 ON_CPUS = " On CPUs alone: accelerators do not tell waits from work."
 
 
 def balance() -> dashboard.Dashboard:
     about = "How evenly plans share out work, memory and messages, and how evenly ranks carry them out."
-    return board("Balance", about=about, sections=[_now(), _plans(), _ranks(), _degrees()])
+    return board("Balance", about=about, sections=[_now(), _pictures(), _plans(), _ranks(), _degrees()])
 
 
 def _now() -> Section:
@@ -72,6 +75,51 @@ def _ranks_now() -> tuple[Panel, ...]:
             about=f"Own time of the busiest rank in the last step, over the median rank's.{ON_CPUS}",
             steps=GAP,
             decimals=2,
+        ),
+    )
+
+
+def _pictures() -> Section:
+    encode_s = f"max by (run) ({of('worker_encode_seconds')})"
+    return Section(
+        title="Pictures",
+        panels=(
+            number(
+                "Imbalance: encoder",
+                Line(expr=of("imbalance_ratio", 'resource="encoder"')),
+                unit="percentunit",
+                about="Of the last plan, by seconds of the vision encoder: (max - mean) / max over ranks. 0 is even.",
+                width=8,
+                steps=HIGH_IS_BAD,
+                empty=NO_PICTURES,
+            ),
+            number(
+                "Slowest encoder",
+                Line(expr=encode_s),
+                unit="s",
+                about="The vision encoder of the rank that took longest for it in the last step: forward "
+                "passes, and handing out their features.",
+                width=8,
+                empty=NO_PICTURES,
+            ),
+            number(
+                "Encoder's share of the step",
+                Line(expr=f"{encode_s} / max by (run) ({of('step_seconds')})"),
+                unit="percentunit",
+                about="Of the slowest encoder, in the last step. Its backward passes run with the model's and are not "
+                "in it.",
+                width=8,
+                empty=NO_PICTURES,
+            ),
+            rows(
+                "Encoder time by rank: $run",
+                Line(expr=f"max by (rank) ({of('worker_encode_seconds')})", legend="{{rank}}"),
+                unit="s",
+                axis="rank",
+                about="How long each device's vision encoder took in the last step. A row that stays bright beside "
+                "dark ones has more pictures than they, or is slow.",
+                empty=NO_PICTURES,
+            ),
         ),
     )
 

@@ -44,11 +44,19 @@ class Line:
 
 
 def number(
-    title: str, line: Line, *, unit: str, about: str, width: int = 3, steps: Steps = ((None, BLUE),), decimals: int = 1
+    title: str,
+    line: Line,
+    *,
+    unit: str,
+    about: str,
+    width: int = 3,
+    steps: Steps = ((None, BLUE),),
+    decimals: int = 1,
+    empty: str = "-",
 ) -> Panel:
-    """The value now, large, with its course behind it."""
+    """The value now, large, with its course behind it. `empty`: what stands there without one."""
     panel = stat.Panel().title(title).description(about).datasource(DATA).span(width).height(4)
-    panel = panel.unit(unit).decimals(decimals).thresholds(_thresholds(steps)).no_value("-")
+    panel = panel.unit(unit).decimals(decimals).thresholds(_thresholds(steps)).no_value(empty)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
     panel = panel.graph_mode(common_models.BigValueGraphMode.AREA).color_mode(common_models.BigValueColorMode.VALUE)
     return _with_lines(panel, [line])
@@ -95,9 +103,11 @@ def bars(title: str, *lines: Line, about: str, unit: str = "short", width: int =
     return _with_lines(panel.legend(_legend(width, "sum")).tooltip(_tooltip()), lines)
 
 
-def rows(title: str, line: Line, *, unit: str, about: str, axis: str) -> Panel:
-    """A heat map with a row for each series, once for each chosen run."""
+def rows(title: str, line: Line, *, unit: str, about: str, axis: str, empty: str = "") -> Panel:
+    """A heat map with a row for each series, once for each chosen run. `empty`: what stands there without one."""
     panel = _heat(title, about=about, unit=unit, width=24, height=9, axis=axis)
+    if empty:
+        panel = panel.no_value(empty)
     return _with_lines(panel.repeat("run").repeat_direction("h").max_per_row(2), [line])
 
 

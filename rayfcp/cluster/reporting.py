@@ -18,7 +18,7 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog, read_steps
-from rayfcp.values import StepReport
+from rayfcp.values import SpanKind, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,16 @@ def picture_of(step: int, *, groups: PlannedGroups, ranks: Sequence[RankReport])
     return Picture(step=step, planned=tuple(planned), measured=spans_of(ranks))
 
 
+def worker_of(report: RankReport) -> Worker:
+    """What the metrics tell of a device."""
+    return Worker(
+        rank=report.number,
+        step_s=report.step_s,
+        busy_s=report.step_s - report.wait_s,
+        encode_s=sum(span.duration_s for span in report.spans if span.kind is SpanKind.ENCODE),
+    )
+
+
 def _loggers(config: Config, *, run_dir: Path, resume_step: int, say: Say) -> Loggers:
     given = flat(config.model_dump(mode="json"))
     about = About(name=config.run.name, run_dir=run_dir, config=given, resume_step=resume_step)
@@ -125,7 +135,7 @@ class Journal:
         """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
         disk stops no training: the line is written later."""
         self.metrics.observe_workers(
-            [Worker(rank=each.number, step_s=each.step_s, busy_s=each.step_s - each.wait_s) for each in ranks],
+            [worker_of(each) for each in ranks],
             memory=[each.memory_bytes for each in ranks],
             picture=picture_of(report.step, groups=groups, ranks=ranks),
         )

@@ -51,11 +51,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """A device in the last step; `busy_s` without waiting for others, NaN where that is not known."""
+    """A device in the last step; `busy_s` without waiting for others, NaN where that is not known; `encode_s`: of its
+    vision encoder, 0 where it saw no pictures."""
 
     rank: int
     step_s: float
     busy_s: float
+    encode_s: float = 0.0
     speed: float = math.nan
 
 

@@ -50,6 +50,7 @@ class MetricsExporter:
         self._series.set("devices_wanted", wanted)
         self._counted_to = 0
         self._speeds: dict[int, float] = {}
+        self._sees = False
         pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
         self._server = RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
         self.port, self.target = self._server.port, self._server.target
@@ -98,12 +99,16 @@ class MetricsExporter:
         self._live.observe(report, goodput=goodput)
 
     def observe_workers(self, workers: Sequence[Worker], *, memory: Sequence[dict[str, int]], picture: Picture) -> None:
-        """What each device did in the last step, and its memory by kind, e.g. `resident`, `allocated`, `peak`."""
+        """What each device did in the last step, and its memory by kind, e.g. `resident`, `allocated`, `peak`. Once
+        one has seen a picture, the encoder of each is told, be it 0."""
+        self._sees = self._sees or any(each.encode_s for each in workers)
         for each, kinds in zip(workers, memory, strict=True):
             rank = str(each.rank)
             self._series.set("worker_step_seconds", each.step_s, rank=rank)
             if math.isfinite(each.busy_s):
                 self._series.set("worker_busy_seconds", each.busy_s, rank=rank)
+            if self._sees:
+                self._series.set("worker_encode_seconds", each.encode_s, rank=rank)
             for kind, num_bytes in kinds.items():
                 self._series.set("worker_memory_bytes", num_bytes, rank=rank, kind=kind)
         speeds = [dataclasses.replace(each, speed=self._speeds.get(each.rank, math.nan)) for each in workers]

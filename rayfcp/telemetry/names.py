@@ -89,6 +89,12 @@ METRICS: tuple[Metric, ...] = (
     _gauge("worker_speed_ratio", "1", "Speed of a rank over that of a usual one, from measured steps; CPUs only", RANK),
     _gauge("worker_step_seconds", "seconds", "A device's last step, waiting for others included", RANK),
     _gauge("worker_busy_seconds", "seconds", "A device's last step without waiting for others; CPUs only", RANK),
+    _gauge(
+        "worker_encode_seconds",
+        "seconds",
+        "A device's vision encoder in the last step, forward and handing out its features; models that see only",
+        RANK,
+    ),
     _gauge("worker_memory_bytes", "bytes", "Memory of a device: resident, allocated or peak", RANK, "kind"),
     _counter("tokens_total", "tokens", "Tokens trained on", kept=Kept.STEPS),
     _counter("sequences_total", "sequences", "Sequences trained on", kept=Kept.STEPS),

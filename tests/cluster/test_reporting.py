@@ -15,6 +15,7 @@ from rayfcp.cluster.reporting import Journal, picture_of
 from rayfcp.cluster.resuming import put_aside
 from rayfcp.config import Config
 from rayfcp.telemetry.steps import read_steps
+from rayfcp.values import Span, SpanKind
 from tests.cluster.runs import run_config
 from tests.cluster.test_observing import GROUPS, PLAN, reports
 from tests.telemetry.samples import report
@@ -59,6 +60,24 @@ def test_counts_go_on_and_the_page_shows_steps_of_earlier_lives(config: Config) 
         assert [panel["name"] for panel in state["picture"]["panels"]] == ["planned", "measured"]
         assert [each["rank"] for each in state["workers"]] == [0, 1, 2]
     assert [each.step for each in read_steps(Path(config.run_dir) / "steps.jsonl")] == [1, 2, 3, 4]
+
+
+def test_encoders_are_told_of_models_that_see(config: Config) -> None:
+    """The spans of all microbatches together; nothing of a model that does not."""
+
+    def seen(seconds: float) -> tuple[Span, ...]:
+        span = Span(rank=1, stage=0, kind=SpanKind.ENCODE, label="encode 0", start_s=5.0, stop_s=5.0 + seconds)
+        return (span, replace(span, label="encode 1", start_s=9.0, stop_s=9.5))
+
+    devices = reports()
+    sighted = [devices[0], replace(devices[1], spans=(*devices[1].spans, *seen(0.25))), devices[2]]
+    with life(config, resume_step=0) as journal:
+        commit(journal, 1)
+        assert journal.metrics.value("worker_encode_seconds", rank="1") is None
+        journal.commit(report(2, imbalance=replace(report().imbalance, encoder=0.5)), sighted)
+        told = [journal.metrics.value("worker_encode_seconds", rank=rank) for rank in "012"]
+        assert told == [0.0, 0.75, 0.0]
+        assert journal.metrics.value("imbalance_ratio", resource="encoder") == 0.5
 
 
 @pytest.mark.parametrize(("after_step", "num_tokens", "resizes"), [(0, 0, 0), (2, 2000, 1)])

@@ -26,6 +26,11 @@ class Expression:
     text: str
     instant: bool = False
 
+    @property
+    def of_pictures(self) -> bool:
+        """Whether only models that see have such series."""
+        return "encode" in self.text
+
 
 def boards() -> dict[str, dict[str, Any]]:
     """The committed boards by their files' names."""

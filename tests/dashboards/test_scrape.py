@@ -1,12 +1,17 @@
 """A real Prometheus finds the runs of a folder and reads them, with a token where they ask for one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rayfcp.telemetry.live import Worker
 from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.picture import Picture
 from tests.cluster.light import until
-from tests.dashboards.prometheus import Prometheus, quick_config
+from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
+from tests.dashboards.promql import of_boards, substituted
+from tests.telemetry.samples import report
 
 
 def up(prometheus: Prometheus) -> dict[str, float]:
@@ -28,6 +33,39 @@ def test_runs_that_come_and_go(tmp_path: Path) -> None:
         finally:
             for run in runs:
                 run.close()
+
+
+def test_panels_of_pictures_have_data_where_a_model_sees_and_none_elsewhere(tmp_path: Path) -> None:
+    runs = {name: MetricsExporter(name, run_dir=tmp_path / name) for name in ("sees", "reads")}
+
+    def shown(prometheus: Prometheus, run: str) -> dict[str, list[float]]:
+        """By panel."""
+        asked = {
+            each.place: substituted(each.text, runs=[run], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=60)
+            for each in of_boards()
+            if each.of_pictures
+        }
+        found = {place: prometheus.ask("query", query=text)["result"] for place, text in asked.items()}
+        return {place: sorted(float(each["value"][1]) for each in series) for place, series in found.items()}
+
+    try:
+        for name, (encoder, seconds) in {"sees": (0.5, (0.0, 0.75)), "reads": (None, (0.0, 0.0))}.items():
+            workers = [Worker(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seconds)]
+            runs[name].observe_workers(workers, memory=[{}, {}], picture=Picture(step=1))
+            told = report(step_s=2.0, imbalance=replace(report().imbalance, encoder=encoder))
+            runs[name].observe_step(told, goodput=1.0)
+        with Prometheus(tmp_path / "prometheus", config=quick_config(tmp_path)) as prometheus:
+            until(lambda: up(prometheus) == {"sees": 1.0, "reads": 1.0})
+            assert shown(prometheus, "sees") == {
+                "balance.json, Imbalance: encoder, A": [0.5],
+                "balance.json, Slowest encoder, A": [0.75],
+                "balance.json, Encoder's share of the step, A": [0.375],
+                "balance.json, Encoder time by rank: $run, A": [0.0, 0.75],
+            }
+            assert not any(shown(prometheus, "reads").values())
+    finally:
+        for run in runs.values():
+            run.close()
 
 
 @pytest.mark.parametrize("knows", [True, False])

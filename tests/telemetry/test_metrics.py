@@ -24,8 +24,8 @@ gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_
 context_parallel_degree_bucket world_size goodput_ratio process_group_seconds process_groups checkpoint_seconds
 worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_steps_total resizes_total
 snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds predicted_seconds num_microbatches
-strategy_steps_total worker_busy_seconds devices_standing_by devices_wanted checkpoints_total checkpoint_step
-straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
+strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by devices_wanted checkpoints_total
+checkpoint_step straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
 NOTHING = Picture(step=0)
 
 
@@ -38,7 +38,7 @@ def exporter(tmp_path: Path) -> Iterator[MetricsExporter]:
 
 def work(exporter: MetricsExporter, *ranks: int) -> None:
     """A step of these devices."""
-    workers = [Worker(rank=rank, step_s=1.5, busy_s=1.0) for rank in ranks]
+    workers = [Worker(rank=rank, step_s=1.5, busy_s=1.0, encode_s=0.25) for rank in ranks]
     exporter.observe_workers(workers, memory=[{"resident": 7, "peak": 9}] * len(ranks), picture=NOTHING)
 
 
@@ -102,6 +102,15 @@ def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> No
     exporter.observe_workers(workers, memory=kinds, picture=NOTHING)
     assert exporter.value("worker_busy_seconds", rank="0") == 1.5
     assert exporter.value("worker_busy_seconds", rank="1") is None
+
+
+def test_encoders_are_told_once_pictures_were_seen(exporter: MetricsExporter) -> None:
+    for seen, told in (((0.0, 0.0), None), ((0.0, 0.5), 0.0), ((0.25, 0.0), 0.25), ((0.0, 0.0), 0.0)):
+        workers = [Worker(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seen)]
+        exporter.observe_workers(workers, memory=[{}, {}], picture=NOTHING)
+        assert exporter.value("worker_encode_seconds", rank="0") == told
+    exporter.keep_ranks(1)
+    assert exporter.value("worker_encode_seconds", rank="1") is None
 
 
 def test_counters_are_there_before_they_count(exporter: MetricsExporter) -> None:
