@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from tables import lengths_name, say
 
-from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of
+from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
 from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.setting import Setting
 from rayfcp.config import ConfigError
@@ -147,7 +147,7 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
     options = OPTIONS.model_copy(update={"max_microbatches": bench.max_microbatches})
     for name in names:
         say(f"  {name} on {bench.num_ranks} ranks")
-        plan, _ = plan_timed(sequences_of(lengths), strategy=name, setting=bench.setting, options=options)
+        plan, _ = plan_timed(sequences_of_rows(lengths), strategy=name, setting=bench.setting, options=options)
         if plan.microbatches not in known:
             known[plan.microbatches] = _tried(plan, lengths, bench=bench)
         found[name] = known[plan.microbatches]
@@ -161,7 +161,7 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
 def blocks_plan(lengths: Lengths, *, bench: Bench, options: BlockOptions) -> BatchPlan:
     """`flex-block` with options of its own."""
     setting = bench.setting
-    found = propose_blocks(sequences_of(lengths), cluster=setting.cluster, cost=setting.cost, options=options)
+    found = propose_blocks(sequences_of_rows(lengths), cluster=setting.cluster, cost=setting.cost, options=options)
     return BatchPlan(
         strategy="flex-block",
         num_ranks=bench.num_ranks,
@@ -176,7 +176,7 @@ def blocks_plan(lengths: Lengths, *, bench: Bench, options: BlockOptions) -> Bat
 
 def trial(plan: BatchPlan, lengths: Lengths, *, bench: Bench) -> Trial:
     """Lower, simulate, measure."""
-    programs = lower(plan, sequences_of(lengths), primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences_of_rows(lengths), primitives=ALL_PRIMITIVES)
     nodes = bench.setting.cluster.node_of_rank
     timeline = simulate(programs, model=bench.model, hardware=bench.hardware, node_of_rank=nodes)
     kernels_s, imbalance = bench.kernels_s(lengths), timeline.imbalance

@@ -14,7 +14,7 @@ from rayfcp.bench.ranks import run_ranks
 from rayfcp.bench.results import Entry, Found, Kernel, median_of
 from rayfcp.bench.tensors import Batch, Outcome, dense, random_batch
 from rayfcp.bench.turns import Stopwatch
-from rayfcp.compare.lengths import sequences_of
+from rayfcp.compare.lengths import sequences_of_rows
 from rayfcp.execute.kernels import AttentionKernel, pick_kernel
 from rayfcp.plan import attention_flops, hardware_profile, model_profile
 from rayfcp.values import InfeasiblePlanError
@@ -37,7 +37,7 @@ def bench_attention(asked: Asked, *, say: Say = lambda _: None) -> Found:
         dtype = getattr(torch, asked.dtype)
         batch = random_batch(lengths, model=model, device=device, dtype=dtype, seed=asked.seed)
         truth, single = _single(batch, kernel, rounds=asked.rounds)
-        flops = attention_flops(model, sequences_of(lengths))
+        flops = attention_flops(model, sequences_of_rows(lengths))
         return Found(
             asked=asked,
             device_name=device_name(device),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rayfcp.bench.asked import BYTES, Asked
-from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of
+from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
 from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.setting import Setting
 from rayfcp.config import ConfigError
@@ -87,7 +87,7 @@ def planned(name: str, lengths: Sequence[int], *, asked: Asked) -> Planned:
         InfeasiblePlanError: the strategy has none.
         ValueError: training does not run what it plans.
     """
-    sequences = sequences_of(tuple(lengths))
+    sequences = sequences_of_rows(tuple(lengths))
     setting = _setting(asked)
     blocks = OPTIONS.blocks.model_copy(update={"block_tokens": asked.block_tokens})
     options = OPTIONS.model_copy(update={"blocks": blocks})

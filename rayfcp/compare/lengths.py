@@ -70,7 +70,7 @@ def draw_batches(
         check_seen(rows, source=source, model=model)
     windows = model.windows if model else ()
     return tuple(
-        sequences_of([cut(row, max_seqlen) for row in rows[first : first + global_batch]], windows=windows)
+        sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + global_batch]], windows=windows)
         for first in range(0, needed, global_batch)
     )
 
@@ -80,7 +80,7 @@ def lengths_of(batches: Sequence[Batch]) -> list[int]:
     return [sequence.num_tokens for batch in batches for sequence in batch]
 
 
-def sequences_of(rows: Sequence[Row], *, windows: Windows = ()) -> Batch:
+def sequences_of_rows(rows: Sequence[Row], *, windows: Windows = ()) -> Batch:
     """Causal sequences whose ids are their positions, for a model with these kinds of layers."""
     return tuple(
         SequenceSpec(id=index, num_tokens=row, num_targets=row - 1, windows=windows)

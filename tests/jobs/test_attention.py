@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.compare.lengths import sequences_of
+from rayfcp.compare.lengths import sequences_of_rows
 from rayfcp.config import ConfigError
 from rayfcp.program import check_programs, lower
 
@@ -111,7 +111,7 @@ def test_random_order_moves_the_same(scripts: Any, lengths: tuple[int, ...], num
     for step in random.rounds:
         targets = [transfer.target for transfer in step.transfers]
         assert len(set(targets)) == len(targets)
-    sequences = sequences_of(lengths)
+    sequences = sequences_of_rows(lengths)
     check_programs(lower(scripts.block_ablation._with(plan, random), sequences), sequences)
 
 
