@@ -12,12 +12,11 @@ import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
-from tables import lengths_name, say
+from tables import lengths_name, parser_of_draws, say
 
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
 from rayfcp.compare.planning import OPTIONS, plan_timed
@@ -223,20 +222,8 @@ def priced(found: Mapping[str, Trial]) -> str:
 
 def parser_of(doc: str | None, *, lengths: Sequence[str] = LENGTHS) -> argparse.ArgumentParser:
     """A parser with the options that all these scripts take."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3-70b", help="name or YAML path (default: llama3-70b)")
-    parser.add_argument("--hardware", default="gpu-x", help="name or YAML path (default: gpu-x)")
-    parser.add_argument(
-        "--lengths",
-        nargs="+",
-        default=list(lengths),
-        metavar="FILE",
-        help=f"files of lengths, or dist:NAME (default: {' '.join(lengths)})",
-    )
+    parser = parser_of_draws(doc, model="llama3-70b", lengths=lengths, hardware="gpu-x", batches=1)
     parser.add_argument("--tokens-per-rank", type=int, default=32_768, help="default: 32768")
-    parser.add_argument("--batches", type=int, default=1, help="batches that figures are means of (default: 1)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="file for inputs and rows")
     return parser
 
 

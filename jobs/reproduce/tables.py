@@ -26,6 +26,18 @@ def parser_of(
     max_seqlen: int = 131_072,
 ) -> argparse.ArgumentParser:
     """A parser with the options that most scripts take; the keywords (of lengths several) are defaults."""
+    parser = parser_of_draws(doc, model=model, lengths=lengths, hardware=hardware, batches=batches)
+    parser.add_argument("--global-batch", type=int, default=512, help="sequences in a batch (default: 512)")
+    parser.add_argument(
+        "--max-seqlen", type=int, default=max_seqlen, help=f"longer ones are cut (default: {max_seqlen})"
+    )
+    return parser
+
+
+def parser_of_draws(
+    doc: str | None, *, model: str | None, lengths: Sequence[str], hardware: str, batches: int
+) -> argparse.ArgumentParser:
+    """Without what says how large a batch is."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     if model is not None:
         parser.add_argument("--model", default=model, help=f"name or YAML path (default: {model})")
@@ -37,12 +49,8 @@ def parser_of(
         metavar="FILE",
         help=f"files of lengths, or dist:NAME (default: {' '.join(lengths)})",
     )
-    parser.add_argument("--global-batch", type=int, default=512, help="sequences in a batch (default: 512)")
     parser.add_argument(
         "--batches", type=int, default=batches, help=f"batches that figures are means of (default: {batches})"
-    )
-    parser.add_argument(
-        "--max-seqlen", type=int, default=max_seqlen, help=f"longer ones are cut (default: {max_seqlen})"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="file for inputs and rows")
