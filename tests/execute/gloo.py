@@ -1,16 +1,18 @@
-"""Cases on real processes over gloo."""
+"""Real processes that meet over gloo: work on each, what each finds, and cases on them."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, join_world, leave_world
+from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.sharding import ShardedModel
@@ -37,34 +39,61 @@ def listening_store() -> dist.TCPStore:
         )
 
 
-def run_on_gloo(cases: Sequence[Case], *, dtypes: Sequence[str]) -> Found:
-    """(case index, dtype) -> loss and whole gradients, from as many processes as the largest case needs."""
+def client_of(port: int) -> dist.TCPStore:
+    """Of the `listening_store` on this port."""
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
+
+
+def on_processes(work: Callable[..., Any], *given: Any, size: int) -> list[Any]:
+    """What `work(number, client, *given)` returns in each of `size` processes; `client`: of their common store. None
+    ends before all are done."""
     with TemporaryDirectory() as folder:
         store = listening_store()
-        size = max(case.num_ranks for case in cases)
-        mp.spawn(_process, args=(store.port, tuple(cases), tuple(dtypes), folder), nprocs=size)
-        return torch.load(Path(folder) / "found.pt", weights_only=True)
+        mp.spawn(_process, args=(store.port, folder, size, work, given), nprocs=size)
+        return [torch.load(Path(folder) / f"{number}.pt", weights_only=False) for number in range(size)]
 
 
-def _process(rank: int, port: int, cases: Sequence[Case], dtypes: Sequence[str], folder: str) -> None:
+def _process(number: int, port: int, folder: str, size: int, work: Callable[..., Any], given: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    client = client_of(port)
+    torch.save(work(number, client, *given), Path(folder) / f"{number}.pt")
+    wait_for_all(client, "done", number=number, size=size)
+
+
+def wait_for_all(client: dist.Store, what: str, *, number: int, size: int) -> None:
+    """Until all processes are here; `what`: another word each time."""
+    client.set(f"{what}-{number}", "1")
+    client.wait([f"{what}-{other}" for other in range(size)])
+
+
+@contextmanager
+def joined(place: Place, client: dist.Store, *, name: str, max_groups: int = 16) -> Iterator[World]:
+    """The world of the devices that join under this name; left at the end."""
+    store = dist.PrefixStore(name, client)
+    device = torch.device("cpu")
+    world = join_world(place=place, store=lambda: store, device=device, timeout_s=60, max_groups=max_groups)
+    yield world
+    leave_world(world)
+
+
+def run_on_gloo(cases: Sequence[Case], *, dtypes: Sequence[str]) -> Found:
+    """(case index, dtype) -> loss and whole gradients, from as many processes as the largest case needs."""
+    size = max(case.num_ranks for case in cases)
+    return on_processes(_run_all, tuple(cases), tuple(dtypes), size=size)[0]
+
+
+def _run_all(rank: int, client: dist.Store, cases: Sequence[Case], dtypes: Sequence[str]) -> Found:
     found: Found = {}
     for dtype in dtypes:
         for index, case in enumerate(cases):
             if rank < case.num_ranks:
-                store = dist.PrefixStore(f"{dtype}-{index}", client)
-                found[index, dtype] = _run(case, dtype, rank=rank, store=store)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    client.set(f"done-{rank}", "1")
-    client.wait([f"done-{other}" for other in range(max(case.num_ranks for case in cases))])
+                place = Place(rank=rank, num_ranks=case.num_ranks)
+                with joined(place, client, name=f"{dtype}-{index}") as world:
+                    found[index, dtype] = _run(case, dtype, world)
+    return found
 
 
-def _run(case: Case, dtype: str, *, rank: int, store: dist.Store) -> tuple[float, Gradients]:
-    device = torch.device("cpu")
-    place = Place(rank=rank, num_ranks=case.num_ranks)
-    world = join_world(place=place, store=lambda: store, device=device, timeout_s=60)
+def _run(case: Case, dtype: str, world: World) -> tuple[float, Gradients]:
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
     model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
     if case.compiled:
@@ -72,10 +101,9 @@ def _run(case: Case, dtype: str, *, rank: int, store: dist.Store) -> tuple[float
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[rank]
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.place.rank]
     done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     total = torch.tensor(done.loss_sum, dtype=torch.float64)
     dist.all_reduce(total, group=world.channels.control)
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in model.named_parameters()}
-    leave_world(world)
     return float(total) / case.num_targets, gradients

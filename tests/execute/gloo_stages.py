@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from rayfcp.execute.groups import Channels, Place, World, join_world, leave_world
+from rayfcp.execute.groups import Channels, Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.pipes import Pipes
@@ -19,7 +16,7 @@ from rayfcp.execute.transport import DistributedTransport
 from rayfcp.models.build import DTYPES, sharded_model
 from rayfcp.models.causal_lm import CausalLM
 from tests.execute.cases import SEED, CaseTokens, Gradients
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.execute.staged import HIDDEN_SIZE, StagedCase
 
 
@@ -49,27 +46,17 @@ Found = dict[int, list[tuple[float, Gradients]]]
 
 def run_on_gloo(runs: Sequence[Run]) -> Found:
     """By run, then step: loss and whole gradients; from as many processes as the largest run needs."""
-    with TemporaryDirectory() as folder:
-        store = listening_store()
-        mp.spawn(_process, args=(store.port, tuple(runs), folder), nprocs=max(run.num_devices for run in runs))
-        return torch.load(Path(folder) / "found.pt", weights_only=True)
+    return on_processes(_run_all, tuple(runs), size=max(run.num_devices for run in runs))[0]
 
 
-def _process(number: int, port: int, runs: Sequence[Run], folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _run_all(number: int, client: dist.Store, runs: Sequence[Run]) -> Found:
     found: Found = {}
     for index, run in enumerate(runs):
         if number < run.num_devices:
             place = Place.of(number, num_ranks=run.num_ranks, num_stages=run.num_stages)
-            store = dist.PrefixStore(f"{index}", client)
-            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-            found[index] = _run(run, world)
-            leave_world(world)
-    if number == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    client.set(f"done-{number}", "1")
-    client.wait([f"done-{other}" for other in range(max(run.num_devices for run in runs))])
+            with joined(place, client, name=f"{index}") as world:
+                found[index] = _run(run, world)
+    return found
 
 
 def _run(run: Run, world: World) -> list[tuple[float, Gradients]]:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rayfcp.execute.checkpoint import CheckpointWriter
+from rayfcp.execute.groups import Place
 from rayfcp.execute.reports import SavedPart
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 
 ROWS, COLUMNS = 64, 257
 
@@ -22,25 +22,17 @@ Writes = Callable[[CheckpointWriter, nn.Module, torch.optim.Optimizer, Path], li
 
 def write_on_gloo(writes: Writes, folder: Path, *, size: int) -> list[list[SavedPart | None]]:
     """What `writes` gives on each of `size` ranks that share a matrix by rows."""
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, size, writes, str(folder)), nprocs=size)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(size)]
+    return on_processes(_write, size, writes, folder, size=size)
 
 
-def _process(rank: int, port: int, size: int, writes: Writes, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    mesh = init_device_mesh("cpu", (size,))
-    torch.manual_seed(0)
-    module = nn.Module()
-    module.weight = nn.Parameter(distribute_tensor(torch.randn(ROWS, COLUMNS), mesh, [Shard(0)]))
-    optimizer = torch.optim.AdamW(module.parameters())
-    control = dist.new_group(backend="gloo")
-    found = writes(CheckpointWriter(control), module, optimizer, Path(folder))
-    torch.save(found, Path(folder) / f"found-{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def _write(rank: int, client: dist.Store, size: int, writes: Writes, folder: Path) -> list[SavedPart | None]:
+    with joined(Place(rank=rank, num_ranks=size), client, name="saving") as world:
+        mesh = init_device_mesh("cpu", (size,))
+        torch.manual_seed(0)
+        module = nn.Module()
+        module.weight = nn.Parameter(distribute_tensor(torch.randn(ROWS, COLUMNS), mesh, [Shard(0)]))
+        optimizer = torch.optim.AdamW(module.parameters())
+        return writes(CheckpointWriter(world.channels.control), module, optimizer, folder)
 
 
 def save_with_one_full_disk(

@@ -15,7 +15,7 @@ from rayfcp.execute.groups import Place
 from rayfcp.execute.meeting import Meeting
 from rayfcp.execute.membership import Membership, abort_accelerator
 from rayfcp.execute.reports import CollectiveFailedError
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import client_of, listening_store
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_join_that_waits_for_others_is_ended() -> None:
         def set(self, key: str, value: Any) -> None:
             client.set(key, value)
 
-    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client = client_of(store.port)
     inner = Client()
 
     def abort() -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from rayfcp.execute.groups import Place, World, join_world, leave_world
-from tests.execute.gloo import listening_store
+from rayfcp.execute.groups import Place, World
+from tests.execute.gloo import joined, on_processes
 
-CPU = torch.device("cpu")
 WORLDS = ((1, 3, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1))
 """Stages, ranks and tensor-parallel devices of one generation after another, in the same processes."""
 
@@ -24,35 +21,26 @@ NUM_PROCESSES = max(math.prod(world) for world in WORLDS)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each rank saw, by rank."""
-    folder = tmp_path_factory.mktemp("groups")
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
-    return {str(rank): json.loads((folder / f"{rank}.json").read_text()) for rank in range(NUM_PROCESSES)}
+def found() -> list[dict[str, Any]]:
+    """What each process saw."""
+    return on_processes(_join_all, size=NUM_PROCESSES)
 
 
-def _process(rank: int, port: int, folder: str) -> None:
+def _join_all(number: int, client: dist.Store) -> dict[str, Any]:
     # Without warming, gloo would now open a connection when it is first used.
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
     facts: dict[str, Any] = {"generations": []}
     for generation, (stages, ranks, tensor) in enumerate(WORLDS):
-        if rank < stages * ranks * tensor:
-            store = dist.PrefixStore(f"generation-{generation}", client)
-            place = Place.of(rank, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
-            world = join_world(place=place, store=lambda store=store: store, device=CPU, timeout_s=30, max_groups=5)
-            facts.setdefault("sockets", []).append(_sockets_before_and_after_traffic(world))
-            joined = world.cache.num_joined
-            if generation == 0:
-                facts["cache"] = _cache(world)
-            facts["generations"].append(_generation(world) | {"joined": joined})
-            leave_world(world)
+        if number < stages * ranks * tensor:
+            place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+            with joined(place, client, name=f"generation-{generation}", max_groups=5) as world:
+                facts.setdefault("sockets", []).append(_sockets_before_and_after_traffic(world))
+                num_joined = world.cache.num_joined
+                if generation == 0:
+                    facts["cache"] = _cache(world)
+                facts["generations"].append(_generation(world) | {"joined": num_joined})
             facts["generations"][-1]["left"] = not dist.is_initialized() and len(world.cache) == 0
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
-    client.set(f"done-{rank}", "1")
-    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
+    return facts
 
 
 def _sum_of_ranks(group: dist.ProcessGroup) -> float:
@@ -127,17 +115,17 @@ def _num_sockets() -> int:
     return sum(link.is_socket() for link in Path("/proc/self/fd").iterdir())
 
 
-def test_channels_in_every_generation(found: dict[str, dict[str, Any]]) -> None:
+def test_channels_in_every_generation(found: list[dict[str, Any]]) -> None:
     """Joined, left and joined again as another world, by processes that live on. A channel holds the devices that
     differ from this one in what the channel is for, and in nothing else."""
     differ = {"shard": "rank", "attend": "rank", "pipe_forward": "stage", "pipe_backward": "stage"}
     differ["tensor"] = "tensor_rank"
-    for number, facts in found.items():
-        worlds = [world for world in WORLDS if int(number) < math.prod(world)]
+    for number, facts in enumerate(found):
+        worlds = [world for world in WORLDS if number < math.prod(world)]
         assert len(facts["generations"]) == len(worlds)
         for (stages, ranks, tensor), each in zip(worlds, facts["generations"], strict=True):
             places = list(itertools.product(range(stages), range(ranks), range(tensor)))
-            own = dict(zip(("stage", "rank", "tensor_rank"), places[int(number)], strict=True))
+            own = dict(zip(("stage", "rank", "tensor_rank"), places[number], strict=True))
             shape = {"num_stages": stages, "num_ranks": ranks, "tensor_parallel": tensor}
             assert each["place"] == own | shape
             want = {"control": list(range(len(places)))}
@@ -154,8 +142,8 @@ def test_channels_in_every_generation(found: dict[str, dict[str, Any]]) -> None:
             assert each["distinct"] and each["named"] and each["timed"] and each["left"]
 
 
-def test_each_group_is_made_once_and_the_oldest_spare_goes(found: dict[str, dict[str, Any]]) -> None:
-    for facts in (facts for facts in found.values() if "cache" in facts):
+def test_each_group_is_made_once_and_the_oldest_spare_goes(found: list[dict[str, Any]]) -> None:
+    for facts in (facts for facts in found if "cache" in facts):
         cache = facts["cache"]
         assert cache["at first"] == 3 and cache["channel again"]
         assert cache["full"] == 5
@@ -168,8 +156,8 @@ def test_each_group_is_made_once_and_the_oldest_spare_goes(found: dict[str, dict
         assert cache["remade works"] == 3.0 and cache["channels work"] == 3.0
 
 
-def test_traffic_opens_no_connection(found: dict[str, dict[str, Any]]) -> None:
+def test_traffic_opens_no_connection(found: list[dict[str, Any]]) -> None:
     """All were opened when the channels were made."""
-    for facts in found.values():
+    for facts in found:
         for before, after in facts["sockets"]:
             assert before == after > 0

@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.data.prepare import prepare_local
 from tests.cluster.runs import write_texts
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import on_processes
 from tests.execute.test_worlds import Engine, config_of
 
 WORLD = (1, 2, 1)
@@ -20,10 +19,7 @@ WORLD = (1, 2, 1)
 def test_nothing_of_a_step_that_is_not_finite_stays(tmp_path: Path) -> None:
     write_texts(tmp_path)
     prepare_local(config_of(tmp_path, gather_every="microbatch").data, out_dir=str(tmp_path / "shards"))
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(tmp_path)), nprocs=2)
-    for rank in range(2):
-        losses, states = torch.load(tmp_path / f"{rank}.pt")
+    for losses, states in on_processes(_train, tmp_path, size=2):
         assert [math.isfinite(loss) for loss in losses] == [True, False, True]
         first, skipped, third = states
         assert first.keys() == skipped.keys() == third.keys()
@@ -34,11 +30,10 @@ def test_nothing_of_a_step_that_is_not_finite_stays(tmp_path: Path) -> None:
         assert not any(torch.equal(value, third[name]) for name, value in first.items() if value.numel())
 
 
-def _process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
-    config = config_of(Path(folder), gather_every="microbatch")
-    engine = Engine(config, open_dataset(config, data_dir=str(Path(folder) / "shards")), number=rank, world=WORLD)
+def _train(rank: int, client: dist.Store, folder: Path) -> tuple[list[float], list[dict[str, Any]]]:
+    """Losses, and what this rank holds after each step."""
+    config = config_of(folder, gather_every="microbatch")
+    engine = Engine(config, open_dataset(config, data_dir=str(folder / "shards")), number=rank, world=WORLD)
     engine.join(client)
     losses, states = [], []
     for step in range(1, 4):
@@ -49,8 +44,8 @@ def _process(rank: int, port: int, folder: str) -> None:
         states.append(_state(engine))
         if handle is not None:
             handle.remove()
-    torch.save((losses, states), Path(folder) / f"{rank}.pt")
     engine.engine.close()
+    return losses, states
 
 
 def _state(engine: Engine) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.groups import Place
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.generations import Device, Generation, Member
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import client_of, listening_store
 
 SCRIPT = (
     Generation(world=(1, 4, 1), members=(0, 1, 2, 3), steps=(1, 2), end="forward"),
@@ -81,7 +81,7 @@ def _process(me: int, port: int, folder: str) -> None:
         data,
         folder=Path(folder),
         me=me,
-        connect=lambda: dist.TCPStore("127.0.0.1", port, is_master=False),
+        connect=lambda: client_of(port),
     )
     member.run(SCRIPT)
     torch.save(member.found, Path(folder) / f"{me}.pt")

@@ -1,23 +1,21 @@
 """Several layers in a row on real gloo processes, tokens in the loop's own layout, against one process."""
 
 from collections.abc import Callable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from rayfcp.execute.attention import AttentionContext, attention
+from rayfcp.execute.groups import Place
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.schedule import make_ready
 from rayfcp.execute.transport import DistributedTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Layout, Mask, SequenceSpec
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_attention import specs
@@ -81,6 +79,9 @@ def expected(theirs: list[list[Piece]], dtype: torch.dtype) -> tuple[dict[int, T
     return outs, [parameter.grad for parameter in net.parameters()]
 
 
+Found = dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]]
+
+
 def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's outputs by piece, and the gradients of all ranks."""
     theirs, layout = CASES[index]
@@ -100,27 +101,19 @@ def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], l
     return list(out.detach().split([piece.num_tokens for piece in theirs[rank]])) if held else [], gradients
 
 
-def process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    found = {
-        (index, str(dtype)): run_case(index, dtype, rank)
-        for index in range(len(CASES))
-        for dtype in (torch.float32, torch.float64)
-    }
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def run_cases(rank: int, client: dist.Store) -> Found:
+    with joined(Place(rank=rank, num_ranks=NUM_RANKS), client, name="reshuffle"):
+        return {
+            (index, str(dtype)): run_case(index, dtype, rank)
+            for index in range(len(CASES))
+            for dtype in (torch.float32, torch.float64)
+        }
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]]]:
+def found() -> list[Found]:
     """What each process found in all cases."""
-    with TemporaryDirectory() as folder:
-        store = listening_store()
-        mp.spawn(process, args=(store.port, folder), nprocs=NUM_RANKS)
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(NUM_RANKS)]
+    return on_processes(run_cases, size=NUM_RANKS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

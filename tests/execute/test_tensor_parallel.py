@@ -1,18 +1,16 @@
 """Layers split over tensor-parallel devices: loss and gradients of a single process, on real gloo processes."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.config import ConfigError
 from rayfcp.config.architecture import ArchitectureConfig
 from rayfcp.config.models import ModelConfig, TrainConfig
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies
@@ -26,7 +24,7 @@ from rayfcp.program import lower
 from rayfcp.values import Primitive
 from tests.execute.calls import Calls
 from tests.execute.cases import SEED, VOCAB, Case, CaseTokens, assert_same, reference
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 
 
 def architecture(family: str, *, tied: bool) -> ArchitectureConfig:
@@ -91,28 +89,18 @@ LAYERS = 3
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("tensor")
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=max(run.num_devices for run in RUNS))
-    return torch.load(folder / "found.pt", weights_only=True)
+def found() -> list[dict[str, Any]]:
+    return on_processes(_run_all, size=max(run.num_devices for run in RUNS))[0]
 
 
-def _process(number: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _run_all(number: int, client: dist.Store) -> list[dict[str, Any]]:
     found = []
     for index, run in enumerate(RUNS):
         if number < run.num_devices:
             place = Place.of(number, num_ranks=run.case.num_ranks, tensor_parallel=run.tensor_parallel)
-            store = dist.PrefixStore(f"{index}", client)
-            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-            found.append(_run(run, world))
-            leave_world(world)
-    if number == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    client.set(f"done-{number}", "1")
-    client.wait([f"done-{other}" for other in range(max(run.num_devices for run in RUNS))])
+            with joined(place, client, name=f"{index}") as world:
+                found.append(_run(run, world))
+    return found
 
 
 def _run(run: Run, world: World) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.cluster.dataset import Dataset, open_dataset
 from rayfcp.cluster.planner import sequences_of
@@ -23,7 +22,7 @@ from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.values import ClusterSpec
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.calls import Calls
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import on_processes, wait_for_all
 from tests.execute.pipelined import pipelined
 from tests.plan.helpers import UNIT
 
@@ -117,16 +116,12 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     folder = tmp_path_factory.mktemp("worlds")
     write_texts(folder)
     prepare_local(config_of(folder, gather_every=request.param).data, out_dir=str(folder / "shards"))
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder), request.param), nprocs=NUM_PROCESSES + 1)
-    return [torch.load(folder / f"{number}.pt") for number in range(NUM_PROCESSES + 1)]
+    return on_processes(_train, folder, request.param, size=NUM_PROCESSES + 1)
 
 
-def _process(number: int, port: int, folder: str, gather_every: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
-    config = config_of(Path(folder), gather_every=gather_every)
-    data = open_dataset(config, data_dir=str(Path(folder) / "shards"))
+def _train(number: int, client: dist.Store, folder: Path, gather_every: str) -> list[dict[str, Any]]:
+    config = config_of(folder, gather_every=gather_every)
+    data = open_dataset(config, data_dir=str(folder / "shards"))
     done = []
     if number == NUM_PROCESSES:
         alone = Engine(config, data, number=0, world=(1, 1, 1))
@@ -138,13 +133,12 @@ def _process(number: int, port: int, folder: str, gather_every: str) -> None:
             made = Engine(config, data, number=number, world=world)
             made.join(dist.PrefixStore(str(index), client))
             if index:
-                made.engine.load(str(Path(folder) / f"saved-{index - 1}"))
+                made.engine.load(str(folder / f"saved-{index - 1}"))
             done += [made.step(STEPS * index + each) | {"world": index} for each in range(1, STEPS + 1)]
-            made.engine.begin_save(str(Path(folder) / f"saved-{index}"))
+            made.engine.begin_save(str(folder / f"saved-{index}"))
             made.engine.close()
-        client.set(f"left-{index}-{number}", "1")
-        client.wait([f"left-{index}-{other}" for other in range(NUM_PROCESSES + 1)])
-    torch.save(done, Path(folder) / f"{number}.pt")
+        wait_for_all(client, f"left-{index}", number=number, size=NUM_PROCESSES + 1)
+    return done
 
 
 def test_losses_and_norms_of_one_device(found: list[list[dict[str, Any]]]) -> None:

@@ -5,18 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from rayfcp.config import Config
 from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.checkpoint import CheckpointWriter
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.optimization import make_optimizer
 from rayfcp.models.build import sharded_model
 from rayfcp.models.export import export_checkpoint
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
 from tests.models.helpers import VOCAB
 
@@ -35,22 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("round")
     for what in RUNS:
         saved(folder / what / "first", what)
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_DEVICES)
+    on_processes(_save_all, folder, size=NUM_DEVICES)
     return folder
 
 
-def _process(number: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _save_all(number: int, client: dist.Store, folder: Path) -> None:
     for what, layout in RUNS.items():
         place = Place.of(number, **{"num_ranks": 1, **layout})
-        store = dist.PrefixStore(what, client)
-        world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-        _save(Path(folder) / what, world)
-        leave_world(world)
-    client.set(f"done-{number}", "1")
-    client.wait([f"done-{other}" for other in range(NUM_DEVICES)])
+        with joined(place, client, name=what) as world:
+            _save(folder / what, world)
 
 
 def _save(folder: Path, world: World) -> None:

@@ -1,14 +1,11 @@
 """The same families on real processes over gloo, in shards: loss, logits and gradients are the library's own."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.sharding import ShardedModel
@@ -17,7 +14,7 @@ from rayfcp.models.build import sharded_model
 from rayfcp.models.weights import put
 from rayfcp.program import lower
 from tests.execute.cases import SEED, Case, CaseTokens
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.models.families import (
     DTYPE,
     Result,
@@ -45,30 +42,20 @@ NUM_PROCESSES = THREE.num_ranks
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+def found() -> dict[str, Result]:
     """By family."""
-    folder = tmp_path_factory.mktemp("families")
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=False)
+    return on_processes(_run_all, size=NUM_PROCESSES)[0]
 
 
-def _process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _run_all(rank: int, client: dist.Store) -> dict[str, Result]:
     found = {}
     for case in (TWO, THREE):
         if rank < case.num_ranks:
             place = Place(rank=rank, num_ranks=case.num_ranks)
-            store = dist.PrefixStore(f"{case.num_ranks}", client)
-            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-            for what in [name for name, each in FAMILIES.items() if each is case]:
-                found[what] = _run(what, case, world)
-            leave_world(world)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    client.set(f"done-{rank}", "1")
-    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
+            with joined(place, client, name=f"{case.num_ranks}") as world:
+                for what in [name for name, each in FAMILIES.items() if each is case]:
+                    found[what] = _run(what, case, world)
+    return found
 
 
 def _run(what: str, case: Case, world: World) -> Result:

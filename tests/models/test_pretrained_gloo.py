@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.shards import own_box
 from rayfcp.models.build import sharded_model
 from rayfcp.models.lazy import read
 from rayfcp.models.library import vision_of
 from rayfcp.models.pretrained import fill_pretrained
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
 
 ITEMSIZE = 2
@@ -69,29 +68,20 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Device]]:
     folder = tmp_path_factory.mktemp("pretrained")
     for what in {run.what for run in RUNS}:
         saved(folder / what, what)
-    store = listening_store()
-    size = max(run.num_devices for run in RUNS)
-    mp.spawn(_process, args=(store.port, size, str(folder)), nprocs=size)
-    told = [torch.load(folder / f"{number}.pt", weights_only=False) for number in range(size)]
+    told = on_processes(_load_all, folder, size=max(run.num_devices for run in RUNS))
     return [[each[index] for each in told if index in each] for index in range(len(RUNS))]
 
 
-def _process(number: int, port: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _load_all(number: int, client: dist.Store, folder: Path) -> dict[int, Device]:
     told = {}
     for index, run in enumerate(RUNS):
         if number < run.num_devices:
             place = Place.of(
                 number, num_ranks=run.num_ranks, num_stages=run.num_stages, tensor_parallel=run.tensor_parallel
             )
-            store = dist.PrefixStore(f"{index}", client)
-            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-            told[index] = _load(Path(folder) / run.what, world)
-            leave_world(world)
-    torch.save(told, Path(folder) / f"{number}.pt")
-    client.set(f"done-{number}", "1")
-    client.wait([f"done-{other}" for other in range(size)])
+            with joined(place, client, name=f"{index}") as world:
+                told[index] = _load(folder / run.what, world)
+    return told
 
 
 def _load(folder: Path, world: World) -> Device:

@@ -1,15 +1,13 @@
 """Models that see on real processes over gloo, encoder and all in shards: loss and gradients are the library's own."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World, join_world, leave_world
+from rayfcp.execute.groups import Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
@@ -20,7 +18,7 @@ from rayfcp.program import lower
 from rayfcp.values import BatchPlan
 from tests.execute.cases import SEED, Case, Gradients, assert_same
 from tests.execute.encoding import encoded_anywhere, encoded_on
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.models.seeing import Row, Shown, by_library, seeing_config, seeing_model
 from tests.models.test_seeing import ROWS, cases
 
@@ -73,29 +71,19 @@ RUNS = (
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, Gradients]]:
+def found() -> list[tuple[float, Gradients]]:
     """By run."""
-    folder = tmp_path_factory.mktemp("seeing")
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, str(folder)), nprocs=NUM_PROCESSES)
-    return torch.load(folder / "found.pt", weights_only=True)
+    return on_processes(_run_all, size=NUM_PROCESSES)[0]
 
 
-def _process(rank: int, port: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+def _run_all(rank: int, client: dist.Store) -> list[tuple[float, Gradients]]:
     found = []
     for at, run in enumerate(RUNS):
         if rank < run.batch.num_ranks:
             place = Place(rank=rank, num_ranks=run.batch.num_ranks)
-            store = dist.PrefixStore(f"{at}", client)
-            world = join_world(place=place, store=lambda store=store: store, device=torch.device("cpu"), timeout_s=60)
-            found.append(_run(run, world))
-            leave_world(world)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    client.set(f"done-{rank}", "1")
-    client.wait([f"done-{other}" for other in range(NUM_PROCESSES)])
+            with joined(place, client, name=f"{at}") as world:
+                found.append(_run(run, world))
+    return found
 
 
 def _run(run: Run, world: World) -> tuple[float, Gradients]:

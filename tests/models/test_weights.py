@@ -6,17 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, join_world, leave_world
+from rayfcp.execute.groups import Place
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint
-from tests.execute.gloo import listening_store
+from tests.execute.gloo import joined, on_processes
 from tests.models.helpers import FAMILIES, VOCAB, architecture, library_config
 
 SEED = 11
@@ -114,27 +113,17 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Weights
             name: weight if "inv_freq" in name else weight.to(getattr(torch, dtype)).float()
             for name, weight in held.items()
         }
-    store = listening_store()
-    mp.spawn(_process, args=(store.port, runs, str(folder)), nprocs=2)
-    return torch.load(folder / "found.pt", weights_only=True), want
+    return on_processes(_make_all, runs, size=2)[0], want
 
 
-def _process(rank: int, port: int, runs: dict[str, ModelConfig], folder: str) -> None:
-    torch.set_num_threads(1)
+def _make_all(rank: int, client: dist.Store, runs: dict[str, ModelConfig]) -> dict[str, Weights]:
     torch.manual_seed(rank)
-    client = dist.TCPStore("127.0.0.1", port, is_master=False)
-    device = torch.device("cpu")
-    world = join_world(place=Place(rank=rank, num_ranks=2), store=lambda: client, device=device, timeout_s=60)
     found = {}
-    for case, run in runs.items():
-        library = model_config(run, vocab_size=VOCAB)
-        model = sharded_model(library, run=run, seed=SEED, world=world)
-        found[case] = weights_of(model)
-    if rank == 0:
-        torch.save(found, Path(folder) / "found.pt")
-    leave_world(world)
-    client.set(f"done-{rank}", "1")
-    client.wait(["done-0", "done-1"])
+    with joined(Place(rank=rank, num_ranks=2), client, name="weights") as world:
+        for case, run in runs.items():
+            library = model_config(run, vocab_size=VOCAB)
+            found[case] = weights_of(sharded_model(library, run=run, seed=SEED, world=world))
+    return found
 
 
 def test_shards_hold_the_weights_of_the_whole_model(
