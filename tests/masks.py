@@ -1,4 +1,4 @@
-"""Masks with mutual pictures, drawn at random, and what they are, cell by cell."""
+"""Masks with windows and mutual pictures, drawn at random, and what they are, cell by cell."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.values import Mask, Pictures, SequenceSpec
+from rayfcp.values import BatchPlan, Mask, Pictures, SequenceSpec
 
 
 def sees(sequence: SequenceSpec, query: int, key: int, *, window: int = 0) -> bool:
@@ -23,10 +23,37 @@ def _together(run: Pictures, *tokens: int) -> bool:
     return any(all(first <= token < first + run.num_tokens for token in tokens) for first in firsts)
 
 
+def specs(lengths: Sequence[int], masks: Sequence[Mask] = (Mask.CAUSAL,)) -> list[SequenceSpec]:
+    """Sequences of these lengths; masks repeat."""
+    return [
+        SequenceSpec(id=at, num_tokens=each, num_targets=each - 1, mask=masks[at % len(masks)])
+        for at, each in enumerate(lengths)
+    ]
+
+
 def pictured(sequences: Sequence[SequenceSpec], *, seed: int) -> list[SequenceSpec]:
     """The sequences, most of them with runs of pictures anywhere, most of these mutual."""
     rng = random.Random(seed)
     return [replace(each, pictures=_runs(each.num_tokens, rng)) for each in sequences]
+
+
+def with_windows(sequences: Sequence[SequenceSpec], windows: Sequence[int]) -> list[SequenceSpec]:
+    """As of a model with two layers of each window."""
+    return [replace(each, windows=tuple((window, 2) for window in windows)) for each in sequences]
+
+
+def uncut(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> list[SequenceSpec]:
+    """Without the mutual runs that slices of the plan cut."""
+    ends = {(each.sequence, each.stop) for microbatch in plan.microbatches for each in microbatch.slices}
+    found = []
+    for sequence in sequences:
+        cut = {end for number, end in ends if number == sequence.id}
+        runs = [
+            replace(run, mutual=run.mutual and not any(run.start < end < run.stop for end in cut))
+            for run in sequence.pictures
+        ]
+        found.append(replace(sequence, pictures=tuple(runs)))
+    return found
 
 
 def _runs(num_tokens: int, rng: random.Random) -> tuple[Pictures, ...]:

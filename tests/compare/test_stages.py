@@ -19,7 +19,7 @@ from rayfcp.values import Slice
 from tests.compare.cases import small
 from tests.compare.test_contest import FIELDS, results
 from tests.compare.test_page import sound
-from tests.simulate.helpers import specs
+from tests.masks import specs
 from tests.simulate.pipelines import gpipe, pipeline, plan_of_chunks
 
 MODEL, HARDWARE = model_profile("llama3.2-1b"), hardware_profile("h100")

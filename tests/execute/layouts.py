@@ -105,6 +105,14 @@ def _ends(sizes: Sequence[int], *, heads: int) -> list[int]:
     return [sum(sizes) * share // heads for share in range(1, heads)]
 
 
+def relayed(sequences: Sequence[SequenceSpec], *, num_ranks: int, heads: int, seed: int) -> BatchPlan:
+    """A `random_layout` of ranks, or of runs of `heads` ranks in place of each."""
+    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
+    if heads > 1:
+        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
+    return plan_of(layout, sequences, num_ranks=heads * num_ranks)
+
+
 def plan_of(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> BatchPlan:
     """One microbatch of one group of all ranks with this layout."""
     group = Group(ranks=tuple(range(num_ranks)), sequences=tuple(each.id for each in sequences))

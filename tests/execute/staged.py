@@ -24,8 +24,8 @@ from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, Group, Mask, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
+from tests.execute.dense import run_ranks
 from tests.execute.live import UncountedTransport
-from tests.execute.test_attention import run_ranks
 from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
 
 HIDDEN_SIZE = 32

@@ -14,9 +14,9 @@ from rayfcp.program import Backward, Forward, RankProgram
 from rayfcp.program.ledger import Ledger
 from rayfcp.values import Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import VOCAB, CaseTokens
+from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
-from tests.execute.test_attention import run_ranks
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}

@@ -12,7 +12,7 @@ from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Group, Mask, MicrobatchPlan
-from tests.execute.test_attention import specs
+from tests.masks import specs
 
 VIEWS = {
     "detach",

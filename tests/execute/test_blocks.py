@@ -12,8 +12,9 @@ from rayfcp.plan.blocks.columns import batch_of
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.program import Forward, check_programs, lower
 from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
+from tests.execute.dense import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense
 from tests.execute.layouts import over_runs, plan_of, random_layout
-from tests.execute.test_attention import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense, specs
+from tests.masks import specs
 
 COST = CostModel(
     attention_s_per_cell=1e-3,
@@ -27,11 +28,13 @@ COST = CostModel(
 )
 
 
-def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOptions) -> Layout:
+def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOptions, heads: int = 1) -> Layout:
+    """Of ranks, or of runs of `heads` ranks in place of each."""
     batch = batch_of(sequences)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
     found = plan_blocks(batch.pool(np.arange(len(sequences))), cluster=cluster, cost=COST, options=options)
-    return found.layout(batch.ids)
+    layout = found.layout(batch.ids)
+    return over_runs(layout, num_ranks=heads * num_ranks, heads=heads) if heads > 1 else layout
 
 
 @settings(max_examples=60, deadline=None)

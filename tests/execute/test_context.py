@@ -17,39 +17,10 @@ from rayfcp.plan.layout import layouts_of
 from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.program.instructions import Backward, Free
 from rayfcp.values import BatchPlan, Block, Group, Layout, Primitive, SequenceSpec
-from tests.execute.test_attention import run_ranks
-from tests.masks import seen
+from tests.execute.dense import Tensors, dense, random_tensors, run_ranks
 from tests.program.pipelines import random_pipelines
 
 HEAD_DIM = 8
-Tensors = dict[int, list[torch.Tensor]]
-
-
-def random_tensors(sequences: Sequence[SequenceSpec], *, heads: int, kv_heads: int, dtype: torch.dtype) -> Tensors:
-    """Query, key, value and the output's gradient of each sequence."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        s.id: [
-            torch.randn(s.num_tokens, count, HEAD_DIM, dtype=dtype, generator=generator)
-            for count in (heads, kv_heads, kv_heads, heads)
-        ]
-        for s in sequences
-    }
-
-
-def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
-    """out, dq, dk, dv of each sequence by one softmax; layers of the first kind."""
-    results: Tensors = {}
-    for sequence in sequences:
-        q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
-        wide = [part.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for part in (k, v)]
-        scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * HEAD_DIM**-0.5
-        window = sequence.windows[0][0] if sequence.windows else 0
-        scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
-        out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
-        out.backward(tensors[sequence.id][3])
-        results[sequence.id] = [out.detach(), q.grad, k.grad, v.grad]
-    return results
 
 
 class OneRank:
@@ -112,9 +83,12 @@ class OneRank:
 
 
 def assert_equal_to_dense(
-    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, heads: tuple[int, int], dtype: torch.dtype
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, heads: tuple[int, int], dtype: torch.dtype, runs: int = 1
 ) -> None:
-    tensors = random_tensors(sequences, heads=heads[0], kv_heads=heads[1], dtype=dtype)
+    """`runs`: ranks that share out heads in place of each rank of the plan."""
+    if runs > 1:
+        plan = over_runs(plan, sequences, heads=runs)
+    tensors = random_tensors(sequences, dtype=dtype, heads=heads, head_dim=HEAD_DIM)
     found = [{s.id: [torch.zeros_like(tensors[s.id][i]) for i in (0, 0, 1, 2)] for s in sequences} for _ in range(2)]
     layouts, programs = layouts_of(plan, sequences), lower(plan, sequences)
     fabric, stores = Fabric(plan.num_ranks), list[ContextStore]()
@@ -153,7 +127,7 @@ def test_runs_that_share_out_heads(seed: int, heads: int) -> None:
     """Two runs of ranks exchange keys and values of their heads; a sequence's blocks lie on one rank of each run."""
     plan, sequences = random_pipelines(seed, num_stages=1, num_ranks=2)
     if sequences:
-        assert_equal_to_dense(over_runs(plan, sequences, heads=heads), sequences, heads=(12, 6), dtype=torch.float64)
+        assert_equal_to_dense(plan, sequences, heads=(12, 6), dtype=torch.float64, runs=heads)
 
 
 def over_runs(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, heads: int) -> BatchPlan:

@@ -29,8 +29,8 @@ from tests.execute.cases import (
     expected,
     library_config,
 )
+from tests.execute.dense import run_ranks
 from tests.execute.gloo import run_on_gloo
-from tests.execute.test_attention import run_ranks
 
 PROFILE = ModelProfile(
     name="cases",

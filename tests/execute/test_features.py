@@ -13,7 +13,7 @@ from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.values import Block, Layout
-from tests.execute.test_attention import run_ranks
+from tests.execute.dense import run_ranks
 
 WIDTH = 3
 

@@ -9,19 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions, PlanConfig
-from rayfcp.plan import CostModel, hardware_profile, lay_out, plan_batch
+from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies import names
-from rayfcp.program import lower
-from rayfcp.values import ClusterSpec, Group, Mask, MicrobatchPlan, Pictures, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, Mask, Pictures, SequenceSpec
 from tests.execute import test_context
-from tests.execute.layouts import over_runs, plan_of, random_layout, ring
-from tests.execute.test_attention import LENGTHS, MASKS, assert_programs_equal_to_dense, specs
+from tests.execute.dense import LENGTHS, MASKS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
+from tests.execute.layouts import random_layout, ring
 from tests.execute.test_blocks import laid_out
-from tests.execute.test_windows import assert_equal_to_dense
-from tests.masks import pictured
+from tests.masks import pictured, specs, uncut
 from tests.program.pipelines import random_pipelines
-from tests.program.test_mutual import uncut
-from tests.program.test_windows import forwards
 from tests.simulate.helpers import MODEL
 
 WINDOWS = st.sampled_from([0, 0, 1, 3, 7, 16])
@@ -42,7 +38,7 @@ def test_rings_and_any_placement(
 ) -> None:
     sequences = sequences_of(lengths, masks, window=window, seed=seed)
     layout = ring(sequences, num_ranks=num_ranks) if rings else random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    assert_equal_to_dense(layout, sequences, num_ranks=num_ranks)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=num_ranks)
 
 
 @settings(max_examples=20, deadline=None)
@@ -61,10 +57,8 @@ def test_planned_blocks(
     """Paced rounds; runs of ranks that share out heads."""
     sequences = sequences_of(lengths, [Mask.CAUSAL], window=window, seed=seed)
     options = BlockOptions(block_tokens=block_tokens, coalesce=coalesce)
-    layout = laid_out(sequences, num_ranks=num_ranks, options=options)
-    if heads > 1:
-        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
-    assert_equal_to_dense(layout, sequences, num_ranks=heads * num_ranks)
+    layout = laid_out(sequences, num_ranks=num_ranks, options=options, heads=heads)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=heads * num_ranks)
 
 
 def test_attends_that_are_cut_over_phases() -> None:
@@ -77,19 +71,13 @@ def test_attends_that_are_cut_over_phases() -> None:
     sequences[0] = replace(sequences[0], pictures=runs)
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert layout.pacing is not None and len(layout.rounds) >= 4
-    assert_equal_to_dense(layout, sequences, num_ranks=3)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, masks=MASKS, degree=st.sampled_from([2, 4]), window=WINDOWS, seed=SEEDS)
 def test_ulysses_groups(lengths: list[int], masks: list[Mask], degree: int, window: int, seed: int) -> None:
-    sequences = sequences_of(lengths, masks, window=window, seed=seed)
-    group = Group(ranks=tuple(range(degree)), sequences=tuple(range(len(lengths))), primitive=Primitive.ULYSSES)
-    microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
-    layout = lay_out(microbatch, sequences)
-    plan = replace(plan_of(layout, sequences, num_ranks=degree), microbatches=(microbatch,))
-    attention = [forwards(each)[0].attention for each in lower(plan, sequences)]
-    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)
+    assert_ulysses_equal_to_dense(sequences_of(lengths, masks, window=window, seed=seed), degree=degree)
 
 
 @settings(max_examples=15, deadline=None)
@@ -100,9 +88,7 @@ def test_slices_that_cut_no_picture(seed: int, num_ranks: int, window: int, head
     if plain:
         windows = ((window, 1),) if window else ()
         sequences = [replace(each, windows=windows) for each in uncut(plan, pictured(plain, seed=seed))]
-        if heads > 1:
-            plan = test_context.over_runs(plan, sequences, heads=heads)
-        test_context.assert_equal_to_dense(plan, sequences, heads=(12, 6), dtype=torch.float64)
+        test_context.assert_equal_to_dense(plan, sequences, heads=(12, 6), dtype=torch.float64, runs=heads)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

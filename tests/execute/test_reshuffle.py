@@ -18,20 +18,11 @@ from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, SequenceSpec
+from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, MASKS, Tensors, dense, random_tensors, run_ranks
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
-from tests.execute.test_attention import (
-    HEAD_DIM,
-    HEADS,
-    KV_HEADS,
-    LENGTHS,
-    MASKS,
-    Tensors,
-    dense,
-    run_ranks,
-    specs,
-)
 from tests.execute.test_blocks import laid_out
+from tests.masks import specs
 
 WIDTHS = (HEADS, KV_HEADS, KV_HEADS, HEADS)
 Pieces = Sequence[Sequence[Piece]]
@@ -50,15 +41,6 @@ def contexts(
         )
         for rank, (program, reshuffle) in enumerate(zip(programs, lower_reshuffle(theirs, layout), strict=True))
     ]
-
-
-def random_tensors(sequences: Sequence[SequenceSpec], dtype: torch.dtype) -> Tensors:
-    """q, k, v and the gradient of the output, by sequence."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        each.id: [torch.randn(each.num_tokens, n, HEAD_DIM, dtype=dtype, generator=generator) for n in WIDTHS]
-        for each in sequences
-    }
 
 
 def held(pieces: Sequence[Piece], tensors: Tensors, *, padding: int) -> list[torch.Tensor]:
@@ -89,7 +71,7 @@ def in_their_order(theirs: Pieces, ranks: Sequence[AttentionContext], tensors: T
 
 def assert_dense(theirs: Pieces, layout: Layout, sequences: Sequence[SequenceSpec], dtype: torch.dtype) -> None:
     """Outputs and gradients of dense attention, and no bytes but those of tokens that change rank."""
-    tensors, fabric = random_tensors(sequences, dtype), Fabric(len(theirs))
+    tensors, fabric = random_tensors(sequences, dtype=dtype), Fabric(len(theirs))
     ranks = contexts(theirs, layout, sequences, fabric=fabric)
     expected, found = dense(tensors, sequences), in_their_order(theirs, ranks, tensors, fabric=fabric)
     bound = 1e-10 if dtype is torch.float64 else 1e-5
@@ -216,7 +198,7 @@ def test_local_attends_run_while_the_exchanges_do() -> None:
         AttentionContext(program=context.program, transport=each, kernel=each)
         for context, each in zip(plain, watched, strict=True)
     ]
-    in_their_order(theirs, ranks, random_tensors(sequences, torch.float32), fabric=fabric)
+    in_their_order(theirs, ranks, random_tensors(sequences, dtype=torch.float32), fabric=fabric)
     for context, each in zip(plain, watched, strict=True):
         around = context.program.reshuffle
         assert around

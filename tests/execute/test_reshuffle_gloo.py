@@ -18,7 +18,7 @@ from rayfcp.values import Layout, Mask, SequenceSpec
 from tests.execute.gloo import joined, on_processes
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
-from tests.execute.test_attention import specs
+from tests.masks import specs
 
 NUM_RANKS, NUM_LAYERS, HEADS, HEAD_DIM = 3, 3, 4, 16
 WIDTH = HEADS * HEAD_DIM

@@ -14,8 +14,8 @@ from rayfcp.models.causal_lm import WholeModel
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Piece, RankProgram, lower, lower_reshuffle
 from tests.execute.cases import CASES, SEED, Case, CaseTokens, Gradients, assert_same, expected, library_config
+from tests.execute.dense import run_ranks
 from tests.execute.loops import whole_sequences
-from tests.execute.test_attention import run_ranks
 
 
 def in_their_order(case: Case, number: int) -> tuple[list[list[Piece]], list]:

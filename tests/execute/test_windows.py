@@ -13,15 +13,15 @@ from rayfcp.execute.attention import AttentionContext
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
-from rayfcp.plan import lay_out
 from rayfcp.program import lower
-from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import Block, Layout, Mask, SequenceSpec
 from tests.execute import test_context
-from tests.execute.layouts import over_runs, plan_of, random_layout, ring
-from tests.execute.test_attention import LENGTHS, MASKS, assert_programs_equal_to_dense, specs
+from tests.execute.dense import LENGTHS, MASKS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
+from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.test_blocks import laid_out
+from tests.masks import specs
+from tests.program.helpers import forwards
 from tests.program.pipelines import random_pipelines
-from tests.program.test_windows import forwards
 
 WINDOWS = st.sampled_from([1, 2, 3, 7, 16, 40])
 RANKS = st.integers(1, 3)
@@ -29,13 +29,6 @@ RANKS = st.integers(1, 3)
 
 def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpec]:
     return [replace(each, windows=((window, 1),)) for each in sequences]
-
-
-def assert_equal_to_dense(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
-    """One microbatch of one group with this layout."""
-    programs = lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
-    attention = [forwards(each)[0].attention for each in programs]
-    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)
 
 
 @settings(max_examples=25, deadline=None)
@@ -48,7 +41,7 @@ def test_rings_and_any_placement(
         layout = ring(sequences, num_ranks=num_ranks)
     else:
         layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    assert_equal_to_dense(layout, sequences, num_ranks=num_ranks)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=num_ranks)
 
 
 @settings(max_examples=20, deadline=None)
@@ -66,29 +59,21 @@ def test_planned_blocks(
     """Paced rounds; runs of ranks that share out heads."""
     sequences = windowed(specs(lengths, [Mask.CAUSAL]), window)
     options = BlockOptions(block_tokens=block_tokens, coalesce=coalesce)
-    layout = laid_out(sequences, num_ranks=num_ranks, options=options)
-    if heads > 1:
-        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
-    assert_equal_to_dense(layout, sequences, num_ranks=heads * num_ranks)
+    layout = laid_out(sequences, num_ranks=num_ranks, options=options, heads=heads)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=heads * num_ranks)
 
 
 def test_attends_that_are_cut_over_phases() -> None:
     """Long enough for several tiles of a kernel in a phase."""
     sequences = windowed(specs([1501, 700, 90], [Mask.CAUSAL]), 400)
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
-    assert_equal_to_dense(layout, sequences, num_ranks=3)
+    assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
 @settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, masks=MASKS, degree=st.sampled_from([2, 4]), window=WINDOWS)
 def test_ulysses_groups(lengths: list[int], masks: list[Mask], degree: int, window: int) -> None:
-    sequences = windowed(specs(lengths, masks), window)
-    group = Group(ranks=tuple(range(degree)), sequences=tuple(range(len(lengths))), primitive=Primitive.ULYSSES)
-    microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
-    layout = lay_out(microbatch, sequences)
-    plan = replace(plan_of(layout, sequences, num_ranks=degree), microbatches=(microbatch,))
-    attention = [forwards(each)[0].attention for each in lower(plan, sequences)]
-    assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)
+    assert_ulysses_equal_to_dense(windowed(specs(lengths, masks), window), degree=degree)
 
 
 @settings(max_examples=15, deadline=None)
@@ -98,9 +83,7 @@ def test_slices_see_context_through_the_window(seed: int, num_ranks: int, window
     plan, sequences = random_pipelines(seed, num_stages=1, num_ranks=num_ranks)
     if sequences:
         sequences = windowed(sequences, window)
-        if heads > 1:
-            plan = test_context.over_runs(plan, sequences, heads=heads)
-        test_context.assert_equal_to_dense(plan, sequences, heads=(12, 6), dtype=torch.float64)
+        test_context.assert_equal_to_dense(plan, sequences, heads=(12, 6), dtype=torch.float64, runs=heads)
 
 
 def test_a_window_that_was_not_lowered_is_named() -> None:

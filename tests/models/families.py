@@ -18,7 +18,7 @@ from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM, WholeModel
 from rayfcp.program import Load, RankProgram, lower
 from tests.execute.cases import SEED, Case, CaseTokens, Gradients
-from tests.execute.test_attention import run_ranks
+from tests.execute.dense import run_ranks
 
 DTYPE = "float64"
 BOUND = 1e-10

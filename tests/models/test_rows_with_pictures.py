@@ -29,8 +29,8 @@ from rayfcp.values import GlobalBatch
 from tests.data.vision.makers import TILE, image, saved
 from tests.data.vision.test_rows import BROKEN, prepared
 from tests.execute.cases import Case, Gradients, assert_same
+from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
-from tests.execute.test_attention import run_ranks
 from tests.models.families import disturb
 
 SIZES = ((40, 70), (64, 33), (30, 90))

@@ -19,8 +19,8 @@ from rayfcp.program import RankProgram, check_plan, check_programs, lower
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive
 from tests.execute.cases import Case, Gradients, assert_same
+from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
-from tests.execute.test_attention import run_ranks
 from tests.models.seeing import Row, Show, Shown, by_library, seeing_config, seeing_model
 
 QWEN = (

@@ -24,18 +24,18 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
+from tests.masks import specs
 from tests.program.random_changes import mutate
 
 SHORT_SEARCH = PlanConfig(search_moves=1000)
 """What is tested here is what becomes of plans, good or not."""
 
 
-def specs(lengths: list[int], *, masks: list[Mask] | None = None) -> list[SequenceSpec]:
-    """Sequences of these lengths; masks repeat."""
-    masks = masks or [Mask.CAUSAL]
-    return [
-        SequenceSpec(id=i, num_tokens=n, num_targets=n - 1, mask=masks[i % len(masks)]) for i, n in enumerate(lengths)
-    ]
+def short_sequences(seed: int) -> list[SequenceSpec]:
+    """One to three, of any masks."""
+    rng = random.Random(seed)
+    lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 4))]
+    return specs(lengths, masks=[rng.choice([Mask.CAUSAL, *Mask]) for _ in lengths])
 
 
 def cost_model(num_ranks: int, *, ring_s_per_round: float = 1e-3) -> CostModel:
@@ -60,6 +60,16 @@ def random_plan(seed: int, *, num_ranks: int) -> tuple[BatchPlan, list[SequenceS
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=bound)
     cost = cost_model(num_ranks, ring_s_per_round=rng.choice([0.0, 1e-2, 1.0]))
     return plan_batch(sequences, cluster=cluster, cost=cost, options=SHORT_SEARCH), sequences, cluster
+
+
+def short_plan(seed: int, *, num_ranks: int, kind: str) -> tuple[BatchPlan, list[SequenceSpec]]:
+    """Of sequences of at most 40 tokens: groups (`g`), blocks strewn over them and fetched from their owners (`s`),
+    groups that may share out heads (`x`)."""
+    plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
+    sequences = [replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences]
+    if kind == "g":
+        return plan, sequences
+    return scattered(plan, sequences, seed=seed) if kind == "s" else with_primitives(plan, seed), sequences
 
 
 def with_primitives(plan: BatchPlan, seed: int) -> BatchPlan:
@@ -100,6 +110,15 @@ def scattered(plan: BatchPlan, sequences: list[SequenceSpec], *, seed: int) -> B
     return replace(plan, microbatches=(replace(first, layout=layout), *plan.microbatches[1:]))
 
 
+def forwards(program: RankProgram) -> list[Forward]:
+    return [item for item in program.instructions if isinstance(item, Forward)]
+
+
+def cluster_of(plan: BatchPlan, **changes: object) -> ClusterSpec:
+    given = {"num_ranks": plan.num_ranks, "num_stages": plan.num_stages, "max_tokens_per_rank": 10**6, **changes}
+    return ClusterSpec(**given)  # type: ignore[arg-type]
+
+
 def heads_of(programs: Sequence[RankProgram]) -> list[tuple[int, Forward, HeadProgram]]:
     """(rank, forward, program) of all parts in Ulysses groups."""
     return [
@@ -110,7 +129,9 @@ def heads_of(programs: Sequence[RankProgram]) -> list[tuple[int, Forward, HeadPr
     ]
 
 
-def one_group(lengths: list[int], ranks: tuple[int, ...], *, masks: list[Mask] | None = None) -> tuple[BatchPlan, list]:
+def one_group(
+    lengths: list[int], ranks: tuple[int, ...], *, masks: Sequence[Mask] = (Mask.CAUSAL,)
+) -> tuple[BatchPlan, list]:
     """A plan of one Ulysses group and, on the first rank that is left, nothing."""
     sequences = specs(lengths, masks=masks)
     group = Group(ranks=ranks, sequences=tuple(range(len(lengths))), primitive=Primitive.ULYSSES)

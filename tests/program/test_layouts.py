@@ -1,66 +1,17 @@
 """Layouts whose blocks lie anywhere: lowered, proved, and held against a count cell by cell."""
 
 import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.program import AttentionProgram, Forward, Load, Payload, RankProgram, check_plan, check_programs, lower
-from rayfcp.values import Layout, Mask, SequenceSpec
-from tests.masks import sees
+from rayfcp.program import check_plan, check_programs, lower
+from rayfcp.values import Layout, Mask
+from tests.program.counted import counted, due, members_of
 from tests.program.helpers import assert_one_change_is_found, random_plan, scattered
 from tests.program.mutations import explicit
-
-Token = tuple[int, int]
-
-
-def counted(programs: Sequence[RankProgram], microbatch: int) -> Counter[tuple[Token, Token]]:
-    """How often each (query, key) pair of tokens is computed forward, one by one; padding left out."""
-    loads = [item for each in programs for item in each.instructions if isinstance(item, Load)]
-    loads = [load for load in loads if load.microbatch == microbatch]
-    passes = [item for each in programs for item in each.instructions if isinstance(item, Forward)]
-    parts = [item.attention for item in passes if item.microbatch == microbatch]
-    slots: list[dict[int, list[Token]]] = [
-        {0: [(piece.sequence, at) for piece in load.pieces for at in range(piece.start, piece.stop)]} for load in loads
-    ]
-    found: Counter[tuple[Token, Token]] = Counter()
-    for index in range(max(len(part.forward) for part in parts if isinstance(part, AttentionProgram))):
-        brought = []
-        for rank, part in enumerate(parts):
-            assert isinstance(part, AttentionProgram)
-            step = part.forward[index] if index < len(part.forward) else None
-            for attend in step.attends if step and loads[rank].pieces else ():
-                queries, keys = slots[rank][0][slice(*attend.query)], slots[rank][attend.slot][slice(*attend.key)]
-                found.update(
-                    (query, key)
-                    for i, query in enumerate(queries)
-                    for j, key in enumerate(keys)
-                    if not attend.causal or (j >= i if attend.flipped else j <= i)
-                )
-            for sent in step.sends if step else ():
-                assert sent.payload is Payload.KV
-                tokens = [token for span in sent.ranges for token in slots[rank][sent.slot][slice(*span)]]
-                brought.append((rank, sent.peer, tokens))
-        for source, target, tokens in brought:
-            received = next(each for each in parts[target].forward[index].receives if each.peer == source)
-            slots[target][received.slot] = tokens
-    return found
-
-
-def due(sequences: Sequence[SequenceSpec], members: set[int], *, window: int = 0) -> Counter[tuple[Token, Token]]:
-    """Each cell of each mask once, in layers with this window (0: none)."""
-    return Counter(
-        ((each.id, query), (each.id, key))
-        for each in sequences
-        if each.id in members
-        for query in range(each.num_tokens)
-        for key in range(each.num_tokens)
-        if sees(each, query, key, window=window)
-    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -71,8 +22,7 @@ def test_every_cell_is_computed_once_counted_one_by_one(seed: int, num_ranks: in
     plan = scattered(plan, sequences, seed=seed) if place_freely else plan
     programs = lower(plan, sequences)
     check_programs(programs, sequences)
-    members = {sequence for group in plan.microbatches[0].groups for sequence in group.sequences}
-    assert counted(programs, 0) == due(sequences, members)
+    assert counted(programs) == due(sequences, members_of(plan))
 
 
 @settings(max_examples=30, deadline=None)

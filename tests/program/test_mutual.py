@@ -1,7 +1,5 @@
 """Programs of sequences with mutual pictures: each cell of each kind's mask once, and changes found."""
 
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,55 +7,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.program import ALL_PRIMITIVES, check_plan, check_programs, lower
-from rayfcp.values import BatchPlan, Mask, Pictures, SequenceSpec
-from tests.execute.layouts import over_runs, plan_of, random_layout, ring
-from tests.masks import pictured
-from tests.program.helpers import random_plan, scattered, with_primitives
+from rayfcp.values import Pictures, SequenceSpec
+from tests.execute.layouts import plan_of, relayed, ring
+from tests.masks import pictured, uncut, with_windows
+from tests.program.counted import assert_sound
+from tests.program.helpers import cluster_of, forwards, short_plan, short_sequences
 from tests.program.pipelines import random_pipelines, sliced_over_runs
-from tests.program.test_slices import cluster_of
-from tests.program.test_windows import assert_sound, forwards, with_windows
 
 KINDS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=2, unique=True).map(sorted)
 PICTURE = Pictures(start=3, num_tokens=4, num_patches=16, mutual=True)
 
 
-def uncut(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> list[SequenceSpec]:
-    """Without the mutual runs that slices of the plan cut."""
-    ends = {(each.sequence, each.stop) for microbatch in plan.microbatches for each in microbatch.slices}
-    found = []
-    for sequence in sequences:
-        cut = {end for number, end in ends if number == sequence.id}
-        runs = [
-            replace(run, mutual=run.mutual and not any(run.start < end < run.stop for end in cut))
-            for run in sequence.pictures
-        ]
-        found.append(replace(sequence, pictures=tuple(runs)))
-    return found
-
-
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), windows=KINDS, kind=st.sampled_from("gsx"))
 def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
-    """Groups, blocks strewn over them and fetched from their owners, groups that share out heads."""
-    plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
-    sequences = pictured([replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences], seed=seed)
-    plan = {"g": plan, "s": scattered(plan, sequences, seed=seed), "x": with_primitives(plan, seed)}[kind]
-    assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
+    plan, plain = short_plan(seed, num_ranks=num_ranks, kind=kind)
+    assert_sound(plan, with_windows(pictured(plain, seed=seed), windows), windows, seed=seed)
 
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
 def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
-    rng = random.Random(seed)
-    plain = [
-        SequenceSpec(id=at, num_tokens=rng.randrange(1, 60), num_targets=0, mask=rng.choice([Mask.CAUSAL, *Mask]))
-        for at in range(rng.randrange(1, 4))
-    ]
-    sequences = pictured(plain, seed=seed)
-    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    if heads > 1:
-        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
-    plan = plan_of(layout, sequences, num_ranks=heads * num_ranks)
+    sequences = pictured(short_sequences(seed), seed=seed)
+    plan = relayed(sequences, num_ranks=num_ranks, heads=heads, seed=seed)
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 

@@ -14,7 +14,8 @@ from rayfcp.program.buffers import check_buffers
 from rayfcp.program.paced import TILE, Brought, paced
 from rayfcp.program.table import Attends
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pacing, Round, SequenceSpec, Transfer
-from tests.program.helpers import random_plan, scattered, specs
+from tests.masks import specs
+from tests.program.helpers import random_plan, scattered
 
 Cell = tuple[int, int, int]
 

@@ -10,7 +10,7 @@ from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
-from tests.program.helpers import specs
+from tests.masks import specs
 
 GIB = 1 << 30
 

@@ -20,7 +20,8 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Round, Transfer
-from tests.program.helpers import assert_one_change_is_found, random_plan, specs
+from tests.masks import specs
+from tests.program.helpers import assert_one_change_is_found, random_plan
 from tests.program.mutations import PLAN_MUTATIONS, PROGRAM_MUTATIONS, explicit
 
 

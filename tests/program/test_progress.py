@@ -24,7 +24,7 @@ from rayfcp.program import (
     lower,
 )
 from rayfcp.values import Group, PipelinePlan, Primitive
-from tests.program.helpers import specs
+from tests.masks import specs
 from tests.program.pipelines import actions, chunk, plan_of, random_pipelines, split_split_hybrid
 
 Programs = list[RankProgram]

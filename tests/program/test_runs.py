@@ -25,7 +25,8 @@ from rayfcp.program import (
 )
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import over_runs, plan_of, random_layout
-from tests.program.helpers import assert_one_change_is_found, heads_of, specs
+from tests.masks import specs
+from tests.program.helpers import assert_one_change_is_found, heads_of
 from tests.program.mutations import explicit
 
 MASKS = [Mask.CAUSAL, Mask.FULL]

@@ -1,72 +1,17 @@
 """Slices over microbatches: sound plans pass, counted cell by cell, and changed plans and programs do not."""
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.program import Forward, HeadProgram, Load, Payload, RankProgram, check_plan, check_programs, lower
-from rayfcp.values import BatchPlan, ClusterSpec, Mask, PipelinePlan, Primitive, Slice
-from tests.program.helpers import assert_one_change_is_found
+from rayfcp.program import check_plan, check_programs, lower
+from rayfcp.values import BatchPlan, Mask, PipelinePlan, Primitive, Slice
+from tests.program.counted import counted, due, members_of
+from tests.program.helpers import assert_one_change_is_found, cluster_of
 from tests.program.pipelines import actions, random_pipelines, sliced_over_runs, split_split_hybrid
-from tests.program.test_layouts import Token, due
-
-Slots = dict[int, list[Token]]
-
-
-def cluster_of(plan: BatchPlan, **changes: object) -> ClusterSpec:
-    given = {"num_ranks": plan.num_ranks, "num_stages": plan.num_stages, "max_tokens_per_rank": 10**6, **changes}
-    return ClusterSpec(**given)  # type: ignore[arg-type]
-
-
-def counted(programs: Sequence[RankProgram], *, kind: int = 0) -> Counter[tuple[Token, Token]]:
-    """How often each (query, key) pair of tokens is computed forward with the first share of the heads, in layers of
-    the kind of this number."""
-    found: Counter[tuple[Token, Token]] = Counter()
-    past: list[list[Slots]] = []
-    loads = [[item for item in each.instructions if isinstance(item, Load)] for each in programs]
-    passes = [[item for item in each.instructions if isinstance(item, Forward)] for each in programs]
-    for number in range(len(loads[0])):
-        parts = [each[number].kinds[kind].attention for each in passes]
-        groups = [part.ranks if isinstance(part, HeadProgram) else (rank,) for rank, part in enumerate(parts)]
-        own = [
-            [(piece.sequence, at) for piece in each[number].pieces for at in range(piece.start, piece.stop)]
-            or [(-1 - rank, 0)]
-            for rank, each in enumerate(loads)
-        ]
-        past.append([{0: [token for rank in group for token in own[rank]]} for group in groups])
-        for rank, part in enumerate(parts):
-            for slot in part.inner.context:
-                past[-1][rank][slot.slot] = past[slot.microbatch][rank][0][slice(*slot.span)]
-        firsts = [rank for rank, group in enumerate(groups) if group[0] == rank]
-        for index in range(max(len(part.inner.forward) for part in parts)):
-            _step(parts, index, ranks=firsts, slots=past[-1], found=found)
-    return Counter({cell: times for cell, times in found.items() if cell[0][0] >= 0})
-
-
-def _step(
-    parts: Sequence, index: int, *, ranks: Sequence[int], slots: list[Slots], found: Counter[tuple[Token, Token]]
-) -> None:
-    steps = {rank: parts[rank].inner.forward[index] for rank in ranks if index < len(parts[rank].inner.forward)}
-    brought = []
-    for rank, step in steps.items():
-        for attend in step.attends:
-            queries, keys = slots[rank][0][slice(*attend.query)], slots[rank][attend.slot][slice(*attend.key)]
-            pairs = itertools.product(range(len(queries)), range(len(keys)))
-            seen = ((i, j) for i, j in pairs if not attend.causal or (j >= i if attend.flipped else j <= i))
-            found.update((queries[i], keys[j]) for i, j in seen)
-        expected = {each: iter(parts[each].inner.forward[index].receives) for each in {m.peer for m in step.sends}}
-        for sent in step.sends:
-            assert sent.payload is Payload.KV
-            received = next(each for each in expected[sent.peer] if each.peer == rank)
-            tokens = [token for span in sent.ranges for token in slots[rank][sent.slot][slice(*span)]]
-            brought.append((sent.peer, received.slot, tokens))
-    for target, slot, tokens in brought:
-        slots[target][slot] = tokens
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,8 +19,7 @@ def _step(
 def test_random_slices_pass_counted_one_by_one(seed: int, num_stages: int, num_ranks: int) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
     check_plan(plan, sequences, cluster=cluster_of(plan))
-    members = {sequence for each in plan.microbatches for group in each.groups for sequence in group.sequences}
-    assert counted(lower(plan, sequences)[:num_ranks]) == due(sequences, members)
+    assert counted(lower(plan, sequences)[:num_ranks]) == due(sequences, members_of(plan))
 
 
 @settings(max_examples=30, deadline=None)

@@ -11,7 +11,7 @@ from rayfcp.program import Backward, Forward, RankProgram, Send, check_progress,
 from rayfcp.program.deadlock import hand_overs_end
 from rayfcp.program.staged import staged
 from rayfcp.values import BatchPlan, Group, SequenceSpec
-from tests.program.helpers import specs
+from tests.masks import specs
 from tests.program.pipelines import chunk, plan_of
 from tests.program.test_progress import Stepping
 

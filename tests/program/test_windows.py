@@ -1,7 +1,6 @@
 """Programs of layers with windows: each cell of each kind's mask once, nothing that nobody needs, changes found."""
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,49 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.program import (
-    ALL_PRIMITIVES,
     Forward,
     Instruction,
     LayerKind,
     RankProgram,
     check_plan,
     check_programs,
-    from_text,
     lower,
     to_text,
 )
-from rayfcp.values import BatchPlan, ClusterSpec, Mask, PipelinePlan, SequenceSpec
-from tests.execute.layouts import over_runs, plan_of, random_layout, ring
-from tests.program.helpers import assert_one_change_is_found, random_plan, scattered, with_primitives
+from rayfcp.values import PipelinePlan, SequenceSpec
+from tests.execute.layouts import plan_of, relayed, ring
+from tests.masks import with_windows
+from tests.program.counted import assert_sound
+from tests.program.helpers import cluster_of, forwards, short_plan, short_sequences
 from tests.program.pipelines import random_pipelines, sliced_over_runs
 from tests.program.random_changes import mutate
-from tests.program.test_layouts import due
-from tests.program.test_slices import counted
 
 KINDS = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max_size=3, unique=True).map(sorted)
-
-
-def with_windows(sequences: Sequence[SequenceSpec], windows: Sequence[int]) -> list[SequenceSpec]:
-    """As of a model with two layers of each window."""
-    return [replace(each, windows=tuple((window, 2) for window in windows)) for each in sequences]
-
-
-def forwards(program: RankProgram) -> list[Forward]:
-    return [item for item in program.instructions if isinstance(item, Forward)]
-
-
-def assert_sound(plan: BatchPlan, sequences: Sequence[SequenceSpec], windows: Sequence[int], *, seed: int) -> None:
-    """The validator takes the programs, an independent count agrees, and one change is found."""
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
-    members = {sequence for each in plan.microbatches for group in each.groups for sequence in group.sequences}
-    check_programs(programs, sequences)
-    for kind, window in enumerate(windows):
-        assert counted(programs[: plan.num_ranks], kind=kind) == due(sequences, members, window=window)
-    assert all(from_text(to_text(program)) == program for program in programs)
-    if len(programs) > 1:  # alone, a rank may well recompute more or less
-        sequences = with_windows(sequences, [random.Random(seed).choice(windows)])
-        programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
-        assert_one_change_is_found(programs, sequences, seed=seed)
 
 
 def of_kind(program: RankProgram, kind: int) -> RankProgram:
@@ -71,26 +45,15 @@ def of_kind(program: RankProgram, kind: int) -> RankProgram:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 5), windows=KINDS, kind=st.sampled_from("gsx"))
 def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
-    """Groups, blocks strewn over them and fetched from their owners, groups that share out heads."""
-    plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
-    sequences = [replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences]
-    plan = {"g": plan, "s": scattered(plan, sequences, seed=seed), "x": with_primitives(plan, seed)}[kind]
+    plan, sequences = short_plan(seed, num_ranks=num_ranks, kind=kind)
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
 def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
-    rng = random.Random(seed)
-    lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 4))]
-    sequences = [
-        SequenceSpec(id=at, num_tokens=length, num_targets=0, mask=rng.choice(list(Mask)))
-        for at, length in enumerate(lengths)
-    ]
-    layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
-    if heads > 1:
-        layout = over_runs(layout, num_ranks=heads * num_ranks, heads=heads)
-    plan = plan_of(layout, sequences, num_ranks=heads * num_ranks)
+    sequences = short_sequences(seed)
+    plan = relayed(sequences, num_ranks=num_ranks, heads=heads, seed=seed)
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
@@ -100,8 +63,7 @@ def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, wi
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
     if sequences:
         sequences = with_windows(sequences, windows)
-        cluster = ClusterSpec(num_ranks=num_ranks, num_stages=num_stages, max_tokens_per_rank=10**6)
-        check_plan(plan, sequences, cluster=cluster)
+        check_plan(plan, sequences, cluster=cluster_of(plan))
         if num_stages == 1:
             assert_sound(plan, sequences, windows, seed=seed)
 

@@ -13,8 +13,8 @@ from rayfcp.values import (
     MicrobatchPlan,
     ModelProfile,
     Primitive,
-    SequenceSpec,
 )
+from tests.masks import specs
 
 MODEL = ModelProfile(
     name="small",
@@ -42,10 +42,6 @@ MACHINE = HardwareProfile(
 
 def machine(**changes: object) -> HardwareProfile:
     return replace(MACHINE, **changes)  # type: ignore[arg-type]
-
-
-def specs(lengths: Sequence[int], *, mask: Mask = Mask.CAUSAL) -> list[SequenceSpec]:
-    return [SequenceSpec(id=at, num_tokens=each, num_targets=each - 1, mask=mask) for at, each in enumerate(lengths)]
 
 
 def plan_of(
@@ -80,7 +76,7 @@ def lone_group(
 ) -> tuple[RankProgram, ...]:
     """One sequence on all ranks."""
     plan = plan_of([[(tuple(range(degree)), (0,))]], num_ranks=degree, primitive=primitive)
-    return lower(plan, specs([num_tokens], mask=mask), primitives=ALL_PRIMITIVES)
+    return lower(plan, specs([num_tokens], [mask]), primitives=ALL_PRIMITIVES)
 
 
 def cost_of(hardware: HardwareProfile, *, num_ranks: int, recomputed_layers: int = 0) -> CostModel:

@@ -10,7 +10,8 @@ from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.simulate import simulate
 from rayfcp.simulate.choosing import Choice, choose
 from rayfcp.values import BatchPlan, ClusterSpec
-from tests.simulate.helpers import MACHINE, MODEL, specs
+from tests.masks import specs
+from tests.simulate.helpers import MACHINE, MODEL
 
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"), search_moves=5000)
 

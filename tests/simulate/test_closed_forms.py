@@ -20,16 +20,8 @@ from rayfcp.program import (
 )
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive
-from tests.simulate.helpers import (
-    MODEL,
-    cost_of,
-    exposed_sharding_s,
-    lone_group,
-    machine,
-    plan_of,
-    root_parameters,
-    specs,
-)
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, cost_of, exposed_sharding_s, lone_group, machine, plan_of, root_parameters
 
 THIN = replace(MODEL, hidden_size=1, ffn_size=1, vocab_size=1)
 """Next to no parameters, so that shards are not seen."""

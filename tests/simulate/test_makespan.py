@@ -15,7 +15,8 @@ from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_pl
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import Primitive, Slice
-from tests.simulate.helpers import MODEL, machine, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, machine
 from tests.simulate.pipelines import plan_of_chunks
 
 DEEP = replace(MODEL, num_layers=12)

@@ -12,7 +12,8 @@ from rayfcp.plan.pipelines.bound import pipeline_bound
 from rayfcp.program import lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, Primitive, SequenceSpec, Slice
-from tests.simulate.helpers import MODEL, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL
 from tests.simulate.pipelines import gpipe, one_f_one_b, pipeline, plan_of_chunks
 from tests.simulate.test_properties import machines
 

@@ -8,7 +8,8 @@ from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes
 from rayfcp.program import RankProgram, Send, lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import Action, HardwareProfile, PipelinePlan, Primitive, Slice, SpanKind
-from tests.simulate.helpers import MODEL, machine, plan_of, root_parameters, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, machine, plan_of, root_parameters
 from tests.simulate.pipelines import actions, gpipe, one_f_one_b, pipeline, plan_of_chunks
 
 HEADLESS = replace(MODEL, num_layers=12, vocab_size=1)

@@ -22,7 +22,8 @@ from rayfcp.values import (
     ModelProfile,
     SpanKind,
 )
-from tests.simulate.helpers import MODEL, machine, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, machine
 
 lengths = st.lists(st.integers(1, 800) | st.integers(1, 40), min_size=1, max_size=14)
 machines = st.builds(

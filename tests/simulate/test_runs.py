@@ -13,7 +13,8 @@ from rayfcp.simulate.machine import machine_of
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import over_runs, plan_of
-from tests.simulate.helpers import MODEL, cost_of, machine, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, cost_of, machine
 
 COMPUTES = {"attention_efficiency": 0.05, "devices_per_node": 8}
 

@@ -11,8 +11,9 @@ from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, HardwareProfile, SequenceSpec
+from tests.masks import specs
 from tests.plan.helpers import batch_of
-from tests.simulate.helpers import MODEL, lone_group, machine, specs
+from tests.simulate.helpers import MODEL, lone_group, machine
 from tests.simulate.test_properties import lengths, machines
 
 SPEEDS = st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.8, 1.2]), min_size=1, max_size=7).map(tuple)

@@ -12,7 +12,8 @@ from rayfcp.program import lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import Primitive, SpanKind
-from tests.simulate.helpers import MODEL, cost_of, lone_group, machine, plan_of, specs
+from tests.masks import specs
+from tests.simulate.helpers import MODEL, cost_of, lone_group, machine, plan_of
 
 LENGTHS = [400, 100, 60, 40, 30]
 PLAN = plan_of([[((0, 1), (0,)), ((2,), (1,))], [((0,), (2,)), ((1,), (3, 4))]], num_ranks=3)

@@ -11,8 +11,9 @@ from rayfcp.plan.costs.flops import attention_flops, model_flops
 from rayfcp.program import AttentionProgram, Forward, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import ModelProfile, SequenceSpec, SpanKind
+from tests.masks import specs
 from tests.program.pipelines import random_pipelines
-from tests.simulate.helpers import MODEL, machine, plan_of, specs
+from tests.simulate.helpers import MODEL, machine, plan_of
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=4)
 LAYERS = st.lists(st.sampled_from([0, 1, 5, 40, 1000]), min_size=4, max_size=4).map(tuple)
