@@ -82,11 +82,13 @@ def lower_bound(
 def _largest(sequences: Sequence[SequenceSpec]) -> list[SequenceSpec]:
     """Those beside which no other of the same mask has as many tokens and as many cells: of the others t(k, d) is no
     more at any degree, and they have no fewer of them. Without mutual pictures, the longest of each mask."""
-    found: dict[Mask, SequenceSpec] = {}
+    found: dict[Mask, float] = {}
     largest: list[SequenceSpec] = []
-    for each in sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells)):
-        if each.mask not in found or each.attention_cells > found[each.mask].attention_cells:
-            found[each.mask] = each
+    loads = [(each.num_tokens, each.attention_cells, -at) for at, each in enumerate(sequences)]
+    for _, cells, at in sorted(loads, reverse=True):
+        each = sequences[-at]
+        if cells > found.get(each.mask, 0):
+            found[each.mask] = cells
             largest.append(each)
     return largest
 
@@ -104,13 +106,10 @@ def _extra_s(
         return 0.0
     used, degrees = tuple(primitives), np.arange(1, cluster.num_ranks + 1)
     whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
-    least = -(-tokens // room)
-    extra = np.full(len(tokens), np.inf)
-    for degree in range(int(least.min()), cluster.num_ranks + 1):
-        even = tokens // (2 * degree) * (2 * degree)
-        in_ring = np.maximum((degree - 0.5) * even - tokens / 2, 0.0) if Primitive.RING in used else np.inf
-        here = 0.0 if whole[degree - 1] else in_ring
-        extra = np.where(degree >= least, np.minimum(extra, here), extra)
+    least, degrees = -(-tokens // room), degrees[:, None]
+    even = tokens // (2 * degrees) * (2 * degrees)
+    in_ring = np.maximum((degrees - 0.5) * even - tokens / 2, 0.0) if Primitive.RING in used else np.inf
+    extra = np.where(degrees >= least, np.where(whole[:, None], 0.0, in_ring), np.inf).min(axis=0)
     return float(extra.sum()) * cost.attention_half_tokens * cost.attention_s_per_cell
 
 

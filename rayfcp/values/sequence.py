@@ -51,6 +51,8 @@ class SequenceSpec:
     def attention_cells(self) -> float:
         """Number of (query, key) cells of the mask, in the mean over layers: `L(L+1)/2` causal, `L^2` full, fewer
         where a window is shorter than L, more where pictures are mutual. Whole unless kinds of layers differ."""
+        if not self.windows and not self.pictures:
+            return self.num_tokens * (self.num_tokens + (1 if self.mask is Mask.CAUSAL else self.num_tokens)) // 2
         return self.block_cells(0, self.num_tokens)
 
     @property
