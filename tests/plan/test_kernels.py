@@ -99,17 +99,18 @@ def check(held: World) -> float:
     return total_s(held)
 
 
-@given(LENGTHS, st.integers(1, 20), st.integers(1, 300), st.sampled_from(COSTS))
+@given(LENGTHS, st.integers(1, 20), st.integers(1, 300), st.sampled_from(COSTS), st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_every_step_leaves_a_plan_that_is_no_slower(
-    lengths: list[int], num_ranks: int, room: int, cost: CostModel
+    lengths: list[int], num_ranks: int, room: int, cost: CostModel, rounds: bool
 ) -> None:
     held = world(lengths, num_ranks=num_ranks, room=room, cost=cost)
-    fill_in_turn(held)
+    seconds = fill_in_turn(held, int(held.nodes.max()) if rounds else 0)
     before_s = check(held)
+    assert seconds == pytest.approx(before_s, rel=1e-12)
     for change in (kick, ruin, None):
         held.state.counts[MOVES] = 0
-        trials = Trials(3000, copied(held.state), np.zeros(0, np.int64))
+        trials = Trials(3000, copied(held.state))
         after_s = change(held, trials) if change else improve(held, 3000)
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
@@ -124,7 +125,7 @@ def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_r
     """Those of seats are ranks as well."""
     seats = [Seat(ranks=tuple(range(size)), speed=0.5, crosses=False) for size in sizes]
     held = world(lengths, num_ranks=num_ranks, room=room, seats=seats)
-    fill_in_turn(held)
+    fill_in_turn(held, 0)
     state = held.state
     for microbatch in range(state.counts[MICROBATCHES]):
         groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
@@ -143,14 +144,14 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     held = world(lengths, num_ranks=num_ranks, room=room, cost=data.draw(st.sampled_from(COSTS)), full=full)
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
-    pool = data.draw(st.integers(0, num_ranks))
-    _take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool))
+    pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
+    _take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.room).all()
     assert (state.seconds[groups] <= target_s * (1 + 1e-8)).all()
     places = [(state.degree[group], state.tokens[group], state.cells[group]) for group in groups]
-    if pool == 0:
+    if pool == 0 and node == 0:
         places += [(spare, 0.0, 0.0) for spare in range(1, int(state.spare[0]) + 1)]
     for at in np.flatnonzero(state.owner < 0):
         for degree, tokens, cells in places:

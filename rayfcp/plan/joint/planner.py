@@ -15,16 +15,13 @@ from rayfcp.plan.joint.kernels.nodes import alone_s, place
 from rayfcp.plan.joint.kernels.price import SEAT
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, State, copied, load
 from rayfcp.plan.joint.kernels.turns import fill_in_turn
-from rayfcp.plan.joint.search import Found, JointSearch
+from rayfcp.plan.joint.search import JointSearch
 from rayfcp.plan.joint.stages import Search
 from rayfcp.plan.joint.world import Seat, table_of, world_of
 from rayfcp.plan.microbatches import Columns
-from rayfcp.plan.placement import node_sizes
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
 
-REPAIRS = 2  # of a plan whose groups do not fit into the nodes as priced
-SAME = 1 + 1e-12
-TORN = 1.02  # times what the plan would take if no group spanned nodes that might lie in one: more is much
+TORN = 1.02  # times what the plan would take if no group spanned nodes that might lie in one, about: more is much
 FEW = 128  # sequences: local search may find nothing to move
 
 Placed = tuple[float, State]  # seconds where its groups lie
@@ -49,7 +46,6 @@ class Planner:
         self._options, self._seats = options, tuple(seats)
         self._used = [Primitive(name) for name in options.primitives]
         self._world = world_of(batch, cluster=cluster, cost=cost, primitives=self._used, seats=self._seats)
-        self._nodes = np.array(node_sizes(cluster, ranks_per_node=cost.ranks_per_node))
         if not math.isfinite(self._world.batch.alone_s.max()):
             raise InfeasiblePlanError(
                 f"a sequence of {batch.num_tokens[0]} tokens needs "
@@ -66,12 +62,12 @@ class Planner:
 
     def _joint(self) -> tuple[Placed, str]:
         search = JointSearch(self._world, cuts=self._cuts, max_moves=self._options.search_moves)
-        found = search.run()
-        best = self._placed(search, found)
+        seconds, _, state = search.run()[0]
+        best = seconds, state
         reason = f"best of {search.num_starts} starts, in {search.num_moves} moves"
         if self._options.degrees == "dp":
             best = self._where_it_lies(self._with_dynamic_program(best[1]))
-        if len(self._world.batch.tokens) > FEW and best[0] <= found[0][0] * TORN:
+        if len(self._world.batch.tokens) > FEW and best[0] <= self._alone_s(best[1]) * TORN:
             return best, reason
         # the paper's own two stages: rarely better, where there is little to move or much spans nodes that was not to
         stages = Search(self._world, cuts=self._cuts)
@@ -89,14 +85,14 @@ class Planner:
         found = search.run()
         reason = f"best of {search.num_cuts} ways to cut the batch, in two stages"
         if not found:  # bins of a capacity may need degrees that the primitives do not have
-            found, reason = [(fill_in_turn(self._world), copied(self._world.state))], "microbatches filled in turn"
+            found, reason = [(fill_in_turn(self._world, 0), copied(self._world.state))], "microbatches filled in turn"
         state = self._with_dynamic_program(found[0][1]) if self._options.degrees == "dp" else found[0][1]
         return self._where_it_lies(state), reason
 
     def _where_it_lies(self, state: State) -> Placed:
         """Its seconds and itself with the groups that span nodes priced so."""
         load(self._world, state)
-        return place(self._world, self._nodes), copied(self._world.state)
+        return place(self._world), copied(self._world.state)
 
     def _alone_s(self, state: State) -> float:
         """No degrees of these groups take less: the slowest group of each microbatch, if it were alone and inside a
@@ -115,25 +111,6 @@ class Planner:
                 state.spare[home] += state.degree[groups].sum() - sum(degrees)
                 state.degree[groups] = degrees
         return state
-
-    def _placed(self, search: JointSearch, found: list[Found]) -> Placed:
-        """The best where its groups really lie. While some span nodes that were priced as if they did not, and that
-        costs anything, search goes on with what it costs."""
-        best_s, best = math.inf, found[0][2]
-        for seconds, _, state in found:
-            if best_s <= seconds * SAME:
-                return best_s, best
-            load(self._world, state)
-            placed_s = place(self._world, self._nodes)
-            if placed_s < best_s:
-                best_s, best = placed_s, copied(self._world.state)
-        for _ in range(REPAIRS):
-            load(self._world, best)
-            placed_s = search.go_on_in(self._nodes)
-            if placed_s >= best_s:
-                break
-            best_s, best = placed_s, copied(self._world.state)
-        return best_s, best
 
     def _drafts(self, state: State) -> list[list[Draft]]:
         members: dict[int, list[int]] = {}

@@ -2,15 +2,13 @@
 
 import math
 
-import numpy as np
-
 from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.kernels.cut import floor_s
 from rayfcp.plan.joint.kernels.even import even
 from rayfcp.plan.joint.kernels.improve import improve
 from rayfcp.plan.joint.kernels.kick import kick
+from rayfcp.plan.joint.kernels.nodes import place
 from rayfcp.plan.joint.kernels.pack import pack
-from rayfcp.plan.joint.kernels.price import Ints
 from rayfcp.plan.joint.kernels.ruin import ruin
 from rayfcp.plan.joint.kernels.stages import stage
 from rayfcp.plan.joint.kernels.state import MOVES, State, Trials, World, copied, load
@@ -24,13 +22,11 @@ SURE_CUTS = 4  # that are packed whatever the budget, half as many beside microb
 STAGED_CUTS = 2  # of them as the paper does too
 MORE = 2  # microbatches than the fewest, for plans of one degree
 FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
-SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it
-KEPT = 8  # states, the best; one that is no better than another leaves room for what lies better on nodes
+SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it;
+SCARCER = 6  # microbatches at least: cuts are not tried beside that
 SAME = 1e-9  # relative difference of seconds
-IMPROVED = 3  # starts that local search goes on from
+IMPROVED = 3  # starts, the best, that local search goes on from
 IMPROVE_SHARE = 0.5  # of what is left goes to that
-PLACED_SHARE = 0.5  # as much more where groups that should not span nodes do
-NO_NODES = np.zeros(0, np.int64)
 TURNS = 4  # of changes at random, by turns of two kinds
 PROMISING = 1.1  # of the best start: a worse one is not improved
 
@@ -44,8 +40,8 @@ class JointSearch:
     batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), one ring
     split where memory left no other way (`kernels.split`), and by the paper's two stages (`kernels.stages`); a cut
     whose floor is no better than what was found is passed over. The best starts are improved by moves, swaps and
-    splits (`kernels.improve`), the best of all by changes at random.
-    A start is made whatever the budget.
+    splits (`kernels.improve`), the best of all by changes at random. All are compared where their groups lie on nodes
+    (`kernels.nodes`). A start is made whatever the budget.
     """
 
     def __init__(self, world: World, *, cuts: Cuts, max_moves: int) -> None:
@@ -65,11 +61,13 @@ class JointSearch:
         world.state.counts[MOVES] = 0
         forced = world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SCARCE
         if forced:
-            self._keep(fill_in_turn(world))
+            for node in (0, min(int(world.nodes.max()), world.prices.num_ranks)):
+                self._keep(fill_in_turn(world, node))
         self._keep(even(world, counts[0], min(counts[0] + MORE, counts[-1])))
-        self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
+        if counts[0] < SCARCER:
+            self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:
-            self._keep(fill_in_turn(world))
+            self._keep(fill_in_turn(world, 0))
         self._improve()
         return self._found
 
@@ -99,24 +97,20 @@ class JointSearch:
             load(self._world, self._found[0][2])
             left = max(last - self.num_moves, 0)
             change = kick if turn % 2 == 0 else ruin
-            self._keep(change(self._world, self._trials(left // (TURNS - turn), nodes=NO_NODES)))
-
-    def _trials(self, moves: int, *, nodes: Ints) -> Trials:
-        return Trials(self.num_moves + moves, copied(self._world.state), nodes)
+            trials = Trials(self.num_moves + left // (TURNS - turn), copied(self._world.state))
+            self._keep(change(self._world, trials))
 
     def _go_on(self) -> float:
         return improve(self._world, self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED))
 
-    def go_on_in(self, nodes: Ints) -> float:
-        """Local search from the state that is loaded, groups priced where they lie; returns its seconds."""
-        self._go_on()
-        return kick(self._world, self._trials(int(PLACED_SHARE * self._max_moves), nodes=nodes))
-
     def _keep(self, seconds: float) -> None:
-        """Remember the best states, the first found among equals."""
+        """Remember the best states where their groups lie, the first found among equals."""
         self.num_starts += 1
-        if seconds == math.inf or any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self._found):
+        if seconds == math.inf:
+            return
+        seconds = place(self._world)
+        if any(math.isclose(seconds, each[0], rel_tol=SAME) for each in self._found):
             return
         self._found.append((seconds, self.num_starts, copied(self._world.state)))
         self._found.sort(key=lambda each: each[:2])
-        del self._found[KEPT:]
+        del self._found[IMPROVED:]

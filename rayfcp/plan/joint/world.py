@@ -104,6 +104,7 @@ def world_of(
         batch=columns,
         prices=prices,
         state=empty_state(len(tokens), num_seats=len(seats)),
+        nodes=np.array(node_sizes(cluster, ranks_per_node=cost.ranks_per_node)),
         traffic_s=max(cost.shard_s - cost.exposed_s, 0.0),
         last_traffic_s=max(cost.shard_s + cost.reduce_s - cost.exposed_s - cost.reduce_exposed_s, 0.0),
         overlap=float(cost.overlap),

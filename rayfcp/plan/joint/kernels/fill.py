@@ -106,12 +106,12 @@ def _place(world: World, at: int, microbatch: int, first: int, least: int, targe
         return True
     if state.spare[microbatch] == 0:
         return False
-    return _grow(world, at, microbatch, first, least, target_s)
+    return _grow(world, at, microbatch, first, least, target_s, 0)
 
 
 @inlined
-def _grow(world: World, at: int, microbatch: int, first: int, least: int, target_s: float) -> bool:
-    """The group that needs the fewest ranks more, or a new one."""
+def _grow(world: World, at: int, microbatch: int, first: int, least: int, target_s: float, node: int) -> bool:
+    """The group that needs the fewest ranks more, or a new one; ranks as `_rounded` has them."""
     state, batch, prices = world.state, world.batch, world.prices
     fewest, best, longest_s = min(least - 1, state.spare[microbatch]), -1, -1.0
     span_s = target_s - prices.fixed_s
@@ -124,6 +124,8 @@ def _grow(world: World, at: int, microbatch: int, first: int, least: int, target
         if tokens > most * prices.room or work_s > most * span_s:
             continue
         for needed in range(max(degree + 1, math.ceil(max(tokens / prices.room, work_s / span_s))), most + 1):
+            if _rounded(needed, node) != needed:
+                continue
             seconds = _price(prices, cells, tokens, needed, 0, state.pace[microbatch])
             if seconds <= target_s:
                 if needed - degree < fewest or seconds > longest_s:
@@ -136,3 +138,12 @@ def _grow(world: World, at: int, microbatch: int, first: int, least: int, target
         return False
     _join(world, at, _open(world, microbatch, least), least)
     return True
+
+
+@inlined
+def _rounded(degree: int, node: int) -> int:
+    """Up to a power of two where that is at most `node`: groups of such ranks fill nodes of as many without a rest."""
+    ranks = 1
+    while ranks < degree:
+        ranks *= 2
+    return ranks if ranks <= node and degree > 0 else degree

@@ -6,7 +6,7 @@ from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.improve import _step
 from rayfcp.plan.joint.kernels.links import Links, _settle, _shift, links_of
-from rayfcp.plan.joint.kernels.nodes import place
+from rayfcp.plan.joint.kernels.nodes import _lay_all
 from rayfcp.plan.joint.kernels.price import SEAT, SLACK, Floats, Ints
 from rayfcp.plan.joint.kernels.ruin import _roll
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _compact, _copy, _open, _sum_s
@@ -24,18 +24,15 @@ def kick(world: World, trials: Trials) -> float:
     state, saved, max_moves = world.state, trials.saved, trials.max_moves
     count = state.counts[MICROBATCHES]
     spans, before = np.zeros(count), np.zeros(count)
-    for microbatch in range(count):
-        spans[microbatch] = _allocate(world, microbatch, 0)
-    total_s = place(world, trials.nodes) if len(trials.nodes) else _sum_s(world, spans)
+    _lay_all(world, spans)
+    total_s = _sum_s(world, spans)
     dice, stuck = np.array([54321]), np.zeros(count, np.bool_)
     while state.counts[MOVES] < max_moves:
         _compact(world)
         _copy(state, saved)
         before[:] = spans
         links = links_of(world)
-        state.counts[MOVES] += (
-            10 + (len(state.owner) + state.counts[GROUPS]) // 4 + len(trials.nodes) * state.counts[GROUPS]
-        )
+        state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 4
         stuck[:] = True
         for _ in range(1 + _roll(dice, KICKS)):
             _disturb(world, links, stuck, dice)
@@ -43,7 +40,8 @@ def kick(world: World, trials: Trials) -> float:
             if not stuck[microbatch]:
                 spans[microbatch] = _allocate(world, microbatch, 0)
         _calm(world, links, spans, stuck, max_moves)
-        after_s = place(world, trials.nodes) if len(trials.nodes) else _sum_s(world, spans)
+        _lay_all(world, spans)
+        after_s = _sum_s(world, spans)
         if after_s < total_s * (1.0 - SLACK):
             total_s = after_s
         else:

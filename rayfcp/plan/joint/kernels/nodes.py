@@ -4,28 +4,16 @@ import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _keep_pace
-from rayfcp.plan.joint.kernels.price import SEAT, Ints
-from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _reprice, total_s
+from rayfcp.plan.joint.kernels.price import SEAT, Floats, Ints
+from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, World, _reprice, _sum_s, total_s
 
 
 @compiled
-def place(world: World, nodes: Ints) -> float:
-    """Mark the groups that span nodes, given the ranks of each node, and price them so; returns the seconds of the
-    batch."""
-    state = world.state
-    for microbatch in range(state.counts[MICROBATCHES]):
-        groups = np.flatnonzero(state.home[: state.counts[GROUPS]] == microbatch)
-        state.pace[microbatch] = 0.0
-        for number in range(len(groups)):
-            if state.far[groups[number]] < SEAT:
-                state.far[groups[number]] = 0
-            _reprice(world, int(groups[number]))
-        groups = groups[state.far[groups] < SEAT]
-        groups = groups[np.argsort(-state.seconds[groups], kind="mergesort")]
-        groups = groups[np.argsort(-state.degree[groups], kind="mergesort")]
-        _place_all(world, groups, nodes.copy())
-        _keep_pace(world, microbatch, 0)
-    return total_s(world)
+def place(world: World) -> float:
+    """Mark the groups that span nodes, and price them so; returns the seconds of the batch."""
+    spans = np.zeros(world.state.counts[MICROBATCHES])
+    _lay_all(world, spans)
+    return _sum_s(world, spans)
 
 
 @compiled
@@ -42,13 +30,53 @@ def alone_s(world: World) -> float:
 
 
 @compiled
-def _place_all(world: World, groups: Ints, left: Ints) -> None:
-    """Each into the node with the least room that holds it, else over the emptiest ones; those larger than all last."""
-    largest = left.max()
+def _lay_all(world: World, spans: Floats) -> None:
+    for microbatch in range(world.state.counts[MICROBATCHES]):
+        spans[microbatch] = _lay(world, microbatch)
+
+
+@compiled
+def _lay(world: World, microbatch: int) -> float:
+    """Mark the groups of a microbatch that span nodes; returns its makespan with them priced so.
+
+    The larger and slower go first, each into the node with the least room that holds it, else over the emptiest ones;
+    those larger than all nodes go last. Groups of one rank always find room.
+    """
+    state = world.state
+    groups, count = np.empty(world.prices.num_ranks, np.int64), 0
+    state.pace[microbatch] = 0.0
+    for group in range(state.counts[GROUPS]):
+        if state.home[group] != microbatch:
+            continue
+        if state.far[group] < SEAT:
+            state.far[group] = 0
+            if state.degree[group] > 1:
+                groups[count] = group
+                count += 1
+        _reprice(world, group)
+    _sort(world, groups[:count])
+    left, largest = world.nodes.copy(), world.nodes.max()
     for turn in range(2):
-        for group in groups:
-            if (world.state.degree[group] > largest) == (turn == 1):
+        for group in groups[:count]:
+            if (state.degree[group] > largest) == (turn == 1):
                 _place_one(world, group, left)
+    state.counts[MOVES] += 1 + count * len(left) // 4
+    return _keep_pace(world, microbatch, 0)
+
+
+@inner
+def _sort(world: World, groups: Ints) -> None:
+    """By ranks, then by seconds, most first; stable, and quick for few."""
+    degree, seconds = world.state.degree, world.state.seconds
+    for number in range(1, len(groups)):
+        group, at = groups[number], number
+        while at > 0:
+            other = groups[at - 1]
+            if degree[other] > degree[group] or (degree[other] == degree[group] and seconds[other] >= seconds[group]):
+                break
+            groups[at] = other
+            at -= 1
+        groups[at] = group
 
 
 @inner

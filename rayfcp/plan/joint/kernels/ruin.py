@@ -9,6 +9,7 @@ from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
 from rayfcp.plan.joint.kernels.fill import _level, _place
 from rayfcp.plan.joint.kernels.merge import _force
+from rayfcp.plan.joint.kernels.nodes import _lay, _lay_all
 from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints, _least_degree
 from rayfcp.plan.joint.kernels.state import (
     GROUPS,
@@ -45,16 +46,14 @@ class Aim(NamedTuple):
 
 @compiled
 def ruin(world: World, trials: Trials) -> float:
-    """Try again and again, groups priced as if all that fit in a node lay in one; a try that does not make the batch
-    faster is undone.
+    """Try again and again, groups priced where they lie; a try that does not make the batch faster is undone.
 
     Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
     seconds of the batch.
     """
     state, saved, max_moves = world.state, trials.saved, trials.max_moves
     spans = np.zeros(len(state.spare))
-    for microbatch in range(state.counts[MICROBATCHES]):
-        spans[microbatch] = _allocate(world, microbatch, 0)
+    _lay_all(world, spans)
     _compact(world)
     total_s = _sum_s(world, spans)
     dice = np.array([12345])
@@ -68,9 +67,9 @@ def ruin(world: World, trials: Trials) -> float:
             _open_seats(world, aim.other)
         if _rebuild(world, aim, dice):
             before = spans[aim.one], spans[aim.other]
-            spans[aim.one] = _allocate(world, aim.one, 0)
-            if aim.other != aim.one:
-                spans[aim.other] = _allocate(world, aim.other, 0)
+            for microbatch in (aim.one, aim.other):
+                _allocate(world, microbatch, 0)
+                spans[microbatch] = _lay(world, microbatch)
             after_s = _sum_s(world, spans)
             if after_s < total_s * (1.0 - SLACK):
                 total_s = after_s

@@ -38,12 +38,14 @@ class State(NamedTuple):
 
 
 class World(NamedTuple):
-    """All that a kernel needs. `traffic_s` of shards goes beside a microbatch, `last_traffic_s` beside the last one,
-    and the share `overlap` of the shorter hides; `extra_s` is added to each (`CostModel.microbatch_s`)."""
+    """All that a kernel needs. `nodes`: ranks of each. `traffic_s` of shards goes beside a microbatch,
+    `last_traffic_s` beside the last one, and the share `overlap` of the shorter hides; `extra_s` is added to each
+    (`CostModel.microbatch_s`)."""
 
     batch: Batch
     prices: Prices
     state: State
+    nodes: Ints
     traffic_s: float
     last_traffic_s: float
     overlap: float
@@ -51,12 +53,10 @@ class World(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """How long to try (`State.counts`), where to keep what a try may have to be undone to, and the ranks of each node:
-    none to price groups as if all that fit in a node lay in one."""
+    """How long to try (`State.counts`), and where to keep what a try may have to be undone to."""
 
     max_moves: int
     saved: State
-    nodes: Ints
 
 
 def empty_state(num_sequences: int, *, num_seats: int = 0) -> State:
@@ -179,8 +179,6 @@ def _copy(source: State, target: State) -> None:
         target.tokens[group] = source.tokens[group]
         target.cells[group] = source.cells[group]
         target.seconds[group] = source.seconds[group]
-        if source.far[group] >= SEAT or target.far[group] >= SEAT:
-            target.far[group] = source.far[group]
 
 
 @compiled

@@ -4,7 +4,7 @@ ranks."""
 from typing import NamedTuple
 
 from rayfcp.plan.compiled import inlined, inner
-from rayfcp.plan.joint.kernels.fill import FULL, _grow, _level
+from rayfcp.plan.joint.kernels.fill import FULL, _grow, _level, _rounded
 from rayfcp.plan.joint.kernels.price import SLACK, Floats, Ints, _least_degree, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MOVES, World, _empty, _far, _join, _open, _open_seats
 
@@ -20,26 +20,29 @@ class Queue(NamedTuple):
 
 class Take(NamedTuple):
     """How to fill. Once sequences of at most `pool` ranks are reached, all spare ranks become groups of `pool`
-    ranks, levelled by the others; with 0 groups open as they are needed."""
+    ranks, levelled by the others; with 0 groups open as they are needed. `node`: ranks of new groups are rounded up to
+    powers of two up to that (`fill._rounded`)."""
 
     target_s: float
     pool: int
+    node: int
 
 
 class Here(NamedTuple):
-    """A microbatch, its first group, and its target with a little slack."""
+    """A microbatch, its first group, its target with a little slack, and `Take.node`."""
 
     microbatch: int
     first: int
     target_s: float
+    node: int
 
 
 @inner
 def _take(world: World, queue: Queue, microbatch: int, how: Take) -> None:
     """Place those that fit in new groups of the microbatch. Once no rank is spare, the next that fits is looked for by
     halves: groups only get fuller."""
-    state, prices, batch = world.state, world.prices, world.batch
-    here, size = Here(microbatch, state.counts[GROUPS], how.target_s * (1.0 + SLACK)), len(queue.left)
+    state = world.state
+    here, size = Here(microbatch, state.counts[GROUPS], how.target_s * (1.0 + SLACK), how.node), len(queue.left)
     _begin(world, queue, here)
     pooled, number = how.pool == 0, 0
     while number < size:
@@ -49,7 +52,7 @@ def _take(world: World, queue: Queue, microbatch: int, how: Take) -> None:
                 break
         at, least = queue.left[number], 0
         if state.spare[microbatch] > 0 or not pooled:
-            least = _least_degree(prices, batch.cells[at], batch.tokens[at], here.target_s, state.pace[microbatch])
+            least = _fewest(world, at, here)
             if not pooled and 0 < least <= how.pool:
                 pooled = True
                 for _ in range(min(state.spare[microbatch] // how.pool, size - number)):
@@ -61,6 +64,16 @@ def _take(world: World, queue: Queue, microbatch: int, how: Take) -> None:
     for group in range(here.first, state.counts[GROUPS]):
         if state.tokens[group] == 0.0:
             _empty(world, group)
+
+
+@inner
+def _fewest(world: World, at: int, here: Here) -> int:
+    """Ranks that a sequence needs within the target, 0 if none are enough; rounded where that is as quick."""
+    batch, prices, pace = world.batch, world.prices, world.state.pace[here.microbatch]
+    tokens, cells = batch.tokens[at], batch.cells[at]
+    least = _least_degree(prices, cells, tokens, here.target_s, pace)
+    rounded = _rounded(least, here.node)
+    return rounded if _price(prices, cells, tokens, rounded, 0, pace) <= here.target_s else least
 
 
 @inner
@@ -100,7 +113,7 @@ def _settle(world: World, queue: Queue, number: int, here: Here, least: int) -> 
                 break
     if fullest >= 0:
         _join(world, at, fullest, state.degree[fullest])
-    elif least > 0 and _grow(world, at, here.microbatch, here.first, least, here.target_s):
+    elif least > 0 and _grow(world, at, here.microbatch, here.first, least, here.target_s, here.node):
         queue.fits[state.owner[at]] = 0
 
 

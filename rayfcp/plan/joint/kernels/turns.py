@@ -5,7 +5,8 @@ import math
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
-from rayfcp.plan.joint.kernels.allocate import _allocate, _keep_pace
+from rayfcp.plan.joint.kernels.allocate import _allocate
+from rayfcp.plan.joint.kernels.nodes import _lay
 from rayfcp.plan.joint.kernels.price import Floats, Ints, _best_degree, _pace_of, _price
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _compact, _forget, total_s
 from rayfcp.plan.joint.kernels.take import Queue, Take, _take
@@ -18,10 +19,11 @@ SAME = 1e-3  # of a target: closer ones are tried once
 
 
 @compiled
-def fill_in_turn(world: World) -> float:
-    """Groups for the whole batch; returns its seconds.
+def fill_in_turn(world: World, node: int) -> float:
+    """Groups for the whole batch, priced where they lie; returns its seconds.
 
-    Each microbatch takes, of several targets, the one that gets most work done a second.
+    Each microbatch takes, of several ways to fill it, the one that gets most done a second. With `node` ranks are
+    rounded too (`Take`), where that is better.
     """
     state = world.state
     state.owner[:] = -1
@@ -34,28 +36,36 @@ def fill_in_turn(world: World) -> float:
         state.counts[MICROBATCHES] = microbatch + 1
         queue = _queue(world, left)
         pace = _pace_of(world.prices, world.batch.cells[left[0]], world.batch.tokens[left[0]])
-        targets = _targets(world, left, pace)
-        best, most = 0, -1.0
-        for number in range(0, len(targets), 2 if len(left) > MANY else 1):
-            if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
-                continue
-            state.pace[microbatch] = pace
-            rate = _try(world, queue, microbatch, Take(targets[number], 0))
-            if rate > most:
-                best, most = number, rate
-            _forget(world, first, microbatch)
-        pool = 0
-        for ranks in POOLS:
-            if ranks <= world.prices.num_ranks:
-                state.pace[microbatch] = pace
-                rate = _try(world, queue, microbatch, Take(targets[best], ranks))
-                if rate > most:
-                    pool, most = ranks, rate
-                _forget(world, first, microbatch)
+        how = _best(world, queue, microbatch, pace, node)
         state.pace[microbatch] = pace
-        _try(world, queue, microbatch, Take(targets[best], pool))
+        _take(world, queue, microbatch, how)
         _allocate(world, microbatch, first)
+        _lay(world, microbatch)
         _compact(world)
+
+
+@compiled
+def _best(world: World, queue: Queue, microbatch: int, pace: float, node: int) -> Take:
+    """The best target, then the best pool, then whether to round."""
+    targets = _targets(world, queue.left, pace)
+    best, most = Take(targets[0], 0, 0), -1.0
+    for number in range(0, len(targets), 2 if len(queue.left) > MANY else 1):
+        if number > 0 and abs(targets[number] - targets[number - 1]) <= SAME * targets[number]:
+            continue
+        rate = _rate(world, queue, microbatch, Take(targets[number], 0, 0), pace)
+        if rate > most:
+            best, most = Take(targets[number], 0, 0), rate
+    target_s = best.target_s
+    for ranks in POOLS:
+        if ranks <= world.prices.num_ranks:
+            rate = _rate(world, queue, microbatch, Take(target_s, ranks, 0), pace)
+            if rate > most:
+                best, most = Take(target_s, ranks, 0), rate
+    if node > 0:
+        rounded = Take(target_s, best.pool, node)
+        if _rate(world, queue, microbatch, rounded, pace) > most:
+            best = rounded
+    return best
 
 
 @compiled
@@ -67,19 +77,21 @@ def _queue(world: World, left: Ints) -> Queue:
 
 
 @inner
-def _try(world: World, queue: Queue, microbatch: int, how: Take) -> float:
-    """Work done a second."""
-    state = world.state
+def _rate(world: World, queue: Queue, microbatch: int, how: Take, pace: float) -> float:
+    """What a second gets done: work, and tokens, of which a microbatch has room for so many."""
+    state, batch, prices = world.state, world.batch, world.prices
     first = state.counts[GROUPS]
+    state.pace[microbatch] = pace
     _take(world, queue, microbatch, how)
-    work_s = 0.0
-    span_s = 0.0
+    per_token = (prices.fixed_s + world.extra_s) * prices.capacity / prices.holds
+    done_s = span_s = 0.0
     for at in queue.left:
         if state.owner[at] >= 0:
-            work_s += world.batch.work_s[at]
+            done_s += batch.work_s[at] + per_token * batch.tokens[at]
     if first < state.counts[GROUPS]:
-        span_s = _keep_pace(world, microbatch, first)
-    return work_s / (_beside_s(world, span_s, world.traffic_s) + world.extra_s) if span_s > 0.0 else 0.0
+        span_s = _lay(world, microbatch)
+    _forget(world, first, microbatch)
+    return done_s / (_beside_s(world, span_s, world.traffic_s) + world.extra_s) if span_s > 0.0 else 0.0
 
 
 @compiled
