@@ -122,8 +122,13 @@ def test_links_that_were_not_measured_stay() -> None:
     base = hardware_profile("h100")
     cost = CostModel.from_profiles(MODEL, base, num_ranks=4, bytes_per_element=2, reduce_every="step")
     keep = {"model": MODEL, "name": "mine", "peak_flops": 1e15, "memory_bytes": 1 << 36, "bytes_per_element": 2}
-    without = measured_hardware(base, cost.with_coefficients(ring_intra_s_per_token=0.0), **keep)
+    none = cost.with_coefficients(ring_intra_s_per_token=0.0, ring_s_per_round=0.0)
+    without = measured_hardware(base, none, **keep)
     assert (without.intra_node_bandwidth, without.latency_s) == (base.intra_node_bandwidth, base.latency_s)
+    slow = cost.with_coefficients(ring_intra_s_per_token=0.0, ring_s_per_round=3 * cost.ring_s_per_round)
+    found = measured_hardware(base, slow, **keep)
+    assert found.intra_node_bandwidth == base.intra_node_bandwidth
+    assert found.latency_s == pytest.approx(3 * base.latency_s)
     spread = cost.with_coefficients(ranks_per_node=1, ring_intra_s_per_token=2 * cost.ring_intra_s_per_token)
     found = measured_hardware(base, spread, **keep, num_nodes=4)
     assert found.intra_node_bandwidth == base.intra_node_bandwidth

@@ -24,8 +24,8 @@ def measured_hardware(
     Efficiencies are the shares of `peak_flops` that whole passes reached; where they reached more, that is the
     peak. Bandwidth and latency are a ring's, gathers included in `microbatch_overhead_s`. Links that were not measured
     (inside nodes where nodes hold one rank, between nodes where there is one) stay, and so do both where
-    `cost` has no ring, and attention's efficiency where its time vanished in noise. `linear_half_tokens` takes its part
-    of the fixed cost, at most all of it.
+    `cost` has no ring, bandwidth where a ring's bytes vanished in noise, and attention's efficiency where its time did.
+    `linear_half_tokens` takes its part of the fixed cost, at most all of it.
 
     Raises:
         ValueError: linear layers take no time, which no efficiency explains.
@@ -63,13 +63,15 @@ def _rates(cost: CostModel, model: ModelProfile) -> tuple[float, float]:
 
 def _links(cost: CostModel, model: ModelProfile, *, bytes_per_element: int, num_nodes: int) -> dict[str, float]:
     """Bandwidths and latency of the links that a ring was timed on."""
-    if cost.ring_intra_s_per_token <= 0:
+    measured = {"intra_node_bandwidth": cost.ranks_per_node > 1, "inter_node_bandwidth": num_nodes > 1}
+    links, again = [name for name, is_measured in measured.items() if is_measured], cost.recomputed_layers
+    if not links or cost.ring_intra_s_per_token == cost.ring_s_per_round == 0:
         return {}
-    again = cost.recomputed_layers
+    latency = {"latency_s": cost.ring_s_per_round / (2 * model.num_layers + again)}
+    if cost.ring_intra_s_per_token == 0:
+        return latency
     bandwidth = _ring_bytes(model, bytes_per_element=bytes_per_element, again=again) / cost.ring_intra_s_per_token
-    links = {"inter_node_bandwidth": bandwidth} if num_nodes > 1 else {}
-    links |= {"intra_node_bandwidth": bandwidth} if cost.ranks_per_node > 1 else {}
-    return links | ({"latency_s": cost.ring_s_per_round / (2 * model.num_layers + again)} if links else {})
+    return latency | dict.fromkeys(links, bandwidth)
 
 
 def _ring_bytes(model: ModelProfile, *, bytes_per_element: int, again: int) -> float:
