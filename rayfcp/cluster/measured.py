@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,10 +115,12 @@ def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
 
 def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: int = 0) -> Measured:
     """Fit what all ranks timed at once. A ring over all ranks crosses the slowest link, so one link speed
-    stands for all. Where the guess says that nothing overlaps, that stays.
+    stands for all. Where the guess says that nothing overlaps, that stays. Passes that were timed again and again count
+    once, with the median.
 
     With `hold_out_every` k, every k-th pass of each degree, by its cells, is not fitted but predicted.
     """
+    passes = _once(passes)
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
     fitted = [timing for at, timing in enumerate(passes) if at not in held_out and not timing.num_pictures]
     fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
@@ -126,7 +129,15 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
         fit = Fit(cost=cost, mean_error=mean_error(cost, fitted))
     cost = _with_encoder(_with_stages(fit.cost, guess), guess, passes=passes)
     fit = Fit(cost=cost, mean_error=mean_error(cost, [each for at, each in enumerate(passes) if at not in held_out]))
-    return Measured(fit=fit, passes=tuple(passes), held_out=held_out)
+    return Measured(fit=fit, passes=passes, held_out=held_out)
+
+
+def _once(passes: Sequence[Timing]) -> tuple[Timing, ...]:
+    """Otherwise what is held out may have been fitted."""
+    seconds: dict[Timing, list[float]] = defaultdict(list)
+    for each in passes:
+        seconds[dataclasses.replace(each, seconds=0.0)].append(each.seconds)
+    return tuple(dataclasses.replace(each, seconds=statistics.median(times)) for each, times in seconds.items())
 
 
 def _with_computation(fitted: CostModel, guess: CostModel) -> CostModel:
@@ -142,9 +153,15 @@ def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timin
     """And what passes with pictures say of the encoder. Its features travel as keys and values do."""
     if guess.encoder is None or not any(timing.num_pictures for timing in passes):
         return fitted
-    link = fitted.ring_intra_s_per_token / guess.ring_intra_s_per_token if guess.ring_intra_s_per_token else 1.0
+    link = _times(fitted.ring_intra_s_per_token, guess.ring_intra_s_per_token)
+    latency = _times(fitted.ring_s_per_round, guess.ring_s_per_round)
     alone = [timing for timing in passes if timing.degree == 1]
-    return dataclasses.replace(fitted, encoder=fit_encoder(guess.encoder, alone, link=link))
+    return dataclasses.replace(fitted, encoder=fit_encoder(guess.encoder, alone, link=link, latency=latency))
+
+
+def _times(found_s: float, guessed_s: float) -> float:
+    """How many times as long as guessed; 1 where nothing was."""
+    return found_s / guessed_s if guessed_s else 1.0
 
 
 def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:

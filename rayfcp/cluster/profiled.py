@@ -25,7 +25,7 @@ from rayfcp.plan import HARDWARE, hardware_profile
 from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.device import measured_hardware
 from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line
-from rayfcp.plan.profiles.pictures import picture_shapes
+from rayfcp.plan.profiles.pictures import many_picture_shapes
 from rayfcp.plan.profiles.shapes import PassShape, exchange_shapes, many_shapes
 from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
@@ -99,7 +99,7 @@ class Profiler:
         exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-        seen = picture_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+        seen = many_picture_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
         shapes, seen = ([dataclasses.replace(each, windows=model.windows) for each in part] for part in (shapes, seen))
         timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)

@@ -138,7 +138,7 @@ def test_held_out_passes_are_predicted_not_fitted() -> None:
     """Some of each degree, never its smallest or largest; the error is that of the fit to the others."""
     passes = [
         dataclasses.replace(each, seconds=each.seconds * (1.2 if at % 2 else 0.9))
-        for at, each in enumerate(timings_of(guess_of(4), degrees=(1, 2, 4)))
+        for at, each in enumerate(timings_of(guess_of(4), degrees=(2, 4)))
     ]
     measured = measure_cost(guess_of(4), passes, hold_out_every=2)
     held = [passes[at] for at in measured.held_out]
@@ -150,6 +150,14 @@ def test_held_out_passes_are_predicted_not_fitted() -> None:
         assert max(cells) not in chosen
     assert measured.fit == fit_cost(guess_of(4), fitted, overlaps=(0.0,))
     assert measured.held_out_error == mean_error(measured.fit.cost, held) > 0
+
+
+def test_passes_timed_again_and_again_count_once() -> None:
+    """Held out, none of them is fitted."""
+    passes = per_rank([[1.0] * len(timings_of(guess_of(4), degrees=(2, 4)))])[0]
+    again = [dataclasses.replace(each, seconds=each.seconds * by) for by in (0.5, 3.0) for each in passes]
+    want = measure_cost(guess_of(4), passes, hold_out_every=2)
+    assert measure_cost(guess_of(4), [*passes, *again], hold_out_every=2) == want
 
 
 def test_a_profile_holds_for_the_same_model_on_the_same_ranks(tmp_path: Path) -> None:

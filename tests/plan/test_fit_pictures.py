@@ -1,22 +1,27 @@
 """Fitting an encoder: from exact synthetic timings back to the coefficients that made them."""
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.encoder import EncoderCost
-from rayfcp.plan.profiles.pictures import LEAST_SHARE, fit_encoder, picture_shapes, pictures_s
+from rayfcp.plan.profiles.pictures import LEAST_SHARE, fit_encoder, many_picture_shapes, picture_shapes, pictures_s
 from rayfcp.plan.profiles.shapes import PassShape, pass_plan
 from rayfcp.plan.profiles.timing import Timing
 from rayfcp.program import Encode, check_programs, lower
 from rayfcp.values import VisionProfile
 from tests.program.pictures import VISION
 
-GUESS = EncoderCost(s_per_patch=1e-5, s_per_cell=1e-8, half_patches=7.0, row_intra_s=3.0, row_inter_s=4.0, shard_s=5.0)
+GUESS = EncoderCost(
+    s_per_patch=1e-5, s_per_cell=1e-8, half_patches=7.0, row_intra_s=3.0, row_inter_s=4.0, round_s=2.0, shard_s=5.0
+)
 ALONE_S = 0.3
 SECONDS = st.floats(1e-8, 1e-3)
+ShapesOf = Callable[..., list[PassShape]]
+SHAPES: tuple[ShapesOf, ...] = (picture_shapes, many_picture_shapes)
 
 
 def timings_of(truth: EncoderCost, shapes: list[PassShape]) -> list[Timing]:
@@ -36,16 +41,24 @@ def timings_of(truth: EncoderCost, shapes: list[PassShape]) -> list[Timing]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(per_patch_s=SECONDS, cells=st.floats(0.05, 20.0), fixed_s=st.floats(0.0, 1.0), max_tokens=st.integers(60, 5000))
-def test_a_fit_gives_back_what_was_put_in(per_patch_s: float, cells: float, fixed_s: float, max_tokens: int) -> None:
+@given(
+    shapes_of=st.sampled_from(SHAPES),
+    per_patch_s=SECONDS,
+    cells=st.floats(0.05, 20.0),
+    fixed_s=st.floats(0.0, 1.0),
+    max_tokens=st.integers(60, 5000),
+)
+def test_a_fit_gives_back_what_was_put_in(
+    shapes_of: ShapesOf, per_patch_s: float, cells: float, fixed_s: float, max_tokens: int
+) -> None:
     """Traffic of shards is in the timings; features travel as messages were found to."""
     per_cell_s = cells * per_patch_s / 200
     truth = dataclasses.replace(GUESS, s_per_patch=per_patch_s, s_per_cell=per_cell_s, fixed_s=fixed_s, shard_s=0.0)
-    found = fit_encoder(GUESS, timings_of(truth, picture_shapes(VISION, max_tokens=max_tokens)), link=2.0)
+    found = fit_encoder(GUESS, timings_of(truth, shapes_of(VISION, max_tokens=max_tokens)), link=2.0, latency=3.0)
     for name in ("s_per_patch", "s_per_cell"):
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
     assert found.fixed_s == pytest.approx(fixed_s, rel=1e-4, abs=1e-6)
-    assert (found.row_intra_s, found.row_inter_s, found.shard_s) == (6.0, 8.0, 0.0)
+    assert (found.row_intra_s, found.row_inter_s, found.round_s, found.shard_s) == (6.0, 8.0, 6.0, 0.0)
 
 
 def test_what_noise_hides_is_not_free() -> None:
@@ -56,16 +69,25 @@ def test_what_noise_hides_is_not_free() -> None:
     assert linear.s_per_cell / linear.s_per_patch == pytest.approx(GUESS.s_per_cell / GUESS.s_per_patch)
 
 
+@given(max_tokens=st.integers(64, 5000), at=st.integers(0, 20))
+def test_no_coefficient_hangs_on_one_pass_of_many(max_tokens: int, at: int) -> None:
+    timings = timings_of(GUESS, many_picture_shapes(VISION, max_tokens=max_tokens))
+    timings.pop(1 + at % (len(timings) - 1))
+    found = fit_encoder(GUESS, timings)
+    assert found.s_per_patch == pytest.approx(GUESS.s_per_patch, rel=1e-4)
+    assert found.s_per_cell == pytest.approx(GUESS.s_per_cell, rel=1e-4)
+
+
 def test_pictures_need_a_pass_without_them() -> None:
     _, *seen = timings_of(GUESS, picture_shapes(VISION, max_tokens=1000))
     with pytest.raises(ValueError, match="have none beside them without"):
         fit_encoder(GUESS, seen)
 
 
-@given(max_tokens=st.integers(1, 3000), merged=st.sampled_from((1, 4, 16)))
-def test_passes_fit_and_are_programs(max_tokens: int, merged: int) -> None:
+@given(shapes_of=st.sampled_from(SHAPES), max_tokens=st.integers(1, 3000), merged=st.sampled_from((1, 4, 16)))
+def test_passes_fit_and_are_programs(shapes_of: ShapesOf, max_tokens: int, merged: int) -> None:
     vision: VisionProfile = dataclasses.replace(VISION, merged_patches=merged)
-    for shape in picture_shapes(vision, max_tokens=max_tokens):
+    for shape in shapes_of(vision, max_tokens=max_tokens):
         assert shape.num_tokens <= max_tokens
         plan, sequences = pass_plan(shape, num_ranks=2, recomputed_layers=0)
         programs = lower(plan, sequences)

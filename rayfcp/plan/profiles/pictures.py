@@ -16,6 +16,10 @@ MOST_PATCHES = 1024
 """Of all pictures of a pass: one large, or many small ones."""
 LARGER = 4
 """How many times as high and wide the large one is."""
+MORE = 2
+"""How many times as many patches a pass of `rayfcp profile` has at most."""
+BESIDE = 3
+"""Its passes with pictures to one without."""
 
 LEAST_SHARE = 0.1
 """Of the guessed seconds, where passes show none."""
@@ -31,13 +35,41 @@ def picture_shapes(vision: VisionProfile, *, max_tokens: int) -> list[PassShape]
     >>> [(each.lengths, each.num_pictures, each.num_patches) for each in shapes]
     [((100,), 0, 0), ((100,), 1, 4), ((100,), 25, 16), ((100,), 1, 400)]
     """
+    step, small, _, large = _sides(vision, max_tokens=max_tokens)
+    return _passes([(1, step), (large**2 // small**2, small), (1, large)], vision=vision)
+
+
+def many_picture_shapes(vision: VisionProfile, *, max_tokens: int) -> list[PassShape]:
+    """What `rayfcp profile` times: pictures of three sizes, few and many of each, and again and again none, so that no
+    coefficient hangs on one pass. Pictures are squares of patches, and their tokens fit into `max_tokens`.
+
+    >>> from rayfcp.values import VisionProfile
+    >>> sizes = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "ffn_size": 8, "patch_values": 8, "merger_size": 8}
+    >>> shapes = many_picture_shapes(VisionProfile(**sizes, merged_patches=4), max_tokens=2048)
+    >>> [(each.num_pictures, each.num_patches) for each in shapes][:7]
+    [(0, 0), (1, 4), (4, 64), (1, 256), (0, 0), (16, 64), (4, 256)]
+    """
+    step, *sides = _sides(vision, max_tokens=max_tokens)
+    large = sides[-1] ** 2
+    most = min(MORE * large, max_tokens * vision.merged_patches)
+    runs = [(patches // side**2, side) for patches in (large // 4, large, most) for side in sides]
+    return _passes([(1, step), *((count, side) for count, side in runs if count)], vision=vision)
+
+
+def _sides(vision: VisionProfile, *, max_tokens: int) -> tuple[int, int, int, int]:
+    """Of the smallest picture, a small, a middling and a large one."""
     step = math.isqrt(vision.merged_patches)
-    large = max(math.isqrt(min(max_tokens * vision.merged_patches, MOST_PATCHES)) // step, 1) * step
-    small = max(large // LARGER // step, 1) * step
-    length = large**2 // vision.merged_patches
-    runs = [(1, step), (large**2 // small**2, small), (1, large)]
-    alone = PassShape(degree=1, lengths=(length,))
-    return [alone, *(dataclasses.replace(alone, pictures=_run(count, side, vision=vision)) for count, side in runs)]
+    large = max(math.isqrt(min(max_tokens * vision.merged_patches, MOST_PATCHES)) // step, 1)
+    return step, max(large // LARGER, 1) * step, max(large // 2, 1) * step, large * step
+
+
+def _passes(runs: Sequence[tuple[int, int]], *, vision: VisionProfile) -> list[PassShape]:
+    """Of each (number, side) of pictures, and before every `BESIDE` of them one of the same tokens without."""
+    most = max(count * side**2 for count, side in runs)
+    alone = PassShape(degree=1, lengths=(most // vision.merged_patches,))
+    found = [dataclasses.replace(alone, pictures=_run(*each, vision=vision)) for each in dict.fromkeys(runs)]
+    turns = (found[at : at + BESIDE] for at in range(0, len(found), BESIDE))
+    return [each for turn in turns for each in (alone, *turn)]
 
 
 def _run(count: int, side: int, *, vision: VisionProfile) -> Pictures:
@@ -45,10 +77,12 @@ def _run(count: int, side: int, *, vision: VisionProfile) -> Pictures:
     return Pictures(start=0, num_tokens=tokens, num_patches=side**2, count=count, stride=tokens if count > 1 else 0)
 
 
-def fit_encoder(guess: EncoderCost, timings: Sequence[Timing], *, link: float = 1.0) -> EncoderCost:
+def fit_encoder(
+    guess: EncoderCost, timings: Sequence[Timing], *, link: float = 1.0, latency: float = 1.0
+) -> EncoderCost:
     """Replace the seconds of `guess` by those that explain the timings with pictures beside those without, of the same
     tokens. Traffic of shards is in them, and not counted apart. Where noise hides patches or cells, both are scaled
-    alike. `link`: how many times as long as guessed a message takes.
+    alike. `link`, `latency`: how many times as long as guessed a message's bytes take, and one without any.
 
     Raises:
         ValueError: a pass with pictures has none beside it without.
@@ -75,6 +109,7 @@ def fit_encoder(guess: EncoderCost, timings: Sequence[Timing], *, link: float = 
         fixed_s=fixed_s,
         row_intra_s=link * guess.row_intra_s,
         row_inter_s=link * guess.row_inter_s,
+        round_s=latency * guess.round_s,
         shard_s=0.0,
         reduce_s=0.0,
         exposed_s=0.0,
