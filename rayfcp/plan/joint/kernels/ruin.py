@@ -29,6 +29,8 @@ from rayfcp.plan.joint.kernels.state import (
 SHORTER = np.array((1e-6, 1e-3, 4e-3, 1e-2, 3e-2, 6e-2))  # by how much of its makespan a microbatch is to get shorter
 SHARED = np.array((0.0, 0.0, 0.5, 0.8))  # of that, what the other microbatch may take longer
 SPLITS = 8
+UNIONS = 2  # pairs of microbatches that are to become one, each with
+HOPES = np.array((0.3, 0.6, 0.95))  # of what that would save with all ranks busy to be given up
 MAX_SLOW, ANY = 16, 1 << 30
 MAX_RUINED = 4  # groups of a microbatch, beside those that are slower than its new makespan
 
@@ -46,7 +48,8 @@ class Aim(NamedTuple):
 
 @compiled
 def ruin(world: World, trials: Trials) -> float:
-    """Try again and again, groups priced where they lie; a try that does not make the batch faster is undone.
+    """Try again and again, first whether two microbatches may be one, groups priced where they lie; a try that does not
+    make the batch faster is undone.
 
     Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
     seconds of the batch.
@@ -56,10 +59,11 @@ def ruin(world: World, trials: Trials) -> float:
     _lay_all(world, spans)
     _compact(world)
     total_s = _sum_s(world, spans)
-    dice = np.array([12345])
+    dice, number = np.array([12345]), 0
     while state.counts[MOVES] < max_moves:
         empty = _first_empty(spans)
-        aim = _aim(spans[: state.counts[MICROBATCHES]], empty, dice)
+        aim = _aim(world, spans[: state.counts[MICROBATCHES]], empty, dice, number)
+        number += 1
         state.spare[empty], state.pace[empty] = world.prices.num_ranks, state.pace[aim.one]
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
         _copy(state, saved)
@@ -100,7 +104,44 @@ def _first_empty(spans: Floats) -> int:
 
 
 @compiled
-def _aim(spans: Floats, empty: int, dice: Ints) -> Aim:
+def _aim(world: World, spans: Floats, empty: int, dice: Ints, number: int) -> Aim:
+    """Of the first numbers the unions that may save the most, then any change."""
+    if number < UNIONS * len(HOPES):
+        aim = _union(world, spans, number // len(HOPES), HOPES[number % len(HOPES)])
+        if aim.one_s > 0.0:
+            return aim
+    return _any(spans, empty, dice)
+
+
+@compiled
+def _union(world: World, spans: Floats, better: int, hope: float) -> Aim:
+    """One microbatch of two that one has room for, of the pair than which so many may save more; of 0 seconds if there
+    is none."""
+    state, count = world.state, len(spans)
+    tokens, least_s = np.zeros(count), np.zeros(count)
+    for at in range(len(state.owner)):
+        home = state.home[state.owner[at]]
+        tokens[home] += world.batch.tokens[at]
+        least_s[home] += world.batch.work_s[at] / world.prices.capacity
+    saved = np.zeros(count * count)
+    for one in range(count):
+        for other in range(count):
+            fits = tokens[one] + tokens[other] <= world.prices.holds
+            if fits and one != other and spans[one] >= spans[other] > 0.0:
+                most_s = spans[one] + spans[other] + world.extra_s - world.prices.fixed_s
+                saved[one * count + other] = most_s - least_s[one] - least_s[other]
+    for _ in range(better):
+        saved[np.argmax(saved)] = 0.0
+    best = int(np.argmax(saved))
+    if saved[best] <= 0.0:
+        return Aim(0, 0, 0.0, 0.0, 0)
+    one, other = best // count, best % count
+    both_s = least_s[one] + least_s[other] + world.prices.fixed_s
+    return Aim(one, other, both_s + hope * saved[best], 0.0, ANY)
+
+
+@compiled
+def _any(spans: Floats, empty: int, dice: Ints) -> Aim:
     """A little shorter for one microbatch, or any other split of the time of two, of which the second may be empty."""
     one, other = _roll(dice, len(spans)), _roll(dice, len(spans) + 1)
     other_s = 0.0 if other == len(spans) else spans[other]
