@@ -101,6 +101,7 @@ def test_a_worker_lost_with_its_keeper_costs_the_way_from_the_last_checkpoint(fo
     assert trouble.is_over
     assert_undisturbed(config, folder)
     names = {metric.name: metric.name + "_count" * (metric.kind is Kind.HISTOGRAM) for metric in METRICS}
+    del names["worker_encode_seconds"]  # of models that see
     found = {name: total(served[0], sample) for name, sample in names.items()}
     assert found["recoveries_total"] == 3 and found["lost_steps_total"] > 0 and found["checkpoint_step"] == 30
     assert found["sequences_skipped_total"] == 2 and 1 <= found["world_size"] <= 2
