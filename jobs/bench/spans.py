@@ -1,185 +1,216 @@
-"""A bound that no plan of groups gets below, by a linear programme over how long microbatches are.
+"""A bound that no plan of groups gets below, by linear programmes over how long microbatches are, case by case.
 
 python jobs/bench/spans.py --lengths FILE
 
 Beyond `lower_bound` it knows what communication adds to a sequence at the degrees that memory permits; that the shorter
-its microbatch the larger its degree, and the dearer; that memory bounds what ranks compute in a microbatch, and most of
-all beside the longest sequence.
+its microbatch the larger its degree, and the dearer; and of the microbatch that holds the longest sequence how long it
+is, which degree the longest has, which sequences are there as a whole, what ranks hold and compute beside it, in groups
+of which degrees, and when their forward and backward end; and that microbatches are whole.
 
-Proof. Let S be the slowest forward and the slowest backward of a microbatch together, f the fixed cost. Each pass of
-a group of d ranks takes the larger of two sums over what it holds: all that can hide hides, or attention hides all that
-it can (`Terms`). Let a_k(d) be the share of sequence k in the first sums of both passes, e_k(d) the smaller one in
-each pass; primitives and whether nodes are crossed are chosen for the least of each.
-(1) S - f is at least the sum of a_k(d) over a group's sequences, so N (S - f) at least the sum of c_k(S) over all of
-the microbatch, c_k(S) being the least d a_k(d) of those d that memory permits and at which k alone takes at most S:
-others only add to that. It is at least w_k, the compute of k.
+Proof. Let F and B be the slowest forward and backward of a microbatch, S = F + B, f the fixed cost. Each pass of
+a group of d ranks takes the larger of two sums: all that can hide hides, or attention hides all that it can (`Terms`).
+Each sum is a constant of at least the pass's part of f, and a share of every sequence in the group, linear in its cells
+and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence that memory
+permits there and that takes no more than the microbatch if it is alone: others only add to that.
+(1) S - f is at least what the first sums of both passes have of a group's sequences, so N (S - f) at least the sum of
+c_j over all of the microbatch, c_j being the least of d times that share over all permitted choices, and for a group
+whose constants are known to be more than f as much more for each of its ranks.
 (2) Its sequences have at most N x max_tokens_per_rank tokens.
-Let intervals cover all S up to `best_s`; what is longer is in no better plan.
-(3) In an interval from r to t let c_j = c_j(t). If the microbatch holds k, the longest of the batch, on d ranks, S is
-at least t(k, d), k alone. The others' ranks hold at most (N - d) x max_tokens_per_rank tokens: by Dantzig's bound of
-the knapsack problem their c_j sum to at most K(d). So of N (S - f) seconds at least (N - d) (S - f) - K(d) are in no
-c_j of (1). Or: other sequences of the group add at least e_j(d) to S. If c_j - N e_j(d), where positive, sum to at most
-L(d), again by Dantzig's bound with the tokens that the group has room for beside k, at least N (t(k, d) - f) - c_k -
-K(d) - L(d) are in none. Let u be the least over all d with t(k, d) <= t of the larger of both, S >= max(r, t(k, d)).
-For each interval let y be the number of microbatches of such S, z their seconds, and x_j 1 where sequence j is in one,
-else 0. Then r y <= z <= t y; the sum of c_j x_j, with u x_k more for the longest, is at most N (z - f y); the sum of
-tokens x_j is at most N x max_tokens_per_rank x y; x_j <= y. Over all intervals each x_j sums to 1, and a plan takes the
-sum of z and of the exposed gathers: the least of that over all real x, y, z is in no plan's reach.
-Short sequences, in runs of like length, are taken together: their tokens and w_k in a microbatch are a sum of amounts
-of the least and of the most compute per token in the run, and over all microbatches these are the run's.
-Intervals that the solution uses are cut finer, `ROUNDS` times: that makes the bound higher, never wrong.
+(3) Let k, a sequence of the microbatch, be in a group of d ranks, a <= d <= b. S is at least t, the least that k alone
+takes at such a choice. F is at least F_k, what its forward takes alone, B at least B_k: no group has a forward of more
+than S - B_k nor a backward of more than S - F_k. Those who join k have at most b x max_tokens_per_rank less its tokens,
+and for each of the four pairs of a sum of forward and one of backward S is at least the least that k and the constants
+have in both, and the least shares of those who join. Of the groups beside k let those of some degrees have m ranks.
+They have at most m x max_tokens_per_rank tokens; for each pair of sums, d times the shares of their sequences and m
+times the least constants come to at most m S, those of forward to at most m (S - B_k), those of backward to at most
+m (S - F_k); m is at least the least permitted degree of a sequence that is there. All these m sum to at most N - a.
+Where degrees beside k are not told apart N - a takes the place of m; of a least constant then no more is counted than
+leaves nothing negative on the right, for there may be no group.
+Let intervals cover all S up to `best_s`; what is longer is in no better plan. A kind of microbatch is an interval from
+r to s, for some also k and its degrees from a to b. For each kind let y be the number of its microbatches, z their
+seconds, x_j 1 where sequence j is in one, else 0: one such variable for each way to be there (joined to k, or beside it
+in groups of some degrees). Then r y <= z <= s y, in place of r the larger of r and t; the rest of (1) to (3) is linear
+in these, with s for S where S is times m. x_j <= y. Over all kinds each x_j sums to 1, the y of kinds with k being the
+x_k there, all y to at least the microbatches that the tokens take; a plan takes the sum of z and of the exposed
+gathers: the least of that over all real variables is in no plan's reach. Every least is taken on its own over what is
+permitted.
+Shorter sequences, in runs of like length, are taken together: their tokens and cells in a microbatch are a sum of
+amounts of the fewest and of the most cells per token in the run, and over all microbatches these are the run's. What
+they add at least is no less than what these amounts do: the least of linear functions, each through nought, is concave.
+What is permitted for the fewest tokens and cells of a run is for all of it.
+Cases. The longest sequence is in one microbatch, which is of one kind; k is that. A case is cut in parts that cover it:
+S of that microbatch is in one part of its interval or in another, d in one part of its degrees or in another; there are
+at most M microbatches or at least M + 1; a sequence is in that microbatch (then in no other kind, so that its x_j sum
+to 1 there) or is not (then it has no x_j there). Of those that are not, the longest is in a microbatch of its own kind,
+of which the same holds. Parts with S below t, or without any solution, have no plan. No plan is better than the least
+bound over all cases, and than `best_s`; a part's bound is no less than that of the whole. The case of the least bound
+is cut first, and any number of cuts is right.
 """
 
-import dataclasses
+import heapq
 import itertools
-from collections.abc import Iterator
+import math
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from bounds import parser, print_ratios
-from programme import Programme
+from items import items_of
+from programme import Block, least
+from spanned import Kind, Setting, block_of
 
 from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
-SHORT = 0.6  # of a rank's memory: shorter ones are taken together
-RUNS = 12  # of these
-INTERVALS, ROUNDS, PARTS = 60, 2, 4
-FINE = 1.0007  # an interval whose ends differ by less is not cut
-ONE_EACH = 5  # longest sequences of which x_j <= y is asked: of the others it follows, nearly
+SINGLE, RUNS = 30, 12
+INTERVALS, CASES = 32, 400
+FINE, FINEST = 1.003, 1.0004  # ratios of ends: at less an interval is cut only if nothing else is left, and never
+MOST_KNOWN = 3  # microbatches whose longest sequence is known
+DECIDED = 0.03  # of a sequence: so near to 0 or 1 no cases are told apart
 SAFE = 1 - 1e-6  # for the solver's tolerance
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Shares:
-    """Longest first. [degrees, sequences], least over primitives: seconds `alone` with the fixed cost, `least` = e(d);
-    [choices of primitive, degrees, sequences]: `choices` are seconds alone and d a(d). Infinite where memory or heads
-    forbid it. `work` = w."""
+class Known(NamedTuple):
+    """A microbatch whose longest sequence is known, and some that are `inside` and `outside` of it."""
 
-    tokens: Floats
-    work: Floats
-    alone: Floats
-    least: Floats
-    choices: tuple[Floats, Floats]
-
-    def within(self, span_s: float) -> Floats:
-        """c(S) by sequence."""
-        alone, first = self.choices
-        found: Floats = np.where(alone <= span_s * (1 + 1e-9), first, np.inf).min(axis=(0, 1))
-        return found
+    kind: Kind
+    inside: frozenset[int] = frozenset()
+    outside: frozenset[int] = frozenset()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A batch on `num_ranks` of `room` tokens each."""
+class Case(NamedTuple):
+    """At least `fewest` and at most `most` microbatches, of which some are known."""
 
-    shares: Shares
-    num_ranks: int
-    room: int
-    fixed_s: float
-    exposed_s: float
+    known: tuple[Known, ...]
     fewest: int
+    most: int
 
-    @property
-    def num_long(self) -> int:
-        """Sequences with variables of their own, at least the longest."""
-        return max(int((self.shares.tokens > SHORT * self.room).sum()), 1)
-
-    def runs(self) -> list[Ints]:
-        numbers = np.arange(self.num_long, len(self.shares.tokens))
-        return [each for each in np.array_split(numbers, RUNS) if len(each)]
-
-    def unused_s(self, low: float, high: float) -> float:
-        """u of (3), 0 at least, for S from `low` to `high`; infinite if the longest sequence takes more anyway."""
-        shares, ranks, taken = self.shares, np.arange(1, self.num_ranks + 1), self.shares.within(high)
-        may = shares.alone[:, 0] <= high * (1 + 1e-9)
-        if not may.any():
-            return np.inf
-        alone, least, ranks = shares.alone[may, 0], shares.least[may], ranks[may]
-        used, tokens = np.where(np.isfinite(taken), taken, 0.0), shares.tokens
-        beside_s = _most(tokens[1:], used[1:], (self.num_ranks - ranks) * float(self.room))
-        missed = np.where(np.isfinite(least), np.maximum(used - self.num_ranks * least, 0.0), 0.0)
-        missed_s = [
-            float(_most(tokens[1:], row[1:], np.array([d * self.room - tokens[0]]))[0])
-            for d, row in zip(ranks.tolist(), missed, strict=True)
-        ]
-        alone_s = self.num_ranks * (alone - self.fixed_s) - used[0] - beside_s - missed_s
-        unused_s = np.maximum((self.num_ranks - ranks) * (np.maximum(alone, low) - self.fixed_s) - beside_s, alone_s)
-        return max(float(unused_s.min()), 0.0)
+    def with_known(self, at: int, known: Known) -> "Case":
+        return self._replace(known=(*self.known[:at], known, *self.known[at + 1 :]))
 
 
-def _most(tokens: Floats, values: Floats, rooms: Floats) -> Floats:
-    """Dantzig's bound: by value per token until so many tokens are taken, the last in part."""
-    order = np.argsort(-values / tokens, kind="stable")
-    held = np.concatenate([[0.0], np.cumsum(tokens[order])])
-    return np.asarray(np.interp(rooms, held, np.concatenate([[0.0], np.cumsum(values[order])])), np.float64)
+class Solution(NamedTuple):
+    """How many microbatches there are, and by known microbatch how much of each single sequence is in it."""
+
+    microbatches: float
+    held: tuple[dict[int, float], ...]
 
 
 class Spans:
-    """The programme of one batch over intervals of spans."""
+    """The programmes of one batch."""
 
-    def __init__(self, case: Case, edges: Floats) -> None:
-        self._case, self._edges, self._p = case, edges, Programme()
-        shares, p = case.shares, self._p
-        self._once = [p.row(1.0, equal=True) for _ in range(case.num_long)]
-        self._runs = []
-        for run in case.runs():
-            rows = p.row(shares.tokens[run].sum() / case.room, equal=True), p.row(shares.work[run].sum(), equal=True)
-            dense = shares.work[run] / shares.tokens[run] * case.room
-            self._runs.append((rows, (dense.min() * (1 - 1e-12), dense.max() * (1 + 1e-12))))
-        self._microbatches = p.row(-float(case.fewest))
-        self._y = [self._interval(low, high) for low, high in itertools.pairwise(edges)]
+    def __init__(self, setting: Setting, *, best_s: float, fewest: int) -> None:
+        self._setting, self._most_s = setting, best_s * (1 + 1e-9)
+        shortest_s = float(setting.items.together.min()) * (1 - 1e-9)
+        ends = np.geomspace(0.25 * best_s / fewest, self._most_s, INTERVALS)
+        edges = np.unique(np.r_[shortest_s, np.clip(ends, shortest_s, None), self._most_s * (1 + 1e-9)]).tolist()
+        self._any = [block_of(setting, Kind(*span)) for span in itertools.pairwise(edges)]
+        self._block = cache(lambda kind: block_of(setting, kind))
 
-    def solve(self) -> tuple[float, Floats]:
-        """Seconds, and the edges with intervals that are used cut finer."""
-        seconds, values = self._p.least()
-        finer = [
-            np.geomspace(low, high, PARTS + 1)[1:-1]
-            for (low, high), y in zip(itertools.pairwise(self._edges), self._y, strict=True)
-            if values[y] > 1e-6 and high > FINE * low
-        ]
-        return seconds, np.unique(np.concatenate([self._edges, *finer]))
+    def solve(self, case: Case) -> tuple[float, Solution | None]:
+        """Seconds, infinite where there is no plan."""
+        known = [self._block(each.kind) for each in case.known]
+        if any(block is None for block in known):
+            return np.inf, None
+        blocks = [block for block in (*known, *self._any) if block is not None]
+        longest = frozenset(each.kind.longest for each in case.known)
+        inside = frozenset[int]().union(*(each.inside for each in case.known))
+        none_of = [(inside - each.inside) | each.outside | (longest - {each.kind.longest}) for each in case.known]
+        none_of += [inside | longest] * len(self._any)
+        starts = np.cumsum([0, *(len(block.cost) for block in blocks)])
+        each = np.zeros(starts[-1])
+        each[starts[:-1]] = 1.0
+        limits = [(-each, -float(case.fewest)), (each, float(case.most))]
+        seconds, values = least(blocks, np.array(self._setting.items.totals), none_of=none_of, most=limits)
+        held = tuple(
+            self._held(block, values[start:]) for block, start in zip(blocks[: len(known)], starts, strict=False)
+        )
+        return seconds, Solution(float(each @ values), held)
 
-    def _interval(self, low: float, high: float) -> int:
-        """The column of its y."""
-        p, case = self._p, self._case
-        y, z = p.columns(1, cost=case.exposed_s), p.columns(1, cost=1.0)
-        p.add(self._microbatches, y, -1.0)
-        for from_y, from_z in ((low, -1.0), (-high, 1.0)):
-            row = p.row(0.0)
-            p.add(row, y, from_y)
-            p.add(row, z, from_z)
-        time, memory = p.row(0.0), p.row(0.0)
-        p.add(time, z, -float(case.num_ranks))
-        p.add(time, y, case.num_ranks * case.fixed_s)
-        p.add(memory, y, -float(case.num_ranks))
-        self._long(y, time, memory, case.shares.within(high), case.unused_s(low, high))
-        for (tokens, work), densities in self._runs:
-            for dense in densities:
-                amount = p.columns(1)
-                p.add(tokens, amount, 1.0, equal=True)
-                p.add(work, amount, dense, equal=True)
-                p.add(time, amount, dense)
-                p.add(memory, amount, 1.0)
-        return int(y[0])
+    def _held(self, block: Block, values: Floats) -> dict[int, float]:
+        return {
+            item: float(values[columns].sum())
+            for item, columns in block.places.items()
+            if item < self._setting.items.num_single
+        }
 
-    def _long(self, y: Ints, time: int, memory: int, seconds: Floats, unused_s: float) -> None:
-        """Columns of the sequences that may be there with these seconds."""
-        p, case = self._p, self._case
-        numbers = np.flatnonzero(np.isfinite(seconds[: case.num_long]))
-        columns = p.columns(len(numbers))
-        p.add(time, columns, np.where(numbers == 0, seconds[numbers] + unused_s, seconds[numbers]))
-        p.add(memory, columns, case.shares.tokens[numbers] / case.room)
-        for number, column in zip(numbers.tolist(), columns, strict=True):
-            one = np.array([column])
-            p.add(self._once[number], one, 1.0, equal=True)
-            if number < ONE_EACH:
-                row = p.row(0.0)
-                p.add(row, one, 1.0)
-                p.add(row, y, -1.0)
+    def whole(self, item: int) -> Kind:
+        """All microbatches of which it may be the longest."""
+        items = self._setting.items
+        alone = items.together[:, item]
+        least_s, first = float(alone.min()) * (1 - 1e-9), int(items.degrees[np.isfinite(alone)].min())
+        return Kind(min(least_s, self._most_s), self._most_s * (1 + 1e-9), item, first, self._setting.num_ranks)
+
+    def parts(self, case: Case, found: Solution) -> list[Case] | None:
+        """That cover all plans of the case; None if it is not to be cut."""
+        for at, known in enumerate(case.known):
+            kinds = self._cut(known.kind, fine=FINE)
+            if kinds != [known.kind]:
+                return [case.with_known(at, known._replace(kind=kind)) for kind in kinds]
+            if abs(found.microbatches - round(found.microbatches)) > DECIDED:
+                count = math.floor(found.microbatches)
+                return [case._replace(most=count), case._replace(fewest=count + 1)]
+            done = _placed(case) | known.outside
+            unclear = [
+                (abs(part - 0.5), item)
+                for item, part in found.held[at].items()
+                if item not in done and DECIDED < part < 1 - DECIDED
+            ]
+            if unclear:
+                return _inside_or_not(case, at, min(unclear)[1])
+        further = self._next(case)
+        if further:
+            return further
+        first = case.known[0]
+        kinds = self._cut(first.kind, fine=FINEST)
+        return None if kinds == [first.kind] else [case.with_known(0, first._replace(kind=kind)) for kind in kinds]
+
+    def _next(self, case: Case) -> list[Case]:
+        """By where the longest is that has no place yet."""
+        item = min(set(range(len(self._setting.items.once))) - _placed(case), default=self._setting.items.num_single)
+        if item >= self._setting.items.num_single:
+            return []
+        for at, known in enumerate(case.known):
+            if item not in known.outside:
+                return _inside_or_not(case, at, item)
+        if len(case.known) == MOST_KNOWN:
+            return []
+        return [case._replace(known=(*case.known, Known(self.whole(item))))]
+
+    def _cut(self, kind: Kind, *, fine: float) -> list[Kind]:
+        """Parts of it that may have a plan; itself if it is not to be cut."""
+        if kind.first == kind.last and kind.high <= fine * kind.low:
+            return [kind]
+        parts = 3 if kind.last - kind.first < 8 else 4
+        edges = np.unique(np.linspace(kind.first, kind.last + 1, parts + 1).astype(int)).tolist()
+        spans = [(kind.low, kind.high)]
+        if kind.high > fine * kind.low:
+            middle = math.sqrt(kind.low * kind.high)
+            spans = [(kind.low, middle), (middle, kind.high)]
+        items, found = self._setting.items, []
+        for (low, high), (first, after) in itertools.product(spans, itertools.pairwise(edges)):
+            own = (items.degrees >= first) & (items.degrees < after)
+            alone_s = float(items.together[own, kind.longest].min(initial=np.inf)) * (1 - 1e-9)
+            if alone_s <= high:
+                found.append(Kind(max(low, alone_s), high, kind.longest, first, after - 1))
+        return found
+
+
+def _placed(case: Case) -> frozenset[int]:
+    """Sequences of which the microbatch is known."""
+    found = frozenset(known.kind.longest for known in case.known)
+    return found.union(*(known.inside for known in case.known))
+
+
+def _inside_or_not(case: Case, at: int, item: int) -> list[Case]:
+    known = case.known[at]
+    return [
+        case.with_known(at, known._replace(inside=known.inside | {item})),
+        case.with_known(at, known._replace(outside=known.outside | {item})),
+    ]
 
 
 def spans_s(
@@ -189,69 +220,33 @@ def spans_s(
     cost: CostModel,
     primitives: tuple[Primitive, ...] = (Primitive.RING,),
     best_s: float,
-    rounds: int = ROUNDS,
+    cases: int = CASES,
+    single: int = SINGLE,
+    runs: int = RUNS,
 ) -> float:
-    """No plan of groups of these primitives takes less, given that one takes `best_s`."""
-    room, num_tokens = cluster.max_tokens_per_rank, sum(each.num_tokens for each in sequences)
-    case = Case(
-        shares=_shares(sequences, cluster=cluster, cost=cost, primitives=primitives),
-        num_ranks=cluster.num_ranks,
-        room=room,
-        fixed_s=cost.fixed_s,
-        exposed_s=cost.exposed_s,
-        fewest=-(-num_tokens // (cluster.num_ranks * room)),
-    )
-    shortest_s = float(case.shares.alone.min(axis=0).min())
-    edges = np.geomspace(shortest_s * (1 - 1e-9), best_s * (1 + 1e-9), INTERVALS + 1)
-    found = 0.0
-    for _ in range(rounds + 1):
-        seconds, edges = Spans(case, edges).solve()
-        found = max(found, seconds * SAFE + cost.reduce_exposed_s)
-    return found
-
-
-def _shares(
-    sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, primitives: tuple[Primitive, ...]
-) -> Shares:
-    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
-    tokens = np.array([each.num_tokens for each in ordered], np.float64)
-    cells = np.array([each.attention_cells for each in ordered], np.float64)
-    degrees = np.arange(1, cluster.num_ranks + 1)[:, None]
-    fits = tokens <= degrees * cluster.max_tokens_per_rank
-    found = [
-        np.where(fits, np.stack(each), np.inf)
-        for primitive in primitives
-        for each in _sums(tokens, cells, degrees, cost=cost, primitive=primitive)
-    ]
-    alone, first, least = (np.stack(each) for each in zip(*found, strict=True))
-    first = np.where(np.isfinite(first), degrees * first, np.inf)
-    return Shares(
-        tokens=tokens,
-        work=np.asarray(cost.compute_s(cells, tokens), np.float64),
-        alone=alone.min(axis=0),
-        least=least.min(axis=0),
-        choices=(alone, first),
-    )
-
-
-def _sums(
-    tokens: Floats, cells: Floats, degrees: Ints, *, cost: CostModel, primitive: Primitive
-) -> Iterator[list[Floats]]:
-    """Seconds alone, shares in the first sums, and in the smaller ones, each where nodes are crossed if they must be
-    and where they are."""
-    for crosses in (degrees > cost.ranks_per_node, np.ones_like(degrees, np.bool_)):
-        alone, first, least = np.zeros((3, len(degrees), len(tokens)))
-        for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
-            attention = terms.attention_s_per_cell * cells + terms.attention_s_per_token * tokens
-            moved, tail = terms.moved_s_per_token * tokens, terms.tail_s_per_token * tokens
-            computed = attention + terms.linear_s_per_token * tokens + moved
-            hides = computed - terms.hidden * (moved - tail)
-            hidden = computed - terms.hidden * terms.cover * attention
-            there = np.isfinite(terms.moved_s)
-            alone = alone + terms.seconds(cells, tokens)
-            first = np.where(there, first + hides, np.inf)
-            least = np.where(there, least + np.minimum(hides, hidden), np.inf)
-        yield [alone, first, least]
+    """No plan of groups of these primitives takes less, given that one takes `best_s`; of so many `cases`. `single`
+    sequences are taken one by one, the others in so many `runs`."""
+    items = items_of(sequences, cluster=cluster, cost=cost, primitives=primitives, single=single, runs=runs)
+    setting = Setting(items, cluster.num_ranks, cost.fixed_s, cost.exposed_s)
+    num_tokens = sum(each.num_tokens for each in sequences)
+    fewest = -(-num_tokens // (cluster.num_ranks * cluster.max_tokens_per_rank))
+    spans = Spans(setting, best_s=best_s, fewest=fewest)
+    numbers = itertools.count(1)
+    parts: list[Case] | None = [Case((Known(spans.whole(0)),), fewest, len(sequences))]
+    open_cases: list[tuple[float, int, Case, Solution | None]] = []
+    least_s, number = 0.0, 0
+    while parts is not None:
+        for part in parts:
+            number = next(numbers)
+            seconds, found = spans.solve(part)
+            seconds = max(least_s, seconds * SAFE + cost.reduce_exposed_s)
+            if seconds < best_s:
+                heapq.heappush(open_cases, (seconds, number, part, found))
+        if not open_cases:
+            return best_s
+        least_s, _, case, solution = heapq.heappop(open_cases)
+        parts = spans.parts(case, solution) if number < cases and solution is not None else None
+    return least_s
 
 
 def main() -> None:

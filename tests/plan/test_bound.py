@@ -4,12 +4,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, lower_bound, plan_batch
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.plan.helpers import UNIT, batches, partitions
 
 
-def best_makespan(members: list[SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> float:
-    """Over all groupings and all degrees of one microbatch."""
+def best_makespan(
+    members: list[SequenceSpec],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: tuple[Primitive, ...] = (Primitive.RING,),
+) -> float:
+    """Over all groupings and all degrees and primitives of one microbatch."""
     best = float("inf")
     for groups in partitions(list(range(len(members)))):
         loads = [
@@ -18,15 +23,24 @@ def best_makespan(members: list[SequenceSpec], cluster: ClusterSpec, cost: CostM
         for degrees in itertools.product(range(1, cluster.num_ranks + 1), repeat=len(groups)):
             fits = all(tokens <= d * cluster.max_tokens_per_rank for (_, tokens), d in zip(loads, degrees, strict=True))
             if sum(degrees) <= cluster.num_ranks and fits:
-                passes = [cost.passes_s(*load, degree=d) for load, d in zip(loads, degrees, strict=True)]
-                best = min(best, sum(max(float(seconds) for seconds in each) for each in zip(*passes, strict=True)))
+                for used in itertools.product(primitives, repeat=len(groups)):
+                    passes = [
+                        cost.passes_s(*load, degree=d, primitive=each)
+                        for load, d, each in zip(loads, degrees, used, strict=True)
+                    ]
+                    best = min(best, sum(max(float(seconds) for seconds in each) for each in zip(*passes, strict=True)))
     return best
 
 
-def best_plan_s(sequences: list[SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> float:
-    """Over all cuts, groupings and degrees."""
+def best_plan_s(
+    sequences: list[SequenceSpec],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    primitives: tuple[Primitive, ...] = (Primitive.RING,),
+) -> float:
+    """Over all cuts, groupings, degrees and primitives."""
     return min(
-        cost.batch_s([best_makespan([sequences[at] for at in part], cluster, cost) for part in cut])
+        cost.batch_s([best_makespan([sequences[at] for at in part], cluster, cost, primitives) for part in cut])
         for cut in partitions(list(range(len(sequences))))
     )
 
