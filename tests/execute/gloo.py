@@ -24,6 +24,10 @@ from tests.execute.cases import ARCHITECTURE, SEED, Case, CaseTokens, Gradients,
 
 Found = dict[tuple[int, str], tuple[float, Gradients]]
 
+FORKS = mp.get_context("forkserver")
+"""Makes processes that need not import what all of them use: a server has, and they are its forks."""
+FORKS.set_forkserver_preload(["tests.execute.preloaded"])
+
 
 def listening_store() -> dist.TCPStore:
     """The store at which processes meet, on a free port of this machine; it lives as long as its object."""
@@ -49,7 +53,8 @@ def on_processes(work: Callable[..., Any], *given: Any, size: int) -> list[Any]:
     ends before all are done."""
     with TemporaryDirectory() as folder:
         store = listening_store()
-        mp.spawn(_process, args=(store.port, folder, size, work, given), nprocs=size)
+        args = (store.port, folder, size, work, given)
+        mp.start_processes(_process, args=args, nprocs=size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{number}.pt", weights_only=False) for number in range(size)]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.config import Config
@@ -17,7 +16,7 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.groups import Place
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.generations import Device, Generation, Member
-from tests.execute.gloo import client_of, listening_store
+from tests.execute.gloo import FORKS, client_of, listening_store
 
 SCRIPT = (
     Generation(world=(1, 4, 1), members=(0, 1, 2, 3), steps=(1, 2), end="forward"),
@@ -59,10 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """What each process that lived saw."""
     store = listening_store()
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.execute.generations"])
     everybody = sorted({member for generation in SCRIPT for member in generation.members})
-    processes = {me: context.Process(target=_process, args=(me, store.port, str(folder))) for me in everybody}
+    processes = {me: FORKS.Process(target=_process, args=(me, store.port, str(folder))) for me in everybody}
     for process in processes.values():
         process.start()
     for me, process in processes.items():
