@@ -18,19 +18,20 @@ settings.load_profile("any time")
 def ray_cluster() -> Iterator[None]:
     import ray
 
-    started = not ray.is_initialized()
-    if started:
-        ray.init(
-            address="local",
-            num_cpus=7,
-            resources={"NPU": 1},
-            include_dashboard=False,
-            logging_level="WARNING",
-            log_to_driver=False,
-        )
-    yield
-    if started:
-        ray.shutdown()
+    from tests.forks.cluster import cluster_of_forks
+
+    if ray.is_initialized():
+        yield
+        return
+    with cluster_of_forks(
+        address="local",
+        num_cpus=7,
+        resources={"NPU": 1},
+        include_dashboard=False,
+        logging_level="WARNING",
+        log_to_driver=False,
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")
