@@ -1,6 +1,8 @@
 """What all tests share: one Ray cluster per session, started by the first test that needs it, processors of pictures
-likewise, and examples of properties that may take any time, since machines are shared."""
+likewise, examples of properties that may take any time, since machines are shared, and one thread per process for the
+arithmetic of small models: more of them wait for each other longer than they work."""
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,8 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from rayfcp.data.vision.loading import PictureTokenizer
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also for processes that tests start
 
 settings.register_profile("any time", deadline=None)
 settings.load_profile("any time")
