@@ -1,6 +1,9 @@
 """The undisturbed run: the same steps on one device in this process, without Ray."""
 
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -33,6 +36,27 @@ class Wanted:
 
 def undisturbed(config: Config, *, num_steps: int) -> tuple[Wanted, ...]:
     """The first `num_steps` steps of the run on one rank."""
+    with closing(Undisturbed(config)) as alone:
+        return alone.first(num_steps)
+
+
+class Undisturbed:
+    """The run on one rank, as far as it was asked for; no step is computed twice."""
+
+    def __init__(self, config: Config) -> None:
+        self._known: list[Wanted] = []
+        self._more = _steps(config)
+
+    def first(self, num_steps: int) -> tuple[Wanted, ...]:
+        self._known += islice(self._more, max(0, num_steps - len(self._known)))
+        return tuple(self._known[:num_steps])
+
+    def close(self) -> None:
+        self._more.close()
+
+
+def _steps(config: Config) -> Generator[Wanted, None, None]:
+    """Until it is closed."""
     data_dir = prepared_data(config, say=lambda _: None)
     data = open_dataset(config, data_dir=data_dir)
     device = torch.device("cpu")
@@ -50,17 +74,13 @@ def undisturbed(config: Config, *, num_steps: int) -> tuple[Wanted, ...]:
         hidden_size=data.library.hidden_size,
         layers_of_stage=(data.library.num_hidden_layers,),
     )
-    found = []
     try:
-        for step in range(1, num_steps + 1):
+        for step in count(1):
             batch = data.sampler.batch(step)
             sequences = sequences_of(batch, windows=data.model.windows)
             plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring", options=one.plan)
             (program,) = lower(plan, sequences, reduce_every=one.train.reduce_every)
             report = engine.run_step(program, batch, plan_hash=program.plan_hash)
-            found.append(
-                Wanted(step=step, loss=report.loss, grad_norm=report.grad_norm, samples_hash=batch.samples_hash)
-            )
+            yield Wanted(step=step, loss=report.loss, grad_norm=report.grad_norm, samples_hash=batch.samples_hash)
     finally:
         engine.close()
-    return tuple(found)
