@@ -47,6 +47,17 @@ def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
             folder.rmdir()
 
 
+def check_free(run_dir: str | Path, *, wait_s: float = WAIT_S) -> None:
+    """Nobody holds the run's folder as far as this machine sees it. A lock that a killed run left goes.
+
+    Raises:
+        ConfigError: another run holds it.
+    """
+    if (Path(run_dir) / LOCK_FILE).exists():
+        with hold(run_dir, wait_s=wait_s):
+            pass
+
+
 def sweep(run_dir: str | Path, *, names: tuple[str | Path, ...] = (), wait_s: float = 2.0) -> None:
     """Remove the lock and these other files, in the folder unless absolute, that a run ended by force has left, unless
     another run is there."""

@@ -12,6 +12,7 @@ from rayfcp.cluster.files import prepared_data, with_absolute_paths
 from rayfcp.cluster.following import Watcher, follow
 from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.local import connect
+from rayfcp.cluster.lock import check_free
 from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
@@ -88,6 +89,8 @@ class FlexTrainer:
             self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
         )
         with sigterm_interrupts() as heed_sigterm:
+            if config.cluster.address is None:
+                check_free(run_dir)  # sooner than the controller, which will hold it, can tell: no Ray is started
             watcher.say("connecting to Ray")
             started_here = connect(config)
             heed_sigterm()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.lock import LOCK_FILE, hold, sweep
+from rayfcp.cluster.lock import LOCK_FILE, check_free, hold, sweep
 from rayfcp.config import ConfigError
 from tests.cluster.runs import run_config, write_texts
 
@@ -47,6 +47,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 def test_another_run_is_named_and_refused(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another run is there") as caught, hold(tmp_path / "run", wait_s=0):
         pass
+    with pytest.raises(ConfigError, match="another run is there"):
+        check_free(tmp_path / "run", wait_s=0)
     text = str(caught.value)
     assert f"process {holder.pid} on {socket.gethostname()} since 20" in text and "\n" not in text
     (tmp_path / "run" / "other").touch()
@@ -58,6 +60,9 @@ def test_a_killed_run_leaves_a_folder_that_is_free_at_once(holder: subprocess.Po
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     assert (tmp_path / "run" / LOCK_FILE).exists()
+    check_free(tmp_path / "run", wait_s=0)
+    check_free(tmp_path / "nowhere", wait_s=0)
+    assert [path.name for path in tmp_path.iterdir()] == []
     with hold(tmp_path / "run", wait_s=0):
         pass
     assert not (tmp_path / "run").exists(), "nothing is left behind"
