@@ -25,6 +25,8 @@ MARK = "RAYFCP_TEST_HEAD"
 """All that the head starts inherits it from its environment, with this head's name."""
 
 START_S, END_S = 120.0, 30.0
+SIGTERM_S = 1.0
+"""The GCS does not heed it for far longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +137,11 @@ def below(pid: int) -> list[int]:
 
 def _end_all(pids: set[int]) -> None:
     """SIGTERM to all of them, and SIGKILL to those that are there after a while."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
+    for kind, patience_s in ((signal.SIGTERM, SIGTERM_S), (signal.SIGKILL, END_S / 3)):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, kind)
-        end_s = time.monotonic() + END_S / 3
+        end_s = time.monotonic() + patience_s
         while any(lives(pid) for pid in pids) and time.monotonic() < end_s:
             time.sleep(0.1)
 

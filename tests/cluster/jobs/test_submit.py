@@ -123,5 +123,6 @@ def test_doctor_of_a_cluster(head: Head) -> None:
     assert f"files can be written in {head.folder}" in output
     assert "Ray's token: from ~/.ray/auth_token" in output
     assert code == int("\nfail" in output), output
-    code, output = head.run("rayfcp", "doctor", "--address", head.address, RAY_AUTH_MODE="disabled")
+    less_patient = {"RAY_NUM_REDIS_GET_RETRIES": "3"}  # a second each
+    code, output = head.run("rayfcp", "doctor", "--address", head.address, RAY_AUTH_MODE="disabled", **less_patient)
     assert code == 2 and output.count("rayfcp: error: ") == 1 and "set RAY_AUTH_MODE=token" in output, output
