@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.lock import LOCK_FILE, check_free, hold, sweep
@@ -94,8 +95,14 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_trainer_does_not_touch_the_folder_of_another_run(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("joins", [False, True], ids=["by itself", "its controller"])
+def test_a_trainer_does_not_touch_the_folder_of_another_run(
+    joins: bool, holder: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """On a cluster that it joins, its controller looks, which may be on a machine that sees the folder."""
     write_texts(tmp_path)
+    address = ray.get_runtime_context().gcs_address if joins else None
+    config = run_config(tmp_path, name="run", cluster={"num_workers": 1, "address": address})
     with pytest.raises(ConfigError, match=f"another run is there: process {holder.pid} "):
-        FlexTrainer(run_config(tmp_path, name="run", cluster={"num_workers": 1})).fit()
+        FlexTrainer(config).fit()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK_FILE]
