@@ -9,6 +9,7 @@ import ray
 from ray.util import placement_group_table
 
 from rayfcp.cluster import FlexTrainer, RunFailedError
+from rayfcp.cluster.checkpoints import CheckpointFolder
 from rayfcp.config import Config, dump_config
 from rayfcp.telemetry.events import EventKind, read_events
 from rayfcp.telemetry.names import METRICS, Kind
@@ -195,6 +196,8 @@ def test_few_copies_or_none(every: int, folder: Path, alone: Undisturbed) -> Non
     )
 
     def strike() -> None:
+        saved = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=2)
+        until(lambda: saved.latest() is not None)  # it is written beside the steps after it
         close(config)
         kill(pids(WORKER)[0])
 
