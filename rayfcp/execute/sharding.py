@@ -26,9 +26,17 @@ def stage_mesh(world: World) -> DeviceMesh:
     return DeviceMesh.from_group(groups, kind, mesh=devices, mesh_dim_names=("shard", "tensor"))
 
 
-def shard(module: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def shard(
+    module: nn.Module,
+    layers: Iterable[nn.Module],
+    *,
+    mesh: DeviceMesh,
+    dtype: torch.dtype,
+    kept: nn.Module | None = None,
+) -> None:
     """Shard `layers` one by one and the rest of `module` together over a mesh of one dimension, in place. Layers
-    without gradients are gathered for forward passes only.
+    without gradients are gathered for forward passes only. The layer `kept` stays gathered between a forward pass and
+    the backward pass that follows: where that begins with it, nobody waits for the slowest forward pass there.
 
     Gradients are summed over ranks (not averaged) in fp32, or fp64 for fp64 models; computation runs in
     `dtype`. Every rank must run the same forward and backward passes from now on.
@@ -43,7 +51,10 @@ def shard(module: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, d
     )
     for layer in layers:
         part: FSDPModule = fully_shard(layer, mesh=mesh, mp_policy=policy)
-        part.set_unshard_in_backward(any(parameter.requires_grad for parameter in layer.parameters()))
+        trained = any(parameter.requires_grad for parameter in layer.parameters())
+        part.set_unshard_in_backward(trained)
+        if layer is kept and trained:
+            part.set_reshard_after_forward(False, recurse=False)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     if hasattr(module, "encode"):
         register_fsdp_forward_method(module, "encode")

@@ -75,7 +75,8 @@ def sharded_model(
     mesh = stage_mesh(world)
     if world.place.tensor_parallel > 1:
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
-    shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype])
+    kept = model.layers[-1] if model.stage.is_last else None
+    shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
     model.to_empty(device=world.device)
     if empty:
         initializer.fill_buffers(model)

@@ -19,8 +19,8 @@ HopKey = tuple[Flow, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Equal layers one after the other, of `total` the first few in the script. Layer i ends at `marks[i]`, its gather
-    is collective `gathers[i]` (none where parameters stay gathered)."""
+    """Equal layers one after the other, of `total` the first few in the script. Layer i ends at `marks[i]`; `gathers`:
+    the collectives that gather them, without those of layers that are still gathered."""
 
     key: RowKey
     total: int

@@ -24,8 +24,9 @@ def write_script(
     absent, and all where `shown` is None. `hops[key]` is the number of a hop on rank 0.
 
     Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
-    layer for forward and for backward, while the layer before computes (the first one is exposed); with
-    `gather_every` "step" in the first forward pass only. Gradients are scattered layer by layer, one at a time, beside
+    layer for forward and for backward, while the layer before computes (the first one is exposed); where the head is,
+    the last layer stays gathered from a forward pass to the next backward pass; with `gather_every` "step" all do, from
+    the first forward pass on. Gradients are scattered layer by layer, one at a time, beside
     the next layer's backward pass; embedding and head last. A vision encoder follows the same rules
     (`rayfcp.simulate.encoder`). Of the fixed seconds of a microbatch a stage has its
     layers' share.

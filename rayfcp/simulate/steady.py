@@ -164,7 +164,7 @@ def _settled(row: Row, *, record: Record, state: State) -> bool:
     if at < 2:
         return False
     marks = [record.mark_s[mark] for mark in row.marks[at - 2 : at + 1]]
-    gathers = [state.collective_s[gather, 2] for gather in row.gathers[at - 1 : at + 2]]
+    gathers = [state.collective_s[gather, 2] for gather in row.gathers[-3:]]
     steps = np.concatenate([np.diff(marks, axis=0).ravel(), np.diff(gathers)])
     return bool(np.ptp(steps) <= SAME * steps.max() + 1e-14 * record.mark_s.max())
 

@@ -12,7 +12,8 @@ from rayfcp.simulate.plots import SHOWN_LAYERS, HopKey, Instants, Operation, Plo
 
 @dataclass(slots=True, kw_only=True)
 class Writer:
-    """The operations so far, of a step of `num_microbatches`."""
+    """The operations so far, of a step of `num_microbatches`. `held`: all layers are gathered, `kept`: the last one
+    is."""
 
     machine: Machine
     num_microbatches: int
@@ -22,6 +23,7 @@ class Writer:
     shown: Mapping[RowKey, int] | None
     first_collective: int
     held: bool = False
+    kept: bool = False
     operations: list[Operation] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     collectives: list[float] = field(default_factory=list)
@@ -68,7 +70,7 @@ class Writer:
         """Returns the mark at which the first layer has its parameters."""
         machine = self.machine
         root = self.gather(self.part.root_parameters)
-        first = self.gather(machine.layer_parameters)
+        first = self._gather_layer(kept=self.kept and self.part.num_layers == 1)
         self.wait(root)
         ready = self.marks
 
@@ -78,9 +80,11 @@ class Writer:
         def layer(number: int, recorded: bool) -> None:
             self._forward_layer(microbatch, number=number, recorded=recorded)
 
-        self.row((position, "plain"), numbers=numbers, first=first, last=True, layer=layer, records=True)
+        key = (position, "plain")
+        self.row(key, numbers=numbers, first=first, last=True, layer=layer, records=True, last_kept=self.kept)
         if self.part.last:
             self.linear(microbatch, machine.head_s_per_token)
+            self.kept = True
         self.held = self.once
         return ready
 
@@ -91,7 +95,7 @@ class Writer:
         numbers = [before + kind for kind in self.part.kinds[::-1]]
         plain, later = numbers[: len(numbers) - recomputed], numbers[len(numbers) - recomputed :]
         reduced: list[int] = []
-        gather = self.gather(machine.layer_parameters)
+        gather, self.kept = self._gather_layer(kept=self.kept), False
         if self.part.last:
             self.linear(microbatch, machine.head_s_per_token * LINEAR_BACKWARD)
 
@@ -126,10 +130,12 @@ class Writer:
         layer: Callable[[int, bool], None],
         records: bool,
         parameters: int | None = None,
+        last_kept: bool = False,
     ) -> int | None:
         """Layers, each gathering the next one's `parameters` (none: those of the language model's layers) while it
-        runs; returns the gather of what follows. `numbers`: of their passes. Of the layers the last but one is
-        recorded: the one that stands for those not shown, which all are of one kind."""
+        runs, but for the last one if that is still gathered (`last_kept`); returns the gather of what follows.
+        `numbers`: of their passes. Of the layers the last but one is recorded: the one that stands for those not shown,
+        which all are of one kind."""
         total = len(numbers)
         count = total if self.shown is None else min(total, self.shown.get(key, SHOWN_LAYERS))
         at, gathers, marks = max(count - 2, 0), [first], []
@@ -138,7 +144,7 @@ class Writer:
             if index == 0:
                 self.mark()
             if index + 1 < count or not last:
-                gathers.append(self.gather(self.machine.layer_parameters if parameters is None else parameters))
+                gathers.append(self._gather_layer(parameters, kept=last_kept and index + 2 == count))
             layer(numbers[index], records and index == at)
             marks.append(self.mark())
         if records:
@@ -180,6 +186,11 @@ class Writer:
     def gather(self, parameters: int) -> int | None:
         """None where there is nothing to gather (any more)."""
         return None if self.held or not parameters else self._collective(parameters * self.machine.bytes_per_element)
+
+    def _gather_layer(self, parameters: int | None = None, *, kept: bool) -> int | None:
+        """`parameters`: those of the language model's layers if absent."""
+        of_layer = self.machine.layer_parameters if parameters is None else parameters
+        return None if kept else self.gather(of_layer)
 
     def reduce(self, parameters: int, *, after: list[int]) -> None:
         """Scatter gradients, behind those before."""

@@ -116,7 +116,7 @@ def test_coefficients_by_hand() -> None:
     s_per_parameter = 7 / 8 * 2 / hardware.intra_node_bandwidth  # bf16, and twice that where gradients are reduced
     outer = model.num_parameters - 31 * layer  # embedding, head, and the first layer or, in backward, the last
     reduced_s = 2 * s_per_parameter * model.num_parameters
-    assert cost.shard_s == pytest.approx(s_per_parameter * (model.num_parameters + 32 * layer))
+    assert cost.shard_s == pytest.approx(s_per_parameter * (model.num_parameters + 31 * layer))
     assert cost.reduce_s == pytest.approx(reduced_s)
     assert cost.exposed_s == pytest.approx(s_per_parameter * outer)
     assert cost.reduce_exposed_s == pytest.approx(2 * s_per_parameter * outer)

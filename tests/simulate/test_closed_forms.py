@@ -124,7 +124,8 @@ def test_sharded_traffic_alone_fills_the_ports() -> None:
     hardware = machine(peak_flops=1e30)
     programs = lower(plan_of([[((rank,), (rank,)) for rank in range(4)]], num_ranks=4), specs([9] * 4))
     layers = MODEL.num_layers * MODEL.layer_matmul_parameters
-    moved = (root_parameters() + 2 * layers) * 2 + (root_parameters() + layers) * 4
+    again = (MODEL.num_layers - 1) * MODEL.layer_matmul_parameters
+    moved = (root_parameters() + layers + again) * 2 + (root_parameters() + layers) * 4
     expected = hardware.microbatch_overhead_s + moved * 3 / 4 / hardware.intra_node_bandwidth
     assert simulate(programs, model=MODEL, hardware=hardware).iteration_s == pytest.approx(expected, rel=1e-9)
 

@@ -137,8 +137,8 @@ def shard_traffic(
 ) -> tuple[ShardTraffic, ...]:
     """Of each stage: (N - 1) / N of its parameters pass each of its N ranks: layers gathered for forward and for
     backward, embedding and head once, gradients scattered in fp32. Embedding, head and the first layer come
-    before anything computes, and their gradients go when nothing does any more. A backward pass begins with the head
-    or, on stages without it, with nothing to hide the first layer behind."""
+    before anything computes, and their gradients go when nothing does any more. A backward pass begins with the head,
+    and a last layer that is still gathered, or, on stages without it, with nothing to hide the first layer behind."""
     s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
     gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
@@ -146,7 +146,7 @@ def shard_traffic(
     return tuple(
         ShardTraffic(
             forward_s=(layers * one + outer[stage]) * gather_s,
-            backward_s=layers * one * gather_s,
+            backward_s=(layers - (stage == last)) * one * gather_s,
             reduced_s=(layers * one + outer[stage]) * reduce_s,
             exposed_s=(outer[stage] + one) * gather_s,
             backward_exposed_s=one * gather_s if stage < last else 0.0,
