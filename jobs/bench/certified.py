@@ -7,23 +7,26 @@ Beyond `lower_bound` it knows that a sequence takes a degree at which it is with
 that degree; that every microbatch has its own fixed cost, and memory for so many tokens; and that ranks meet twice,
 after the slowest forward and after the slowest backward, whose ratio differs between long and short sequences.
 
-Proof. Let F and B be the slowest forward and backward of a microbatch: it takes c(F + B) = F + B + (1 - overlap) x
-traffic + exposed seconds at least, by a constant more if it is the last. Let n_d be its number of groups of d ranks and
-x_kd be 1 where sequence k is in one. Of what a ring moves all but the tail may hide. So forward of a group takes
-f0_d + sum of f_kd at least, linear in what it holds, and backward likewise. Added up over the groups of d ranks:
+Proof. Let F and B be the slowest forward and backward of a microbatch: its groups take T = F + B - max(q B - g, 0) at
+least, the last being what ranks run ahead (`CostModel.makespan_s`), all together c(T) = T + (1 - overlap) x traffic +
+exposed seconds, by a constant more if it is the last. Shards are in nobody's way here (`CostModel.apart`): they only
+add to that. Let n_d be its number of groups of d ranks and x_kd be 1 where sequence k is in one. Of what a ring moves
+all but the tail may hide. So forward of a group takes f0_d + sum of f_kd at least, linear in what it holds, and
+backward likewise. Added up over the groups of d ranks:
 (1) sum over k of f_kd x_kd <= n_d (F - f0_d), of b_kd x_kd <= n_d (B - b0_d), of tokens x_kd <= n_d d room; sum of
 d n_d <= N;
 (2) x_kd = 0 unless memory permits d and k alone takes at most F and B there: others only add to that.
 Take any prices v_k >= 0 and s such that, whatever F and B are, what (1) and (2) permit has
-(3) sum of v_k x_kd <= c(F + B) - s.
+(3) sum of v_k x_kd <= c(T) - s.
 Summed over the microbatches of a plan, each sequence in one: M microbatches take at least sum of v_k + M s, and if s is
 not negative more than M do too. Of several prices the best may be taken for each M.
 (3) is checked on cells of (F, B) that cover all of them. In a cell let F', B' be the largest. For weights a_d, b_d, c_d
 of sum 1 and r >= 0 let u_k = min over d of d a_d f_kd / (F' - f0_d) + d b_d b_kd / (B' - b0_d) + c_d tokens_k / room,
 over the d that (2) permits there. By (1), with z_d = 1 - a_d (F' - F) / (F' - f0_d) - b_d (B' - B) / (B' - b0_d), sum
 of u_k x_kd <= sum of d n_d z_d. So sum of v_k x_kd <= r N max(0, max over d of z_d) + sum of max(v_k - r u_k, 0). That
-less F + B is convex in (F, B), hence largest at a corner. Cells where it is too much are halved; what is too much in
-the end is taken off s. A microbatch of more seconds than the best plan known is in no better plan.
+less T is convex in (F, B), hence largest at a corner. Cells where it is too much are halved; what is too much in
+the end is taken off s. A microbatch of more seconds T than the best plan known is in no better plan: F + B are at most
+as much over 1 - q.
 v and s are the dual solution of a linear programme over a few (F, B); poor ones make the bound low, never wrong.
 """
 
@@ -63,6 +66,7 @@ def certified_s(
     """
     if cost.fixed_s <= 0.0:
         raise ValueError(f"fixed_s is {cost.fixed_s}, must be more than 0; measure it")
+    cost = cost.apart()
     case = case_of(sequences, cluster=cluster, cost=cost, primitives=primitives, best_s=best_s)
     room = cluster.num_ranks * cluster.max_tokens_per_rank
     fewest = -(-sum(each.num_tokens for each in sequences) // room)
@@ -99,7 +103,7 @@ def _best_prices(case: Case, count: int, rounds: int, halvings: int) -> Prices:
 
 def _proven(case: Case, hoped: Prices, count: int, most: int) -> tuple[Prices, list[tuple[float, float]]]:
     """The same prices with as much less for a microbatch as they exceed what some cell permits; and the worst cells."""
-    longest_s = max(case.best_s, 2 * case.least_s)
+    longest_s = max(case.best_s, 2 * case.least_s) / (1 - case.loads.ahead.share)
     edges = [case.least_s, *np.geomspace(1.5 * case.least_s, longest_s, FIRST_CELLS)]
     worst = 0.3 * ENOUGH * case.best_s / count
     none = np.full((3, len(case.loads.degrees)), np.nan)

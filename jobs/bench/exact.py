@@ -27,10 +27,13 @@ def best_of_all_s(
     """Bounds on the seconds of the best plan of ring groups, over all cuts, groupings and degrees, groups priced as if
     each that fits in a node lay in one: no plan takes less than the first, some plan takes the second.
 
-    A microbatch takes its slowest forward and its slowest backward, F + B. For any share p in (0, 1), F + B is at most
-    the slowest group by max(forward / p, backward / (1 - p)), and equals it at p = F / (F + B). So the least over
-    a grid of shares is what some plan takes; with forward over the upper end of an interval and backward
-    over the rest of its lower end, the least over intervals is what no plan gets below.
+    A microbatch takes its slowest forward and its slowest backward, F + B, less what ranks run ahead, max(r B - g, 0),
+    but no less than any group (`CostModel.makespan_s`). For any share p in (0, 1), F + B is at most x, the slowest
+    group by max(forward / p, backward / (1 - p)), and equals it at p = F / (F + B); x - max(r (1 - p) x - g, 0) is
+    least there too: for a larger p x is B / (1 - p), less r B at most, for a smaller one F / p, less r F / p - r F. So
+    the least over a grid of shares is what some plan takes. With forward over the upper end of an interval and backward
+    over the rest of its lower end p, x is at most F + B, and B at most (1 - p) (F + B): the least over intervals is
+    what no plan gets below.
     `paces` x 3^n x N^2 / 2 steps for n sequences on N ranks: n up to 13 or so.
     """
     forward, backward = _tables(sequences, cluster=cluster, cost=cost)
@@ -38,12 +41,21 @@ def best_of_all_s(
     shares = forward[fits] / (forward + backward)[fits]
     grid = np.linspace(shares.min(), shares.max(), paces)
     upper, lower = np.full(len(forward), np.inf), np.full(len(forward), np.inf)
-    for at, share in enumerate(grid):
-        upper = np.minimum(upper, _spans(np.maximum(forward / share, backward / (1 - share))))
-        start = grid[max(at - 1, 0)]
-        lower = np.minimum(lower, _spans(np.maximum(forward / share, backward / (1 - start))))
+    for at, share in enumerate(grid.tolist()):
+        upper = np.minimum(upper, _spans(_paced(forward, backward, cost=cost, shares=(share, share))))
+        start = float(grid[max(at - 1, 0)])
+        lower = np.minimum(lower, _spans(_paced(forward, backward, cost=cost, shares=(start, share))))
     least_s, most_s = (float(_cut(_beside(spans, cost))[-1, 1]) for spans in (lower, upper))
     return least_s, most_s
+
+
+def _paced(forward: Table, backward: Table, *, cost: CostModel, shares: tuple[float, float]) -> Table:
+    """What a microbatch takes at least, or at most, whose slowest group is this one, if forward is such a share."""
+    low, high = shares
+    both = np.maximum(forward / high, backward / (1 - low))
+    with np.errstate(invalid="ignore"):
+        paced = both - np.maximum(cost.ahead * (1 - low) * both - cost.ahead_s, 0.0)
+    return np.where(np.isfinite(both), np.maximum(paced, forward + backward), np.inf)
 
 
 def _beside(spans: Table, cost: CostModel) -> Table:

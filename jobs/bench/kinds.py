@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from ahead import Ahead
 from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
@@ -59,7 +60,8 @@ class Cell(NamedTuple):
 class Loads:
     """Classes of `count` like sequences. [class, degree - 1]: `forward_s`, `backward_s` that one adds to its group at
     least, `alone_forward_s`, `alone_backward_s` of a group of it alone, infinite where memory forbids it. `rooms`: its
-    tokens over those that a rank holds. [degree - 1]: `forward_fixed_s`, `backward_fixed_s` of a group."""
+    tokens over those that a rank holds. [degree - 1]: `forward_fixed_s`, `backward_fixed_s` of a group. `ahead`: of any
+    microbatch."""
 
     count: Floats
     rooms: Floats
@@ -69,6 +71,7 @@ class Loads:
     alone_backward_s: Floats
     forward_fixed_s: Floats
     backward_fixed_s: Floats
+    ahead: Ahead
 
     @property
     def degrees(self) -> Floats:
@@ -122,6 +125,7 @@ def loads_of(
         backward_s=least[3],
         backward_fixed_s=least[4],
         alone_backward_s=least[5],
+        ahead=Ahead(cost.ahead, cost.ahead_s),
     )
 
 
@@ -168,7 +172,7 @@ def excess_s(loads: Loads, prices: Floats, cell: Cell, hints: Floats) -> float:
     far, degrees = cell.far, loads.degrees
     fits = loads.fits(far)
     if not fits.any():
-        return -cell.start_s
+        return -cell.start_s * (1 - loads.ahead.share)
     spans = np.array([far.forward_s - loads.forward_fixed_s, far.backward_s - loads.backward_fixed_s])
     with np.errstate(divide="ignore", invalid="ignore"):
         each_s = loads.forward_s, loads.backward_s
@@ -182,7 +186,7 @@ def excess_s(loads: Loads, prices: Floats, cell: Cell, hints: Floats) -> float:
         short = chosen[0] * (far.forward_s - corner.forward_s) / spans[0]
         short = short + chosen[1] * (far.backward_s - corner.backward_s) / spans[1]
         ranks_s = max(rate * float((1 - short)[used].max()), 0.0) * len(degrees)
-        worst = max(worst, ranks_s + left - corner.forward_s - corner.backward_s)
+        worst = max(worst, ranks_s + left - loads.ahead.makespan_s(*corner))
     return worst
 
 

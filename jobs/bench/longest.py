@@ -5,10 +5,11 @@ python jobs/bench/longest.py --lengths FILE
 Beyond `lower_bound` it knows that the longest sequence takes a degree, and that memory bounds what the other ranks
 compute meanwhile.
 
-Proof. Let k be the longest sequence, of w_k seconds of compute, S the slowest forward and the slowest backward of its
-microbatch together, f the fixed cost. Its group has d ranks, of a primitive and a degree that memory permits.
-(1) Each pass of the group takes the larger of two sums, each linear in its cells and tokens: all that can hide hides,
-or attention hides all that it can (`Terms`). Any other sequence j of the group adds at least a_j / N to each of them,
+Proof. Let k be the longest sequence, of w_k seconds of compute, S what the groups of its microbatch take together
+(`CostModel.makespan_s`), f the fixed cost. Shards are in nobody's way here (`CostModel.apart`): they only add to that.
+Its group has d ranks, of a primitive and a degree that memory permits.
+(1) Each pass of the group takes at least the larger of two sums, each linear in its cells and tokens: all that can hide
+hides, or attention hides all that it can (`Terms`). Any other sequence j of the group adds at least a_j / N to each,
 a_j being its compute in that pass: that is checked for every j, degree and primitive. So S is at least t(k, d) + e / N,
 e being the compute of the others in the group.
 (2) The other N - d ranks hold at most (N - d) x max_tokens_per_rank tokens. By Dantzig's bound of the knapsack problem
@@ -40,6 +41,7 @@ def beside_longest_s(
 ) -> float:
     """No plan of groups of these primitives takes less; no more than the compute shared by all ranks where nothing
     must be wasted."""
+    cost = cost.apart()
     ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
     tokens = np.array([each.num_tokens for each in ordered], np.float64)
     cells = np.array([each.attention_cells for each in ordered], np.float64)

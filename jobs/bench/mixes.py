@@ -27,8 +27,8 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A batch, longest first, as it is and in classes; `best_s`: a plan takes so long; `least_s`: the shortest
-    microbatch; `beside_s`, `last_s`: what comes on top of the slowest passes of any and of the last microbatch."""
+    """A batch, longest first, as it is and in classes; `best_s`: a plan takes so long; `least_s`: the slowest passes of
+    the shortest microbatch; `beside_s`, `last_s`: what comes on top of the groups of any and of the last microbatch."""
 
     loads: Loads
     classes: Loads
@@ -138,7 +138,7 @@ def solved(case: Case, kinds: list[tuple[float, float]], count: int) -> tuple[Pr
     columns = np.r_[places, numbers, width - 1, np.full(height, width - 1)]
     values = np.r_[np.ones(len(held) + len(numbers) + 1), loads.count]
     seconds = np.zeros(width)
-    seconds[numbers] = [sum(block.kind) + case.beside_s for block in blocks]
+    seconds[numbers] = [loads.ahead.makespan_s(*block.kind) + case.beside_s for block in blocks]
     seconds[-1] = 3 * case.best_s
     mix = linprog(
         seconds,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from ahead import Ahead
 from items import FIRST, PAIRS, Items
 from programme import Block, Rows
 from scipy import sparse
@@ -45,6 +46,7 @@ class Setting:
     num_ranks: int
     fixed_s: float
     exposed_s: float
+    ahead: Ahead
 
     @cached_property
     def once(self) -> sparse.csc_matrix:
@@ -147,9 +149,8 @@ class _Holding:
         """Columns of those in other groups and their seconds of (1), by class of degrees."""
         items, kind = self.setting.items, self.kind
         ranks = self.setting.num_ranks - int(items.degrees[self.own].min())
-        longest = items.alone[self.own, :, kind.longest].min(axis=0)
-        ends = kind.high - longest[::-1]
-        may = (items.together <= kind.high * NEAR) & (items.alone <= ends[:, None] * NEAR).all(axis=1)
+        before = self._before()
+        may = (items.together <= kind.high * NEAR) & (items.alone <= (kind.high - before)[:, None] * NEAR).all(axis=1)
         may &= items.degrees[:, None] <= ranks
         apart = kind.first == kind.last and kind.high < NARROW * kind.low
         found, groups = [], []
@@ -164,10 +165,17 @@ class _Holding:
             if apart:
                 groups.append(self.rows.columns(NONE))
                 self._whole(groups[-1], columns, permitted)
-            self._class(columns, permitted, longest, groups[-1] if apart else None, ranks)
+            self._class(columns, permitted, before, groups[-1] if apart else None, ranks)
         if groups:
             self.rows.add((np.concatenate(groups), 1.0), (self.y, -ranks))
         return found
+
+    def _before(self) -> Floats:
+        """Of every pass by how much any group's is shorter than the microbatch, at least."""
+        forward_s, backward_s = self.setting.items.alone[self.own, :, self.kind.longest].min(axis=0).tolist()
+        ahead = self.setting.ahead
+        most_s = ahead.backward_s(self.kind.high - forward_s)
+        return np.array([backward_s - ahead.of(backward_s), forward_s - ahead.of(most_s)])
 
     def _whole(self, group: Ints, columns: Ints, permitted: Bools) -> None:
         """m is at least the least degree of each of the longest."""
@@ -177,7 +185,7 @@ class _Holding:
                 least = float(items.degrees[permitted[:, number]].min())
                 self.rows.add((np.array([column]), least), (group, -1.0))
 
-    def _class(self, columns: Ints, permitted: Bools, longest: Floats, group: Ints | None, ranks: int) -> None:
+    def _class(self, columns: Ints, permitted: Bools, before: Floats, group: Ints | None, ranks: int) -> None:
         """Memory, pairs of sums, and forward and backward of groups beside the longest."""
         items, there, numbers = self.setting.items, permitted.any(axis=1), self._items_of(columns)
         rows, kind = self.rows, self.kind
@@ -192,5 +200,5 @@ class _Holding:
 
         for sums in PAIRS:
             within(items.least(sums, permitted), float(items.fixed_s(sums)[there].min()), 0.0)
-        for at, other_s in ((0, longest[1]), (1, longest[0])):
+        for at, other_s in enumerate(before):
             within(items.least_of(at, permitted), float(items.fixed[there, at, 0].min()), float(other_s))

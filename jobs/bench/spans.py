@@ -7,23 +7,26 @@ its microbatch the larger its degree, and the dearer; and of the microbatch that
 is, which degree the longest has, which sequences are there as a whole, what ranks hold and compute beside it, in groups
 of which degrees, and when their forward and backward end; and that microbatches are whole.
 
-Proof. Let F and B be the slowest forward and backward of a microbatch, S = F + B, f the fixed cost. Each pass of
-a group of d ranks takes the larger of two sums: all that can hide hides, or attention hides all that it can (`Terms`).
-Each sum is a constant of at least the pass's part of f, and a share of every sequence in the group, linear in its cells
-and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence that memory
-permits there and that takes no more than the microbatch if it is alone: others only add to that.
+Proof. Let F and B be the slowest forward and backward of a microbatch, h(B) what ranks run ahead, S the larger of F + B
+- h(B) and what any group takes (`CostModel.makespan_s`), f the fixed cost. Shards are in nobody's way here
+(`CostModel.apart`): they only add to that. Each pass of a group of d ranks takes the largest of three sums: all that
+can hide hides, or attention hides all that it can, or that of steady rounds does and all hides that moves in others
+(`Terms`). Each sum is a constant of at least the pass's part of f, and a share of every sequence in the group, linear
+in its cells and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence
+that memory permits there and that takes no more than the microbatch if it is alone: others only add to that.
 (1) S - f is at least what the first sums of both passes have of a group's sequences, so N (S - f) at least the sum of
 c_j over all of the microbatch, c_j being the least of d times that share over all permitted choices, and for a group
 whose constants are known to be more than f as much more for each of its ranks.
 (2) Its sequences have at most N x max_tokens_per_rank tokens.
 (3) Let k, a sequence of the microbatch, be in a group of d ranks, a <= d <= b. S is at least t, the least that k alone
-takes at such a choice. F is at least F_k, what its forward takes alone, B at least B_k: no group has a forward of more
-than S - B_k nor a backward of more than S - F_k. Those who join k have at most b x max_tokens_per_rank less its tokens,
-and for each of the four pairs of a sum of forward and one of backward S is at least the least that k and the constants
-have in both, and the least shares of those who join. Of the groups beside k let those of some degrees have m ranks.
-They have at most m x max_tokens_per_rank tokens; for each pair of sums, d times the shares of their sequences and m
-times the least constants come to at most m S, those of forward to at most m (S - B_k), those of backward to at most
-m (S - F_k); m is at least the least permitted degree of a sequence that is there. All these m sum to at most N - a.
+takes at such a choice. F is at least F_k, what its forward takes alone, B at least B_k. B - h(B) grows with B and is at
+most S - F_k, so B is at most some B'. No group has a forward of more than S - B_k + h(B_k) nor a backward of more than
+S - F_k + h(B'). Those who join k have at most b x max_tokens_per_rank less its tokens, and for each of the pairs of a
+sum of forward and one of backward S is at least the least that k and the constants have in both, and the least shares
+of those who join. Of the groups beside k let those of some degrees have m ranks. They have at most m x
+max_tokens_per_rank tokens; for each pair of sums, d times the shares of their sequences and m times the least constants
+come to at most m S, those of forward and of backward to at most m times what no group has more of; m is at least the
+least permitted degree of a sequence that is there. All these m sum to at most N - a.
 Where degrees beside k are not told apart N - a takes the place of m; of a least constant then no more is counted than
 leaves nothing negative on the right, for there may be no group.
 Let intervals cover all S up to `best_s`; what is longer is in no better plan. A kind of microbatch is an interval from
@@ -55,6 +58,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from ahead import Ahead
 from bounds import parser, print_ratios
 from items import items_of
 from programme import Block, least
@@ -226,8 +230,9 @@ def spans_s(
 ) -> float:
     """No plan of groups of these primitives takes less, given that one takes `best_s`; of so many `cases`. `single`
     sequences are taken one by one, the others in so many `runs`."""
+    cost = cost.apart()
     items = items_of(sequences, cluster=cluster, cost=cost, primitives=primitives, single=single, runs=runs)
-    setting = Setting(items, cluster.num_ranks, cost.fixed_s, cost.exposed_s)
+    setting = Setting(items, cluster.num_ranks, cost.fixed_s, cost.exposed_s, Ahead(cost.ahead, cost.ahead_s))
     num_tokens = sum(each.num_tokens for each in sequences)
     fewest = -(-num_tokens // (cluster.num_ranks * cluster.max_tokens_per_rank))
     spans = Spans(setting, best_s=best_s, fewest=fewest)

@@ -61,7 +61,7 @@ def assemble(
         )
         seconds = passes_s[:, numbers]
         timed.append(
-            (groups, tuple(seconds.sum(axis=0).tolist()), float(np.maximum(seconds.max(axis=1), idle_s).sum()))
+            (groups, tuple(seconds.sum(axis=0).tolist()), cost.makespan_s(*np.column_stack((seconds, idle_s))))
         )
     timed.sort(key=lambda each: (each[2], each[0][0].sequences))
     return tuple(

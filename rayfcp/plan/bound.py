@@ -38,6 +38,7 @@ def lower_bound(
 
     Proof, for any plan of groups, on a machine that has the seconds of `cost` for every piece of attention, linear
     layer, message and gather (the simulator, whose ports and links only add waiting), and so for seconds by `cost`.
+    Shards that share ports with messages add to that too, and are left out (`CostModel.apart`).
     Let f be the fixed cost of a microbatch, which every rank pays (f / s(r)), x the exposed gather.
     (1) Communication adds to what a rank computes, it takes nothing away. The computed seconds of the d ranks
     of a group, each times the rank's speed, sum to at least w(k) over its sequences k, for d is permitted for each of
@@ -60,6 +61,7 @@ def lower_bound(
         InfeasiblePlanError: a sequence that all ranks together cannot hold.
     """
     check_longest(sequences, cluster=cluster)
+    cost = cost.apart()
     num_ranks, room, speeds = cluster.num_ranks, cluster.num_ranks * cluster.max_tokens_per_rank, speeds_of(cluster)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     used = tuple(primitives)
@@ -167,7 +169,7 @@ def _rings_s(
     seconds: Seconds = np.zeros(len(degrees))
     for terms in cost.terms(degrees, crosses=crosses, speed=slowest):
         diagonal = np.where(degrees > 1, 1 / (degrees * (even + 1.0)), 0.0)
-        covered = dataclasses.replace(terms, cover=np.minimum(terms.cover + diagonal, 1.0))
+        covered = dataclasses.replace(terms, cover=np.minimum(terms.cover + diagonal, 1.0), edges_s=np.array(np.inf))
         seconds += covered.seconds(cells, even)
     return np.asarray(np.where(even > 0, np.maximum(seconds, computed_s), computed_s))
 

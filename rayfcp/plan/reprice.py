@@ -39,7 +39,7 @@ def reprice(
     microbatches = []
     for index, microbatch in enumerate(plan.microbatches):
         passes_s = group_passes(microbatch, by_id=by_id, cluster=cluster, cost=cost)
-        makespan_s = sum(max(seconds) for seconds in zip(*passes_s, idle_s, strict=True))
+        makespan_s = cost.makespan_s(*zip(*passes_s, idle_s, strict=True))
         microbatches.append(
             dataclasses.replace(
                 microbatch,

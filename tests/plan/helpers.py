@@ -20,6 +20,18 @@ UNIT = CostModel(
     exposed_s=0.05,
 )
 
+MEETING = UNIT.with_coefficients(
+    beside=0.8,
+    busy_forward_s=0.7,
+    busy_backward_s=1.9,
+    busy_inter_share=0.5,
+    before_forward=0.05,
+    before_backward=0.6,
+    ahead=0.2,
+    ahead_s=0.05,
+)
+"""Shards are in the way of messages, and ranks run ahead."""
+
 
 def profiled(num_ranks: int, *, hardware: str = "h100") -> CostModel:
     return CostModel.from_profiles(

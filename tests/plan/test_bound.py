@@ -28,7 +28,7 @@ def best_makespan(
                         cost.passes_s(*load, degree=d, primitive=each)
                         for load, d, each in zip(loads, degrees, used, strict=True)
                     ]
-                    best = min(best, sum(max(float(seconds) for seconds in each) for each in zip(*passes, strict=True)))
+                    best = min(best, cost.makespan_s(*zip(*passes, strict=True)))
     return best
 
 

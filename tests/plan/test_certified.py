@@ -9,12 +9,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rayfcp.values import ClusterSpec, SequenceSpec
-from tests.plan.helpers import UNIT, batch_of, batches, profiled
+from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled
 from tests.plan.test_bound import best_plan_s
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = st.sampled_from(
-    [UNIT, UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0, reduce_exposed_s=0.1), profiled(3)]
+    [
+        UNIT,
+        UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0, reduce_exposed_s=0.1),
+        profiled(3),
+        MEETING,
+    ]
 )
 
 

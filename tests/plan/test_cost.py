@@ -18,7 +18,7 @@ from rayfcp.plan import (
     model_profile,
 )
 from rayfcp.values import InfeasiblePlanError, Mask, Primitive
-from tests.plan.helpers import UNIT, batch_of
+from tests.plan.helpers import MEETING, UNIT, batch_of
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 9), st.sampled_from([0.0, 0.3, 1.0]))
@@ -80,6 +80,48 @@ def test_an_exchange_between_nodes_takes_what_the_best_way_to_lie_there_takes(de
     assert float(near) == pytest.approx(cost.compute_s(0, 40) + cost.fixed_s, rel=1e-12)
 
 
+@given(st.integers(1, 500), st.integers(1, 300), st.sampled_from([2, 4, 8]), st.sampled_from(Primitive))
+def test_what_moves_first_meets_shards_until_these_are_there(
+    cells: int, tokens: int, degree: int, primitive: Primitive
+) -> None:
+    """In a ring everything, of exchanges queries, keys and values forward and gradients of outputs backward: it takes
+    as much longer as shards are still under way when the linear work before attention is done. The other exchanges meet
+    what is left of them after attention."""
+    heads = {"num_heads": 8, "num_kv_heads": 2, "ulysses_kv_share": 0.2}
+    links = {"ulysses_intra_s_per_token": 3e-3, "ulysses_inter_s_per_token": 5e-2}
+    cost = MEETING.with_coefficients(overlap=0.0, **heads, **links)
+    of = {"degree": degree, "primitive": primitive}
+    found, alone = cost.passes_s(cells, tokens, **of), cost.apart().passes_s(cells, tokens, **of)
+    if primitive is Primitive.RING:
+        hop = (cost.ring_intra_s_per_token if degree <= 2 else cost.ring_inter_s_per_token) / degree
+        first, last = [(degree - 1) * tokens * hop * share for share in (1 / 4, 3 / 4)], [0.0, 0.0]
+    else:
+        copied = 0.2 * max(degree / 2, 1.0)
+        moved = float(cost.exchanges_s(tokens, degree=degree)) / (0.8 + copied) / 4
+        first, last = [moved * (0.8 + 2 * copied), moved * 0.8], [moved * 0.8, moved * (0.8 + 2 * copied)]
+    port, waits = (0.5 if degree > 2 else 1.0), tokens * cost.linear_s_per_token / degree
+    left = [0.7 * port - 0.05 * waits, 1.9 * port - 0.6 * waits]
+    attention = [cost.attention_s_per_cell * cells / degree * share for share in (2 / 7, 5 / 7)]
+    after = [each - other - over / 0.8 for each, other, over in zip(left, first, attention, strict=True)]
+    more = [
+        0.8 * (max(min(pair), 0.0) + max(min(later), 0.0))
+        for pair, later in zip(zip(first, left, strict=True), zip(last, after, strict=True), strict=True)
+    ]
+    assert [float(each) - float(less) for each, less in zip(found, alone, strict=True)] == pytest.approx(more, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 9)), min_size=1, max_size=6), st.floats(0, 1), st.floats(0, 3))
+def test_ranks_run_ahead_of_the_slowest_backward(
+    groups: list[tuple[float, float]], ahead: float, ahead_s: float
+) -> None:
+    forward_s, backward_s = zip(*groups, strict=True)
+    slowest_s = max(forward_s) + max(backward_s)
+    makespan_s = UNIT.with_coefficients(ahead=ahead, ahead_s=ahead_s).makespan_s(forward_s, backward_s)
+    assert max(map(sum, groups)) <= makespan_s <= slowest_s
+    assert makespan_s >= slowest_s - ahead * max(backward_s) - 1e-9
+    assert UNIT.makespan_s(forward_s, backward_s) == pytest.approx(slowest_s)
+
+
 def test_group_seconds_broadcast() -> None:
     cells, tokens, degrees = np.array([[10.0], [900.0]]), np.array([[4.0], [42.0]]), np.arange(1, 5)
     table = UNIT.group_s(cells, tokens, degree=degrees)
@@ -110,7 +152,8 @@ def test_coefficients_by_hand() -> None:
     assert cost.attention_s_per_cell == pytest.approx(3.5 * 4 * 32 * 4096 / (989.4e12 * 0.58))
     assert cost.linear_s_per_token == pytest.approx(3 * model.linear_flops_per_token / (989.4e12 * 0.65))
     assert cost.ring_intra_s_per_token == pytest.approx(32 * 2048 * (2 + 2 + 4) / hardware.intra_node_bandwidth)
-    assert (cost.attention_forward, cost.linear_forward) == pytest.approx((1 / 3.5, 1 / 3))
+    head = 1 - 2 * model.num_layers * model.layer_matmul_parameters / model.linear_flops_per_token
+    assert (cost.attention_forward, cost.linear_forward) == pytest.approx((1 / 3.5, (1 + 2 * head) / 3))
     assert (cost.ring_forward, cost.ring_returned, cost.passes_forward) == pytest.approx((1 / 4, 1 / 2, 1 / 2))
     layer = model.layer_matmul_parameters
     s_per_parameter = 7 / 8 * 2 / hardware.intra_node_bandwidth  # bf16, and twice that where gradients are reduced

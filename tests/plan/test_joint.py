@@ -16,14 +16,14 @@ from rayfcp.plan.joint.search import JointSearch
 from rayfcp.plan.joint.world import world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
-from tests.plan.helpers import UNIT, batch_of, batches, profiled
+from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check
 from tests.plan.test_bound import best_plan_s
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = PlanConfig(packing="bfd", degrees="dp")
 NO_OVERLAP = UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02)
-COSTS = st.sampled_from([UNIT, NO_OVERLAP, profiled(8)])
+COSTS = st.sampled_from([UNIT, NO_OVERLAP, MEETING, profiled(8)])
 NEARLY_FULL = batch_of([34, 1, 44, 33, 55], full=[True])
 """One microbatch of 3 ranks of 58 tokens holds it, if 34, 44 and 33 share two of them."""
 

@@ -21,10 +21,15 @@ from rayfcp.plan.joint.kernels.turns import _queue, fill_in_turn
 from rayfcp.plan.joint.world import Seat, prices_of, table_of, world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
-from tests.plan.helpers import UNIT, batch_of, profiled
+from tests.plan.helpers import MEETING, UNIT, batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)
-COSTS = [UNIT, UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0), profiled(12, hardware="ascend-910c")]
+COSTS = [
+    UNIT,
+    UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0),
+    profiled(12, hardware="ascend-910c"),
+    MEETING,
+]
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
 
@@ -59,8 +64,31 @@ def test_a_group_costs_what_the_model_says(
     far = int(crosses)
     alone_s = min(forward + backward for forward, backward in passes)
     assert _price(prices, cells, tokens, degree, far, 0.0) == pytest.approx(alone_s, rel=1e-12)
-    paced_s = min(max(forward / 0.3, backward / 0.7) for forward, backward in passes)
+    slower = [max(forward / 0.3, backward / 0.7) for forward, backward in passes]
+    ahead = [max(cost.ahead * 0.7 * each - cost.ahead_s, 0.0) for each in slower]
+    paced_s = min(max(sum(both), each - less) for both, each, less in zip(passes, slower, ahead, strict=True))
     assert _price(prices, cells, tokens, degree, far, 0.3) == pytest.approx(paced_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@given(
+    st.lists(st.tuples(st.floats(0, 1e5), st.floats(1, 1e4), st.integers(1, 4)), min_size=1, max_size=6),
+    st.floats(0.05, 0.95),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
+    cost: CostModel, groups: list[tuple[float, float, int]], other: float
+) -> None:
+    """And at no other pace any less."""
+    prices = prices_of(ClusterSpec(num_ranks=12, max_tokens_per_rank=10), cost, primitives=(Primitive.RING,))
+    forward_s, backward_s = zip(*(cost.passes_s(*load, degree=degree) for *load, degree in groups), strict=True)
+    makespan_s, pace = cost.makespan_s(forward_s, backward_s), max(forward_s) / (max(forward_s) + max(backward_s))
+
+    def at_pace(share: float) -> float:
+        return max(_price(prices, *load, degree, 0, share) for *load, degree in groups)
+
+    assert at_pace(float(pace)) == pytest.approx(makespan_s, rel=1e-9)
+    assert at_pace(other) >= makespan_s * (1 - 1e-9)
 
 
 @given(LENGTHS, st.integers(1, 12), st.data())

@@ -12,7 +12,7 @@ from rayfcp.plan.profiles.refit import COEFFICIENTS, Observation, Part, Refit
 from rayfcp.values import Primitive
 from tests.plan.helpers import UNIT, profiled
 
-TRUTH = dataclasses.replace(profiled(64), attention_half_tokens=800.0)
+TRUTH = dataclasses.replace(profiled(64).apart(), attention_half_tokens=800.0)
 EXPOSED = dataclasses.replace(TRUTH, overlap=0.0)
 COMPUTED = ("attention_s_per_cell", "linear_s_per_token", "fixed_s")
 

@@ -68,7 +68,7 @@ class Mixer:
 
     def _makespan_s(self, microbatch: MicrobatchPlan) -> float:
         passes_s = group_passes(microbatch, by_id=self._by_id, cluster=self._cluster, cost=self._cost)
-        return float(sum(max(seconds) for seconds in zip(*passes_s, self._idle_s, strict=True)))
+        return self._cost.makespan_s(*zip(*passes_s, self._idle_s, strict=True))
 
     def _in_order(self, microbatches: Sequence[MicrobatchPlan]) -> tuple[MicrobatchPlan, ...]:
         timed = [(self._makespan_s(each), each) for each in microbatches]

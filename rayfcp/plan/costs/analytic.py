@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from rayfcp.plan.costs.stages import outer_parameters
 from rayfcp.values import HardwareProfile, ModelProfile
@@ -24,9 +24,10 @@ def coefficients(
     layers_of_stage: Sequence[int] = (),
 ) -> dict[str, float]:
     """Fields of `CostModel` by name. Numbers wider than the profile's run at proportionally less than its peak."""
-    return {
-        **_compute(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
-        **_links(model, hardware, again=recomputed_layers, bytes_per_element=bytes_per_element),
+    sizes: _Sizes = {"again": recomputed_layers, "bytes_per_element": bytes_per_element}
+    found = {
+        **_compute(model, hardware, **sizes),
+        **_links(model, hardware, **sizes),
         **_shards(
             model,
             hardware,
@@ -40,6 +41,17 @@ def coefficients(
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
     }
+    if len(layers_of_stage) > 1:
+        return found
+    gathered, reduced = gather_every == "microbatch", reduce_every == "microbatch"
+    return found | _meetings(model, hardware, num_ranks=num_ranks, gathered=gathered, reduced=reduced, **sizes)
+
+
+class _Sizes(TypedDict):
+    """Layers that run forward again, and bytes of a number."""
+
+    again: int
+    bytes_per_element: int
 
 
 def _compute(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
@@ -110,6 +122,48 @@ def _shards(
         "reduce_s": (not gathered) * gather_s + (not reduced) * most.reduced_s,
         "exposed_s": gathered * gather_shown_s + reduced * most.reduced_exposed_s,
         "reduce_exposed_s": (not gathered) * gather_shown_s + (not reduced) * most.reduced_exposed_s,
+    }
+
+
+def _meetings(
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    num_ranks: int,
+    again: int,
+    bytes_per_element: int,
+    gathered: bool,
+    reduced: bool,
+) -> dict[str, float]:
+    """Where ranks meet in the layers of a single stage: the next layer's parameters travel from a layer's start on,
+    backward beside the gradients of the one before, and nobody begins a layer before all have begun the one before and
+    its parameters are there. The last layer of a pass has none beside it. Of backward the mean over layers that are
+    recomputed and others. Who is slow forward has many tokens, and much to do in the head; so forward goes to the start
+    of backward's first layer, and `linear_forward` has all of the head."""
+    layers, peak = model.num_layers, hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
+    layer_s = 2.0 * model.layer_matmul_parameters / (peak * hardware.linear_efficiency)  # a token's, forward
+    heads = model.num_heads + 2 * model.num_kv_heads
+    before = model.hidden_size * model.head_dim * heads / model.layer_matmul_parameters
+    moved = model.layer_parameters * (num_ranks - 1) / num_ranks
+    gather_s = gathered * moved * bytes_per_element / hardware.intra_node_bandwidth
+    reduce_s = reduced * moved * max(bytes_per_element, REDUCED_BYTES) / hardware.intra_node_bandwidth
+    waited = gathered * bytes_per_element + reduced * max(bytes_per_element, REDUCED_BYTES)
+    inter = hardware.devices_per_node * inter_bandwidth(hardware)
+    once = again / layers
+    waits_s = (before, (1 - once) * LINEAR_BACKWARD * (1 - before) + once * before)
+    token_s = model.linear_flops_per_token / (peak * hardware.linear_efficiency)
+    all_s = token_s * (1 + LINEAR_BACKWARD) + again * layer_s
+    least_s = [layers * layer_s * each * hardware.linear_half_tokens for each in waits_s]
+    return {
+        "beside": hardware.overlap * (layers - 1) / layers,
+        "busy_forward_s": max(layers * gather_s - least_s[0], 0.0),
+        "busy_backward_s": max(layers * (gather_s + reduce_s) - least_s[1], 0.0),
+        "busy_inter_share": hardware.intra_node_bandwidth / inter if num_ranks > hardware.devices_per_node else 0.0,
+        "before_forward": layers * layer_s * waits_s[0] / all_s,
+        "before_backward": layers * layer_s * waits_s[1] / all_s,
+        "linear_forward": ((1 + LINEAR_BACKWARD) * token_s - LINEAR_BACKWARD * layers * layer_s) / all_s,
+        "ahead": hardware.overlap / layers,
+        "ahead_s": hardware.overlap * moved * waited / collective_bandwidth(hardware, num_ranks=num_ranks),
     }
 
 

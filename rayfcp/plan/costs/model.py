@@ -40,9 +40,15 @@ class CostModel:
     are 0: what is not known is not free.
 
     Ranks meet in every layer of either pass to gather and reduce shards, so a microbatch takes its slowest
-    forward and its slowest backward, whichever groups these are. Forward has the share `attention_forward` of
-    attention, `linear_forward` of linear layers and fixed cost, `ring_forward` of what a ring moves,
+    forward and its slowest backward, whichever groups these are, less what ranks run ahead (`makespan_s`): they meet a
+    layer late, and a rank that is fast forward begins backward up to the share `ahead` of the slowest backward earlier,
+    less `ahead_s`, a layer's collectives. Forward, up to backward's first layer, has the share `attention_forward` of
+    attention, `linear_forward` of linear layers (the head whole) and fixed cost, `ring_forward` of what a ring moves,
     `passes_forward` of latencies and exchanges; `ring_returned` of what a ring moves are gradients on their way home.
+    Of what moves first in each layer, the share `beside` meets shards on their way: these keep ports inside nodes busy
+    for `busy_forward_s` and `busy_backward_s`, less what the least linear work takes of that, those between nodes for
+    `busy_inter_share` of it; `before_forward`, `before_backward`: of all linear work, what comes before the attention
+    of its layer (`Terms`).
 
     `shard_s`: traffic of sharded parameters and gradients in a microbatch; `reduce_s`: traffic more in
     the last one of a step; of these nothing hides `exposed_s` (the first gathers) and `reduce_exposed_s` (the last
@@ -76,6 +82,14 @@ class CostModel:
     ring_forward: float = 1 / 4
     ring_returned: float = 1 / 2
     passes_forward: float = 1 / 2
+    beside: float = 0.0
+    busy_forward_s: float = 0.0
+    busy_backward_s: float = 0.0
+    busy_inter_share: float = 0.0
+    before_forward: float = 0.0
+    before_backward: float = 0.0
+    ahead: float = 0.0
+    ahead_s: float = 0.0
     pipeline: PipelineCost | None = None
     windows: Windows = ()
     encoder: EncoderCost | None = None
@@ -193,6 +207,10 @@ class CostModel:
         forward, backward = self.terms(degree, primitive=primitive, crosses=crosses, speed=speed)
         return forward.seconds(cells, num_tokens), backward.seconds(cells, num_tokens)
 
+    def apart(self) -> "CostModel":
+        """The same, but shards are in nobody's way: no group takes more."""
+        return dataclasses.replace(self, beside=0.0)
+
     def kv_share(self, heads: int) -> float:
         """Of a token's keys and values, what each of `heads` ranks that share out heads holds: replicated beyond the
         number of key and value heads."""
@@ -228,11 +246,24 @@ class CostModel:
         return forward.at(speed), backward.at(speed)
 
     def microbatch_s(self, makespan_s: float, *, last: bool) -> float:
-        """Seconds of a microbatch whose slowest forward and slowest backward take `makespan_s` together: sharded
+        """Seconds of a microbatch whose groups take `makespan_s` together: sharded
         traffic hides behind that, layer by layer, save the first gathers and the last reductions."""
         exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
         traffic_s = max(self.shard_s + (self.reduce_s if last else 0.0) - exposed_s, 0.0)
         return makespan_s + traffic_s - self.overlap * min(traffic_s, makespan_s) + exposed_s
+
+    def makespan_s(self, forward_s: npt.ArrayLike, backward_s: npt.ArrayLike) -> float:
+        """Seconds of groups, forward and backward of each, that are a microbatch together: the slowest of both, less
+        what ranks run ahead, but no less than any group takes.
+
+        A rank may begin a layer of backward when all have begun the one before, have brought home the gradients of
+        that before it, and have gathered its parameters since. So one that is slow backward may be ahead of the last
+        one to begin by a layer of its own less these collectives. In forward, where layers differ less between groups,
+        all are taken to be as far.
+        """
+        forward, backward = np.asarray(forward_s, np.float64), np.asarray(backward_s, np.float64)
+        ahead_s = max(self.ahead * float(backward.max()) - self.ahead_s, 0.0)
+        return max(float((forward + backward).max()), float(forward.max() + backward.max()) - ahead_s)
 
     def batch_s(self, makespans_s: list[float]) -> float:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""

@@ -1,7 +1,8 @@
 """A group's passes by its primitive: rings that pass keys and values on, exchanges of tokens for heads."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,31 +24,58 @@ def passed_on(cost: "CostModel", ranks: Seconds, *, across: npt.NDArray[np.bool_
     cover = (ranks - 1) / ranks
     once_s = cost.passes_forward * latency_s
     again_s = max(1 - 2 * cost.passes_forward, 0.0) * latency_s
-    again = max(1 - (1 + ATTENTION_BACKWARD) * cost.attention_forward, 0.0) / (1 - cost.attention_forward)
+    forward_s, backward_s = (
+        np.asarray((ranks - 1) * share * hop_s) for share in (cost.ring_forward, 1 - cost.ring_forward)
+    )
+    shared, shared_backward = _shared(cost, ranks, across=across, firsts=(forward_s, backward_s))
     return (
         dataclasses.replace(
             _computed(cost, ranks, attention=cost.attention_forward, linear=cost.linear_forward, half=half),
-            moved_s_per_token=np.asarray((ranks - 1) * cost.ring_forward * hop_s),
+            **shared,
+            moved_s_per_token=forward_s,
             moved_s=np.asarray((ranks - 1) * once_s),
             cover=np.asarray(cover),
+            steady=np.asarray(cover),
             hidden=cost.overlap,
         ),
         dataclasses.replace(
             _computed(cost, ranks, attention=1 - cost.attention_forward, linear=1 - cost.linear_forward, half=half),
-            moved_s_per_token=np.asarray((ranks - 1) * (1 - cost.ring_forward) * hop_s),
+            **shared_backward,
+            moved_s_per_token=backward_s,
             moved_s=np.asarray((ranks + (ranks > 2)) * once_s + (ranks - 1) * again_s),
             tail_s_per_token=np.asarray(np.where(ranks == 1, 0.0, cost.ring_returned * hop_s)),
             tail_s=np.asarray(once_s),
-            cover=np.asarray(np.where(ranks > 2, 1 - again / ranks, cover)),
-            hidden=cost.overlap,
+            **_backward_rounds(cost, ranks, hop_s=hop_s, once_s=once_s, again_s=again_s),
         ),
     )
+
+
+def _backward_rounds(
+    cost: "CostModel", ranks: Seconds, *, hop_s: Seconds, once_s: Seconds, again_s: float | Seconds
+) -> dict[str, Any]:
+    """What hides of a ring's backward pass. Gradients follow keys and values two rounds later: the first two of d
+    rounds move keys and values, the last one gradients, those between both. Layers that are recomputed pass keys and
+    values on as in forward. With windows rounds differ more than that, and only sums count."""
+    again = max(1 - (1 + ATTENTION_BACKWARD) * cost.attention_forward, 0.0) / (1 - cost.attention_forward)
+    kept, returned = cost.ring_forward, cost.ring_returned
+    cover = np.where(ranks > 2, 1 - again / ranks, (ranks - 1) / ranks)
+    told = (ranks > 2) & (not cost.windows)
+    edges_s = ((ranks - 1) * (1 - 2 * kept - returned) + 2 * kept + returned) * hop_s
+    return {
+        "cover": np.asarray(cover),
+        "steady": np.asarray(np.where(told, (1 - again) * (ranks - 3) / ranks, cover)),
+        "edges_s_per_token": np.asarray(np.where(told, edges_s, 0.0)),
+        "edges_s": np.asarray(np.where(told, 3 * once_s + (ranks - 1) * again_s, 0.0)),
+        "hidden": cost.overlap,
+    }
 
 
 def exchanged(cost: "CostModel", ranks: Seconds, *, across: npt.NDArray[np.bool_]) -> tuple[Terms, Terms]:
     """Ulysses' forward and backward. Of a group over several nodes, as few as hold it but two at least, some node
     has no more than its share."""
-    grown = 1 + cost.ulysses_kv_share * (np.maximum(ranks / cost.num_kv_heads, 1.0) - 1)
+    kept = 1 - cost.ulysses_kv_share
+    copied = cost.ulysses_kv_share * np.maximum(ranks / cost.num_kv_heads, 1.0)
+    grown = kept + copied
     nodes = np.where(across, np.maximum(np.ceil(ranks / cost.ranks_per_node), 2.0), 1.0)
     inside = ranks / np.minimum(nodes, ranks)
     intra_s = (inside - 1) / ranks * cost.ulysses_intra_s_per_token
@@ -56,18 +84,40 @@ def exchanged(cost: "CostModel", ranks: Seconds, *, across: npt.NDArray[np.bool_
     splits = (cost.num_heads % ranks == 0) & ((cost.num_kv_heads % ranks == 0) | (ranks % cost.num_kv_heads == 0))
     known = (cost.ulysses_intra_s_per_token > 0 and cost.ulysses_inter_s_per_token > 0) | (ranks == 1)
     moved_s = np.where(splits & known, np.where(ranks > 1, cost.ulysses_s, 0.0), np.inf)
+    forth = cost.passes_forward * (kept + 2 * copied) / (2 * grown) * per_token  # queries, keys, values
+    back = cost.passes_forward * kept / (2 * grown) * per_token  # gradients of outputs
     first, second = (
         dataclasses.replace(
             _computed(cost, ranks, attention=attention, linear=linear, half=1 / (2 * ranks)),
+            **among,
+            last_s_per_token=np.asarray(cost.beside * share * per_token - among["first_s_per_token"]),
             moved_s_per_token=np.asarray(share * per_token),
             moved_s=np.asarray(share * moved_s),
         )
-        for attention, linear, share in (
-            (cost.attention_forward, cost.linear_forward, cost.passes_forward),
-            (1 - cost.attention_forward, 1 - cost.linear_forward, 1 - cost.passes_forward),
+        for attention, linear, share, among in zip(
+            (cost.attention_forward, 1 - cost.attention_forward),
+            (cost.linear_forward, 1 - cost.linear_forward),
+            (cost.passes_forward, 1 - cost.passes_forward),
+            _shared(cost, ranks, across=across, firsts=(forth, back)),
+            strict=True,
         )
     )
     return first, second
+
+
+def _shared(
+    cost: "CostModel", ranks: Seconds, *, across: npt.NDArray[np.bool_], firsts: tuple[Seconds, Seconds]
+) -> Iterator[dict[str, Any]]:
+    """Of both passes, how long shards travel and how long what moves first shares ports with them."""
+    port = np.where(across, cost.busy_inter_share, 1.0) * cost.beside
+    for busy_s, before, first in zip(
+        (cost.busy_forward_s, cost.busy_backward_s), (cost.before_forward, cost.before_backward), firsts, strict=True
+    ):
+        yield {
+            "busy_s": np.asarray(port * busy_s),
+            "before_s_per_token": np.asarray(cost.beside * before * cost.linear_s_per_token / ranks),
+            "first_s_per_token": np.asarray(cost.beside * first),
+        }
 
 
 def _computed(cost: "CostModel", ranks: Seconds, *, attention: float, linear: float, half: Seconds) -> Terms:
@@ -84,5 +134,12 @@ def _computed(cost: "CostModel", ranks: Seconds, *, attention: float, linear: fl
         tail_s_per_token=none,
         tail_s=none,
         cover=none,
+        steady=none,
+        edges_s_per_token=none,
+        edges_s=none,
         hidden=0.0,
+        busy_s=none,
+        before_s_per_token=none,
+        first_s_per_token=none,
+        last_s_per_token=none,
     )

@@ -64,11 +64,13 @@ def prices_of(
         seats=np.array([(len(seat.ranks), SEAT + kinds.index(seat.kind)) for seat in seats], np.int64).ravel(),
         capacity=capacity,
         holds=held * cluster.max_tokens_per_rank,
+        ahead=float(cost.ahead),
+        ahead_s=float(cost.ahead_s),
     )
 
 
 def _columns(passes: tuple[Terms, Terms]) -> Floats:
-    """[degrees, 2, 8]; see `Prices.terms`."""
+    """[degrees, 2, columns]; see `Prices.terms`."""
     columns = [
         np.stack(
             (
@@ -80,6 +82,13 @@ def _columns(passes: tuple[Terms, Terms]) -> Floats:
                 terms.tail_s_per_token,
                 terms.tail_s,
                 terms.cover,
+                terms.busy_s,
+                terms.before_s_per_token,
+                terms.first_s_per_token,
+                terms.steady,
+                terms.edges_s_per_token,
+                terms.edges_s,
+                terms.last_s_per_token,
             ),
             axis=-1,
         )
@@ -127,11 +136,15 @@ def _passes(prices: Prices, cells: Floats, tokens: Floats, *, far: int) -> Float
     terms = prices.terms.reshape(-1, len(prices.hidden), prices.num_degrees, 2, COLUMNS)
     passes = []
     for each, fixed_s in enumerate(prices.passes_fixed_s[2 * far : 2 * far + 2]):
-        per_cell, per_token, linear, moved_per_token, moved_s, tail_per_token, tail_s, cover = (
-            terms[far, :, None, :, each, column] for column in range(COLUMNS)
-        )
-        attention, moved = per_cell * cells + per_token * tokens, moved_per_token * tokens + moved_s
+        columns = (terms[far, :, None, :, each, column] for column in range(COLUMNS))
+        per_cell, per_token, linear, moved_per_token, moved_s, tail_per_token, tail_s, cover, *others = columns
+        busy_s, before, first, steady, edges_per_token, edges_s, last = others
+        attention = per_cell * cells + per_token * tokens
+        left = busy_s - before * tokens
+        later_s = np.clip(left - first * tokens - attention, 0.0, last * tokens)
+        moved = moved_per_token * tokens + moved_s + np.clip(left, 0.0, first * tokens) + later_s
         with np.errstate(invalid="ignore"):
-            covered = hidden * np.minimum(moved - tail_per_token * tokens - tail_s, cover * attention)
-        passes.append(attention + linear * tokens + fixed_s + moved - np.where(hidden > 0, covered, 0.0))
+            covered = np.minimum(moved - tail_per_token * tokens - tail_s, cover * attention)
+            covered = np.minimum(covered, steady * attention + edges_per_token * tokens + edges_s)
+        passes.append(attention + linear * tokens + fixed_s + moved - np.where(hidden > 0, hidden * covered, 0.0))
     return np.stack(passes)

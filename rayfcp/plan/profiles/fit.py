@@ -42,12 +42,12 @@ class Fit:
 def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[float] = OVERLAPS) -> Fit:
     """Replace the coefficients of `cost` by those that explain `timings` best.
 
-    With a given overlap every timing is linear in fixed cost, tokens, cells, ring volume and rounds
-    (Eq. 8-10), as long as it is known in which passes the ring is longer than the attention beside it; so each overlap
-    is fitted again and again with what the last fit says of that, from both extremes, and the best is taken. Timed
-    passes contain the traffic of shards, which is therefore not counted apart. Without timings of rings, ring
-    coefficients and overlap stay, without timings of Ulysses groups theirs; `attention_half_tokens` and the shares of
-    forward always do.
+    With a given overlap every timing is linear in fixed cost, tokens, cells, ring volume and rounds (Eq. 8-10), as long
+    as it is known in which passes the ring is longer than the attention beside it; so each overlap is fitted again and
+    again with what the last fit says of that, from both extremes, and the best is taken. Timed passes contain the
+    traffic of shards and what it is in the way of, which are therefore not counted again. Without timings of rings,
+    ring coefficients and overlap stay, without timings of Ulysses groups theirs; `attention_half_tokens` and the shares
+    of forward always do.
 
     Noise can make a term vanish, and a plan that ignores attention is worthless: then it is held at
     `LEAST_SHARE` of what `cost` says of it beside the other, unless the timings contradict that.
@@ -58,7 +58,7 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
     local = [timing for timing in timings if timing.degree == 1]
     if len(local) < 3 or any(timing.seconds <= 0 for timing in timings):
         raise ValueError(f"timings of degree 1 are {len(local)}, must be at least 3 and positive; measure more shapes")
-    start = cost.with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0)
+    start = cost.apart().with_coefficients(shard_s=0.0, reduce_s=0.0, exposed_s=0.0, reduce_exposed_s=0.0)
     fixed_s, linear_s, attention_s = _least_squares(
         np.array([_local_features(each, half_tokens=cost.attention_half_tokens) for each in local]), local
     )
@@ -130,10 +130,10 @@ def _fit_rings(cost: CostModel, rings: Sequence[Timing], *, overlap: float) -> I
     cost = cost.with_coefficients(overlap=overlap)
     parts = _RingParts(cost, rings)
     measured_s = np.array([timing.seconds for timing in rings])
-    for extreme in (True, False):
-        longer = np.full(parts.covered_s.shape, extreme)
+    for extreme in (1, 0):
+        limit = np.full(parts.moved.shape[:2], extreme)
         for _ in range(ROUNDS if overlap > 0 else 1):
-            features, hidden_s = parts.linear(longer, overlap=overlap)
+            features, hidden_s = parts.linear(limit, overlap=overlap)
             ring_s = np.maximum(measured_s - parts.computed_s + hidden_s, 1e-9)
             scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
             solution, _ = nnls(features / scale / measured_s[:, None], ring_s / measured_s)
@@ -141,16 +141,16 @@ def _fit_rings(cost: CostModel, rings: Sequence[Timing], *, overlap: float) -> I
             yield cost.with_coefficients(
                 ring_intra_s_per_token=per_token_s, ring_inter_s_per_token=per_token_s, ring_s_per_round=per_round_s
             )
-            found = parts.longer(per_token_s, per_round_s)
-            if np.array_equal(longer, found):
+            found = parts.limits(per_token_s, per_round_s)
+            if np.array_equal(limit, found):
                 break
-            longer = found
+            limit = found
 
 
 class _RingParts:
-    """Rings' passes as the cost model has them: `computed_s[timing]`; attention that a ring can hide behind,
-    `covered_s[pass, timing]`; what moves, and what of it can hide, `[pass, timing, coefficient]`, in units of the two
-    coefficients of a ring."""
+    """Rings' passes as the cost model has them: `computed_s[timing]`; what `moved[pass, timing, coefficient]`, in units
+    of the two coefficients of a ring. What hides is the least of three: `can_hide[limit, pass, timing, coefficient]` in
+    these units, and `covered_s[limit, pass, timing]` of attention."""
 
     def __init__(self, cost: CostModel, rings: Sequence[Timing]) -> None:
         degrees = [timing.degree for timing in rings]
@@ -163,26 +163,30 @@ class _RingParts:
         self.computed_s = attention_s.sum(axis=0) + sum(
             (each.linear_s_per_token * tokens + each.fixed_s for each in passes), np.zeros(len(rings))
         )
-        self.covered_s = np.stack([each.cover for each in passes]) * attention_s
-        moved, tail = [], []
+        none = np.zeros_like(attention_s)
+        covered_s = np.stack([each.cover for each in passes]) * attention_s
+        self.covered_s = np.stack([none, covered_s, np.stack([each.steady for each in passes]) * attention_s])
+        moved, tail, edges = [], [], []
         for per_token_s, per_round_s in ((1.0, 0.0), (0.0, 1.0)):
             unit = cost.with_coefficients(
                 ring_intra_s_per_token=per_token_s, ring_inter_s_per_token=per_token_s, ring_s_per_round=per_round_s
             ).terms(degrees)
             moved.append([each.moved_s_per_token * tokens + each.moved_s for each in unit])
             tail.append([each.tail_s_per_token * tokens + each.tail_s for each in unit])
-        self.moved = np.moveaxis(np.array(moved), 0, -1)
-        self.can_hide = self.moved - np.moveaxis(np.array(tail), 0, -1)
+            edges.append([each.edges_s_per_token * tokens + each.edges_s for each in unit])
+        self.moved, last, edge = (np.moveaxis(np.array(each), 0, -1) for each in (moved, tail, edges))
+        self.can_hide = np.stack([self.moved - last, np.zeros_like(edge), edge])
 
-    def longer(self, per_token_s: float, per_round_s: float) -> npt.NDArray[np.bool_]:
-        """`[pass, timing]`: what can hide is longer than the attention that it could hide behind."""
-        can_hide_s = self.can_hide[:, :, 0] * per_token_s + self.can_hide[:, :, 1] * per_round_s
-        return np.asarray(can_hide_s > self.covered_s)
+    def limits(self, per_token_s: float, per_round_s: float) -> npt.NDArray[np.int64]:
+        """`[pass, timing]`: which of the three is the least."""
+        can_hide_s = self.can_hide[..., 0] * per_token_s + self.can_hide[..., 1] * per_round_s
+        return np.asarray(np.argmin(can_hide_s + self.covered_s, axis=0))
 
-    def linear(self, longer: npt.NDArray[np.bool_], *, overlap: float) -> tuple[Matrix, Matrix]:
-        """Features of each timing, and seconds that hide behind the attention of passes in which the ring is longer."""
-        shown = self.moved - overlap * np.where(longer, 0.0, 1.0)[:, :, None] * self.can_hide
-        return shown.sum(axis=0), overlap * np.where(longer, self.covered_s, 0.0).sum(axis=0)
+    def linear(self, limit: npt.NDArray[np.int64], *, overlap: float) -> tuple[Matrix, Matrix]:
+        """Features of each timing, and seconds of attention behind which the ring hides, where these count."""
+        passes, timings = np.indices(limit.shape)
+        shown = self.moved - overlap * self.can_hide[limit, passes, timings]
+        return shown.sum(axis=0), overlap * self.covered_s[limit, passes, timings].sum(axis=0)
 
 
 def _local_features(timing: Timing, *, half_tokens: float) -> tuple[float, float, float]:

@@ -29,7 +29,8 @@ COEFFICIENTS = (
     "attention_half_tokens",
 )
 """What is refitted, the last as its product with the first: seconds a token are linear in that. Overlap is the
-device's nature; measured passes have the traffic of shards in their fixed cost."""
+device's nature; measured passes have the traffic of shards in their fixed cost, and what it is in the way of in the
+rest."""
 
 PRIOR_ERROR = 1.0  # relative, of a profiled coefficient: what the first steps may well contradict
 TIMING_ERROR = 0.02  # relative, of one measured group in the best case
@@ -89,7 +90,7 @@ class Refit:
     @classmethod
     def start(cls, profiled: CostModel) -> "Refit":
         """Before the first step: the profiled coefficients."""
-        size = len(COEFFICIENTS)
+        profiled, size = profiled.apart(), len(COEFFICIENTS)
         return cls(
             profiled=profiled,
             cost=profiled,

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-import numpy as np
-
 from rayfcp.plan.assembly import Draft
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.microbatches import Columns
@@ -13,7 +11,7 @@ from rayfcp.values import ClusterSpec, Primitive
 
 
 def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> float:
-    """Seconds of the slowest forward and the slowest backward, links as the degree has them as a rule."""
+    """Seconds of a microbatch without what shards add, links as the degree has them as a rule."""
     passes_s = [
         cost.passes_s(
             sum(batch.cells[at] for at in draft.members),
@@ -23,7 +21,7 @@ def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> f
         )
         for draft in drafts
     ]
-    return float(np.max(passes_s, axis=0).sum())
+    return cost.makespan_s(*zip(*passes_s, strict=True))
 
 
 def of_one_degree(

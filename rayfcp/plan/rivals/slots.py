@@ -33,7 +33,7 @@ def slots_of(
     buckets: Sequence[Bucket], *, degrees: Sequence[tuple[int, Primitive]], num_ranks: int, cost: CostModel
 ) -> list[Slot]:
     """As many slots of each degree as fit the ranks, links as the degree has them as a rule. Exact for the mean
-    cells and tokens of buckets: that only the smaller of attention and traffic hides makes two lines a pass."""
+    cells and tokens of buckets: that only the least of attention and traffic hides makes three lines a pass."""
     cells = np.array([bucket.mean_cells for bucket in buckets])
     tokens = np.array([bucket.mean_tokens for bucket in buckets])
     slots = []
@@ -52,7 +52,8 @@ def makespan_of(slots: Sequence[Slot], counts: Counts) -> float:
 
 
 def _lines(terms: Terms, cells: Floats, tokens: Floats) -> list[tuple[Floats, float]]:
-    """What a sequence adds, and what use adds: all that may hide hides, or as much as attention can hide."""
+    """What a sequence adds, and what use adds: all that may hide hides, or as much as attention, or attention of steady
+    rounds, can hide."""
     attention_s = cells * terms.attention_s_per_cell + tokens * terms.attention_s_per_token
     always_s = attention_s + tokens * terms.linear_s_per_token
     moved_s, moved, tail, hidden = terms.moved_s_per_token, float(terms.moved_s), float(terms.tail_s), terms.hidden
@@ -63,4 +64,8 @@ def _lines(terms: Terms, cells: Floats, tokens: Floats) -> list[tuple[Floats, fl
     return [
         (always_s + tokens * shown_s, fixed_s + (1 - hidden) * moved + hidden * tail),
         (always_s + tokens * moved_s - hidden * terms.cover * attention_s, fixed_s + moved),
+        (
+            always_s + tokens * (moved_s - hidden * terms.edges_s_per_token) - hidden * terms.steady * attention_s,
+            fixed_s + moved - hidden * float(terms.edges_s),
+        ),
     ]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
-from rayfcp.plan.joint.kernels.price import SEAT, Ints, Load, Prices, _pass_s, _price, _within
+from rayfcp.plan.joint.kernels.price import SEAT, Ints, Load, Prices, _paced, _pass_s, _price, _within
 from rayfcp.plan.joint.kernels.state import GROUPS, World, _reprice, _span_s
 
 
@@ -60,7 +60,7 @@ def _shrink(world: World, microbatch: int, first: int) -> None:
 
 @inner
 def _keep_pace(world: World, microbatch: int, first: int) -> float:
-    """Price the groups at the pace of the slowest forward and the slowest backward; returns their sum, the makespan."""
+    """Price the groups at the pace of the slowest forward and the slowest backward; returns the makespan."""
     state, prices = world.state, world.prices
     forward_s = backward_s = 0.0
     for group in range(first, state.counts[GROUPS]):
@@ -93,7 +93,7 @@ def _fastest(prices: Prices, load: Load, pace: float) -> int:
     best, least_s = 0, math.inf
     for primitive in range(prices.num_primitives):
         forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
-        seconds = max(forward_s / pace, backward_s / (1.0 - pace)) if pace > 0.0 else forward_s + backward_s
+        seconds = _paced(prices, forward_s, backward_s, pace)
         if seconds < least_s:
             best, least_s = primitive, seconds
     return best

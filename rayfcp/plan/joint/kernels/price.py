@@ -11,19 +11,21 @@ from rayfcp.plan.compiled import compiled, inlined, inner
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-COLUMNS = 8
+COLUMNS = 15
 SLACK = 1e-9  # a target that a group meets up to rounding is met
 SEAT = 2  # `Load.far` from here on: a seat, a group that always has the same ranks
 
 
 class Prices(NamedTuple):
     """The cost model of one cluster. `terms` is [far, primitive, degree, pass, column] in one row: attention per cell
-    and per token, linear per token, moved per token, moved, tail per token, tail, cover (`plan.costs.terms.Terms`);
+    and per token, linear per token, moved per token, moved, tail per token, tail, cover, busy, before per token, first
+    per token, steady, edges per token, edges, last per token (`plan.costs.terms.Terms`);
     1 of `far` is a group that spans nodes though it would fit in one, `SEAT` and above are seats of some speed.
     `hidden[primitive]`; `fixed_s` of both passes, `passes_fixed_s[far, pass]` of each in one row; `per_cell`,
     `per_token`: compute on one rank, the least of all primitives; `room`: tokens per rank. `num_ranks`: those that
     groups share out as they like, `num_degrees` in `terms`; `seats` of every microbatch, beside them: degree and `far`
-    of each; `capacity`: ranks that compute as much as all together, `holds`: tokens that these have room for."""
+    of each; `capacity`: ranks that compute as much as all together, `holds`: tokens that these have room for;
+    `ahead`, `ahead_s`: as `CostModel` has them."""
 
     terms: Floats
     hidden: Floats
@@ -38,6 +40,8 @@ class Prices(NamedTuple):
     seats: Ints
     capacity: float
     holds: float
+    ahead: float
+    ahead_s: float
 
 
 class Load(NamedTuple):
@@ -58,10 +62,15 @@ def _pass_s(prices: Prices, load: Load, primitive: int, each: int) -> float:
     seconds = attention + terms[at + 2] * tokens + prices.passes_fixed_s[2 * load.far + each]
     if load.degree > 1:
         moved = terms[at + 3] * tokens + terms[at + 4]
+        left = terms[at + 8] - terms[at + 9] * tokens
+        if left > 0.0:
+            first = terms[at + 10] * tokens
+            moved += min(left, first) + max(min(left - first - attention, terms[at + 14] * tokens), 0.0)
         seconds += moved
         if prices.hidden[primitive] > 0.0:
             tail = terms[at + 5] * tokens + terms[at + 6]
-            seconds -= prices.hidden[primitive] * min(moved - tail, terms[at + 7] * attention)
+            steady = terms[at + 11] * attention + terms[at + 12] * tokens + terms[at + 13]
+            seconds -= prices.hidden[primitive] * min(moved - tail, terms[at + 7] * attention, steady)
     return float(seconds)
 
 
@@ -69,20 +78,26 @@ def _pass_s(prices: Prices, load: Load, primitive: int, each: int) -> float:
 def _price(prices: Prices, cells: float, tokens: float, degree: int, far: int, pace: float) -> float:
     """Seconds of a group by its best primitive; memory is the caller's.
 
-    A microbatch takes its slowest forward and its slowest backward. With `pace` the share of forward in that, it is
-    the most that any of its groups takes for forward over that share, or for backward over the rest; no other pace
-    gives less. With 0, what the group takes alone.
+    A microbatch takes its slowest forward and its slowest backward, less what ranks run ahead, but no less than any
+    group (`CostModel.makespan_s`). With `pace` the share of forward in both, it is the most of its groups' prices; no
+    other pace gives less. With 0, what the group takes alone.
     """
     load = Load(cells, tokens, degree, far)
     best = math.inf
     for primitive in range(prices.num_primitives):
         forward_s, backward_s = _pass_s(prices, load, primitive, 0), _pass_s(prices, load, primitive, 1)
-        if pace > 0.0:
-            slower_s = forward_s / pace if forward_s * (1.0 - pace) > backward_s * pace else backward_s / (1.0 - pace)
-            best = min(best, slower_s)
-        else:
-            best = min(best, forward_s + backward_s)
+        best = min(best, _paced(prices, forward_s, backward_s, pace))
     return best
+
+
+@inlined
+def _paced(prices: Prices, forward_s: float, backward_s: float, pace: float) -> float:
+    """Seconds of a group that is as slow forward or backward as its microbatch, if its pace is above 0."""
+    seconds = forward_s + backward_s
+    if pace > 0.0:
+        slower_s = forward_s / pace if forward_s * (1.0 - pace) > backward_s * pace else backward_s / (1.0 - pace)
+        seconds = max(seconds, slower_s - max(prices.ahead * (1.0 - pace) * slower_s - prices.ahead_s, 0.0))
+    return seconds
 
 
 @inner
