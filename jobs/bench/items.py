@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan import CostModel
+from rayfcp.plan.costs.terms import Terms
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 Floats = npt.NDArray[np.float64]
@@ -15,7 +16,7 @@ Bools = npt.NDArray[np.bool_]
 Sums = tuple[int, int]  # of forward and of backward
 
 FIRST: Sums = (0, 0)
-PAIRS: tuple[Sums, ...] = (FIRST, (0, 1), (1, 0), (1, 1))
+PAIRS: tuple[Sums, ...] = (FIRST, (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))  # of forward the third is the second
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class Items:
     the fewest and with the most cells per token in the run.
 
     A choice is a degree, a primitive and whether nodes are crossed. `degrees` [choices]; `fixed` [choices, 2 passes,
-    2 sums]: s that a group takes whatever it holds; `added` [choices, 2, 2, items]: s that an item adds, times the
+    3 sums]: s that a group takes whatever it holds; `added` [choices, 2, 3, items]: s that an item adds, times the
     degree; `alone` [choices, 2, items]: s of a group of it alone (in a run: of its fewest tokens and cells), infinite
     where memory forbids it. `rooms` [items]: tokens over those that a rank holds. `once`: of every item the rows that
     it counts in and how much; `totals`: what these rows sum to over a plan.
@@ -121,7 +122,7 @@ def _runs(tokens: Floats, first: int, count: int) -> list[Ints]:
 
 
 def _shares(each: Floats, tokens: Floats, cells: Floats) -> Floats:
-    """[choices, 2, 2, items]."""
+    """[choices, 2, 3, items]."""
     found: Floats = each[..., 0, None] * cells + each[..., 1, None] * tokens
     return found
 
@@ -134,25 +135,31 @@ def _choices(cost: CostModel, num_ranks: int, primitives: tuple[Primitive, ...])
         crosses = np.ones(num_ranks, np.bool_) if always else degrees > cost.ranks_per_node
         passes = []
         for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
-            linear, shown = terms.linear_s_per_token, 1 - terms.hidden
-            seen = 1 - terms.hidden * terms.cover
-            hides = (
-                terms.attention_s_per_cell,
-                terms.attention_s_per_token
-                + linear
-                + shown * terms.moved_s_per_token
-                + terms.hidden * terms.tail_s_per_token,
-                terms.fixed_s
-                + shown * np.where(np.isfinite(terms.moved_s), terms.moved_s, 0.0)
-                + terms.hidden * terms.tail_s,
-            )
-            hidden = (
-                seen * terms.attention_s_per_cell,
-                seen * terms.attention_s_per_token + linear + terms.moved_s_per_token,
-                terms.fixed_s + terms.moved_s,
-            )
-            passes.append([[np.broadcast_to(v, num_ranks) for v in both] for both in (hides, hidden)])
+            passes.append([[np.broadcast_to(v, num_ranks) for v in each] for each in _sums(terms)])
         may = np.isfinite(np.array(passes)).all(axis=(0, 1, 2)) & ~(always & (degrees > cost.ranks_per_node))
         found.append((degrees[may], np.array(passes)[..., may]))
     every = np.concatenate([each for _, each in found], axis=-1).transpose(3, 0, 1, 2)
     return np.concatenate([each for each, _ in found]), every[..., :2], every[..., 2]
+
+
+def _sums(terms: Terms) -> list[tuple[Floats, Floats, Floats]]:
+    """s per cell, s per token and s of a pass, if all that can hide hides, as much as attention can hide, or as much as
+    that of steady rounds can and what moves in the others."""
+    moved_s = np.where(np.isfinite(terms.moved_s), terms.moved_s, 0.0)
+    cell, token = terms.attention_s_per_cell, terms.attention_s_per_token
+    always, moved, hidden = token + terms.linear_s_per_token, terms.moved_s_per_token, terms.hidden
+    hides = (
+        cell,
+        always + (1 - hidden) * moved + hidden * terms.tail_s_per_token,
+        terms.fixed_s + (1 - hidden) * moved_s + hidden * terms.tail_s,
+    )
+    covered, steady = hidden * terms.cover, hidden * terms.steady
+    return [
+        hides,
+        ((1 - covered) * cell, always + moved - covered * token, terms.fixed_s + terms.moved_s),
+        (
+            (1 - steady) * cell,
+            always + moved - steady * token - hidden * terms.edges_s_per_token,
+            terms.fixed_s + terms.moved_s - hidden * terms.edges_s,
+        ),
+    ]

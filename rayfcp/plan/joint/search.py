@@ -58,16 +58,16 @@ class JointSearch:
     def run(self) -> list[Found]:
         """Seconds, number and state of the best plans, the best first."""
         world, counts = self._world, self._cuts.counts
+        node = min(int(world.nodes.max()), world.prices.num_ranks)
         world.state.counts[MOVES] = 0
         forced = world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SCARCE
         if forced:
-            for node in (0, min(int(world.nodes.max()), world.prices.num_ranks)):
-                self._keep(fill_in_turn(world, node))
+            self._keep(fill_in_turn(world, node))
         self._keep(even(world, counts[0], min(counts[0] + MORE, counts[-1])))
         if counts[0] < SCARCER:
             self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:
-            self._keep(fill_in_turn(world, 0))
+            self._keep(fill_in_turn(world, node))
         self._improve()
         return self._found
 

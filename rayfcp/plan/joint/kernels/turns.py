@@ -11,7 +11,7 @@ from rayfcp.plan.joint.kernels.price import Floats, Ints, _best_degree, _pace_of
 from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, World, _beside_s, _compact, _forget, total_s
 from rayfcp.plan.joint.kernels.take import Queue, Take, _take
 
-TARGETS = 8
+TARGETS = 16
 POOLS = (2, 6)  # groups of so many ranks pool their memory: fewer sequences fit in nowhere
 WORTH = 0.5  # of its ranks' time: the longest sequence is not spread over so many that it uses less
 MANY = 2048  # sequences: while more are left every other target is tried
@@ -22,8 +22,8 @@ SAME = 1e-3  # of a target: closer ones are tried once
 def fill_in_turn(world: World, node: int) -> float:
     """Groups for the whole batch, priced where they lie; returns its seconds.
 
-    Each microbatch takes, of several ways to fill it, the one that gets most done a second. With `node` ranks are
-    rounded too (`Take`), where that is better.
+    Each microbatch takes, of several ways to fill it, the one that gets most done a second. Ranks are rounded up to
+    powers of two up to `node` (`Take`), where that is better.
     """
     state = world.state
     state.owner[:] = -1
@@ -61,11 +61,8 @@ def _best(world: World, queue: Queue, microbatch: int, pace: float, node: int) -
             rate = _rate(world, queue, microbatch, Take(target_s, ranks, 0), pace)
             if rate > most:
                 best, most = Take(target_s, ranks, 0), rate
-    if node > 0:
-        rounded = Take(target_s, best.pool, node)
-        if _rate(world, queue, microbatch, rounded, pace) > most:
-            best = rounded
-    return best
+    rounded = Take(target_s, best.pool, node)
+    return rounded if _rate(world, queue, microbatch, rounded, pace) > most else best
 
 
 @compiled
