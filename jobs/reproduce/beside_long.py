@@ -24,14 +24,16 @@ def beside_long_s(
     """By the cost model, for the longest sequence k and the others j of work w(j).
 
     Proof. Let k be in a group of d ranks, which alone takes t(k, d), in a microbatch that takes S, and f the fixed cost
-    that every rank pays in every microbatch. A pass of a group is the larger of two sums of its sequences' terms (what
-    moves hides behind attention, or attention runs out), so each j in the group of k adds at least r(j, d), the
-    smaller of its two terms, to each of d ranks; elsewhere j takes w(j) of the ranks' time.
+    that every rank pays in every microbatch. Shards are in nobody's way here (`CostModel.apart`): they only add to
+    that. A pass of a group is the largest of three sums of its sequences' terms (what moves hides behind attention, or
+    attention runs out, or that of steady rounds does), so each j in the group of k adds at least r(j, d), the smallest
+    of its terms, to each of d ranks; elsewhere j takes w(j) of the ranks' time.
     (1) Hence all ranks over all microbatches have d (t(k, d) - f) + sum of min(w(j), d r(j, d)) to do, beside f.
     (2) S >= t(k, d). Beside k memory has room for so many tokens; the work in them is at most that of the densest of
     the others, filled up with a part of one. What is left takes its share of all ranks in other microbatches.
     So a plan takes at least the larger of both for its d: the least over d is the bound.
     """
+    cost = cost.apart()
     ordered = sorted(sequences, key=lambda each: each.num_tokens)
     long, others = ordered[-1], ordered[:-1]
     num_ranks, room = cluster.num_ranks, cluster.max_tokens_per_rank
@@ -65,7 +67,7 @@ def _densest_s(tokens: Floats, work_s: Floats, *, room: float) -> float:
 
 def _added_s(terms: Terms, cells: Floats, tokens: Floats) -> Floats:
     """[degrees, sequences]: what each adds to every rank of a group at least."""
-    attention, linear, moved, tail, cover = (
+    attention, linear, moved, tail, cover, steady, edges = (
         np.broadcast_to(each, np.shape(terms.moved_s))[:, None]
         for each in (
             terms.attention_s_per_cell,
@@ -73,9 +75,12 @@ def _added_s(terms: Terms, cells: Floats, tokens: Floats) -> Floats:
             terms.moved_s_per_token,
             terms.tail_s_per_token,
             terms.cover,
+            terms.steady,
+            terms.edges_s_per_token,
         )
     )
     attends_s = attention * cells + terms.attention_s_per_token[:, None] * tokens
     whole_s = attends_s + (linear + moved) * tokens
-    hides_s = terms.hidden * np.maximum((moved - tail) * tokens, cover * attends_s)
+    steady_s = steady * attends_s + edges * tokens
+    hides_s = terms.hidden * np.maximum(np.maximum((moved - tail) * tokens, cover * attends_s), steady_s)
     return np.asarray(whole_s - hides_s)
