@@ -38,7 +38,7 @@ from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
-from spans import spans_s  # noqa: E402  it lies there
+from spans import spans_s
 
 PAPER_SPEEDUP = 2.24
 TARGET_SHARE = 0.96
