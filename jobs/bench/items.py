@@ -7,7 +7,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.costs.terms import Terms
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 Floats = npt.NDArray[np.float64]
@@ -135,31 +134,8 @@ def _choices(cost: CostModel, num_ranks: int, primitives: tuple[Primitive, ...])
         crosses = np.ones(num_ranks, np.bool_) if always else degrees > cost.ranks_per_node
         passes = []
         for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
-            passes.append([[np.broadcast_to(v, num_ranks) for v in each] for each in _sums(terms)])
+            passes.append([[np.broadcast_to(v, num_ranks) for v in each] for each in terms.sums()])
         may = np.isfinite(np.array(passes)).all(axis=(0, 1, 2)) & ~(always & (degrees > cost.ranks_per_node))
         found.append((degrees[may], np.array(passes)[..., may]))
     every = np.concatenate([each for _, each in found], axis=-1).transpose(3, 0, 1, 2)
     return np.concatenate([each for each, _ in found]), every[..., :2], every[..., 2]
-
-
-def _sums(terms: Terms) -> list[tuple[Floats, Floats, Floats]]:
-    """s per cell, s per token and s of a pass, if all that can hide hides, as much as attention can hide, or as much as
-    that of steady rounds can and what moves in the others."""
-    moved_s = np.where(np.isfinite(terms.moved_s), terms.moved_s, 0.0)
-    cell, token = terms.attention_s_per_cell, terms.attention_s_per_token
-    always, moved, hidden = token + terms.linear_s_per_token, terms.moved_s_per_token, terms.hidden
-    hides = (
-        cell,
-        always + (1 - hidden) * moved + hidden * terms.tail_s_per_token,
-        terms.fixed_s + (1 - hidden) * moved_s + hidden * terms.tail_s,
-    )
-    covered, steady = hidden * terms.cover, hidden * terms.steady
-    return [
-        hides,
-        ((1 - covered) * cell, always + moved - covered * token, terms.fixed_s + terms.moved_s),
-        (
-            (1 - steady) * cell,
-            always + moved - steady * token - hidden * terms.edges_s_per_token,
-            terms.fixed_s + terms.moved_s - hidden * terms.edges_s,
-        ),
-    ]

@@ -76,3 +76,23 @@ class Terms:
             steady_s = self.steady * attention_s + self.edges_s_per_token * moved + self.edges_s
             exposed_s = moved_s - self.hidden * np.minimum(can_hide_s, np.minimum(self.cover * attention_s, steady_s))
         return np.asarray(attention_s + self.linear_s_per_token * tokens + self.fixed_s + exposed_s)
+
+    def sums(self) -> tuple[tuple[Seconds, Seconds, Seconds], ...]:
+        """Three of s per cell, s per token and s, of which a pass that meets no shards takes the largest: all that can
+        hide hides, or as much as attention can hide, or as much as that of steady rounds can and all of the edges."""
+        cell, token, hidden = self.attention_s_per_cell, self.attention_s_per_token, self.hidden
+        always, alone_s = token + self.linear_s_per_token, np.asarray(self.fixed_s)
+        covered, steady = hidden * self.cover, hidden * self.steady
+        return (
+            (
+                cell,
+                always + (1 - hidden) * self.moved_s_per_token + hidden * self.tail_s_per_token,
+                alone_s + (1 - hidden) * self.moved_s + hidden * self.tail_s,
+            ),
+            ((1 - covered) * cell, always + self.moved_s_per_token - covered * token, alone_s + self.moved_s),
+            (
+                (1 - steady) * cell,
+                always + self.moved_s_per_token - steady * token - hidden * self.edges_s_per_token,
+                alone_s + self.moved_s - hidden * self.edges_s,
+            ),
+        )

@@ -33,7 +33,8 @@ def slots_of(
     buckets: Sequence[Bucket], *, degrees: Sequence[tuple[int, Primitive]], num_ranks: int, cost: CostModel
 ) -> list[Slot]:
     """As many slots of each degree as fit the ranks, links as the degree has them as a rule. Exact for the mean
-    cells and tokens of buckets: that only the least of attention and traffic hides makes three lines a pass."""
+    cells and tokens of buckets, but for shards in the way of messages: that only the least of attention and traffic
+    hides makes three lines a pass."""
     cells = np.array([bucket.mean_cells for bucket in buckets])
     tokens = np.array([bucket.mean_tokens for bucket in buckets])
     slots = []
@@ -46,26 +47,13 @@ def slots_of(
 
 
 def makespan_of(slots: Sequence[Slot], counts: Counts) -> float:
-    """The slowest forward and the slowest backward of used slots; `counts[slot, bucket]`."""
+    """The slowest forward and the slowest backward of used slots, whatever ranks run ahead, as the programme has it;
+    `counts[slot, bucket]`."""
     used = [slot.passes_s(held) for slot, held in zip(slots, counts, strict=True) if held.any()]
     return float(np.max(used, axis=0).sum())
 
 
 def _lines(terms: Terms, cells: Floats, tokens: Floats) -> list[tuple[Floats, float]]:
-    """What a sequence adds, and what use adds: all that may hide hides, or as much as attention, or attention of steady
-    rounds, can hide."""
-    attention_s = cells * terms.attention_s_per_cell + tokens * terms.attention_s_per_token
-    always_s = attention_s + tokens * terms.linear_s_per_token
-    moved_s, moved, tail, hidden = terms.moved_s_per_token, float(terms.moved_s), float(terms.tail_s), terms.hidden
-    fixed_s = float(terms.fixed_s)
-    if not hidden:
-        return [(always_s + tokens * moved_s, fixed_s + moved)]
-    shown_s = (1 - hidden) * moved_s + hidden * terms.tail_s_per_token
-    return [
-        (always_s + tokens * shown_s, fixed_s + (1 - hidden) * moved + hidden * tail),
-        (always_s + tokens * moved_s - hidden * terms.cover * attention_s, fixed_s + moved),
-        (
-            always_s + tokens * (moved_s - hidden * terms.edges_s_per_token) - hidden * terms.steady * attention_s,
-            fixed_s + moved - hidden * float(terms.edges_s),
-        ),
-    ]
+    """What a sequence adds, and what use adds; one line where nothing hides, since all are the same then."""
+    sums = terms.sums() if terms.hidden else terms.sums()[:1]
+    return [(cells * per_cell + tokens * per_token, float(fixed_s)) for per_cell, per_token, fixed_s in sums]
