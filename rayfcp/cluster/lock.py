@@ -72,13 +72,7 @@ def _taken(path: Path, *, wait_s: float) -> int:
     """An open handle of `path` that holds its lock, and says who holds it."""
     until_s = time.monotonic() + wait_s
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:  # another run came to nothing and took the folder away
-            if time.monotonic() > until_s:
-                raise
-            continue
+        handle = _opened(path, until_s=until_s)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -101,6 +95,18 @@ def _taken(path: Path, *, wait_s: float) -> int:
                 _write_holder(handle)
             return handle
         os.close(handle)  # its holder removed it between our opening and locking it
+
+
+def _opened(path: Path, *, until_s: float) -> int:
+    """An open handle of `path`, whose folder other runs may make and take away meanwhile."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, FileNotFoundError):  # it came, or went, between two looks at it
+            if time.monotonic() > until_s or path.parent.is_file():
+                raise
+            time.sleep(0.001)
 
 
 def _is_at(handle: int, path: Path) -> bool:

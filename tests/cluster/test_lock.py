@@ -27,7 +27,7 @@ with hold(sys.argv[1]):
 TAKE_TURNS = """
 import sys
 from rayfcp.cluster.lock import hold
-for _ in range(40):
+for _ in range(1000):
     with hold(sys.argv[1], wait_s=60):
         with open(sys.argv[2], "x"):
             pass
@@ -88,9 +88,10 @@ def test_never_two_at_once_although_the_file_comes_and_goes(tmp_path: Path) -> N
         assert process.returncode == 0, written.decode()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run_dir", ["file", "file/run"])
+def test_a_folder_that_cannot_be_made_is_named(run_dir: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="it cannot be written"), hold(tmp_path / "file" / "run"):
+    with pytest.raises(ConfigError, match="it cannot be written"), hold(tmp_path / run_dir):
         pass
 
 
