@@ -105,13 +105,11 @@ def loads_of(
     for primitive, crosses in itertools.product(primitives, nearness):
         found: list[Floats] = []
         for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
-            seen, never = 1 - terms.hidden, ~np.isfinite(terms.moved_s)
-            linear = terms.attention_s_per_token + terms.linear_s_per_token
-            moved = seen * terms.moved_s_per_token + terms.hidden * terms.tail_s_per_token
-            fixed_s = terms.fixed_s + seen * np.where(never, 0.0, terms.moved_s) + terms.hidden * terms.tail_s
+            never = ~np.isfinite(terms.moved_s)
+            cell, token, fixed_s = terms.sums()[0]
             no_room = tokens > degrees * cluster.max_tokens_per_rank
             found += [
-                np.where(never, np.inf, terms.attention_s_per_cell * cells + (linear + moved) * tokens),
+                np.where(never, np.inf, cell * cells + token * tokens),
                 np.where(never, np.inf, fixed_s),
                 np.where(no_room | never, np.inf, terms.seconds(cells, tokens)),
             ]

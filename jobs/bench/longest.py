@@ -79,11 +79,7 @@ def _adds_enough(
     for terms, (attention, linear) in zip(passes, shares, strict=True):
         needed = attention * cost.attention_s_per_cell * (cells + cost.attention_half_tokens * tokens / 2)
         needed = (needed + linear * cost.linear_s_per_token * tokens) / num_ranks
-        computed = terms.attention_s_per_cell * cells + terms.attention_s_per_token * tokens
-        rest = terms.linear_s_per_token * tokens
-        moved, tail = terms.moved_s_per_token * tokens, terms.tail_s_per_token * tokens
-        hidden = computed + rest + moved - terms.hidden * (moved - tail)
-        shown = computed * (1 - terms.hidden * terms.cover) + rest + moved
+        hidden, shown = (cell * cells + token * tokens for cell, token, _ in terms.sums()[:2])
         found &= (np.minimum(hidden, shown) >= needed * (1 - 1e-12)).all(axis=0)
     return found
 

@@ -51,8 +51,9 @@ class Meeting(dist.Store):
             raise CollectiveFailedError("exchange between devices aborted, by order")
 
     def abort(self) -> None:
-        """End waits at the store, and all that goes on or will go on over gloo between these devices; any thread may
-        call it. Neighbours notice at once."""
+        """End waits at the store, and all that goes on over gloo between these devices; any thread may call it.
+        Neighbours notice at once. A connection that is only just being made is closed by the next call: repeat it until
+        what goes on has ended."""
         self._aborted.set()
         for connection in _connections():
             with connection, suppress(OSError):  # closed by its other end meanwhile

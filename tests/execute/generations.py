@@ -186,18 +186,21 @@ class Member(Device):
         """The step that fails."""
         is_last = self._me == generation.members[-1]
         aborted: list[float] = []
-        watch = threading.Thread(target=self._abort_when_told, args=(index, aborted))
+        ended = threading.Event()
+        watch = threading.Thread(target=self._abort_when_told, args=(index, aborted, ended))
         if not (is_last and generation.end in ("forward", "update")):
             watch.start()
-        if generation.end == "hang":
-            self._hang(step, index=index, num_others=len(generation.members) - 1, is_last=is_last)
-        else:
-            if is_last:
-                self._die_in(generation.end, index=index)
-            try:
+        try:
+            if generation.end == "hang":
+                self._hang(step, index=index, num_others=len(generation.members) - 1, is_last=is_last)
+            else:
+                if is_last:
+                    self._die_in(generation.end, index=index)
                 self._step(step, index=index)
-            except CollectiveFailedError as error:
-                self.found.append({"generation": index, "failed": str(error), "at": time.monotonic()})
+        except CollectiveFailedError as error:
+            self.found.append({"generation": index, "failed": str(error), "at": time.monotonic()})
+        finally:
+            ended.set()
         watch.join()
         self.found.append({"generation": index, "aborted": aborted[0], "took": aborted[1]})
 
@@ -211,9 +214,8 @@ class Member(Device):
         teller.start()
         try:
             self.step(step)
-        except CollectiveFailedError as error:
-            self.found.append({"generation": index, "failed": str(error), "at": time.monotonic()})
-        teller.join()
+        finally:
+            teller.join()
 
     def _tell_when_waiting(self, step: int, index: int) -> None:
         pause = threading.Event()
@@ -221,11 +223,14 @@ class Member(Device):
             pause.wait(0.01)
         self._connect().set(f"waits-{index}-{self.place.device}", "1")
 
-    def _abort_when_told(self, index: int, aborted: list[float]) -> None:
+    def _abort_when_told(self, index: int, aborted: list[float], ended: threading.Event) -> None:
+        """As the controller does, again and again until what is aborted has ended."""
         self._connect().wait([f"end-{index}"], LONG)
         aborted.append(time.monotonic())
         self.engine.abort()
         aborted.append(time.monotonic() - aborted[0])
+        while not ended.wait(0.2):
+            self.engine.abort()
 
     def _die_in(self, where: str, *, index: int) -> None:
         client = self._connect()
