@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rayfcp.plan import CostModel
 from rayfcp.plan.joint.degrees import least_makespan
 from rayfcp.plan.joint.kernels.allocate import _allocate
+from rayfcp.plan.joint.kernels.bins import _packed
 from rayfcp.plan.joint.kernels.cut import Cut, cut_by_time, floor_s
 from rayfcp.plan.joint.kernels.improve import improve
 from rayfcp.plan.joint.kernels.kick import kick
@@ -198,3 +199,36 @@ def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: i
         assert sorted(set(part.tolist())) == list(range(part.max() + 1))
         assert floor_s(held, part) <= pack(held, part) * (1 + 1e-12)
         check(held)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 3), st.integers(4, 30))
+def test_packs_of_one_degree_hold_all_or_have_no_room_by_length_either(
+    lengths: list[int], count: int, degree: int, room: int
+) -> None:
+    held = world(lengths, num_ranks=degree, room=room)
+    most = int(held.prices.room) * degree
+    packs = _packed(held, np.arange(len(lengths)), degree, count)
+    if len(packs.owners) == 0:
+        assert first_fit(sorted(lengths, reverse=True), count, most) is None
+        return
+    tokens = np.bincount(packs.owners, held.batch.tokens, minlength=count)
+    assert tokens.tolist() == packs.tokens.tolist() and tokens.max() <= most
+    assert np.bincount(packs.owners, held.batch.cells, minlength=count).tolist() == packs.cells.tolist()
+
+
+def first_fit(lengths: list[int], count: int, room: int) -> list[int] | None:
+    """What packs of so many tokens hold, each sequence in the first that has room for it."""
+    held = [0] * count
+    for length in lengths:
+        fitting = [pack for pack in range(count) if held[pack] + length <= room]
+        if not fitting:
+            return None
+        held[fitting[0]] += length
+    return held
+
+
+def test_packs_go_by_length_where_work_leaves_one_without_room() -> None:
+    """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 has no room."""
+    held = world([5, 5, 4, 3, 3], num_ranks=1, room=10)
+    assert _packed(held, np.arange(5), 1, 2).tokens.tolist() == [10, 10]

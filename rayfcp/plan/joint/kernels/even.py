@@ -1,17 +1,16 @@
 """Groups of one degree, for a whole batch or for a microbatch: what mixed degrees have to beat."""
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
-from rayfcp.plan.joint.kernels.price import Floats, Ints, _price
+from rayfcp.plan.joint.kernels.bins import _packed
+from rayfcp.plan.joint.kernels.price import Ints, _price
 from rayfcp.plan.joint.kernels.state import (
     GROUPS,
     MICROBATCHES,
-    MOVES,
     World,
     _forget,
     _join,
@@ -23,25 +22,20 @@ from rayfcp.plan.joint.kernels.state import (
 HOPEFUL = 1.03  # times the best found: what is estimated to take more is not tried
 
 
-class Packs(NamedTuple):
-    """The pack of each member, and what each pack holds; nothing where some member finds no room."""
-
-    owners: Ints
-    tokens: Floats
-    cells: Floats
-
-
 @compiled
 def even(world: World, fewest: int, most: int) -> float:
     """All groups of one degree: the best degree, and number of microbatches from `fewest` to `most`, by their seconds.
 
-    For each, the most work goes first, to the pack with the least that has room; packs of like time are side by side.
+    For each, the most work goes first, to the pack with the least that has room, or sequences go by length where that
+    leaves one without room; packs of like time are side by side.
     Returns the seconds of the batch, infinite where no degree has room for all.
     """
     best, best_count, least_s = 0, 0, math.inf
     everyone = np.arange(len(world.state.owner))
     for degree in _degrees(world):
         share_s = _share_s(world, everyone, degree)
+        if share_s == math.inf:
+            continue
         for count in range(fewest, most + 1):
             if share_s + count * (world.prices.fixed_s + world.extra_s) > HOPEFUL * least_s:
                 break
@@ -138,49 +132,3 @@ def _even_part(world: World, members: Ints, microbatch: int, degree: int) -> flo
         _join(world, members[number], first + packs.owners[number], degree)
     _open_seats(world, microbatch)
     return _allocate(world, microbatch, first)
-
-
-@compiled
-def _packed(world: World, members: Ints, degree: int, count: int) -> Packs:
-    """Into so many packs of `degree` ranks' memory."""
-    batch, room = world.batch, world.prices.room * degree
-    owners = np.zeros(len(members), np.int64)
-    tokens, cells = np.zeros(count), np.zeros(count)
-    loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
-    winners[count:] = np.arange(count)
-    for node in range(count - 1, 0, -1):
-        winners[node] = min(winners[2 * node], winners[2 * node + 1])
-    for number in np.argsort(-batch.work_s[members], kind="mergesort"):
-        at = members[number]
-        best = winners[1] if count > 1 else 0
-        if tokens[best] + batch.tokens[at] > room:
-            best = _roomy(tokens, loads, room - batch.tokens[at])
-        if best < 0:
-            return Packs(owners[:0], tokens, cells)
-        owners[number] = best
-        tokens[best] += batch.tokens[at]
-        cells[best] += batch.cells[at]
-        loads[best] += batch.work_s[at]
-        _replay(winners, loads, best)
-    world.state.counts[MOVES] += 2 * len(members)
-    return Packs(owners, tokens, cells)
-
-
-@inner
-def _roomy(tokens: Floats, loads: Floats, room: float) -> int:
-    """The pack with the least load of those with at most `room` tokens; -1 if there is none."""
-    best = -1
-    for each in range(len(tokens)):
-        if tokens[each] <= room and (best < 0 or loads[each] < loads[best]):
-            best = each
-    return best
-
-
-@inner
-def _replay(winners: Ints, loads: Floats, pack: int) -> None:
-    """The load of a pack has changed."""
-    node = (len(loads) + pack) // 2
-    while node > 0:
-        left, right = winners[2 * node], winners[2 * node + 1]
-        winners[node] = left if loads[left] <= loads[right] else right
-        node //= 2
