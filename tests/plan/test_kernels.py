@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rayfcp.plan import CostModel
 from rayfcp.plan.joint.degrees import least_makespan
 from rayfcp.plan.joint.kernels.allocate import _allocate
-from rayfcp.plan.joint.kernels.bins import _packed
+from rayfcp.plan.joint.kernels.bins import _num_bins, _packed
 from rayfcp.plan.joint.kernels.cut import Cut, cut_by_time, floor_s
 from rayfcp.plan.joint.kernels.improve import improve
 from rayfcp.plan.joint.kernels.kick import kick
@@ -202,15 +202,23 @@ def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: i
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(1, 4), st.integers(1, 3), st.integers(4, 30))
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.integers(4, 30),
+    st.booleans(),
+)
 def test_packs_of_one_degree_hold_all_or_have_no_room_by_length_either(
-    lengths: list[int], count: int, degree: int, room: int
+    lengths: list[int], count: int, degree: int, room: int, by_length: bool
 ) -> None:
     held = world(lengths, num_ranks=degree, room=room)
     most = int(held.prices.room) * degree
-    packs = _packed(held, np.arange(len(lengths)), degree, count)
+    fewest = _num_bins(held, np.arange(len(lengths)), degree)
+    assert first_fit(sorted(lengths, reverse=True), fewest, most) is not None
+    packs = _packed(held, np.arange(len(lengths)), degree, count, by_length)
     if len(packs.owners) == 0:
-        assert first_fit(sorted(lengths, reverse=True), count, most) is None
+        assert first_fit(sorted(lengths, reverse=True), count, most) is None and fewest > count
         return
     tokens = np.bincount(packs.owners, held.batch.tokens, minlength=count)
     assert tokens.tolist() == packs.tokens.tolist() and tokens.max() <= most
@@ -231,4 +239,4 @@ def first_fit(lengths: list[int], count: int, room: int) -> list[int] | None:
 def test_packs_go_by_length_where_work_leaves_one_without_room() -> None:
     """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 has no room."""
     held = world([5, 5, 4, 3, 3], num_ranks=1, room=10)
-    assert _packed(held, np.arange(5), 1, 2).tokens.tolist() == [10, 10]
+    assert _packed(held, np.arange(5), 1, 2, False).tokens.tolist() == [10, 10]

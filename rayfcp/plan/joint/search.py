@@ -4,7 +4,7 @@ import math
 
 from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.kernels.cut import floor_s
-from rayfcp.plan.joint.kernels.even import even
+from rayfcp.plan.joint.kernels.even import even, spread
 from rayfcp.plan.joint.kernels.improve import improve
 from rayfcp.plan.joint.kernels.kick import kick
 from rayfcp.plan.joint.kernels.nodes import place
@@ -20,7 +20,6 @@ GROWTH = 1.25  # by this power of its size
 FIRST_SHARE = 0.15  # of the budget: starts that take more are the last, but for
 SURE_CUTS = 4  # that are packed whatever the budget, half as many beside microbatches filled in turn;
 STAGED_CUTS = 2  # of them as the paper does too
-MORE = 2  # microbatches than the fewest, for plans of one degree
 FORCED = 0.1  # of the ranks: memory forces a sequence onto more, and microbatches are filled around it;
 SCARCE = 4  # microbatches at least: memory is scarce, and filling them in turn wastes the least of it;
 SCARCER = 6  # microbatches at least: cuts are not tried beside that
@@ -63,7 +62,8 @@ class JointSearch:
         forced = world.batch.tokens[0] > FORCED * world.prices.num_ranks * world.prices.room or counts[0] >= SCARCE
         if forced:
             self._keep(fill_in_turn(world, node))
-        self._keep(even(world, counts[0], min(counts[0] + MORE, counts[-1])))
+        for way, stay in zip(even(world, counts[0], counts[-1]), (False, True), strict=True):
+            self._keep(spread(world, way, stay))
         if counts[0] < SCARCER:
             self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:

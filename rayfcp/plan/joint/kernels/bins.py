@@ -20,10 +20,22 @@ class Packs(NamedTuple):
 
 
 @compiled
-def _packed(world: World, members: Ints, degree: int, count: int) -> Packs:
-    """Into so many packs of `degree` ranks' memory, by work or else by length."""
-    packs = _by_work(world, members, degree, count)
-    return packs if len(packs.owners) == len(members) else _by_length(world, members, degree, count)
+def _packed(world: World, members: Ints, degree: int, count: int, by_length: bool) -> Packs:
+    """Into so many packs of `degree` ranks' memory, by work, or else by length."""
+    if not by_length:
+        packs = _by_work(world, members, degree, count)
+        if len(packs.owners) == len(members):
+            return packs
+    return _by_length(world, members, degree, count)
+
+
+@compiled
+def _num_bins(world: World, members: Ints, degree: int) -> int:
+    """Packs of `degree` ranks' memory that hold all by length."""
+    tokens = world.batch.tokens[members]
+    owners = np.empty(len(members), np.int64)
+    _fits(tokens, np.argsort(-tokens, kind="mergesort"), world.prices.room * degree, owners, len(members))
+    return int(owners.max()) + 1
 
 
 @compiled

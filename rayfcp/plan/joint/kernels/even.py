@@ -1,12 +1,14 @@
 """Groups of one degree, for a whole batch or for a microbatch: what mixed degrees have to beat."""
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.plan.compiled import compiled, inner
 from rayfcp.plan.joint.kernels.allocate import _allocate
-from rayfcp.plan.joint.kernels.bins import _packed
+from rayfcp.plan.joint.kernels.bins import _num_bins, _packed
+from rayfcp.plan.joint.kernels.nodes import alone_s, place
 from rayfcp.plan.joint.kernels.price import Ints, _price
 from rayfcp.plan.joint.kernels.state import (
     GROUPS,
@@ -19,30 +21,67 @@ from rayfcp.plan.joint.kernels.state import (
     _sum_s,
 )
 
+MORE = 2  # microbatches than the fewest that hold all at a degree
 HOPEFUL = 1.03  # times the best found: what is estimated to take more is not tried
+FEW_EACH = 8  # sequences a pack in the mean: by length they may be more level than by work
+
+
+class Way(NamedTuple):
+    """Groups of `degree` ranks, none if 0, in so many microbatches, of sequences packed by length, or else by work."""
+
+    degree: int
+    microbatches: int
+    by_length: bool
 
 
 @compiled
-def even(world: World, fewest: int, most: int) -> float:
-    """All groups of one degree: the best degree, and number of microbatches from `fewest` to `most`, by their seconds.
+def even(world: World, fewest: int, most: int) -> tuple[Way, Way]:
+    """All groups of one degree: the best way by its seconds once ranks went to the slowest, and the best by those of
+    groups that stay alike, where they lie on nodes.
 
-    For each, the most work goes first, to the pack with the least that has room, or sequences go by length where that
-    leaves one without room; packs of like time are side by side.
-    Returns the seconds of the batch, infinite where no degree has room for all.
+    The most work goes first, to the pack with the least that has room, or sequences go by length where that leaves one
+    without room, or where they are few, if that is better; packs of like time are side by side. Of each degree the
+    first number of microbatches from `fewest` to `most` that has room for all is tried, and `MORE` above.
     """
-    best, best_count, least_s = 0, 0, math.inf
+    best, least_s = Way(0, 0, False), math.inf
+    alike, alike_s = Way(0, 0, False), math.inf
     everyone = np.arange(len(world.state.owner))
     for degree in _degrees(world):
         share_s = _share_s(world, everyone, degree)
         if share_s == math.inf:
             continue
-        for count in range(fewest, most + 1):
-            if share_s + count * (world.prices.fixed_s + world.extra_s) > HOPEFUL * least_s:
-                break
-            seconds = _even(world, degree, count)
-            if seconds < least_s:
-                best, best_count, least_s = degree, count, seconds
-    return _even(world, best, best_count) if best > 0 else math.inf
+        count = _fewest(world, everyone, degree, fewest)
+        last = min(count + MORE, most)
+        while count <= last and share_s + count * (world.prices.fixed_s + world.extra_s) <= HOPEFUL * least_s:
+            few = len(everyone) <= FEW_EACH * count * (world.prices.num_ranks // degree)
+            for turn in range(1 + few):
+                way = Way(degree, count, turn == 1)
+                if not _spread(world, way):
+                    continue
+                if len(world.nodes) > 1:
+                    seconds = place(world)
+                    alike, alike_s = (way, seconds) if seconds < alike_s else (alike, alike_s)
+                    alone_s(world)
+                seconds = _settle(world)
+                best, least_s = (way, seconds) if seconds < least_s else (best, least_s)
+            count += 1
+    return best, alike
+
+
+@compiled
+def spread(world: World, way: Way, stay: bool) -> float:
+    """That way; seconds of the batch where its groups lie if they are to stay alike, else once ranks went to the
+    slowest."""
+    if way.degree == 0 or not _spread(world, way):
+        return math.inf
+    return place(world) if stay else _settle(world)
+
+
+@inner
+def _fewest(world: World, members: Ints, degree: int, fewest: int) -> int:
+    """Microbatches of groups of `degree` ranks that hold all by length, at least so many."""
+    beside = world.prices.num_ranks // degree
+    return max(fewest, math.ceil(_num_bins(world, members, degree) / beside))
 
 
 @compiled
@@ -89,31 +128,38 @@ def _degrees(world: World) -> Ints:
 
 
 @compiled
-def _even(world: World, degree: int, count: int) -> float:
+def _spread(world: World, way: Way) -> bool:
+    """Whether there is room."""
     state, prices = world.state, world.prices
-    beside = prices.num_ranks // degree
-    packs = _packed(world, np.arange(len(state.owner)), degree, beside * count)
+    beside = prices.num_ranks // way.degree
+    packs = _packed(world, np.arange(len(state.owner)), way.degree, beside * way.microbatches, way.by_length)
     if len(packs.owners) == 0:
-        return math.inf
+        return False
     seconds = np.zeros(len(packs.tokens))
     for each in range(len(seconds)):
         if packs.tokens[each] > 0.0:
-            seconds[each] = _price(prices, packs.cells[each], packs.tokens[each], degree, 0, 0.0)
+            seconds[each] = _price(prices, packs.cells[each], packs.tokens[each], way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
     homes[np.argsort(-seconds, kind="mergesort")] = np.arange(len(seconds)) // beside
     state.owner[:] = -1
-    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, count
-    for microbatch in range(count):
+    state.counts[GROUPS], state.counts[MICROBATCHES] = 0, way.microbatches
+    for microbatch in range(way.microbatches):
         state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
         _open_seats(world, microbatch)
     names = np.full(len(seconds), -1)
     for at in range(len(state.owner)):
         pack = packs.owners[at]
         if names[pack] < 0:
-            names[pack] = _open(world, homes[pack], degree)
-        _join(world, at, names[pack], degree)
-    spans = np.zeros(count)
-    for microbatch in range(count):
+            names[pack] = _open(world, homes[pack], way.degree)
+        _join(world, at, names[pack], way.degree)
+    return True
+
+
+@compiled
+def _settle(world: World) -> float:
+    """Give ranks to the slowest in each microbatch; returns the seconds of the batch."""
+    spans = np.zeros(world.state.counts[MICROBATCHES])
+    for microbatch in range(len(spans)):
         spans[microbatch] = _allocate(world, microbatch, 0)
     return _sum_s(world, spans)
 
@@ -122,7 +168,7 @@ def _even(world: World, degree: int, count: int) -> float:
 def _even_part(world: World, members: Ints, microbatch: int, degree: int) -> float:
     state, prices = world.state, world.prices
     first, count = state.counts[GROUPS], min(prices.num_ranks // degree, len(members))
-    packs = _packed(world, members, degree, count)
+    packs = _packed(world, members, degree, count, False)
     if len(packs.owners) == 0:
         return math.inf
     state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0
