@@ -44,6 +44,31 @@ def test_never_worse_than_the_two_stages(
     assert joint.predicted_s <= stages.predicted_s * (1 + 1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(batches(max_sequences=14, max_tokens=400), st.integers(1, 20), st.integers(1, 400), COSTS)
+def test_hardly_ever_worse_than_one_degree(
+    sequences: list[SequenceSpec], num_ranks: int, room: int, cost: CostModel
+) -> None:
+    cluster = cluster_of(sequences, num_ranks, room)
+    joint, static = (
+        plan_batch(sequences, cluster=cluster, cost=cost, strategy=name) for name in ("flex-ring", "static-cp")
+    )
+    assert joint.predicted_s <= static.predicted_s * 1.01
+
+
+@pytest.mark.parametrize(("count", "num_ranks"), [(64, 12), (64, 3), (256, 12)])
+def test_many_as_long_as_the_longest_run_in_rounds_of_all_ranks(count: int, num_ranks: int) -> None:
+    """As where lengths are cut off. What is left over shares more ranks."""
+    sequences = batch_of([8192] * (count - 8) + [4000, 5000, 6000, 7000] * 2)
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=17_000)
+    cost = profiled(num_ranks)
+    joint = plan_batch(sequences, cluster=cluster, cost=cost)
+    check(joint, sequences, cluster)
+    assert joint.gap <= 1.03
+    for rival in ("static-cp", "dynamic-cp"):
+        assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, strategy=rival).predicted_s
+
+
 @settings(max_examples=40, deadline=None)
 @given(batches(max_sequences=5, max_tokens=80), st.integers(1, 3), st.integers(20, 100), st.booleans())
 @example(NEARLY_FULL, 3, 58, False)

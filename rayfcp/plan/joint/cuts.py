@@ -20,6 +20,8 @@ from rayfcp.plan.joint.kernels.state import World
 
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
 
+ALIKE = 0.9  # of the longest: many such have no other size to fill up with
+
 FIRST_COUNTS = 4  # of microbatches: more seldom help
 MIXED_COUNTS = 1  # of these, cut with the longest beside the shortest too
 
@@ -59,6 +61,21 @@ class Cuts:
                 yield part
         if not found:
             yield self.packed
+
+    def rounds(self) -> Iterator[Ints]:
+        """Where ranks hold the longest each, and as many sequences as there are ranks are about as long: by length, in
+        microbatches of so many for each rank. What is left over has its own, or is in the last."""
+        tokens, prices = self._world.batch.tokens, self._world.prices
+        ranks = prices.num_ranks
+        if len(tokens) < ranks or tokens[ranks - 1] < ALIKE * tokens[0] or tokens[0] > prices.room:
+            return
+        rounds, rest = divmod(len(tokens), ranks)
+        count = math.ceil(rounds / int(prices.room // tokens[0]))
+        part = np.repeat(np.arange(rounds) * count // rounds, ranks)
+        for last in {count, count - 1} if rest else {count}:
+            cut = np.append(part, np.full(rest, last))
+            if tokens[cut == last].sum() <= self.room:
+                yield cut
 
     def of_count(self, count: int, *, room: float) -> Iterator[Ints]:
         """At most `count` microbatches by time, none if that does not fit. Where one sequence takes more than a

@@ -64,6 +64,8 @@ class JointSearch:
             self._keep(fill_in_turn(world, node))
         for way, stay in zip(even(world, counts[0], counts[-1]), (False, True), strict=True):
             self._keep(spread(world, way, stay))
+        for part in self._cuts.rounds():
+            self._keep(pack(world, part))
         if counts[0] < SCARCER:
             self._pack_cuts(SURE_CUTS // 2 if forced else SURE_CUTS)
         if not self._found:
