@@ -36,10 +36,11 @@ class JointSearch:
     """The cheapest plan of one batch that a budget of moves finds; a move is one trial of a sequence in a group.
 
     Starts: where memory is scarce, microbatches filled in turn (`kernels.turns`); groups of one degree for the whole
-    batch (`kernels.even`); cuts into microbatches, each packed by walks or with one degree (`kernels.pack`), one ring
-    split where memory left no other way (`kernels.split`), and by the paper's two stages (`kernels.stages`); a cut
-    whose floor is no better than what was found is passed over. The best starts are improved by moves, swaps and
-    splits (`kernels.improve`), the best of all by changes at random. All are compared where their groups lie on nodes
+    batch (`kernels.even`); rounds of all ranks where many sequences are as long as the longest (`Cuts.rounds`); cuts
+    into microbatches, each packed by walks or with one degree (`kernels.pack`), one ring split where memory left no
+    other way (`kernels.split`), and by the paper's two stages (`kernels.stages`); a cut whose floor is no better than
+    what was found is passed over. The best starts are improved by moves, swaps and splits (`kernels.improve`), the best
+    of all by changes at random. All are compared where their groups lie on nodes
     (`kernels.nodes`). A start is made whatever the budget.
     """
 
@@ -63,7 +64,8 @@ class JointSearch:
         if forced:
             self._keep(fill_in_turn(world, node))
         for way, stay in zip(even(world, counts[0], counts[-1]), (False, True), strict=True):
-            self._keep(spread(world, way, stay))
+            if way.degree:
+                self._keep(spread(world, way, stay))
         for part in self._cuts.rounds():
             self._keep(pack(world, part))
         if counts[0] < SCARCER:

@@ -72,7 +72,7 @@ def even(world: World, fewest: int, most: int) -> tuple[Way, Way]:
 def spread(world: World, way: Way, stay: bool) -> float:
     """That way; seconds of the batch where its groups lie if they are to stay alike, else once ranks went to the
     slowest."""
-    if way.degree == 0 or not _spread(world, way):
+    if not _spread(world, way):
         return math.inf
     return place(world) if stay else _settle(world)
 
