@@ -29,8 +29,8 @@ class Rows(NamedTuple):
 
 @compiled
 def rows_of(order: Ints, held: StageBytes) -> Rows:
-    """A row for each pass of a stage at which it holds more than its room, were nothing recomputed; none for a pass
-    after which, at once, more is held. Columns: InfiniPipe's Eq. 16, place in backward order + stages after it."""
+    """A row for each pass of a stage at which it holds more than its room, were nothing recomputed or just its own
+    chunk; none for a pass after which, at once, more is held. Columns: InfiniPipe's Eq. 16, place in backward order + stages after it."""
     num_stages, num_passes = order.shape
     place = np.empty(num_passes // 2, np.int64)
     turn = 0
@@ -74,7 +74,8 @@ def _add(stage: int, codes: Ints, columns: Ints, held: StageBytes, rows: Rows, s
         bytes_held += held.kept[stage, m] if code >= 0 else held.layers[stage] * held.begun[m]
         alive[m] = True
         needed = bytes_held + held.working[m] - held.room[stage]
-        if needed > 0.0 and not _passed(codes, at, held, stage):
+        more = held.again[m] - held.layers[stage] * held.freed[m] if code < 0 else 0.0
+        if needed + max(more, 0.0) > 0.0 and not _passed(codes, at, held, stage):
             if sizes[0] < len(rows.needed):
                 _write(rows, sizes, alive, columns, held.freed)
                 rows.needed[sizes[0]] = needed
@@ -121,7 +122,7 @@ def least_sum_of(rows: Rows, most: float) -> float:
         if rows.stage[row] != stage:
             stage, total, reach = rows.stage[row], 0.0, -1
         first, last = rows.starts[row], rows.starts[row + 1]
-        if rows.column[first:last].min() <= reach:
+        if rows.needed[row] <= 0.0 or rows.column[first:last].min() <= reach:
             continue
         least = _least(np.sort(rows.value[first:last])[::-1], rows.needed[row], most)
         total += least
