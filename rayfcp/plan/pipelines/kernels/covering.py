@@ -30,7 +30,8 @@ class Rows(NamedTuple):
 @compiled
 def rows_of(order: Ints, held: StageBytes) -> Rows:
     """A row for each pass of a stage at which it holds more than its room, were nothing recomputed or just its own
-    chunk; none for a pass after which, at once, more is held. Columns: InfiniPipe's Eq. 16, place in backward order + stages after it."""
+    chunk; none for a pass after which, at once, more is held. Columns: InfiniPipe's Eq. 16, place in backward order +
+    stages after it."""
     num_stages, num_passes = order.shape
     place = np.empty(num_passes // 2, np.int64)
     turn = 0
