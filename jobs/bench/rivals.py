@@ -9,7 +9,7 @@ import argparse
 import random
 import sys
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rayfcp.compare.lengths import draw_batches
 from rayfcp.config.plan import PlanConfig
@@ -21,7 +21,7 @@ MACHINES = ("ascend-910c", "a800", "h100", "gpu-x")
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 BATCHES = (4, 8, 16, 32, 64, 128, 256, 512)
 LONGEST = (4096, 8192, 32_768, 65_536, 131_072)
-REDUCED: tuple[Literal["microbatch", "step"], ...] = ("microbatch", "step")
+REDUCED = ("microbatch", "step")
 LENGTHS = ("github", "commoncrawl", "long-tail", "lognormal", "bimodal")
 LEAST_ROOM = 256  # tokens a rank: with less a model hardly fits
 SCARCER = 0.3  # of the settings: a rank holds only an eighth to all of what its memory would
@@ -60,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in args.strategies:
             plan = setting.plan(name)
             if plan is not None and plan.predicted_s < ours.predicted_s * (1 - SAME):
-                lead = max(lead, ours.predicted_s / plan.predicted_s - 1)
-                sys.stdout.write(f"{name} by {ours.predicted_s / plan.predicted_s - 1:.2%}: {setting.title}\n")
+                by = ours.predicted_s / plan.predicted_s - 1
+                lead = max(lead, by)
+                sys.stdout.write(f"{name} by {by:.2%}: {setting.title}\n")
         ahead += lead > 0
         most = max(most, lead)
         if done % 50 == 0:
@@ -76,15 +77,13 @@ def _drawn(rng: random.Random, lengths: list[str]) -> Setting | None:
     recomputed = rng.choice((0, model.num_layers))
     batch, longest = rng.choice(BATCHES), rng.choice(LONGEST)
     source, seed = rng.choice(lengths), rng.randrange(100)
+    sizes: dict[str, Any] = {
+        "recomputed_layers": recomputed,
+        "bytes_per_element": hardware.dtype_bytes,
+        "reduce_every": every,
+    }
     try:
-        room = max_tokens_per_rank(
-            model,
-            num_devices=ranks,
-            memory_bytes=hardware.memory_bytes,
-            recomputed_layers=recomputed,
-            bytes_per_element=hardware.dtype_bytes,
-            reduce_every=every,
-        )
+        room = max_tokens_per_rank(model, num_devices=ranks, memory_bytes=hardware.memory_bytes, **sizes)
     except InfeasiblePlanError:
         return None
     if rng.random() < SCARCER:
@@ -92,14 +91,7 @@ def _drawn(rng: random.Random, lengths: list[str]) -> Setting | None:
     if room < LEAST_ROOM:
         return None
     (sequences,) = draw_batches(source, num_batches=1, global_batch=batch, max_seqlen=longest, seed=seed)
-    cost = CostModel.from_profiles(
-        model,
-        hardware,
-        num_ranks=ranks,
-        recomputed_layers=recomputed,
-        bytes_per_element=hardware.dtype_bytes,
-        reduce_every=every,
-    )
+    cost = CostModel.from_profiles(model, hardware, num_ranks=ranks, **sizes)
     title = (
         f"{model.name}, {ranks} x {hardware.name}, {room} tokens a rank, {recomputed} layers recomputed, gradients "
         f"every {every}, {batch} of {source}, longest {longest}, seed {seed}"

@@ -48,11 +48,12 @@ def even(world: World, fewest: int, most: int) -> tuple[Way, Way]:
     everyone = np.arange(len(world.state.owner))
     for degree in _degrees(world):
         share_s = _share_s(world, everyone, degree)
-        if share_s == math.inf:
+        fixed_s = world.prices.fixed_s + world.extra_s
+        if share_s == math.inf or share_s + fewest * fixed_s > HOPEFUL * least_s:
             continue
         count = _fewest(world, everyone, degree, fewest)
         last = min(count + MORE, most)
-        while count <= last and share_s + count * (world.prices.fixed_s + world.extra_s) <= HOPEFUL * least_s:
+        while count <= last and share_s + count * fixed_s <= HOPEFUL * least_s:
             few = len(everyone) <= FEW_EACH * count * (world.prices.num_ranks // degree)
             for turn in range(1 + few):
                 way = Way(degree, count, turn == 1)
