@@ -1,8 +1,8 @@
 """How messages of a round travel: over a torch.distributed group, or between threads of one process."""
 
-import functools
 import queue
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults name the default group of when it is loaded: none yet
 from torch import Tensor
 
 from rayfcp.execute.progress import Progress
@@ -83,10 +84,13 @@ class DistributedTransport(Transport):
 
     Rank r of the programs is rank r of the group. `progress` learns of waits. On an accelerator messages have a stream
     of their own, ordered against the one of computations by events.
+
+    The group belongs to who made it: it goes when it is destroyed, though a transport is left. Threads of a gloo group
+    that lives on when the interpreter ends may abort the process.
     """
 
     def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
-        self._group, self._progress = group, progress or Progress()
+        self._group, self._progress = weakref.ref(group), progress or Progress()
         self.rank = dist.get_rank(group)
         self._device: Any = getattr(torch, ACCELERATORS.get(dist.get_backend(group), ""), None)
         self._stream = None if self._device is None else self._device.Stream()
@@ -103,8 +107,11 @@ class DistributedTransport(Transport):
             yield
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        group = self._group()
+        if group is None:
+            raise ValueError("transport: its process group is destroyed; make one of a group that is there")
         operations = [
-            dist.P2POp(kind, tensor, group=self._group, group_peer=peer)
+            dist.P2POp(kind, tensor, group=group, group_peer=peer)
             for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in envelopes
         ]
@@ -123,12 +130,13 @@ def default_transport() -> DistributedTransport:
     """
     if not dist.is_initialized():
         raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
-    return _transport_of(dist.group.WORLD)
+    group = dist.group.WORLD
+    if group not in _TRANSPORTS:
+        _TRANSPORTS[group] = DistributedTransport(group)
+    return _TRANSPORTS[group]
 
 
-@functools.lru_cache(maxsize=1)
-def _transport_of(group: dist.ProcessGroup) -> DistributedTransport:
-    return DistributedTransport(group)
+_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, DistributedTransport] = weakref.WeakKeyDictionary()
 
 
 class FabricAbortedError(RuntimeError):
