@@ -33,36 +33,32 @@ def assemble(
 ) -> tuple[MicrobatchPlan, ...]:
     """Name the ranks, largest groups first, price the groups where they lie, and order the microbatches.
 
-    Of the ranks of a node the fastest are named first. The longest microbatch comes last, where the step's gradient
+    Of the ranks of a node the fastest are named first; where speeds differ, the slowest groups of a node have the
+    fastest of its ranks if that is better. The longest microbatch comes last, where the step's gradient
     reduction hides behind it. The sum of `predicted_s` is the step's predicted time.
     """
     loads = _Loads.of([draft for drafts in microbatches for draft in drafts], batch=batch)
     nodes = ranks_of_nodes(cluster, ranks_per_node=cost.ranks_per_node)
-    spans = loads.degrees > max(len(ranks) for ranks in nodes)
-    passes_s = loads.passes_s(cost, np.arange(len(loads.drafts)), crosses=spans)
-    ordered = _largest_first(microbatches, seconds=passes_s.sum(axis=0).tolist())
-    ranks = _named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))
-    node_of_rank = {rank: node for node, held in enumerate(nodes) for rank in held}
-    speeds = group_speeds(ranks, cluster=cluster)
-    torn = np.array([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks])
-    again = np.flatnonzero((torn & ~spans) | (speeds != 1.0))
-    if len(again):
-        passes_s[:, again] = loads.passes_s(cost, again, crosses=(torn | spans)[again], speeds=speeds[again])
+    ordered = _largest_first(microbatches, seconds=loads.alike_s(cost, nodes=nodes))
+    ways = [_named(ordered, drafts=loads.drafts, nodes=fastest_first(nodes, cluster=cluster))]
+    if cluster.speed_of_rank:
+        slow_s = loads.alike_s(cost, nodes=nodes, speed=min(cluster.speed_of_rank))
+        ways.append(_slowest_first(ways[0], ordered, slow_s=slow_s, cluster=cluster, nodes=nodes))
+    priced = [loads.named_s(ranks, cluster=cluster, cost=cost, nodes=nodes) for ranks in ways]
     idle_s = idle_passes_s(cost, cluster=cluster)
     timed = []
     for numbers in ordered:
+        makespans_s = [cost.makespan_s(*np.column_stack((passes_s[:, numbers], idle_s))) for passes_s in priced]
+        best = makespans_s.index(min(makespans_s))
         groups = tuple(
             Group(
-                ranks=ranks[number],
+                ranks=ways[best][number],
                 sequences=tuple([batch.ids[at] for at in loads.drafts[number].members]),
                 primitive=loads.drafts[number].primitive,
             )
             for number in numbers
         )
-        seconds = passes_s[:, numbers]
-        timed.append(
-            (groups, tuple(seconds.sum(axis=0).tolist()), cost.makespan_s(*np.column_stack((seconds, idle_s))))
-        )
+        timed.append((groups, tuple(priced[best][:, numbers].sum(axis=0).tolist()), makespans_s[best]))
     timed.sort(key=lambda each: (each[2], each[0][0].sequences))
     return tuple(
         MicrobatchPlan(
@@ -94,24 +90,40 @@ class _Loads:
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
 
-    def passes_s(
-        self, cost: CostModel, numbers: Ints, *, crosses: npt.NDArray[np.bool_], speeds: Floats | None = None
+    def alike_s(self, cost: CostModel, *, nodes: Sequence[Sequence[int]], speed: float = 1.0) -> list[float]:
+        """Seconds of each draft on ranks of that speed, in one node where the largest holds them."""
+        crosses = self.degrees > max(map(len, nodes))
+        seconds: list[float] = (
+            self._passes_s(cost, crosses=crosses, speeds=np.full(len(crosses), speed)).sum(axis=0).tolist()
+        )
+        return seconds
+
+    def named_s(
+        self, ranks: Sequence[tuple[int, ...]], *, cluster: ClusterSpec, cost: CostModel, nodes: Sequence[Sequence[int]]
     ) -> Floats:
-        """[2, numbers]: forward and backward of these drafts, inside a node or across nodes."""
-        seconds: Floats = np.zeros((2, len(numbers)))
-        primitives = [self.drafts[number].primitive for number in numbers.tolist()]
+        """[2, drafts]: forward and backward on these ranks."""
+        node_of_rank = _node_of_rank(nodes)
+        torn = np.array([node_of_rank[held[0]] != node_of_rank[held[-1]] for held in ranks])
+        return self._passes_s(cost, crosses=torn, speeds=group_speeds(ranks, cluster=cluster))
+
+    def _passes_s(self, cost: CostModel, *, crosses: npt.NDArray[np.bool_], speeds: Floats) -> Floats:
+        seconds: Floats = np.zeros((2, len(self.drafts)))
+        primitives = [draft.primitive for draft in self.drafts]
         for primitive in sorted(set(primitives)):
             at = np.array([each is primitive for each in primitives])
-            held = numbers[at]
             seconds[:, at] = cost.passes_s(
-                self.cells[held],
-                self.tokens[held],
-                degree=self.degrees[held],
+                self.cells[at],
+                self.tokens[at],
+                degree=self.degrees[at],
                 primitive=primitive,
                 crosses=crosses[at],
-                speed=1.0 if speeds is None else speeds[at],
+                speed=speeds[at],
             )
         return seconds
+
+
+def _node_of_rank(nodes: Sequence[Sequence[int]]) -> dict[int, int]:
+    return {rank: node for node, held in enumerate(nodes) for rank in held}
 
 
 def _largest_first(microbatches: Sequence[Sequence[Draft]], *, seconds: Sequence[float]) -> list[list[int]]:
@@ -138,4 +150,31 @@ def _named(
             placed = place_in([drafts[number].degree for number in here], within)
             for number, held in zip(here, placed, strict=True):
                 ranks[number] = held
+    return ranks
+
+
+def _slowest_first(
+    named: Sequence[tuple[int, ...]],
+    ordered: Sequence[Sequence[int]],
+    *,
+    slow_s: Sequence[float],
+    cluster: ClusterSpec,
+    nodes: Sequence[Sequence[int]],
+) -> list[tuple[int, ...]]:
+    """The same ranks, of speeds that differ: of those that groups in one node have, the group that takes longest on
+    ranks as slow as the slowest (`slow_s`, by number) gets the fastest."""
+    speeds, node_of_rank = cluster.speed_of_rank, _node_of_rank(nodes)
+    ranks = list(named)
+    for numbers in ordered:
+        of_node: dict[int, list[int]] = {}
+        for number in sorted(numbers, key=lambda number: -slow_s[number]):
+            held = {node_of_rank[rank] for rank in named[number]}
+            if len(held) == 1:
+                of_node.setdefault(held.pop(), []).append(number)
+        for here in of_node.values():
+            fastest = sorted((rank for number in here for rank in named[number]), key=lambda rank: -speeds[rank])
+            for number in here:
+                degree = len(named[number])
+                ranks[number] = tuple(sorted(fastest[:degree]))
+                del fastest[:degree]
     return ranks

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -97,6 +97,7 @@ def best_makespan(members: list[SequenceSpec], cluster: ClusterSpec, cost: CostM
     st.lists(st.sampled_from([1.0, 0.5, 0.8]), min_size=2, max_size=3),
     st.integers(20, 80),
 )
+@example(batch_of([22, 23]), [1.0, 1.0, 0.5], 22)  # the smaller group is the slower one: it gets the fast rank
 def test_tiny_batches_are_close_to_the_best_of_all_plans(
     sequences: list[SequenceSpec], speeds: list[float], room: int
 ) -> None:
