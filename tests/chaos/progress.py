@@ -49,6 +49,12 @@ class Progress:
         }
         return [latest[number] for number in sorted(latest)] if len(latest) >= at_least else []
 
+    def gone(self, pid: int) -> bool:
+        """Whether all devices of the newest step began it and this process is none of them. Before all did, it may
+        yet."""
+        latest = self.running()
+        return bool(latest) and len(latest) == latest[0].num_devices and pid not in {each.pid for each in latest}
+
     def until(self, ready: Callable[[], Found], *, what: str, timeout_s: float = 60.0) -> Found:
         """What `ready` gives as soon as it is true.
 

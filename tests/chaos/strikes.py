@@ -103,7 +103,7 @@ class Strikes:
         """The node goes when it is not in use any more, or at its time."""
         victim = _drawn(self._on_nodes(), target)
         self._nodes.announce(victim.node_id, in_s=NOTICE_S)
-        left_s = self._progress.within(NOTICE_S, lambda: victim.pid not in self._pids_in_use())
+        left_s = self._progress.within(NOTICE_S, lambda: self._progress.gone(victim.pid))
         self._nodes.remove(victim.node_id)
         return f"node {victim.node_id[:8]} with {_named(victim)}, left after {left_s:.1f} of {NOTICE_S:.0f} s"
 
@@ -115,9 +115,6 @@ class Strikes:
     def _in_use(self) -> list[Moment]:
         """At least two, so that one is left."""
         return self._progress.until(lambda: self._progress.running(at_least=2), what="two devices in use")
-
-    def _pids_in_use(self) -> set[int]:
-        return {each.pid for each in self._progress.running()}
 
     def _on_nodes(self) -> list[Moment]:
         """Devices on nodes that can be taken away."""

@@ -113,6 +113,17 @@ def test_devices_of_the_newest_step_are_those_that_live(tmp_path: Path) -> None:
         progress.until(lambda: False, what="nothing")
 
 
+def test_a_device_is_gone_when_all_others_began_a_step_without_it(tmp_path: Path) -> None:
+    progress = Progress(tmp_path / "run", over=threading.Event())
+    moments_dir(progress.run_dir).mkdir()
+    mine, other = Moments(moments_dir(progress.run_dir), node_id="here"), os.getppid()
+    assert not progress.gone(other)
+    mine.add(BEGAN, 4, number=0, num_devices=2)
+    assert not progress.gone(other)
+    mine.add(BEGAN, 4, number=1, num_devices=2)
+    assert progress.gone(other) and not progress.gone(os.getpid())
+
+
 def test_files_that_a_run_is_not_to_leave_are_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     (tmp_path / "steps.jsonl").touch()
