@@ -34,9 +34,6 @@ from tests.cluster.runs import write_texts
 
 KILLS_OF_A_RUN = 5
 STEPS = 200
-SLOW = {"learning_rate": 1e-4}
-"""Rounding differs with the number of ranks. A model that learns slowly does not amplify it over hundreds of steps to
-what a lost or a mixed state would look like."""
 
 
 def main() -> int:
@@ -66,7 +63,7 @@ def kills(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     runs: list[Ended] = []
     with OneNode(num_cpus=6) as ground:
         for first in range(0, count, KILLS_OF_A_RUN):
-            config = chaos_config(folder, name=f"kills-{first}", cluster={"num_workers": [1, 4]}, train=SLOW)
+            config = chaos_config(folder, name=f"kills-{first}", cluster={"num_workers": [1, 4]})
             schedule = [
                 _kill(seed + first + index, step=4 * (index + 1)) for index in range(min(KILLS_OF_A_RUN, count - first))
             ]
@@ -100,7 +97,7 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
         cluster={"num_workers": [1, 4]},
         plan={"strategy": "ring"},  # messages in every step, to delay and to drop
         checkpoint={"every_steps": 5, "keep": 3},
-        train={"steps": STEPS, **SLOW},
+        train={"steps": STEPS},
         elastic={"controller_restarts": restarts, "max_recoveries": 20},
     )
     began_s = time.monotonic()
