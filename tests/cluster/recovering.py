@@ -42,18 +42,20 @@ def kill(*victims: int) -> None:
 
 
 class Trouble:
-    """Watches a run and makes trouble: `on_step[k]` is called once step k was committed, `on_line[text]` when a line
-    that begins so is said, each once. Then Ctrl-C is pressed as soon as `end` of a step's report is true."""
+    """Watches a run and makes trouble: `on_step[k]` is called once step k was committed, `on_size[n]` once a step of n
+    devices was, `on_line[text]` when a line that begins so is said, each once. Then Ctrl-C is pressed as soon as `end`
+    of a step's report is true."""
 
     def __init__(
         self,
         on_step: dict[int, Callable[[], object]] | None = None,
         *,
+        on_size: dict[int, Callable[[], object]] | None = None,
         on_line: dict[str, Callable[[], object]] | None = None,
         end: Callable[[StepReport], bool] | None = None,
     ) -> None:
         self._end = end
-        self._on_step, self._on_line = dict(on_step or {}), dict(on_line or {})
+        self._on_step, self._on_size, self._on_line = dict(on_step or {}), dict(on_size or {}), dict(on_line or {})
         self.lines: list[str] = []
 
     def say(self, text: str) -> None:
@@ -65,6 +67,8 @@ class Trouble:
     def update(self, report: StepReport) -> None:
         for step in [each for each in self._on_step if each <= report.step]:
             self._on_step.pop(step)()
+        if report.world_size in self._on_size:
+            self._on_size.pop(report.world_size)()
         if self.is_over and self._end is not None and self._end(report):
             self._end = None
             raise KeyboardInterrupt
@@ -76,7 +80,7 @@ class Trouble:
     @property
     def is_over(self) -> bool:
         """All trouble was made."""
-        return not self._on_step and not self._on_line
+        return not (self._on_step or self._on_size or self._on_line)
 
 
 def close(config: Config) -> None:

@@ -140,7 +140,9 @@ def test_stages_shrink_to_one_device_and_come_back(folder: Path, alone: Undistur
         kill(pids(WORKER)[0])
 
     trouble = Trouble(
-        {2: first, 5: more, 8: more, 11: lambda: reopen(config)}, end=lambda report: report.world_size == 4
+        {2: first, 5: more, 8: more},
+        on_size={1: lambda: reopen(config)},
+        end=lambda report: report.world_size == 4,
     )
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
@@ -201,7 +203,7 @@ def test_few_copies_or_none(every: int, folder: Path, alone: Undisturbed) -> Non
         close(config)
         kill(pids(WORKER)[0])
 
-    trouble = Trouble({8: strike, 10: lambda: reopen(config)}, end=lambda report: report.world_size == 2)
+    trouble = Trouble({8: strike}, on_size={1: lambda: reopen(config)}, end=lambda report: report.world_size == 2)
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
     reports = assert_undisturbed(config, alone)
@@ -241,7 +243,7 @@ def test_tensor_parallel_ranks_shrink_and_come_back(folder: Path, alone: Undistu
         close(config)
         kill(pids(WORKER)[0])
 
-    trouble = Trouble({3: strike, 6: lambda: reopen(config)}, end=lambda report: report.world_size == 4)
+    trouble = Trouble({3: strike}, on_size={2: lambda: reopen(config)}, end=lambda report: report.world_size == 4)
     with free_cpus_again():
         FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
     assert trouble.is_over
