@@ -1,5 +1,7 @@
 # make quickstart   sets up .venv and trains a small model on 4 CPU ranks
 # make test         sets up .venv and runs all tests
+# make explore      searches for counterexamples, others in every run: 100,000 fault schedules of the simulated cluster
+#                   (make explore SCHEDULES=1000 for fewer), ten times as many examples of properties
 # make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
 # make dashboards   writes boards and rules again from their code
 # make check        format, lint, types, import rules, sizes
@@ -9,17 +11,26 @@
 #              make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
+SCHEDULES ?= 100000
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 
-.PHONY: quickstart test chaos check dashboards setup setup-dev packages clean
+.PHONY: quickstart test kernels explore chaos check dashboards setup setup-dev packages clean
 
 quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
 
-test: setup-dev
-	$(BIN)/python -m pytest
+test: setup-dev kernels
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# What planners and simulator compile, by two processes, once: tests do not wait for it.
+kernels: setup-dev
+	$(BIN)/python -m tests.precompile
+
+explore: setup-dev kernels
+	$(BIN)/python -m tests.simulated --first $$(date +%s)00000 --count $(SCHEDULES)
+	$(BIN)/python -m pytest -n auto --dist loadgroup --timeout 0 --hypothesis-profile=explore -m hypothesis tests
 
 chaos: setup-dev
 	$(BIN)/python -m tests.chaos.long

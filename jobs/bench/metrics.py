@@ -33,8 +33,10 @@ from urllib.request import urlopen
 from clusters import Ground
 
 from rayfcp.cluster import reporting
+from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.files import prepared_data
 from rayfcp.cluster.local import CONTROLLER_CPUS
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.training import TrainingRun
 from rayfcp.config import Config, load_config
 from rayfcp.config.plan import PlanConfig
@@ -165,7 +167,13 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     client.start()
     try:
         data_dir = prepared_data(config, say=lambda _: None)
-        TrainingRun(config, data_dir=data_dir, stopping=threading.Event()).execute()
+        TrainingRun(
+            config,
+            data_dir=data_dir,
+            runtime=RayRuntime(),
+            stopping=threading.Event(),
+            open_data=lambda: open_dataset(config, data_dir=data_dir),
+        ).execute()
     finally:
         ended.set()
         client.join()

@@ -1,98 +1,78 @@
 """Workers and keepers of a run whose controller is gone, found again by their names."""
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group_table
-
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.members import Member
-from rayfcp.cluster.naming import DEVICE, KEEPER, NAMESPACE, WORKER, actor_name, ids_of
-from rayfcp.cluster.placement import release
+from rayfcp.cluster.naming import DEVICE, KEEPER, WORKER, actor_name
+from rayfcp.cluster.runtime import CallError, Runtime
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Living:
-    """`members` are idle and in no world any more; `keepers` by node."""
+    """`members` are idle and in no generation any more; `keepers` by node."""
 
     members: tuple[Member, ...] = ()
     keepers: Mapping[str, Any]
 
 
-def find_living(run_key: str, *, timeout_s: float) -> Living:
-    """Who is left of a run, each free from what it was in. Who does not answer within `timeout_s`, or did not open
-    yet, is ended, and reservations of the run without a worker are given back."""
-    workers, keepers = _handles(run_key, WORKER), _handles(run_key, KEEPER)
-    end_s = time.monotonic() + timeout_s
+def find_living(runtime: Runtime, run_key: str, *, timeout_s: float) -> Living:
+    """Workers and keepers that are left of a run, each free from what it was in. Those that do not answer within
+    `timeout_s`, or did not open yet, are ended, and reservations of the run without a worker are given back."""
+    workers, keepers = _named(runtime, run_key, WORKER), _named(runtime, run_key, KEEPER)
+    end_s = runtime.now_s() + timeout_s
     for worker in workers.values():
         worker.abort.remote()
     asked = {id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()}
     opened = {id: keeper.open.remote() for id, keeper in keepers.items()}
-    members = [
-        member for id, refs in asked.items() if (member := _member(id, workers[id], refs=refs, end_s=end_s)) is not None
-    ]
+    members = []
+    for id, refs in asked.items():
+        facts, group, idle = (_answer(runtime, ref, end_s=end_s) for ref in refs)
+        if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
+            members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
+        else:
+            _end(runtime, workers[id], what=f"worker {id}")
     by_node = {}
     for id, ref in opened.items():
-        node = _answer(ref, end_s=end_s)
+        node = _answer(runtime, ref, end_s=end_s)
         if node is None or node in by_node:
-            _end(keepers[id], what=f"keeper {id}")
+            _end(runtime, keepers[id], what=f"keeper {id}")
         else:
             by_node[node] = keepers[id]
-    _give_back(run_key, held={member.group.id.hex() for member in members})
+    _give_back(runtime, run_key, held={runtime.key(member.group) for member in members})
     return Living(members=tuple(members), keepers=by_node)
 
 
-def end_leftovers(run_key: str) -> None:
+def end_leftovers(runtime: Runtime, run_key: str) -> None:
     """End all workers and keepers of a run that has no controller and shall get none."""
     for kind in (WORKER, KEEPER):
-        for handle in _handles(run_key, kind).values():
-            ray.kill(handle, no_restart=True)
-    _give_back(run_key, held=set())
+        for handle in _named(runtime, run_key, kind).values():
+            runtime.end(handle)
+    _give_back(runtime, run_key, held=set())
 
 
-def _handles(run_key: str, kind: str) -> dict[str, Any]:
-    found = {}
-    for id in ids_of(run_key, kind):
-        try:
-            found[id] = ray.get_actor(actor_name(run_key, kind, id=id), namespace=NAMESPACE)
-        except ValueError:
-            continue  # ended meanwhile
-    return found
+def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:
+    return runtime.named(actor_name(run_key, kind, id=""))
 
 
-def _member(id: str, handle: Any, *, refs: tuple[Any, Any, Any], end_s: float) -> Member | None:
-    facts: DeviceFacts | None = _answer(refs[0], end_s=end_s)
-    group: PlacementGroup | None = _answer(refs[1], end_s=end_s)
-    if facts is None or group is None or _answer(refs[2], end_s=end_s) is None:
-        _end(handle, what=f"worker {id}")
-        return None
-    return Member(id=id, handle=handle, group=group, facts=facts)
-
-
-def _answer(ref: Any, *, end_s: float) -> Any:
+def _answer(runtime: Runtime, ref: Any, *, end_s: float) -> Any:
     try:
-        return ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
-    except RayError:
+        return runtime.get(ref, timeout_s=max(0.0, end_s - runtime.now_s()))
+    except CallError:
         return None
 
 
-def _end(handle: Any, *, what: str) -> None:
+def _end(runtime: Runtime, handle: Any, *, what: str) -> None:
     logger.warning("%s of the run before does not answer and is ended", what)
-    ray.kill(handle, no_restart=True)
+    runtime.end(handle)
 
 
-def _give_back(run_key: str, *, held: set[str]) -> None:
-    for id, each in placement_group_table().items():
-        if (
-            each["name"].startswith(actor_name(run_key, DEVICE, id=""))
-            and each["state"] != "REMOVED"
-            and id not in held
-        ):
-            release([PlacementGroup(ray.PlacementGroupID.from_hex(id))])
+def _give_back(runtime: Runtime, run_key: str, *, held: set[str]) -> None:
+    for key, each in runtime.reservations(actor_name(run_key, DEVICE, id="")).items():
+        if key not in held:
+            runtime.release(each)

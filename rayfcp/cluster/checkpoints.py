@@ -36,10 +36,11 @@ class Manifest:
 
 
 class CheckpointFolder:
-    """`checkpoints/step-00000020/` and so on, each committed by one rename."""
+    """`checkpoints/step-00000020/` and so on, each committed by one rename. `owner` tells the unfinished folders of one
+    controller from those of another, whose devices may still write there."""
 
-    def __init__(self, root: str | Path, *, keep: int) -> None:
-        self.root, self._keep = Path(root), keep
+    def __init__(self, root: str | Path, *, keep: int, owner: str = "") -> None:
+        self.root, self._keep, self._owner = Path(root), keep, owner
         self._attempts = 0
         self._dropped: set[Path] = set()
 
@@ -70,7 +71,7 @@ class CheckpointFolder:
         """Where the ranks write the checkpoint of `step` until it is committed: another folder each time, so that what
         is left of a write that was given up never mixes with a later one."""
         self._attempts += 1
-        return self.root / f"{_UNFINISHED}{step:08d}-{self._attempts}"
+        return self.root / f"{_UNFINISHED}{step:08d}-{self._owner}{self._attempts}"
 
     def drop(self, folder: Path) -> None:
         """Have a folder removed by the next `sweep`: somebody may still write there."""

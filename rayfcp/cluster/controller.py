@@ -1,14 +1,11 @@
 """The controller actor: owns a run from its first worker to its last checkpoint."""
 
-import threading
 import traceback
 from dataclasses import dataclass
 
-from ray.exceptions import RayTaskError
-
-from rayfcp.cluster.crew import WorkerFailedError, plain
 from rayfcp.cluster.facts import CannotGoOnError, Finished
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.losses import WorkerFailedError
+from rayfcp.cluster.runtime import Runtime, TaskFailedError
 from rayfcp.config import Config, ConfigError
 from rayfcp.values import InfeasiblePlanError, StepReport
 
@@ -34,15 +31,21 @@ class Outcome:
 class Controller:
     """Actor of one run. `run` works in one thread; `poll` and `stop` answer in another.
 
-    The driver names the class only, so the run and the model library are imported by the actor. `worker`: the class of
-    the devices' actors.
+    The driver names the class only, so the run and the model library are imported by the actor.
     """
 
-    def __init__(self, config: Config, data_dir: str, *, worker: type[RankWorker] = RankWorker) -> None:
+    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
+        from rayfcp.cluster.dataset import open_dataset
         from rayfcp.cluster.training import TrainingRun
 
-        self._stopping = threading.Event()
-        self._run = TrainingRun(config, data_dir=data_dir, stopping=self._stopping, worker=worker)
+        self._stopping = runtime.flag()
+        self._run = TrainingRun(
+            config,
+            data_dir=data_dir,
+            runtime=runtime,
+            stopping=self._stopping,
+            open_data=lambda: open_dataset(config, data_dir=data_dir),
+        )
 
     def poll(self, *, messages: int, reports: int) -> Poll:
         """Messages and reports of committed steps; so many of each are known and left out."""
@@ -58,9 +61,9 @@ class Controller:
             return Outcome(finished=self._run.execute())
         except (ConfigError, InfeasiblePlanError) as error:
             return Outcome(error=str(error), wrong_input=True)
-        except RayTaskError as error:
+        except TaskFailedError as error:
             wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
-            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=plain(str(error)))
+            return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=error.trace)
         except (WorkerFailedError, CannotGoOnError) as error:
             return Outcome(error=str(error))
         except Exception as error:

@@ -3,30 +3,28 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import ray
-
 from rayfcp.cluster import naming
 from rayfcp.cluster.facts import DeviceFacts
 from rayfcp.cluster.gathering import Gathering
 from rayfcp.cluster.layout import device_names
-from rayfcp.cluster.losses import Judge, RanksLostError, WorkerFailedError, answer, judge_silence, plain
+from rayfcp.cluster.losses import Judge, RanksLostError, WorkerFailedError, answer, judge_silence
 from rayfcp.cluster.members import Killer, Launched, Member, WorkerStart
 from rayfcp.cluster.placement import reserve
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
 from rayfcp.values import ClusterSpec
 
-__all__ = ["Crew", "RanksLostError", "WorkerFailedError", "plain"]
+__all__ = ["Crew", "RanksLostError", "WorkerFailedError"]
 
 
 class Crew:
     """Members in use in the order of their devices, those of one node neighbours; and members that stand by.
 
-    `kill`, if set, ends the processes of lost workers that do not react to Ray.
+    `kill`, if set, ends the processes of lost workers that do not react to the runtime.
     """
 
     def __init__(self, start: WorkerStart, members: Iterable[Member]) -> None:
-        self._start = start
+        self._start, self.runtime = start, start.runtime
         self.members = sorted(members, key=lambda member: (member.facts.node_id, member.id))
         self.waiting: list[Member] = []
         self.kill: Killer | None = None
@@ -41,14 +39,14 @@ class Crew:
         cls,
         config: Config,
         *,
+        runtime: Runtime,
         device: str,
         data_dir: str,
         vocab_size: int,
         stopped: Callable[[], bool],
         run_key: str = "",
-        worker: type[RankWorker] = RankWorker,
     ) -> "Crew":
-        """One worker per device that can be reserved; actors of class `worker`.
+        """One worker per device that can be reserved.
 
         Raises:
             CapacityError: too few devices.
@@ -56,24 +54,26 @@ class Crew:
         """
         start = WorkerStart(
             config,
+            runtime=runtime,
             device=device,
             data_dir=data_dir,
             vocab_size=vocab_size,
             run_key=run_key or naming.run_key(config),
-            worker=worker,
         )
         return cls.launch(start, stopped=stopped)
 
     @classmethod
     def launch(cls, start: WorkerStart, *, stopped: Callable[[], bool]) -> "Crew":
         """One worker per device that can be reserved. Raises as `start`."""
-        groups = reserve(start.config, device=start.device, run_key=start.run_key, stopped=stopped)
+        groups = reserve(
+            start.config, runtime=start.runtime, device=start.device, run_key=start.run_key, stopped=stopped
+        )
         launched = [start.launch(group) for group in groups]
         try:
-            return cls(start, _opened(launched))
+            return cls(start, _opened(start, launched))
         except BaseException:
             for each in launched:
-                each.end()
+                start.end(each)
                 start.let_go(each.id)
             raise
 
@@ -120,9 +120,7 @@ class Crew:
         gone = set(ids)
         for member in self.all:
             if member.id in gone:
-                member.end()
-                if self.kill is not None:
-                    self.kill(member.facts)
+                self._end(member)
         self._forget(gone)
 
     def each(
@@ -155,10 +153,11 @@ class Crew:
         gathering = Gathering(
             self.members,
             refs,
+            runtime=self.runtime,
             names=self._names,
             judge=judge or judge_silence(limit_s),
             end_s=limit_s,
-            kill=self.kill,
+            end=self._end,
         )
         try:
             return gathering.values(freeing=freeing)
@@ -172,6 +171,11 @@ class Crew:
         """Kill all members by id and give their devices back."""
         self.drop([member.id for member in self.all])
 
+    def _end(self, member: Member) -> None:
+        self._start.end(member)
+        if self.kill is not None:
+            self.kill(member.facts)
+
     def _forget(self, ids: set[str]) -> None:
         self.members = [member for member in self.members if member.id not in ids]
         self.waiting = [member for member in self.waiting if member.id not in ids]
@@ -179,15 +183,27 @@ class Crew:
             self._start.let_go(id)
 
 
-def _opened(launched: Sequence[Launched]) -> list[Member]:
-    """
+def _opened(start: WorkerStart, launched: Sequence[Launched]) -> list[Member]:
+    """Members in the order in which they opened. Those that do not open within `elastic.start_timeout_s` are ended, if
+    the others are enough.
+
     Raises:
         ConfigError: a device is not what was asked for.
         WorkerFailedError: a worker cannot start.
     """
-    refs = {each.opening: number for number, each in enumerate(launched)}
-    left, members = list(refs), []
-    while left:
-        done, left = ray.wait(left, num_returns=1)
-        members += [launched[refs[ref]].opened(answer(ref, name=f"rank {refs[ref]}")) for ref in done]
+    runtime, limit_s = start.runtime, start.config.elastic.start_timeout_s
+    left, members = {each.opening: number for number, each in enumerate(launched)}, []
+    end_s = runtime.now_s() + limit_s
+    while left and (done := runtime.wait(list(left), timeout_s=max(0.0, end_s - runtime.now_s()))):
+        for ref in done:
+            number = left.pop(ref)
+            members.append(launched[number].opened(answer(runtime, ref, name=f"rank {number}")))
+    if len(members) < min(start.config.cluster.min_workers, len(launched)):
+        late = ", ".join(f"rank {number}" for number in left.values())
+        raise WorkerFailedError(
+            f"{late} did not open within elastic.start_timeout_s ({limit_s:.0f} s); look at their nodes, or raise it"
+        )
+    for number in left.values():
+        start.end(launched[number])
+        start.let_go(launched[number].id)
     return members

@@ -1,14 +1,14 @@
 """The data and the model of a run brought together: lengths indexed, shapes known."""
 
 from dataclasses import dataclass
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import LengthIndex, Sampler, read_manifest
-from rayfcp.data.vision.loading import load_processor
-from rayfcp.models.describe import model_config, profile_of
 from rayfcp.values import ModelProfile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +17,7 @@ class Dataset:
 
     index: LengthIndex
     sampler: Sampler
-    library: PreTrainedConfig
+    library: "PreTrainedConfig"
     model: ModelProfile
 
     @property
@@ -31,6 +31,8 @@ def open_dataset(config: Config, *, data_dir: str) -> Dataset:
     Raises:
         ConfigError: no such model, too many bad rows, no sample left, or pictures that the model cannot take.
     """
+    from rayfcp.models.describe import model_config, profile_of
+
     library = model_config(config.model, vocab_size=read_manifest(data_dir).tokenizer_vocab_size)
     model = profile_of(library, name=config.model.path or library.model_type, freeze_vision=config.model.freeze_vision)
     index = LengthIndex.open(
@@ -59,6 +61,8 @@ def _check_sight(config: Config, model: ModelProfile, *, has_pictures: bool) -> 
         )
     if config.data.processor is None:
         raise ConfigError("data.processor is not set, must be what data.paths were prepared with; set it")
+    from rayfcp.data.vision.loading import load_processor
+
     found = load_processor(config.data.processor).family.patch_values
     if found != model.vision.patch_values:
         raise ConfigError(

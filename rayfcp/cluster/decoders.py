@@ -7,44 +7,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError, RayError
-
+from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.config import Config
-from rayfcp.data import TokenReader
-from rayfcp.data.vision.decoding import Decoded, PictureDecoder, Wanted
-from rayfcp.program import RankProgram
-from rayfcp.program.encode import wanted_pictures
-from rayfcp.values import GlobalBatch
 
 logger = logging.getLogger(__name__)
 
 
-class Decoder:
-    """Actor that decodes what a rank's program encodes."""
-
-    def __init__(self, processor: str, data_dir: str) -> None:
-        from rayfcp.data.vision.loading import load_processor
-
-        self._decoder = PictureDecoder(TokenReader.open(data_dir), load_processor(processor))
-
-    def ready(self) -> None:
-        """Answers once the actor runs."""
-
-    def decode(self, program: RankProgram, batch: GlobalBatch) -> dict[Wanted, Decoded]:
-        """The pictures of one rank in one step."""
-        return self._decoder.decode(batch, wanted_pictures(program.instructions))
-
-
 class Decoders:
-    """`data.decoder_actors` decoders over the nodes, of which those that run are asked in turns. Ray starts one that is
-    lost again, and gives it what it had in hand, twice at most. None where rows have no pictures."""
+    """`data.decoder_actors` decoders over the nodes, of which those that run are asked in turns. The runtime starts one
+    that is lost again, and gives it what it had in hand, twice at most. None where rows have no pictures."""
 
-    def __init__(self, config: Config, *, data_dir: str) -> None:
-        name = config.data.processor
-        options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"}
+    def __init__(self, config: Config, *, runtime: Runtime, data_dir: str) -> None:
+        self._runtime, name = runtime, config.data.processor
         count = config.data.decoder_actors if name is not None else 0
-        self._actors = [ray.remote(Decoder).options(**options).remote(name, data_dir) for _ in range(count)]
+        self._actors = [runtime.start(ActorSpec(role=Role.DECODER), name, data_dir) for _ in range(count)]
         self._starting = {actor.ready.remote(): actor for actor in self._actors}
         self._running: list[Any] = []
         self._turn = 0
@@ -64,27 +40,15 @@ class Decoders:
     def end(self) -> None:
         """Kill them by handle."""
         for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+            self._runtime.end(actor)
 
     def _look(self) -> None:
         """Who has come to run since the last call."""
-        waiting = list(self._starting)
-        done, _ = ray.wait(waiting, num_returns=len(waiting), timeout=0) if waiting else ([], [])
-        for ref in done:
+        for ref in self._runtime.wait_all(list(self._starting), timeout_s=0):
             actor = self._starting.pop(ref)
             try:
-                ray.get(ref)
-            except RayError as error:
+                self._runtime.get(ref)
+            except CallError as error:
                 logger.warning("a decoder does not start, workers do its part: %s", " ".join(str(error).split())[:300])
             else:
                 self._running.append(actor)
-
-
-def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[Wanted, Decoded] | None:
-    """What a decoder made ready, of the one reference in `pixels`; None if there is none, or if it does not come."""
-    try:
-        found: list[dict[Wanted, Decoded]] = ray.get(list(pixels), timeout=patience_s)
-    except (RayError, GetTimeoutError) as error:
-        logger.warning("pictures did not come, decoding here: %s", " ".join(str(error).split())[:300])
-        return None
-    return found[0] if found else None

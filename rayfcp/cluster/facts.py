@@ -1,6 +1,7 @@
 """What controller and workers tell each other of places. Plain values: reading them needs no torch."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from rayfcp.values import ShardHeader
@@ -38,6 +39,14 @@ class Source:
     header: ShardHeader
     holder: Any
     holder_id: str
+
+
+class Waited(StrEnum):
+    """Result of waiting until a keeper has a copy."""
+
+    KEPT = "kept"
+    LATE = "late"
+    LOST = "lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,8 @@
 """The devices of a run through its generations: who is there, which of them work, and how they are formed anew."""
 
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-
-import ray
 
 from rayfcp.cluster.adoption import Living
 from rayfcp.cluster.asking import death
@@ -17,10 +13,10 @@ from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.layout import with_stages
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.members import WorkerStart
-from rayfcp.cluster.nodes import NodeWatch, look
+from rayfcp.cluster.nodes import NodeWatch
 from rayfcp.cluster.recruits import Recruits
-from rayfcp.cluster.rendezvous import RendezvousStore
 from rayfcp.cluster.restoring import ANSWER_S, Restorable, restorable
+from rayfcp.cluster.runtime import Flag, RendezvousServer
 from rayfcp.cluster.startup import join_devices
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
@@ -57,13 +53,13 @@ class Fleet:
         say: Callable[[str], None],
     ) -> None:
         self._config, self._data, self._say = config, data, say
-        self.crew = crew
-        self._watch = NodeWatch(config.elastic.look_every_s)
+        self._runtime, self.crew = start.runtime, crew
+        self._watch = NodeWatch(start.runtime, every_s=config.elastic.look_every_s)
         self._recruits = Recruits(start)
         self._limits = Limits.of(config)
-        self.keeping = Keeping(config, run_key=start.run_key, adopted=living.keepers)
+        self.keeping = Keeping(config, runtime=start.runtime, run_key=start.run_key, adopted=living.keepers)
         crew.kill = self.keeping.kill
-        self._store: RendezvousStore | None = None
+        self._store: RendezvousServer | None = None
         self._formed: Formed | None = None
         self._setbacks = Setbacks()
         self._losses: tuple[Loss, ...] = ()
@@ -73,7 +69,13 @@ class Fleet:
 
     def newest(self, *, up_to: int) -> Restorable:
         """The newest state in memory of at most so many steps: a step that nobody wrote down has to run again."""
-        found = restorable(self.crew.all, self.keeping, up_to=up_to, patience_s=self._config.elastic.hang_min_s)
+        found = restorable(
+            self.crew.all,
+            self.keeping,
+            runtime=self._runtime,
+            up_to=up_to,
+            patience_s=self._config.elastic.hang_min_s,
+        )
         self._generation = max(self._generation, found.generation)
         return found
 
@@ -95,7 +97,7 @@ class Fleet:
         self._look()
         if self._config.elastic.grow and failure is None and self._setbacks == Setbacks():
             self._want(self._limits.max_devices)
-        now_s = time.monotonic()
+        now_s = self._runtime.now_s()
         if failure is None and waiting_since_s is None and self._formed is not None and self._is_quiet():
             return Decision(what=Move.GO_ON, reason="the devices are the same")
         return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
@@ -104,9 +106,9 @@ class Fleet:
         """As `decide`, after a loss, if as few devices were enough as the model fits on."""
         facts = self._facts(failure=failure, waiting_since_s=None)
         least = replace(facts.limits, min_devices=facts.limits.tensor_parallel)
-        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=time.monotonic())
+        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=self._runtime.now_s())
 
-    def await_devices(self, failure: Failure | None, *, stopping: threading.Event) -> Decision:
+    def await_devices(self, failure: Failure | None, *, stopping: Flag) -> Decision:
         """The decision after a loss (or before the first generation), once it is not to wait."""
         since_s: float | None = None
         said = ""
@@ -115,7 +117,7 @@ class Fleet:
             if decision.what is not Move.WAIT or stopping.is_set():
                 return decision
             if since_s is None:
-                since_s = time.monotonic()
+                since_s = self._runtime.now_s()
                 self._say(decision.reason)
             elif said != decision.reason:
                 logger.info(decision.reason)
@@ -161,7 +163,7 @@ class Fleet:
         Raises:
             RanksLostError: one was lost meanwhile.
         """
-        sources = ray.put(found.sources)
+        sources = self._runtime.put(found.sources)
         self.crew.each(lambda _, worker: worker.fill.remote(sources))
 
     def keep(self, state: StateId) -> None:
@@ -184,21 +186,22 @@ class Fleet:
     def forget_copies(self) -> None:
         """Nobody goes on from the copies that are there, now or later."""
         calls = [member.handle.drop_copies.remote() for member in self.crew.all]
-        ray.wait(calls, num_returns=len(calls), timeout=ANSWER_S)
+        self._runtime.wait_all(calls, timeout_s=ANSWER_S)
         self.keeping.drop_copies()
 
     def mend_keepers(self, numbers: Iterable[int]) -> None:
-        """The keepers of these devices' copies are lost: others take their place."""
+        """The keepers of these devices' copies are lost: others take their place, on nodes where somebody lives."""
+        self._drop_dead()
         self.keeping.replace({self.crew.members[number].facts.node_id for number in numbers})
         self.cover()
         self.keeping.await_told(timeout_s=ANSWER_S)
 
     def count_loss(self, error: RanksLostError) -> Failure:
         """Take note of a loss."""
-        now_s = time.monotonic()
+        now_s = self._runtime.now_s()
         self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
         gone = {each.node_id for each in error.lost if each.cause == "node"}
-        for node in gone - look().alive if gone else ():
+        for node in sorted(gone - self._runtime.nodes().alive) if gone else ():
             self.keeping.forget(node)
         self._drop_dead()
         return Failure(
@@ -230,8 +233,8 @@ class Fleet:
     def _drop_dead(self) -> None:
         """Of those who stand by."""
         beats = {member.handle.beat.remote(): member.id for member in self.crew.waiting}
-        done = ray.wait(list(beats), num_returns=len(beats), timeout=ANSWER_S)[0] if beats else []
-        self.crew.drop([beats[ref] for ref in done if death(ref) is not None])
+        done = self._runtime.wait_all(list(beats), timeout_s=ANSWER_S)
+        self.crew.drop([beats[ref] for ref in done if death(self._runtime, ref) is not None])
 
     def _look(self) -> None:
         """Those who came stand by."""
@@ -250,7 +253,7 @@ class Fleet:
         return not drained and not self.crew.waiting
 
     def _facts(self, *, failure: Failure | None, waiting_since_s: float | None) -> Facts:
-        epoch_s, now_s = time.time(), time.monotonic()
+        epoch_s, now_s = self._runtime.epoch_s(), self._runtime.now_s()
         formed = self._formed
         return Facts(
             limits=self._limits,

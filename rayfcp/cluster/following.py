@@ -2,16 +2,12 @@
 
 from typing import Any, Protocol
 
-import ray
-from ray.exceptions import RayActorError
-
 from rayfcp.cluster.adoption import end_leftovers
-from rayfcp.cluster.controller import Controller, Outcome, Poll
-from rayfcp.cluster.local import CONTROLLER_CPUS
+from rayfcp.cluster.controller import Outcome, Poll
 from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.telemetry.targets import target_files
 from rayfcp.values import StepReport
@@ -34,17 +30,15 @@ class Watcher(Protocol):
         ...
 
 
-def follow(
-    config: Config, data_dir: str, *, watcher: Watcher, worker: type[RankWorker] = RankWorker
-) -> tuple[Outcome, list[StepReport]]:
+def follow(config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
     """Run to the end, telling the watcher; how it ended, and the reports of its steps. A controller whose process is
     lost is started again, `elastic.controller_restarts` times, and goes on with the workers that live. Nothing is
     left behind, however it ends.
 
     Raises:
-        CapacityError: Ray has no CPU for the controller.
+        CapacityError: there is no CPU for the controller.
     """
-    following = _Following(config, data_dir, watcher=watcher, worker=worker)
+    following = _Following(config, data_dir, runtime=runtime, watcher=watcher)
     try:
         return following.to_the_end(), following.reports
     finally:
@@ -52,8 +46,8 @@ def follow(
 
 
 class _Following:
-    def __init__(self, config: Config, data_dir: str, *, watcher: Watcher, worker: type[RankWorker]) -> None:
-        self._config, self._data_dir, self._watcher, self._worker = config, data_dir, watcher, worker
+    def __init__(self, config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher) -> None:
+        self._config, self._data_dir, self._runtime, self._watcher = config, data_dir, runtime, watcher
         self.reports: list[StepReport] = []
         self._asked_to_stop = False
         self._controller: Any = None
@@ -64,23 +58,21 @@ class _Following:
             self._start()
             try:
                 return self._listen()
-            except RayActorError as error:
+            except ActorLostError as error:
                 self.end(controller_only=True)
-                why = " ".join(str(error).split())[:300]
+                why = str(error)
                 if left == 0:
                     return Outcome(error=f"the controller was lost once more than it may be started again: {why}")
                 left -= 1
                 self._watcher.say(f"the controller was lost and starts again, {left} more times at most: {why}")
 
     def _start(self) -> None:
-        actor = ray.remote(Controller).options(num_cpus=CONTROLLER_CPUS, max_concurrency=3)
-        self._controller = actor.remote(self._config, self._data_dir, worker=self._worker)
+        spec = ActorSpec(role=Role.CONTROLLER)
+        self._controller = self._runtime.start(spec, self._config, self._data_dir, runtime=self._runtime)
         timeout_s = max(self._config.elastic.start_timeout_s, CONTROLLER_START_S)
-        done, _ = ray.wait([self._controller.poll.remote(messages=0, reports=0)], timeout=timeout_s)
-        if not done:
+        if not self._runtime.wait([self._controller.poll.remote(messages=0, reports=0)], timeout_s=timeout_s):
             raise CapacityError(
-                f"the controller needs {CONTROLLER_CPUS} CPU, Ray gave none within {timeout_s:.0f} s; add CPUs to the "
-                "cluster"
+                f"the controller needs 1 CPU, Ray gave none within {timeout_s:.0f} s; add CPUs to the cluster"
             )
 
     def _listen(self) -> Outcome:
@@ -91,10 +83,10 @@ class _Following:
             self._controller.stop.remote()
         while True:
             try:
-                done, _ = ray.wait([running], timeout=POLL_S)
+                done = self._runtime.wait([running], timeout_s=POLL_S)
                 self._hear(heard)
                 if done:
-                    outcome: Outcome = ray.get(running)
+                    outcome: Outcome = self._runtime.get(running)
                     return outcome
             except KeyboardInterrupt:
                 if self._asked_to_stop:
@@ -106,7 +98,7 @@ class _Following:
     def _hear(self, heard: list[int]) -> None:
         """What this controller has to tell beyond `heard` messages and reports; a step that an earlier one reported is
         not told again."""
-        poll: Poll = ray.get(self._controller.poll.remote(messages=heard[0], reports=heard[1]))
+        poll: Poll = self._runtime.get(self._controller.poll.remote(messages=heard[0], reports=heard[1]))
         heard[0] += len(poll.messages)
         heard[1] += len(poll.reports)
         for message in poll.messages:
@@ -119,8 +111,8 @@ class _Following:
     def end(self, *, controller_only: bool = False) -> None:
         """The controller is gone, and, if it was ended by force, so is what it left behind."""
         if self._controller is not None:
-            ray.kill(self._controller, no_restart=True)
+            self._runtime.end(self._controller)
             self._controller = None
         if not controller_only:
-            end_leftovers(run_key(self._config))
+            end_leftovers(self._runtime, run_key(self._config))
             sweep(self._config.run_dir, names=target_files(self._config.run_dir))

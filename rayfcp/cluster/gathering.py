@@ -1,15 +1,12 @@
 """One call of every device: their values, or who is to blame and that all others are free again."""
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
-
 from rayfcp.cluster.asking import Asked, death
-from rayfcp.cluster.losses import Casualty, Judge, RanksLostError, WorkerFailedError, cause_of, plain
-from rayfcp.cluster.members import Killer, Member
+from rayfcp.cluster.losses import Casualty, Judge, RanksLostError, WorkerFailedError
+from rayfcp.cluster.members import Member
+from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFailedError
 from rayfcp.config import ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import InfeasiblePlanError
@@ -29,7 +26,7 @@ class Gathering:
         names: of devices, for messages.
         judge: says who is hung while calls last.
         end_s: how long a call may take to end after it was aborted.
-        kill: ends processes that Ray cannot.
+        end: ends a lost member for good.
     """
 
     def __init__(
@@ -37,16 +34,17 @@ class Gathering:
         members: Sequence[Member],
         refs: Sequence[Any],
         *,
+        runtime: Runtime,
         names: Sequence[str],
         judge: Judge,
         end_s: float,
-        kill: Killer | None,
+        end: Callable[[Member], None],
     ) -> None:
-        self._members, self._names, self._judge, self._end_s, self._kill = members, names, judge, end_s, kill
-        self._number_of = {ref: number for number, ref in enumerate(refs)}
-        self._waiting: list[Any] = list(refs)
+        self._members, self._runtime, self._names, self._judge = members, runtime, names, judge
+        self._end_s, self._end = end_s, end
+        self._waiting: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
         self._values: list[Any] = [None] * len(refs)
-        self._asked = [Asked(member) for member in members]
+        self._asked = [Asked(runtime, member) for member in members]
         self._gone: dict[int, Literal["died", "node", "hung"]] = {}
         self._reason = ""
         self._own_error: WorkerFailedError | None = None
@@ -70,40 +68,39 @@ class Gathering:
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker.
         """
-        start_s = time.perf_counter()
-        done, self._waiting = ray.wait(self._waiting, num_returns=1, timeout=LOOK_S)
-        self.waited_s += time.perf_counter() - start_s
+        start_s = self._runtime.now_s()
+        done = self._runtime.wait(list(self._waiting), timeout_s=LOOK_S)
+        self.waited_s += self._runtime.now_s() - start_s
         for ref in done:
-            self._take(ref, number=self._number_of[ref])
+            self._take(ref, number=self._waiting.pop(ref))
         return bool(done)
 
     def _take(self, ref: Any, *, number: int) -> None:
         name = self._names[number]
         try:
-            self._values[number] = ray.get(ref)
-        except RayTaskError as error:
+            self._values[number] = self._runtime.get(ref)
+        except TaskFailedError as error:
             cause = error.cause
             if isinstance(cause, ConfigError | InfeasiblePlanError):
                 raise cause from error
-            if not isinstance(cause, CollectiveFailedError | RayError) and self._own_error is None:
-                self._own_error = WorkerFailedError(f"{name} failed: {cause!r}\n{plain(str(error))}")
+            if not isinstance(cause, CollectiveFailedError | CallError) and self._own_error is None:
+                self._own_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
             self._blame(f"{name} failed: {cause}")
-        except RayActorError as error:
+        except ActorLostError as error:
             self._bury(number, error)
-        except RayError as error:  # what it was called with is lost
+        except CallError as error:  # an argument of the call is lost
             self._blame(f"{name} could not be called: {error}")
 
     def _blame(self, reason: str) -> None:
         self._reason = self._reason or reason
 
-    def _bury(self, number: int, error: RayActorError) -> None:
-        of_node = isinstance(error, ActorUnavailableError) or "node has died" in str(error)
-        self._gone[number] = "node" if of_node else "died"
-        self._blame(f"{self._names[number]} died: {cause_of(error)}")
+    def _bury(self, number: int, error: ActorLostError) -> None:
+        self._gone[number] = "node" if error.node_lost else "died"
+        self._blame(f"{self._names[number]} died: {error}")
 
     def _look(self) -> None:
         """Ask those whose calls go on for a sign of life, and for a judgement of what they said."""
-        pending = [self._number_of[ref] for ref in self._waiting]
+        pending = list(self._waiting.values())
         for number in pending:
             error = self._asked[number].ask()
             if error is not None:
@@ -129,16 +126,16 @@ class Gathering:
 
     def _unanswered(self, refs: dict[Any, int], *, until_death: bool) -> list[int]:
         """Who does not answer within `SILENT_S`; who turns out to be gone is buried."""
-        end_s, left = time.monotonic() + SILENT_S, list(refs)
+        end_s, left = self._runtime.now_s() + SILENT_S, dict(refs)
         while left and not (until_death and self._gone):
-            done, left = ray.wait(left, num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+            done = self._runtime.wait(list(left), timeout_s=max(0.0, end_s - self._runtime.now_s()))
             if not done:
                 break
             for ref in done:
-                error = death(ref)
+                number, error = left.pop(ref), death(self._runtime, ref)
                 if error is not None:
-                    self._bury(refs[ref], error)
-        return [refs[ref] for ref in left]
+                    self._bury(number, error)
+        return list(left.values())
 
     def _free(self, freeing: Callable[[], None] | None) -> None:
         """Abort what the living are in, and wait until their calls have ended; who does not is hung as well. A call
@@ -148,27 +145,24 @@ class Gathering:
         if freeing is not None:
             freeing()
         self._gone |= dict.fromkeys(self._unanswered(refs, until_death=False), "hung")
-        end_s = time.monotonic() + self._end_s
+        end_s = self._runtime.now_s() + self._end_s
         again: dict[Any, int] = {}
-        while self._waiting_for_living() and time.monotonic() < end_s:
+        while self._waiting_for_living() and self._runtime.now_s() < end_s:
             if not self._take_ended():
-                pending = [self._number_of[ref] for ref in self._waiting]
-                again |= {self._members[number].handle.abort.remote(): number for number in pending}
+                again |= {self._members[each].handle.abort.remote(): each for each in self._waiting.values()}
         self._unanswered(again, until_death=False)  # so that none of them meets a later call
-        self._gone |= {self._number_of[ref]: "hung" for ref in self._waiting}
+        self._gone |= dict.fromkeys(self._waiting.values(), "hung")
 
     def _waiting_for_living(self) -> bool:
-        self._waiting = [ref for ref in self._waiting if self._number_of[ref] not in self._gone]
+        self._waiting = {ref: number for ref, number in self._waiting.items() if number not in self._gone}
         return bool(self._waiting)
 
     def _lost(self) -> WorkerFailedError:
-        """The lost end for good: also processes that are stopped and do not react to Ray. Their devices are free
+        """End the lost for good, stopped processes that do not react to the runtime included; their devices are free
         afterwards."""
         lost = [(number, self._members[number]) for number in sorted(self._gone)]
         for _, member in lost:
-            member.end()
-            if self._kill is not None:
-                self._kill(member.facts)
+            self._end(member)
         if self._own_error is not None and not lost:
             return self._own_error
         casualties = [

@@ -2,18 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.keeper import THREADS, Keeper
-from rayfcp.cluster.members import Member
-from rayfcp.cluster.naming import KEEPER, NAMESPACE, actor_name, new_id
-from rayfcp.cluster.orphans import KeepAlive
+from rayfcp.cluster.members import Member, keep_alive
+from rayfcp.cluster.naming import KEEPER, actor_name
+from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.values import StateId
 
@@ -42,15 +36,16 @@ class Keeping:
     `keepers`: actors by their nodes.
     """
 
-    def __init__(self, config: Config, *, run_key: str, adopted: Mapping[str, Any] | None = None) -> None:
-        self._orphan_s, self._run_key = config.elastic.orphan_s, run_key
-        self._actor = ray.remote(Keeper)
+    def __init__(
+        self, config: Config, *, runtime: Runtime, run_key: str, adopted: Mapping[str, Any] | None = None
+    ) -> None:
+        self._runtime, self._orphan_s, self._run_key = runtime, config.elastic.orphan_s, run_key
         self.keepers: dict[str, Any] = dict(adopted or {})
         self._ring: dict[str, str] = {}
         self._told: dict[str, Any] = {}
         self._telling: list[Any] = []
         self._kills: list[Any] = []
-        self._alive = KeepAlive(self._orphan_s, handles=lambda: list(self.keepers.values()))
+        self._alive = keep_alive(runtime, self._orphan_s, handles=lambda: list(self.keepers.values()))
 
     def cover(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
         """Keepers for the nodes of these members, new ones where there are none, and each member told which is its
@@ -59,8 +54,8 @@ class Keeping:
 
         Keepers of other nodes stay, with what they hold, until `forget` or `end`.
         """
-        nodes = {member.facts.node_id for member in members}
-        stay = nodes - set(avoid)
+        nodes = sorted({member.facts.node_id for member in members})
+        stay = set(nodes) - set(avoid)
         # Who leaves hands its copies to those who stay.
         order = ring(stay or nodes)
         self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
@@ -77,8 +72,7 @@ class Keeping:
 
     def await_told(self, *, timeout_s: float) -> None:
         """Until all members use the keepers that `cover` gave them: before, what they say is of earlier ones."""
-        if self._telling:
-            ray.wait(self._telling, num_returns=len(self._telling), timeout=timeout_s)
+        self._runtime.wait_all(self._telling, timeout_s=timeout_s)
 
     def keeper_of(self, node_id: str) -> Any:
         """Who keeps the copies of this node's devices."""
@@ -86,15 +80,14 @@ class Keeping:
 
     def replace(self, nodes: Iterable[str]) -> None:
         """The keepers of the copies of these nodes' devices are lost: ended, and forgotten until `cover`."""
-        for keeper_node in {self._ring[node] for node in nodes if node in self._ring}:
+        for keeper_node in sorted({self._ring[node] for node in nodes if node in self._ring}):
             self.forget(keeper_node)
 
     def forget(self, node_id: str) -> None:
         """End the keeper of a node that is gone or needs another; what it held is lost."""
         keeper = self.keepers.pop(node_id, None)
         if keeper is not None:
-            with suppress(RayError):
-                ray.kill(keeper, no_restart=True)
+            self._runtime.end(keeper)
 
     def drop_older(self, than: StateId) -> None:
         """All keepers forget older copies, also those that get no new ones."""
@@ -115,21 +108,13 @@ class Keeping:
     def end(self) -> None:
         """End all keepers; the copies are gone."""
         self._alive.close()
-        if self._kills:
-            ray.wait(self._kills, num_returns=len(self._kills), timeout=END_S)
+        self._runtime.wait_all(self._kills, timeout_s=END_S)
         for node in list(self.keepers):
             self.forget(node)
 
     def _launch(self, node: str) -> Any:
-        options = self._actor.options(
-            name=actor_name(self._run_key, KEEPER, id=new_id()),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=THREADS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        return options.remote(orphan_s=self._orphan_s)
+        name = actor_name(self._run_key, KEEPER, id=self._runtime.new_id())
+        return self._runtime.start(ActorSpec(role=Role.STORE, name=name, node_id=node), orphan_s=self._orphan_s)
 
     def _tell(self, member: Member) -> None:
         keeper = self.keeper_of(member.facts.node_id)

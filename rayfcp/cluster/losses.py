@@ -1,51 +1,36 @@
 """What a run says of devices that it lost."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import ray
-from ray.exceptions import RayActorError, RayTaskError
-
+from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFailedError
 from rayfcp.config import ConfigError
 from rayfcp.execute.reports import Beat
 from rayfcp.values import InfeasiblePlanError
-
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def plain(text: str) -> str:
-    """Without terminal colours."""
-    return _COLOURS.sub("", text)
 
 
 class WorkerFailedError(RuntimeError):
     """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
 
 
-def cause_of(error: Exception) -> str:
-    """What Ray says of the end of an actor, in a clause."""
-    text = " ".join(plain(str(error)).split())
-    said = re.search(r"The actor is dead because (.*?)\.(\s|$)", text)
-    return said[1] if said else text[:200]
-
-
-def answer(ref: Any, *, name: str) -> Any:
-    """What a worker answered.
+def answer(runtime: Runtime, ref: Any, *, name: str) -> Any:
+    """Value that a worker returned.
 
     Raises:
         ConfigError, InfeasiblePlanError: raised by the worker as they are.
         WorkerFailedError: any other failure; names the worker and the cause.
     """
     try:
-        return ray.get(ref)
-    except RayTaskError as error:
+        return runtime.get(ref)
+    except TaskFailedError as error:
         if isinstance(error.cause, ConfigError | InfeasiblePlanError):
             raise error.cause from error
-        raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{plain(str(error))}") from error
-    except RayActorError as error:
-        raise WorkerFailedError(f"{name} died: {cause_of(error)}") from error
+        raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{error.trace}") from error
+    except ActorLostError as error:
+        raise WorkerFailedError(f"{name} died: {error}") from error
+    except CallError as error:
+        raise WorkerFailedError(f"{name} could not be called: {error}") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +64,7 @@ class RanksLostError(WorkerFailedError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
     """What is heard of device `number` while its call goes on. `beat`: its last sign of life, taken at `heard_s` of
-    `time.monotonic`; None before the first. `silent_s`: for how long it has been asked for the next."""
+    `Runtime.now_s`; None before the first. `silent_s`: for how long it has been asked for the next."""
 
     id: str
     number: int

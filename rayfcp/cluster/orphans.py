@@ -1,21 +1,13 @@
-"""Actors that nobody owns end by themselves when nobody talks to them any more, and live on while somebody does."""
+"""Actors that nobody owns end by themselves when nobody calls them any more."""
 
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
 
-import ray
-from ray.exceptions import RayError
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
 TICKS = 10
 """Looks per span of silence that ends an orphan."""
-
-CALLS = 4
-"""Signs of life per span of silence."""
 
 RELEASE_S = 5.0
 """How long an orphan tries to give its device back before it ends all the same."""
@@ -60,20 +52,3 @@ def _look(held: "weakref.ref[OrphanWatch]", tick_s: float) -> None:
         release.start()
         release.join(RELEASE_S)
     os._exit(1)
-
-
-class KeepAlive:
-    """Calls `beat` of actors often enough, until closed, so that they do not take themselves for orphans."""
-
-    def __init__(self, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> None:
-        self._period_s, self._handles, self._closing = orphan_s / CALLS, handles, threading.Event()
-        threading.Thread(target=self._call, name="keep alive", daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
-
-    def _call(self) -> None:
-        while not self._closing.wait(self._period_s) and ray.is_initialized():
-            with suppress(RayError, RuntimeError):  # Ray may be shut down just now
-                for handle in self._handles():
-                    handle.beat.remote()

@@ -1,18 +1,15 @@
 """Planner actors, which may die at any time, and the queue that keeps plans in flight ahead of the step."""
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from ray.exceptions import RayActorError
-
 from rayfcp.cluster.decoders import Decoders
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.placement import CapacityError
-from rayfcp.cluster.planner import Planner, PlanRecord
+from rayfcp.cluster.planner import PlanRecord
+from rayfcp.cluster.runtime import ActorLostError, ActorSpec, CallError, NoAnswerError, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.plan import CostModel
@@ -29,20 +26,25 @@ FORETELL_S = 60.0
 class Planners:
     """`plan.planner_actors` planner actors, which start beside whatever else does. One that dies is replaced."""
 
-    def __init__(self, config: Config, model: ModelProfile, *, device: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, model: ModelProfile, *, runtime: Runtime, device: str, say: Callable[[str], None]
+    ) -> None:
         self._config, self._model, self._device, self._say = config, model, device, say
+        self.runtime = runtime
         self._actors = [self._new() for _ in range(config.plan.planner_actors)]
         if compiles_first(config.plan.strategy):
             say(COMPILES)
         self._deaths = 0
 
     def await_ready(self) -> None:
-        """Until all of them run.
+        """Until all of them run; one that dies meanwhile is replaced.
 
         Raises:
             CapacityError: Ray has no CPU for them beside the workers.
+            CannotGoOnError: they die again and again.
         """
-        self._await([planner.ready.remote() for planner in self._actors])
+        for number, ready in enumerate([planner.ready.remote() for planner in self._actors]):
+            self._await(number, ready)
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -67,31 +69,29 @@ class Planners:
                 f"{self._deaths} planners died one after the other, at most {MAX_DEATHS} may: {cause}"
             )
         self._say(f"planner {number} died; a new one plans again what it had in hand")
-        ray.kill(self._actors[number], no_restart=True)
+        self.runtime.end(self._actors[number])
         self._actors[number] = self._new()
-        try:
-            self._await([self._actors[number].ready.remote()])
-        except RayActorError as error:
-            self.replace(number, cause=_reason(error))
+        self._await(number, self._actors[number].ready.remote())
 
     def end(self) -> None:
         """Kill them by handle."""
         for planner in self._actors:
-            ray.kill(planner, no_restart=True)
+            self.runtime.end(planner)
 
     def _new(self) -> Any:
-        return ray.remote(Planner).options(num_cpus=1).remote(self._config, self._model, device=self._device)
+        return self.runtime.start(ActorSpec(role=Role.PLANNER), self._config, self._model, device=self._device)
 
-    def _await(self, ready: list[Any]) -> None:
+    def _await(self, number: int, ready: Any) -> None:
         timeout_s = self._config.elastic.start_timeout_s
-        done, late = ray.wait(ready, num_returns=len(ready), timeout=timeout_s)
-        ray.get(done)
-        if late:
+        try:
+            self.runtime.get(ready, timeout_s=timeout_s)
+        except ActorLostError as error:
+            self.replace(number, cause=str(error))
+        except NoAnswerError as error:
             raise CapacityError(
-                f"plan.planner_actors is {self._config.plan.planner_actors}, Ray started {len(done)} of {len(ready)} "
-                f"within {timeout_s:.0f} s: each needs a CPU beside the workers' and the controller's; "
-                "add CPUs or ask for fewer workers"
-            )
+                f"{len(self)} planners (plan.planner_actors) did not all start within {timeout_s:.0f} s: each needs a "
+                "CPU beside the workers' and the controller's; add CPUs or ask for fewer workers"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,7 @@ class PlanQueue:
         self, planners: Planners, sampler: Sampler, *, lookahead: int, decoders: Decoders | None = None
     ) -> None:
         self._planners, self._sampler, self._lookahead, self._decoders = planners, sampler, lookahead, decoders
+        self._runtime = planners.runtime
         self._flying: deque[_Flight] = deque()
 
     def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
@@ -135,32 +136,33 @@ class PlanQueue:
         self._flying.clear()
         self._next, self._last = first_step, last_step
         self._num_programs = cluster.num_stages * cluster.num_ranks
-        self._cluster, self._cluster_ref, self._cost_ref = cluster, ray.put(cluster), ray.put(cost)
+        self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
+        self._cost_ref = self._runtime.put(cost)
         self.refill()
 
     def use(self, cost: CostModel, *, cluster: ClusterSpec) -> None:
         """Plan with this cost model and these speeds of the same ranks from now on; plans in flight stay as they are,
         and valid."""
-        self._cost_ref = ray.put(cost)
+        self._cost_ref = self._runtime.put(cost)
         if cluster != self._cluster:
-            self._cluster, self._cluster_ref = cluster, ray.put(cluster)
+            self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
 
     def take(self) -> PlannedStep:
         """The next step's plan, waiting for it if it is late. A planner that died is replaced, and plans again with
         the same costs what it had not finished.
 
         Raises:
-            RayTaskError: the planner failed; its cause is the planner's own error.
+            TaskFailedError: the planner failed; its cause is the planner's own error.
             CannotGoOnError, CapacityError: planners die, and none can be started in their place.
         """
         flight = self._flying[0]
-        start_s = time.perf_counter()
+        start_s = self._runtime.now_s()
         while True:
             try:
-                record = ray.get(flight.refs[0])
+                record = self._runtime.get(flight.refs[0])
                 break
-            except RayActorError as error:
-                self._planners.replace(flight.number, cause=_reason(error))
+            except ActorLostError as error:
+                self._planners.replace(flight.number, cause=str(error))
                 self._ask_again(flight.number)
         self._planners.worked()
         self._flying.popleft()
@@ -170,17 +172,17 @@ class PlanQueue:
             record=record,
             programs=tuple(flight.refs[1:]),
             pixels=flight.pixels,
-            wait_s=time.perf_counter() - start_s,
+            wait_s=self._runtime.now_s() - start_s,
         )
 
     def foretell(self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """What a step that was taken, of which `programs` are references, should have been like.
 
         Raises:
-            RayError: it died, failed, or is not done in time.
+            CallError: it died, failed, or is not done in time.
         """
         call = self._planners[0].foretell.remote(*programs, cluster=cluster, cost=cost)
-        found: tuple[Span, ...] = ray.get(call, timeout=FORETELL_S)
+        found: tuple[Span, ...] = self._runtime.get(call, timeout_s=FORETELL_S)
         return found
 
     def refill(self) -> None:
@@ -188,7 +190,7 @@ class PlanQueue:
         while self._next <= self._last and len(self._flying) < self._lookahead:
             batch = self._sampler.batch(self._next)
             number = self._next % len(self._planners)
-            flight = _Flight(batch=batch, batch_ref=ray.put(batch), cost_ref=self._cost_ref, number=number)
+            flight = _Flight(batch=batch, batch_ref=self._runtime.put(batch), cost_ref=self._cost_ref, number=number)
             self._ask(flight)
             self._flying.append(flight)
             self._next += 1
@@ -210,21 +212,15 @@ class PlanQueue:
     def _ask_again(self, number: int) -> None:
         """What the planner that died had not finished, in order."""
         for flight in self._flying:
-            if flight.number == number and not _is_there(flight.refs[0]):
+            if flight.number == number and not self._is_there(flight.refs[0]):
                 self._ask(flight)
 
-
-def _is_there(ref: Any) -> bool:
-    """Whether a dead planner's plan came, or its own error."""
-    done, _ = ray.wait([ref], timeout=0)
-    try:
-        ray.get(done)
-    except RayActorError:
-        return False
-    except Exception:
+    def _is_there(self, ref: Any) -> bool:
+        """Whether a plan of a dead planner, or the planner's own error, arrived before its death."""
+        try:
+            self._runtime.get(ref, timeout_s=0)
+        except (ActorLostError, NoAnswerError):
+            return False
+        except CallError:
+            return True
         return True
-    return bool(done)
-
-
-def _reason(error: RayActorError) -> str:
-    return " ".join(str(error).split())[:300]

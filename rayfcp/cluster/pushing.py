@@ -6,13 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from rayfcp.cluster.facts import Waited
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import ShardHeader, StateId
 
@@ -37,14 +37,6 @@ class Pushed:
     seconds: float = 0.0
     num_bytes: int = 0
     lost: bool = False
-
-
-class Waited(StrEnum):
-    """What came of waiting until a keeper has a copy."""
-
-    KEPT = "kept"
-    LATE = "late"
-    LOST = "lost"
 
 
 class Pusher:

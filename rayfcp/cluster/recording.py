@@ -2,7 +2,6 @@
 
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster.planners import PlannedStep
+from rayfcp.cluster.runtime import Runtime
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry import events, rank_times
 from rayfcp.telemetry.events import Event, EventKind, append_event, read_events
@@ -45,11 +45,11 @@ class Recorder:
     """Cheap: nothing here waits for devices, and nothing grows with the steps of a run but lines for what happened
     to it. `trace_steps`: how many steps, the last ones, the trace keeps; `resume_step`: after which the run begins."""
 
-    def __init__(self, run_dir: Path, *, trace_steps: int, resume_step: int) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run_dir: Path, *, runtime: Runtime, trace_steps: int, resume_step: int) -> None:
+        self._run_dir, self._runtime = run_dir, runtime
         self._times = RankTimes.read(run_dir / rank_times.FILE, up_to=resume_step) if resume_step else RankTimes()
         self._traced: deque[Traced] = deque(maxlen=trace_steps)
-        self._last_step, self._num_devices, self._written_s = resume_step, 0, time.monotonic()
+        self._last_step, self._num_devices, self._written_s = resume_step, 0, self._runtime.now_s()
         if resume_step:
             self._end_earlier()
         else:
@@ -71,7 +71,7 @@ class Recorder:
         self._traced.append(
             Traced(step=TracedStep(step=step, measured=spans_of(devices)), programs=planned.programs, cluster=cluster)
         )
-        if time.monotonic() - self._written_s >= WRITE_EVERY_S:
+        if self._runtime.now_s() - self._written_s >= WRITE_EVERY_S:
             self._write_times()
 
     def foretell(self, ask: Foretell) -> None:
@@ -85,7 +85,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is not written yet."""
-        self.happened(Event(kind=EventKind.END, step=self._last_step, at_s=time.time(), devices=self._num_devices))
+        self.happened(
+            Event(kind=EventKind.END, step=self._last_step, at_s=self._runtime.epoch_s(), devices=self._num_devices)
+        )
         self._write_times()
         if self._traced:
             try:
@@ -104,7 +106,7 @@ class Recorder:
             )
 
     def _write_times(self) -> None:
-        self._written_s = time.monotonic()
+        self._written_s = self._runtime.now_s()
         try:
             self._times.write(self._run_dir / rank_times.FILE)
         except OSError as error:

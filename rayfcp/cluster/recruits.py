@@ -1,12 +1,7 @@
 """Workers for devices that the run lacks: asked for, started and opened while the others train."""
 
 import logging
-import time
 from collections.abc import Sequence
-
-import ray
-from ray.autoscaler.sdk import request_resources
-from ray.exceptions import RayError
 
 from rayfcp.cluster.losses import WorkerFailedError, answer
 from rayfcp.cluster.members import Launched, Member, WorkerStart
@@ -21,15 +16,15 @@ LONGEST_PAUSE_S = 60.0
 
 
 class Recruits:
-    """One pending worker for each device missing. It starts and opens by itself once Ray has a device for it.
+    """One pending worker for each device missing. It starts and opens by itself once there is a device for it.
 
     Args:
         start: how workers are started.
-        autoscale: tell Ray's autoscaler what the whole run needs.
+        autoscale: tell the autoscaler what the whole run needs.
     """
 
     def __init__(self, start: WorkerStart, *, autoscale: bool = True) -> None:
-        self._start, self._autoscale = start, autoscale
+        self._start, self._runtime, self._autoscale = start, start.runtime, autoscale
         self._pending: list[Launched] = []
         self._wanted = 0
         self._asked: int | None = None
@@ -41,7 +36,7 @@ class Recruits:
 
     @property
     def asked_s(self) -> tuple[float, ...]:
-        """When each pending one was asked for, on `time.monotonic`."""
+        """When each pending one was asked for, on `Runtime.now_s`."""
         return tuple(each.asked_s for each in self._pending)
 
     def want(self, missing: int, *, in_use: int) -> None:
@@ -64,12 +59,13 @@ class Recruits:
         for each in self._ended():
             self._pending.remove(each)
             try:
-                members.append(each.opened(answer(each.opening, name=f"worker {each.id}")))
+                members.append(each.opened(answer(self._runtime, each.opening, name=f"worker {each.id}")))
             except WorkerFailedError as error:
                 logger.warning("a new worker could not start: %s", error)
                 self._give_up(each)
                 self._failures += 1
-                self._again_s = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
+                pause_s = min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
+                self._again_s = self._runtime.now_s() + pause_s
             except ConfigError:
                 self._give_up(each)
                 raise
@@ -88,19 +84,19 @@ class Recruits:
 
     def _ended(self) -> Sequence[Launched]:
         by_ref = {each.opening: each for each in self._pending}
-        done, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0) if by_ref else ([], [])
-        return [by_ref[ref] for ref in done]
+        return [by_ref[ref] for ref in self._runtime.wait_all(list(by_ref), timeout_s=0)]
 
     def _ask(self) -> None:
-        if time.monotonic() < self._again_s:
+        if self._runtime.now_s() < self._again_s:
             return
         while len(self._pending) < self._wanted:
             start = self._start
-            self._pending.append(start.launch(ask(start.config, device=start.device, run_key=start.run_key)))
+            group = ask(start.config, runtime=self._runtime, device=start.device, run_key=start.run_key)
+            self._pending.append(start.launch(group))
 
     def _give_up(self, launched: Launched) -> None:
         self._start.let_go(launched.id)
-        launched.end()
+        self._start.end(launched)
 
     def _tell(self, devices: int) -> None:
         """The autoscaler makes room for all that it is told at once, so devices in use count as well."""
@@ -108,7 +104,4 @@ class Recruits:
             return
         self._asked = devices
         one = bundle(self._start.device, threads=self._start.config.train.threads_per_worker)
-        try:
-            request_resources(bundles=[dict(one) for _ in range(devices)])
-        except (RayError, RuntimeError, OSError) as error:
-            logger.warning("the autoscaler cannot be asked: %s", error)
+        self._runtime.request(one, count=devices)

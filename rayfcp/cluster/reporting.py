@@ -1,14 +1,13 @@
 """From what planner and workers say of a step to the StepReport, the metrics and the files of a run."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rayfcp.cluster.observing import PlannedGroups
 from rayfcp.cluster.planners import PlannedStep
-from rayfcp.cluster.ray_metrics import ray_mirror
 from rayfcp.cluster.recording import Recorder, spans_of
+from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry.live import Worker
@@ -92,14 +91,21 @@ def _loggers(config: Config, *, run_dir: Path, resume_step: int, say: Say) -> Lo
 class Journal:
     """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end the report; `record` what is beside.
 
-    `began_s`: when the run began, on `time.monotonic`; goodput counts from then, starting included.
+    `began_s`: when the run began, on `Runtime.now_s`; goodput counts from then, starting included.
     `say` hears of loggers that fail.
     """
 
     def __init__(
-        self, config: Config, *, run_dir: Path, resume_step: int, began_s: float, say: Say = logger.warning
+        self,
+        config: Config,
+        *,
+        runtime: Runtime,
+        run_dir: Path,
+        resume_step: int,
+        began_s: float,
+        say: Say = logger.warning,
     ) -> None:
-        self._run_dir = run_dir
+        self._runtime, self._run_dir = runtime, run_dir
         self.metrics = MetricsExporter(
             config.run.name,
             run_dir=run_dir,
@@ -108,12 +114,16 @@ class Journal:
             token_file=config.metrics.token_file,
             target_steps=config.train.steps,
             wanted=config.cluster.max_workers,
-            mirror=ray_mirror() if config.metrics.ray else None,
+            mirror=runtime.mirror() if config.metrics.ray else None,
+            serve=runtime.serve,
+            epoch_s=runtime.epoch_s,
         )
         self.metrics.set_slow_ratio(config.elastic.slow_ratio)
         log = run_dir / "steps.jsonl"
         self.metrics.restore(read_steps(log), resume_step=resume_step)
-        self.record = Recorder(run_dir, trace_steps=config.metrics.trace_steps, resume_step=resume_step)
+        self.record = Recorder(
+            run_dir, runtime=runtime, trace_steps=config.metrics.trace_steps, resume_step=resume_step
+        )
         self._log = StepLog(log, resume_step=resume_step)
         self._loggers = _loggers(config, run_dir=run_dir, resume_step=resume_step, say=say)
         self._began_s, self._productive_s, self._say = began_s, 0.0, say
@@ -148,7 +158,7 @@ class Journal:
             logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
         self._loggers.tell(report)
         self._productive_s += report.step_s
-        goodput = min(1.0, self._productive_s / (time.monotonic() - self._began_s))
+        goodput = min(1.0, self._productive_s / (self._runtime.now_s() - self._began_s))
         self.metrics.observe_step(report, goodput=goodput)
         return True
 

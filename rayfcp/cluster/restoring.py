@@ -1,18 +1,15 @@
 """From where a generation takes up its state, if not from a checkpoint."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
 from rayfcp.cluster.facts import Source
 from rayfcp.cluster.keeping import Keeping, keeper_id
 from rayfcp.cluster.members import Member
+from rayfcp.cluster.runtime import CallError, Runtime
 from rayfcp.elastic.recoverable import Held, newest
 from rayfcp.values import StateId
 
@@ -33,22 +30,24 @@ class Restorable:
     generation: int
 
 
-def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int, patience_s: float) -> Restorable:
+def restorable(
+    members: Sequence[Member], keeping: Keeping, *, runtime: Runtime, up_to: int, patience_s: float
+) -> Restorable:
     """Ask all workers and keepers what they hold of states of at most `up_to` steps. After `ANSWER_S` others are waited
     for only while what is known makes no whole state, for `patience_s` at most."""
     keepers = {keeper_id(node): node for node in keeping.keepers}
     holders = {member.id: member.handle for member in members}
     holders |= {id: keeping.keepers[node] for id, node in keepers.items()}
-    asking, end_s = Asking(holders), time.monotonic() + patience_s
+    asking, end_s = Asking(runtime, holders), runtime.now_s() + patience_s
     while True:
         asking.listen(ANSWER_S)
         held = [
             Held(header=each.header, where=each.holder_id, is_keeper=each.holder_id in keepers) for each in asking.told
         ]
         found = newest(each for each in held if each.header.state.version <= up_to)
-        if not asking.waiting or found.state is not None or time.monotonic() > end_s:
+        if not asking.waiting or found.state is not None or runtime.now_s() > end_s:
             break
-    for id in asking.silent & keepers.keys():
+    for id in sorted(asking.silent & keepers.keys()):
         logger.warning("the %s does not answer", id)
         keeping.forget(keepers[id])
     copy = {(each.holder_id, each.header.state, each.header.number): each for each in asking.told}
@@ -69,18 +68,17 @@ def restorable(members: Sequence[Member], keeping: Keeping, *, up_to: int, patie
 class Asking:
     """Holders of copies by id, each asked once. `told`: what was heard; `silent`: who did not answer, or is gone."""
 
-    def __init__(self, holders: Mapping[str, Any]) -> None:
-        self._holders = holders
+    def __init__(self, runtime: Runtime, holders: Mapping[str, Any]) -> None:
+        self._runtime, self._holders = runtime, holders
         self.waiting = {handle.headers.remote(): id for id, handle in holders.items()}
         self.silent = set(holders)
         self.told: list[Source] = []
 
     def listen(self, timeout_s: float) -> None:
         """To those that answer in time; returns as soon as all did."""
-        refs = list(self.waiting)
-        done, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-        for ref in done:
+        for ref in self._runtime.wait_all(list(self.waiting), timeout_s=timeout_s):
             id = self.waiting.pop(ref)
-            with suppress(RayError):
-                self.told += [Source(header=each, holder=self._holders[id], holder_id=id) for each in ray.get(ref)]
+            with suppress(CallError):
+                headers = self._runtime.get(ref)
+                self.told += [Source(header=each, holder=self._holders[id], holder_id=id) for each in headers]
                 self.silent.discard(id)

@@ -1,7 +1,6 @@
 """When a run saves, and what it does where storage fails."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from rayfcp.cluster.checkpoints import CheckpointFolder, Manifest
 from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.facts import CannotGoOnError
 from rayfcp.cluster.resuming import Resume
+from rayfcp.cluster.runtime import Runtime, Task
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.execute.reports import RankReport, SavedPart
@@ -24,7 +24,7 @@ class _Pending:
     folder: Path
     world_size: int
     parts: dict[int, SavedPart] = field(default_factory=dict)
-    commit: "Future[str] | None" = None
+    commit: Task | None = None
 
     def hear(self, number: int, part: SavedPart | None) -> None:
         """What device `number` says; what it says of another write is dropped."""
@@ -43,13 +43,23 @@ class Saver:
         CannotGoOnError: from most methods, when more than `checkpoint.max_failures` saves failed in a row.
     """
 
-    def __init__(self, config: Config, *, sampler: Sampler, model: dict[str, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        runtime: Runtime,
+        sampler: Sampler,
+        model: dict[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
         self._config, self._sampler, self._say = config, sampler, say
-        self._folder = CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep)
+        self._folder = CheckpointFolder(
+            Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{runtime.new_id()}-"
+        )
         self._folder.open()
         self._resume = Resume(config, self._folder, sampler=sampler, model=model, say=say)
         self._pending: _Pending | None = None
-        self._committer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-commit")
+        self._committer = runtime.background("checkpoint-commit")
         self._failures = 0
         self._saved_step = self._resume.step
 
@@ -181,7 +191,7 @@ class Saver:
     def _conclude(self, pending: _Pending) -> str:
         assert pending.commit is not None
         self._pending = None
-        problem = pending.commit.result()
+        problem: str = pending.commit.result()
         if not problem:
             self._saved_step, self._failures = pending.step, 0
         return problem

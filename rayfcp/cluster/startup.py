@@ -6,11 +6,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
-
 from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.facts import LOOPBACK
-from rayfcp.cluster.rendezvous import RendezvousStore
+from rayfcp.cluster.runtime import RendezvousServer
 from rayfcp.config import Config, ConfigError
 from rayfcp.data import BadRow
 from rayfcp.execute.reports import Joined
@@ -19,12 +16,11 @@ from rayfcp.values import ClusterSpec
 NAMED_AT_START = 3
 
 
-def join_devices(crew: Crew, cluster: ClusterSpec, *, empty: bool = False) -> tuple[RendezvousStore, list[Joined]]:
+def join_devices(crew: Crew, cluster: ClusterSpec, *, empty: bool = False) -> tuple[RendezvousServer, list[Joined]]:
     """All workers become devices of the cluster, in order, `empty`: with weights that will be filled. The store must
     live as long as the generation."""
-    here = ray.get_runtime_context().get_node_id()
-    alone = all(fact.node_id == here for fact in crew.facts)
-    store = RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
+    here = crew.runtime.here()
+    store = crew.runtime.rendezvous(alone=all(fact.node_id == here for fact in crew.facts))
     meeting = store.meeting(cluster)
     return store, crew.each(lambda number, worker: worker.join.remote(number, meeting, empty=empty))
 

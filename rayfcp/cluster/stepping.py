@@ -2,18 +2,18 @@
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rayfcp.cluster.facts import Waited
 from rayfcp.cluster.fleet import Fleet, Formed
 from rayfcp.cluster.guard import NumberGuard
 from rayfcp.cluster.hanging import judge_progress
+from rayfcp.cluster.losses import Judge
 from rayfcp.cluster.measured import ranks_per_node
 from rayfcp.cluster.observing import observations
 from rayfcp.cluster.paces import Paces
 from rayfcp.cluster.planners import PlannedStep, PlanQueue
-from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.reporting import Journal, step_report
 from rayfcp.cluster.saving import Saver
 from rayfcp.config import Config
@@ -59,6 +59,7 @@ class Stepper:
         tell: Callable[[StepReport], None],
     ) -> None:
         self._config, self._fleet, self._plans, self._tell = config, fleet, plans, tell
+        self._runtime = fleet.crew.runtime
         self._journal, self._saver, self._guard = journal, saver, guard
         self._paces = Paces(config.elastic, say=say)
         self._peak_flops, self._refit = 0.0, Refit.start(cost)
@@ -97,6 +98,7 @@ class Stepper:
             self._journal.metrics.count_lost_steps(lost)
         self._paces.forget_all_but([member.id for member in self._fleet.crew.all])
         self.last_finished = version
+        self._droppable = None  # of steps that may be lost now: it would drop the copies of this generation
         generation, every = formed.cluster.generation, self._config.elastic.snapshot_every_steps
         self._kept = (
             self._kept.again(formed.ids, generation=generation, first=version)
@@ -113,17 +115,17 @@ class Stepper:
         Raises:
             RanksLostError: it did not come to its end; the one before did.
         """
-        began_s, cpu_s = time.perf_counter(), time.thread_time()
+        began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
         crew, waited_s = self._fleet.crew, self._fleet.crew.waited_s
         self._wait_until_safe(step)
         planned = self._plans.take()
-        start_s = time.perf_counter()
+        start_s = self._runtime.now_s()
         refs = self._dispatch(planned, step)
         self._plans.refill()
         self._learn()
         self.commit()
-        devices = crew.gather(refs, judge=judge_progress(self._fleet.ids, deadline_s=self._deadline_s(planned)))
-        step_s = time.perf_counter() - start_s
+        devices = crew.gather(refs, judge=self._judge(planned))
+        step_s = self._runtime.now_s() - start_s
         planned = dataclasses.replace(planned, pixels=())  # many bytes, which nobody needs any more
         self._done = Done(planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to)
         self.last_finished = step
@@ -133,7 +135,7 @@ class Stepper:
         self._guard.check(planned.batch, devices[0], metrics=self._journal.metrics)
         self._saver.after_step(step, crew, ranks=devices, metrics=self._journal.metrics)
         idle_s = planned.wait_s + crew.waited_s - waited_s
-        self.own_s.append((time.perf_counter() - began_s - idle_s, time.thread_time() - cpu_s))
+        self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
     @property
     def is_safe(self) -> bool:
@@ -238,8 +240,9 @@ class Stepper:
         )
         self._journal.metrics.set_snapshot(max(report.snapshot_s + report.push_s for report in devices))
 
-    def _deadline_s(self, planned: PlannedStep) -> float:
-        return self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
+    def _judge(self, planned: PlannedStep) -> Judge:
+        deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
+        return judge_progress(self._fleet.ids, runtime=self._runtime, deadline_s=deadline_s)
 
     def _peak(self) -> float:
         return self._peak_flops * self._fleet.cluster.num_devices

@@ -13,6 +13,7 @@ from rayfcp.cluster.following import Watcher, follow
 from rayfcp.cluster.layout import check_layout
 from rayfcp.cluster.local import connect
 from rayfcp.cluster.lock import check_free
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.signals import sigterm_interrupts
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, ConfigError, parse_config
@@ -95,7 +96,8 @@ class FlexTrainer:
             started_here = connect(config)
             heed_sigterm()
             try:
-                return follow(config, prepared_data(config, say=watcher.say), watcher=watcher, worker=self._worker)
+                data_dir = prepared_data(config, say=watcher.say)
+                return follow(config, data_dir, runtime=RayRuntime(self._worker), watcher=watcher)
             finally:
                 if started_here:
                     ray.shutdown()

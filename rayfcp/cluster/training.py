@@ -2,8 +2,6 @@
 
 import logging
 import statistics
-import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +10,7 @@ from rayfcp.cluster.adoption import find_living
 from rayfcp.cluster.capacity import configured_bound
 from rayfcp.cluster.costs import StartCosts
 from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.decoders import Decoders
 from rayfcp.cluster.facts import CannotGoOnError, Finished
 from rayfcp.cluster.fleet import Fleet
@@ -27,11 +25,11 @@ from rayfcp.cluster.placement import CapacityError, resolved_device
 from rayfcp.cluster.planners import Planners, PlanQueue
 from rayfcp.cluster.reporting import Journal
 from rayfcp.cluster.restoring import Restorable
+from rayfcp.cluster.runtime import Flag, Runtime
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.startup import device_peak_flops, write_skipped
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.cluster.transitions import First, StoppedError, Transitions
-from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config, dump_config
 from rayfcp.plan import CostModel
 from rayfcp.plan.bound import check_longest
@@ -44,16 +42,16 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """Owns devices, planners, journal and checkpoints of one run; not an actor itself. `worker`: the class of its
-    devices' actors."""
+    """Owns devices, planners, journal and checkpoints of one run; not an actor itself."""
 
     def __init__(
-        self, config: Config, *, data_dir: str, stopping: threading.Event, worker: type[RankWorker] = RankWorker
+        self, config: Config, *, data_dir: str, runtime: Runtime, stopping: Flag, open_data: Callable[[], Dataset]
     ) -> None:
-        self._config, self._data_dir, self._stopping, self._worker = config, data_dir, stopping, worker
+        self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, stopping
+        self._open_dataset = open_data
         self._run_dir = Path(config.run_dir)
         self._profile_path = self._run_dir / "profile.json"
-        self._began_s = time.monotonic()
+        self._began_s = runtime.now_s()
         self._messages: list[str] = []
         self._listeners: list[Callable[[str], None]] = []
         self._reports: list[StepReport] = []
@@ -89,7 +87,7 @@ class TrainingRun:
 
     def _open_data(self) -> None:
         self._say("reading lengths")
-        data = self._data = open_dataset(self._config, data_dir=self._data_dir)
+        data = self._data = self._open_dataset()
         left_out = "".join(f", {count} rows {reason}" for reason, count in data.index.counts.items())
         self._say(f"{len(data.index)} sequences of {data.index.num_tokens} tokens{left_out}")
         bound = configured_bound(self._config, data.model)
@@ -97,7 +95,9 @@ class TrainingRun:
             layout = self._config.cluster
             most = layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel)
             self._check_longest(ClusterSpec(num_ranks=most, max_tokens_per_rank=bound))
-        self._saver = Saver(self._config, sampler=data.sampler, model=data.library.to_dict(), say=self._tell)
+        self._saver = Saver(
+            self._config, runtime=self._runtime, sampler=data.sampler, model=data.library.to_dict(), say=self._tell
+        )
         self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
         if data.index.named_bad_rows:
@@ -106,8 +106,8 @@ class TrainingRun:
     def _start(self, ending: ExitStack) -> First:
         """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. What the devices are
         to begin with."""
-        device = resolved_device(self._config)
-        planners = Planners(self._config, self._data.model, device=device, say=self._tell)
+        device = resolved_device(self._config, runtime=self._runtime)
+        planners = Planners(self._config, self._data.model, runtime=self._runtime, device=device, say=self._tell)
         ending.callback(planners.end)
         if device == "cpu" and self._config.cluster.min_workers < self._config.cluster.max_workers:
             planners.await_ready()  # workers take as many CPUs as there are
@@ -122,7 +122,7 @@ class TrainingRun:
         self._costs = StartCosts(
             self._config, self._data.model, device=device, profile_path=self._profile_path, say=self._say
         )
-        decoders = Decoders(self._config, data_dir=self._data_dir)
+        decoders = Decoders(self._config, runtime=self._runtime, data_dir=self._data_dir)
         ending.callback(decoders.end)
         self._connect(planners, decoders, guess=self._costs.guess(fleet.crew, cluster), version=version)
         self._say(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
@@ -135,7 +135,12 @@ class TrainingRun:
 
     def _open_journal(self, ending: ExitStack, *, version: int) -> None:
         journal = self._journal = Journal(
-            self._config, run_dir=self._run_dir, resume_step=version, began_s=self._began_s, say=self._tell
+            self._config,
+            runtime=self._runtime,
+            run_dir=self._run_dir,
+            resume_step=version,
+            began_s=self._began_s,
+            say=self._tell,
         )
         ending.callback(journal.close)
         self._listeners.append(journal.metrics.say)
@@ -195,13 +200,13 @@ class TrainingRun:
         config, key = self._config, run_key(self._config)
         start = WorkerStart(
             config,
+            runtime=self._runtime,
             device=device,
             data_dir=self._data_dir,
             vocab_size=self._data.vocab_size,
             run_key=key,
-            worker=self._worker,
         )
-        living = find_living(key, timeout_s=config.elastic.hang_min_s)
+        living = find_living(self._runtime, key, timeout_s=config.elastic.hang_min_s)
         if living.members:
             self._say(f"going on with {len(living.members)} workers whose controller is gone")
             crew = Crew(start, living.members)

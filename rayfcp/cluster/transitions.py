@@ -1,7 +1,5 @@
 """From one generation of devices to the next: the first one, resizes between steps, recovery from losses."""
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +8,7 @@ from rayfcp.cluster.fleet import Fleet, Formed
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.reporting import Journal
 from rayfcp.cluster.restoring import Restorable
+from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.saving import Saver
 from rayfcp.cluster.stepping import Stepper
 from rayfcp.elastic.facts import Failure
@@ -35,7 +34,7 @@ class First:
 
 class Transitions:
     """Carries decisions out. A generation is formed the same way whatever came before: devices meet, take up a state,
-    hand it to keepers; it is planned for meanwhile. `began_s`: when the run did, on `time.monotonic`."""
+    hand it to keepers; it is planned for meanwhile. `began_s`: when the run did, on `Runtime.now_s`."""
 
     def __init__(
         self,
@@ -44,12 +43,13 @@ class Transitions:
         *,
         saver: Saver,
         journal: Journal,
-        stopping: threading.Event,
+        stopping: Flag,
         began_s: float,
         say: Callable[[str], None],
     ) -> None:
         self._fleet, self._stepper, self._saver, self._journal = fleet, stepper, saver, journal
         self._stopping, self._say, self._began_s = stopping, say, began_s
+        self._runtime = fleet.crew.runtime
 
     def begin(self, first: First) -> None:
         """The first generation; it is not planned for yet.
@@ -82,7 +82,7 @@ class Transitions:
                 self._saver.save_now(version, self._fleet.crew)
             return
         self._say(decision.reason)
-        before, since_s = len(self._fleet.ids), time.monotonic()
+        before, since_s = len(self._fleet.ids), self._runtime.now_s()
         self._stepper.commit()
         self._saver.finish(self._fleet.crew, metrics=self._journal.metrics)
         self._stepper.copy_state(version)
@@ -102,7 +102,7 @@ class Transitions:
             CannotGoOnError: too little is left, or it happened too often.
             StoppedError: the user asked for an end meanwhile.
         """
-        noticed_s = time.monotonic()
+        noticed_s = self._runtime.now_s()
         self._journal.metrics.enter(State.RECOVERING)
         before, finished = len(self._fleet.ids), self._stepper.last_finished
         self._stepper.broke(step)
@@ -124,7 +124,7 @@ class Transitions:
             lost_steps=max(0, finished - version),
         )
         metrics = self._journal.metrics
-        metrics.observe_recovery(failure.cause.value, seconds=time.monotonic() - noticed_s)
+        metrics.observe_recovery(failure.cause.value, seconds=self._runtime.now_s() - noticed_s)
         if len(self._fleet.ids) != before:
             metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
         return version
@@ -156,10 +156,10 @@ class Transitions:
         event = Event(
             kind=kind,
             step=step,
-            at_s=time.time(),
+            at_s=self._runtime.epoch_s(),
             devices=len(self._fleet.ids),
             devices_before=before,
-            seconds=time.monotonic() - since_s,
+            seconds=self._runtime.now_s() - since_s,
             lost_steps=lost_steps,
             cause=cause,
             reason=decision.reason,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from rayfcp.cluster.decoders import fetched
-from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous, Source
+from rayfcp.cluster.decoder import fetched
+from rayfcp.cluster.facts import LOOPBACK, DeviceFacts, Rendezvous, Source, Waited
 from rayfcp.cluster.orphans import OrphanWatch
-from rayfcp.cluster.pushing import Pusher, Waited
+from rayfcp.cluster.pushing import Pusher
 from rayfcp.config import Config
 from rayfcp.execute.copies import Wanted
 from rayfcp.execute.integrity import FileSum, find_damage

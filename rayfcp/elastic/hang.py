@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayfcp.config.elastic import ElasticConfig
@@ -55,43 +55,15 @@ class Sign:
     heard_s: float
     moved_s: float
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Signs:
-    """Of the devices that have not reported the step under way."""
-
-    signs: tuple[Sign, ...]
-
     @classmethod
-    def start(cls, ids: Iterable[str], *, now_s: float) -> "Signs":
-        """A step was dispatched to these devices."""
-        return cls(
-            signs=tuple(
-                Sign(id=each, step=-1, num_done=-1, waiting=False, heard_s=now_s, moved_s=now_s) for each in ids
-            )
-        )
+    def start(cls, id: str, *, now_s: float) -> "Sign":
+        """A step was dispatched to this device."""
+        return cls(id=id, step=-1, num_done=-1, waiting=False, heard_s=now_s, moved_s=now_s)
 
-    def heard(self, id: str, *, step: int, num_done: int, waiting: bool, now_s: float) -> "Signs":
-        """A device answered. One that reported the step already is left out."""
-        return Signs(
-            signs=tuple(
-                Sign(
-                    id=id,
-                    step=step,
-                    num_done=num_done,
-                    waiting=waiting,
-                    heard_s=now_s,
-                    moved_s=sign.moved_s if (sign.step, sign.num_done) == (step, num_done) else now_s,
-                )
-                if sign.id == id
-                else sign
-                for sign in self.signs
-            )
-        )
-
-    def without(self, ids: Collection[str]) -> "Signs":
-        """These devices reported the step, or are lost."""
-        return Signs(signs=tuple(sign for sign in self.signs if sign.id not in ids))
+    def heard(self, *, step: int, num_done: int, waiting: bool, now_s: float) -> "Sign":
+        """The device answered."""
+        moved_s = self.moved_s if (self.step, self.num_done) == (step, num_done) else now_s
+        return Sign(id=self.id, step=step, num_done=num_done, waiting=waiting, heard_s=now_s, moved_s=moved_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

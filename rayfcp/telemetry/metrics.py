@@ -4,8 +4,9 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client.exposition import choose_encoder
 
@@ -40,6 +41,8 @@ class MetricsExporter:
         target_steps: int = 0,
         wanted: int = 0,
         mirror: Mirror | None = None,
+        serve: Callable[..., Any] = RunServer,
+        epoch_s: Callable[[], float] = time.time,
     ) -> None:
         self._series, self._live = Series(run, mirror=mirror), Live(run, target_steps=target_steps, wanted=wanted)
         self._kept = KeptCounters(Path(run_dir) / COUNTERS_FILE)
@@ -52,7 +55,8 @@ class MetricsExporter:
         self._speeds: dict[int, float] = {}
         self._sees = False
         pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
-        self._server = RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
+        self._server = serve(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
+        self._epoch_s = epoch_s
         self.port, self.target = self._server.port, self._server.target
         self._run_dir = run_dir
         announce(run_dir, run=run, target=self.target)
@@ -89,7 +93,7 @@ class MetricsExporter:
         for resource, value in report.imbalance.by_resource.items():
             self._series.set("imbalance_ratio", value, resource=resource)
         self._series.set("goodput_ratio", goodput)
-        self._series.set("last_step_timestamp_seconds", time.time())
+        self._series.set("last_step_timestamp_seconds", self._epoch_s())
         if report.step > self._counted_to:
             self._series.add("tokens_total", report.num_tokens)
             self._live.count("tokens_total", report.num_tokens)

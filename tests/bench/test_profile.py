@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.bench.alone import random_shards
@@ -16,6 +16,7 @@ from rayfcp.cluster.measured import read_cost
 from rayfcp.data import TokenReader, read_manifest
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import Sample
+from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["num_layers=2", "hidden_size=32", "num_heads=4", "num_kv_heads=2", "head_dim=8", "ffn_size=48"]
@@ -71,7 +72,7 @@ def test_wrong_input_is_one_line(words: list[str], told: str, capsys: pytest.Cap
     assert error.startswith("rayfcp: error: ") and told in error
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=5), vocab_size=st.integers(1, 500))
 def test_random_rows_are_of_their_lengths_and_words(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], vocab_size: int

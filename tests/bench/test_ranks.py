@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rayfcp.bench import tensors
@@ -19,6 +19,7 @@ from rayfcp.bench.turns import Stopwatch, TurnTransport, in_turns
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 from rayfcp.values import InfeasiblePlanError
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 MODEL = """\
@@ -75,7 +76,7 @@ def written_out(batch: Batch) -> Outcome:
     return Outcome(out=out.detach(), dq=dq, dk=dk, dv=dv)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple),
     num_ranks=st.integers(1, 5),
@@ -97,7 +98,7 @@ def test_ranks_together_are_dense_attention(
     assert all(seconds > 0 for grid in grids for row in grid for seconds in row)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple))
 def test_the_single_kernel_is_dense_attention(model: str, lengths: tuple[int, ...]) -> None:
     batch = batch_of(lengths, model)
@@ -106,7 +107,7 @@ def test_the_single_kernel_is_dense_attention(model: str, lengths: tuple[int, ..
     assert forward_s > 0 and backward_s > 0
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(tokens=st.integers(1, 30), rows=st.integers(1, 40), at=st.integers(0, 29), off=st.floats(0.5, 9.0))
 def test_errors_are_found_wherever_they_are(model: str, tokens: int, rows: int, at: int, off: float) -> None:
     batch = batch_of((tokens,), model)

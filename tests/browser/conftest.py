@@ -6,21 +6,24 @@ Where it is missing these tests are skipped, but where `RAYFCP_TEST_BROWSER=requ
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, sync_playwright
+from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.browser.watched import Watched
+from tests.waiting import PATIENCE_S
 
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb")
 SIZES = {"wide": (1360, 900), "narrow": (400, 860)}
 
 Opener = Callable[..., Watched]
+Tabs = Callable[..., Page]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Ended with the module, so that its event loop is not there for others."""
+    """Ended with the package, so that its event loop is not there for others."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if program is None:
         missing = "no chromium on PATH; install the Debian package chromium"
@@ -31,27 +34,36 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
+@pytest.fixture(scope="package")
+def tabs(browser: Browser) -> Tabs:
+    """One for each light and size: for each new one Chromium starts processes that load its own surface."""
+
+    @cache
+    def tab(*, dark: bool = False, size: str = "wide") -> Page:
+        width, height = SIZES[size]
+        context = browser.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if dark else "light",
+            service_workers="block",
+            reduced_motion="reduce",
+        )
+        context.set_default_timeout(1000 * PATIENCE_S)
+        return context.new_page()
+
+    return tab
+
+
 @pytest.fixture
-def watched(browser: Browser) -> Iterator[Opener]:
-    """Makes tabs: `watched("report", dark=True, size="narrow", allowed=("127.0.0.1:9100",))`. The test fails if a page
-    asked for anything from outside, or said that something went wrong."""
-    tabs: list[Watched] = []
-    contexts: list[BrowserContext] = []
+def watched(tabs: Tabs) -> Iterator[Opener]:
+    """Watches tabs: `watched("report", dark=True, size="narrow", allowed=("127.0.0.1:9100",))`, one of each light and
+    size at a time. The test fails if a page asked for anything from outside, or said that something went wrong."""
+    used: list[Watched] = []
 
     def new(name: str, *, dark: bool = False, size: str = "wide", allowed: tuple[str, ...] = ()) -> Watched:
-        width, height = SIZES[size]
-        contexts.append(
-            browser.new_context(
-                viewport={"width": width, "height": height},
-                color_scheme="dark" if dark else "light",
-                service_workers="block",
-                reduced_motion="reduce",
-            )
-        )
-        tabs.append(Watched(contexts[-1], name=name, allowed=allowed))
-        return tabs[-1]
+        used.append(Watched(tabs(dark=dark, size=size), name=name, allowed=allowed))
+        return used[-1]
 
     yield new
-    for context in contexts:
-        context.close()
-    assert [problem for tab in tabs for problem in tab.problems] == []
+    for each in used:
+        each.leave()
+    assert [problem for each in used for problem in each.problems] == []

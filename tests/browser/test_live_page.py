@@ -8,7 +8,7 @@ from tests.browser.test_other_pages import exporter  # noqa: F401 - a fixture
 from tests.telemetry.samples import report
 
 
-def test_pointing_tells_values(watched: Opener, exporter: MetricsExporter) -> None:  # noqa: F811
+def test_pointing_tells_values(exporter: MetricsExporter, watched: Opener) -> None:  # noqa: F811
     page = watched("live-pointed", allowed=(exporter.target,)).open(f"http://{exporter.target}/")
     page.wait_for_selector('#step:text-is("30 of 40")')
     assert page.locator("#tip").is_hidden()
@@ -40,7 +40,7 @@ def test_a_run_that_goes_is_missed_in_one_line_and_found_again(watched: Opener, 
         page.wait_for_selector("#error", state="hidden")
         assert page.inner_text("#state") == "training"
     finally:
+        tab.leave()
         again.close()
-        page.close()
-    assert all("ERR_CONNECTION_REFUSED" in each for each in tab.problems)
+    assert tab.problems and all("ERR_CONNECTION_REFUSED" in each for each in tab.problems)
     tab.problems.clear()

@@ -68,7 +68,7 @@ def exporter(tmp_path: Path) -> Iterator[MetricsExporter]:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("size", ["wide", "narrow"])
-def test_live(watched: Opener, exporter: MetricsExporter, dark: bool, size: str) -> None:
+def test_live(exporter: MetricsExporter, watched: Opener, dark: bool, size: str) -> None:
     tab = watched(f"live-{size}", dark=dark, size=size, allowed=(exporter.target,))
     page = tab.open(f"http://{exporter.target}/")
     page.wait_for_selector('#step:text-is("30 of 40")')
@@ -90,8 +90,10 @@ def test_live_with_a_token(watched: Opener, tmp_path: Path) -> None:
     made = MetricsExporter("guarded", run_dir=tmp_path, host="0.0.0.0", token_file=str(tmp_path / "mine"))
     try:
         host = f"127.0.0.1:{made.port}"
-        page = watched("live-token", allowed=(host,)).open(f"http://{host}/?token=a-token-of-the-user")
+        tab = watched("live-token", allowed=(host,))
+        page = tab.open(f"http://{host}/?token=a-token-of-the-user")
         page.wait_for_selector('#run:text-is("guarded")')
         assert "a-token" not in page.url
+        tab.leave()  # or it would miss the run that ends
     finally:
         made.close()

@@ -5,9 +5,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from playwright.sync_api import Browser
 
-from tests.browser.conftest import Opener
+from tests.browser.conftest import Opener, Tabs
 from tests.browser.watched import SCREENSHOTS, Watched
 
 PAGE = '<!doctype html><html lang="en"><title>page</title><body><p>here</p>{}</body></html>'
@@ -24,13 +23,12 @@ PAGE = '<!doctype html><html lang="en"><title>page</title><body><p>here</p>{}</b
         ('<link rel="stylesheet" href="beside.css">', "outside: file://"),
     ],
 )
-def test_what_goes_wrong_is_noticed(browser: Browser, tmp_path: Path, body: str, problem: str) -> None:
+def test_what_goes_wrong_is_noticed(tabs: Tabs, tmp_path: Path, body: str, problem: str) -> None:
     (tmp_path / "page.html").write_text(PAGE.format(body))
     (tmp_path / "beside.css").write_text("p { color: red }")
-    context = browser.new_context()
-    page = Watched(context, name="bad")
+    page = Watched(tabs(), name="bad")
     page.open(tmp_path / "page.html").wait_for_load_state("networkidle")
-    context.close()
+    page.leave()
     assert any(each.startswith(problem) for each in page.problems), page.problems
 
 
@@ -42,7 +40,7 @@ def test_a_sound_page_has_no_problems_and_a_picture(watched: Opener, tmp_path: P
     (SCREENSHOTS / "sound-light.png").unlink()
 
 
-def test_a_server_is_asked_only_if_it_is_allowed(watched: Opener, browser: Browser, tmp_path: Path) -> None:
+def test_a_server_is_asked_only_if_it_is_allowed(watched: Opener, tabs: Tabs, tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text(PAGE.format("") + '<link rel="icon" href="data:,">')
 
     class Quiet(SimpleHTTPRequestHandler):
@@ -56,9 +54,8 @@ def test_a_server_is_asked_only_if_it_is_allowed(watched: Opener, browser: Brows
         Thread(target=server.serve_forever, daemon=True).start()
         host = f"127.0.0.1:{server.server_port}"
         assert watched("server", allowed=(host,)).open(f"http://{host}/").inner_text("p") == "here"
-        context = browser.new_context()
-        page = Watched(context, name="missing", allowed=(host,))
+        page = Watched(tabs(), name="missing", allowed=(host,))
         page.open(f"http://{host}/nothing")
-        context.close()
+        page.leave()
         server.shutdown()
     assert any(each.startswith("answer: 404") for each in page.problems), page.problems

@@ -17,13 +17,13 @@ from rayfcp.telemetry.targets import SD_FILE
 from rayfcp.values import StepReport
 from tests.chaos.census import all_actors, is_running, listening_ports, named_actors, reservations
 from tests.chaos.reference import Wanted
+from tests.waiting import PATIENCE_S
 
 RELATIVE = 1e-4
 
 RUN_FILES = {"config.yaml", "steps.jsonl", "trace.json", "report.html", "profile.json", "checkpoints"}
 MAYBE_FILES = {"skipped_rows.jsonl", "counters.json", "events.jsonl", "ranks.json"}
 
-CLEARING_S = 20.0
 POLL_S = 0.1
 
 
@@ -75,7 +75,7 @@ class Audience:
         """At the run's own endpoint."""
         try:
             target = json.loads((self._run_dir / SD_FILE).read_text())[0]["targets"][0]
-            with urlopen(f"http://{target}/metrics", timeout=5) as answer:
+            with urlopen(f"http://{target}/metrics", timeout=PATIENCE_S) as answer:
                 text = answer.read().decode()
         except (OSError, URLError, ValueError):
             return  # Between two controllers, or after the last step, nobody answers.
@@ -140,7 +140,7 @@ class Footprint:
 
 
 def leaks(
-    before: Footprint, *, run_dir: str | Path, targets: Iterable[str], timeout_s: float = CLEARING_S
+    before: Footprint, *, run_dir: str | Path, targets: Iterable[str], timeout_s: float = PATIENCE_S
 ) -> tuple[str, ...]:
     """What a run left behind, in words: processes and actors of the run, reservations, ports, threads, files. Killed
     processes take a moment to go; what is there after `timeout_s` is left."""

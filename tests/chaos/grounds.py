@@ -2,12 +2,20 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partialmethod
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
 import ray
 
 from tests.chaos.census import nodes_alive
+from tests.forks.ask import SOCKET
+from tests.forks.cluster import ASK, serving
+from tests.forks.patience import nodes_may_take_long
 
 HEAD_CPUS = 2
 """For a controller and a planner."""
@@ -32,12 +40,28 @@ class OneNode:
 
 
 class ManyNodes:
-    """A first node, and nodes of one CPU each, all raylets of this machine."""
+    """A first node, and nodes of one CPU each, all raylets of this machine. `forks`: their workers are forks of one
+    process, which start in a tenth of the time; see `tests.forks`."""
 
-    def __init__(self, *, num_nodes: int, head_cpus: int = HEAD_CPUS) -> None:
-        self._num_nodes, self._head_cpus = num_nodes, head_cpus
+    def __init__(self, *, num_nodes: int, head_cpus: int = HEAD_CPUS, forks: bool = False) -> None:
+        self._num_nodes, self._head_cpus, self._forks = num_nodes, head_cpus, forks
 
     def __enter__(self) -> Self:
+        with ExitStack() as ending:
+            nodes_may_take_long(ending.enter_context(pytest.MonkeyPatch.context()))
+            if self._forks:
+                ending.enter_context(_workers_are_forks())
+            self._start()
+            ending.callback(self._stop)
+            self._ending = ending.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ending.close()
+
+    def _start(self) -> None:
         from ray.cluster_utils import Cluster
 
         head = {"num_cpus": self._head_cpus, "include_dashboard": False}
@@ -48,11 +72,8 @@ class ManyNodes:
         except BaseException:
             self._cluster.shutdown()
             raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def _stop(self) -> None:
         ray.shutdown()
         self._cluster.shutdown()
 
@@ -88,6 +109,21 @@ class ManyNodes:
 
     def _add(self) -> Any:
         return self._cluster.add_node(num_cpus=1)
+
+
+@contextmanager
+def _workers_are_forks() -> Iterator[None]:
+    """Of the nodes that this process starts meanwhile."""
+    from ray._private.parameter import RayParams
+
+    with (
+        TemporaryDirectory(prefix="rayfcp-", dir="/tmp") as folder,
+        serving(f"{folder}/forks"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(SOCKET, f"{folder}/forks")
+        patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, setup_worker_path=str(ASK)))
+        yield
 
 
 def _init(**options: Any) -> None:

@@ -10,6 +10,7 @@ from jobs.bench.faults import BEGAN, Moment, read_moments
 from rayfcp.telemetry.steps import read_steps
 from tests.chaos.census import is_running
 from tests.chaos.workers import moments_dir
+from tests.waiting import PATIENCE_S
 
 POLL_S = 0.05
 
@@ -55,7 +56,7 @@ class Progress:
         latest = self.running()
         return bool(latest) and len(latest) == latest[0].num_devices and pid not in {each.pid for each in latest}
 
-    def until(self, ready: Callable[[], Found], *, what: str, timeout_s: float = 60.0) -> Found:
+    def until(self, ready: Callable[[], Found], *, what: str, timeout_s: float = PATIENCE_S) -> Found:
         """What `ready` gives as soon as it is true.
 
         Raises:

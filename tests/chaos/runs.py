@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.files import prepared_data
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.training import TrainingRun
 from rayfcp.config import Config
 from rayfcp.values import StepReport
@@ -20,6 +22,7 @@ from tests.chaos.injector import Injector, Struck
 from tests.chaos.schedule import Planned
 from tests.chaos.workers import ChaosWorker
 from tests.cluster.runs import run_config, steps_of
+from tests.waiting import PATIENCE_S
 
 QUICK = {"hang_min_s": 10.0, "hang_factor": 5.0, "look_every_s": 0.5}
 """Nobody waits long for what hangs."""
@@ -32,8 +35,6 @@ Say = Callable[[str], None]
 Until = Callable[[Audience], bool]
 
 STEPS_AFTER = 3
-SETTLING_S = 60.0
-"""For what goes on beside steps: saves, say."""
 ENDLESS_STEPS = 100_000
 
 
@@ -49,7 +50,8 @@ class Ended:
 
 def chaos_config(folder: Path, *, name: str, **sections: dict[str, Any]) -> Config:
     """A run that is quick to notice what hangs, and learns slowly."""
-    elastic = {"start_timeout_s": 60.0, "collective_timeout_s": 60.0, **QUICK, **sections.pop("elastic", {})}
+    patience = {"start_timeout_s": PATIENCE_S, "collective_timeout_s": PATIENCE_S}
+    elastic = {**patience, **QUICK, **sections.pop("elastic", {})}
     train = {**SLOW, **sections.pop("train", {})}
     return run_config(folder, name=name, elastic=elastic, train=train, **sections)
 
@@ -70,7 +72,13 @@ def run_until_struck(
     data_dir = prepared_data(config, say=lambda _: None)
 
     def train(audience: Audience) -> None:
-        run = TrainingRun(config, data_dir=data_dir, stopping=stopping, worker=ChaosWorker)
+        run = TrainingRun(
+            config,
+            data_dir=data_dir,
+            runtime=RayRuntime(ChaosWorker),
+            stopping=stopping,
+            open_data=lambda: open_dataset(config, data_dir=data_dir),
+        )
         try:
             run.execute()
         finally:
@@ -89,6 +97,7 @@ def run_as_users_do(
     ground: OneNode | ManyNodes,
     num_devices: int,
     patience_s: float = 30.0,
+    until: Until = lambda _: True,
     say: Say = lambda _: None,
 ) -> Ended:
     """As `run_until_struck`, for at least the run's steps, with a controller of its own; SIGTERM ends it, which is
@@ -108,6 +117,7 @@ def run_as_users_do(
         lambda audience: trainer.fit(watcher=audience),
         injector=injector,
         stop=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        until=until,
     )
 
 
@@ -123,7 +133,7 @@ def _watched(
     audience, before = Audience(config.run_dir), Footprint.take(os.getpid())
 
     def at_end() -> None:
-        end_s = time.monotonic() + SETTLING_S
+        end_s = time.monotonic() + PATIENCE_S
         audience.look()
         while not until(audience) and time.monotonic() < end_s:
             time.sleep(POLL_S)

@@ -2,8 +2,7 @@
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,14 @@ from rayfcp.cluster.facts import DeviceFacts, Source
 from rayfcp.cluster.members import WorkerStart
 from rayfcp.cluster.pushing import Pusher
 from rayfcp.cluster.restoring import Asking
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
+from tests.waiting import PATIENCE_S, until
 
 
 class LightEngine:
@@ -41,7 +42,7 @@ class LightWorker(RankWorker):
 
     def open(self) -> DeviceFacts:
         self._engine = LightEngine()
-        self._pusher = Pusher(self._engine.copies, settle=lambda: None, chunk_bytes=1000, patience_s=5)
+        self._pusher = Pusher(self._engine.copies, settle=lambda: None, chunk_bytes=1000, patience_s=PATIENCE_S)
         self._facts = DeviceFacts(
             node_id=ray.get_runtime_context().get_node_id(),
             device="cpu",
@@ -104,22 +105,15 @@ def light_config(folder: Path, *, name: str, num_workers: int, **elastic: float)
 
 
 def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = LightWorker) -> WorkerStart:
-    return WorkerStart(config, device="cpu", data_dir="", vocab_size=256, run_key=run_key, worker=worker)
+    runtime = RayRuntime(worker)
+    return WorkerStart(config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, run_key=run_key)
 
 
 def copies_at(holders: Mapping[str, Any]) -> list[Source]:
     """Complete copies that these workers or keepers hold, by names of theirs."""
-    asking = Asking(holders)
-    asking.listen(20)
+    asking = Asking(RayRuntime(), holders)
+    asking.listen(PATIENCE_S)
     return asking.told
-
-
-def until(true: Callable[[], bool], *, timeout_s: float = 30.0) -> None:
-    """Look until it is true."""
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, "did not come true in time"
-        time.sleep(0.02)
 
 
 @contextmanager

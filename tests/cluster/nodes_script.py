@@ -10,18 +10,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.facts import Waited
 from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.nodes import NodeWatch
-from rayfcp.cluster.pushing import Waited
 from rayfcp.cluster.recruits import Recruits
-from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard, until
+from rayfcp.cluster.runtime.on_ray import RayRuntime
+from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard
+from tests.forks.patience import nodes_may_take_long
+from tests.waiting import PATIENCE_S, until
 
 DRAIN_S = 60.0
 
@@ -31,13 +35,13 @@ def keep_a_copy(crew: Crew) -> None:
     for number, worker in enumerate(crew.workers):
         header = shard(1, number=number)
         worker.keep.remote(header, bytes_of(header))
-    found = [worker.await_kept.remote(shard(1).state, timeout_s=60) for worker in crew.workers]
+    found = [worker.await_kept.remote(shard(1).state, timeout_s=PATIENCE_S) for worker in crew.workers]
     assert set(ray.get(found)) == {Waited.KEPT}
 
 
 def drained(cluster: Cluster, node: Any) -> dict[str, Any]:
     """What the watch says of a node that is told to leave."""
-    watch = NodeWatch(0.1)
+    watch = NodeWatch(RayRuntime(), every_s=0.1)
     before = dict(watch.view.draining)
     now_s = time.time()
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -49,12 +53,14 @@ def drained(cluster: Cluster, node: Any) -> dict[str, Any]:
 
 
 def main() -> None:
+    nodes_may_take_long(pytest.MonkeyPatch())
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     second = cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2)
+    config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    crew, recruits, keeping = Crew.launch(start, stopped=lambda: False), Recruits(start), Keeping(config, run_key="k")
+    crew, recruits = Crew.launch(start, stopped=lambda: False), Recruits(start)
+    keeping = Keeping(config, runtime=RayRuntime(), run_key="k")
     keeping.cover(crew.members)
     crew.kill = keeping.kill
     keep_a_copy(crew)
@@ -67,21 +73,19 @@ def main() -> None:
     found["pending"] = [recruits.num_pending, len(recruits.ready())]
     third = cluster.add_node(num_cpus=1)
     joined: list[Any] = []
-    until(lambda: bool(joined.extend(recruits.ready()) or joined), timeout_s=120)
+    until(lambda: bool(joined.extend(recruits.ready()) or joined))
     found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
     crew.add(joined)
     found["drain"] = drained(cluster, third)
     refs = [worker.exchange.remote() for worker in crew.workers]
     lost_number = next(number for number, node in node_of.items() if node == second.node_id)
-    begun_s = time.monotonic()
     cluster.remove_node(second, allow_graceful=False)
     try:
         crew.gather(refs)
     except RanksLostError as error:
-        found["noticed_s"] = time.monotonic() - begun_s
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
     found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(keeping.keepers))
-    found["living"] = ray.get([worker.value.remote(5) for worker in crew.workers], timeout=30)
+    found["living"] = ray.get([worker.value.remote(5) for worker in crew.workers], timeout=PATIENCE_S)
     recruits.end()
     crew.end()
     keeping.end()

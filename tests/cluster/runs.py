@@ -8,6 +8,7 @@ from typing import Any
 from rayfcp.config import Config
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import StepReport
+from tests.waiting import PATIENCE_S
 
 
 def write_texts(folder: Path, *, count: int = 60) -> Path:
@@ -40,7 +41,8 @@ def run_config(folder: Path, *, name: str, **sections: dict[str, Any]) -> Config
         },
         "cluster": {"device": "cpu", "num_workers": 2},
         "train": {"steps": 10, "lr_schedule": "constant"},
-        "elastic": {"start_timeout_s": 60, "collective_timeout_s": 60},
+        "metrics": {"peak_flops": 1e11},  # or each worker works for a second to measure it
+        "elastic": {"start_timeout_s": PATIENCE_S, "collective_timeout_s": PATIENCE_S},
     }
     for section, values in sections.items():
         raw.setdefault(section, {}).update(values)

@@ -15,10 +15,10 @@ SHAPE |= {"vocab_size": 300}
 
 
 COMMAND = (
-    "compare --lengths lengths.txt --model ./tiny.yaml --hardware cpu --devices 4 --global-batch 6 --batches 2 "
+    "compare --lengths lengths.txt --model ./tiny.yaml --hardware cpu --global-batch 6 --batches 2 "
     "--max-seqlen 256 --strategies flex-ring,static-cp --data texts.jsonl --write-config config.yaml"
 )
-"""Of layouts of four CPU ranks, for texts whose tokens are bytes."""
+"""For texts whose tokens are bytes; of layouts that are yet to be said."""
 
 
 @pytest.fixture
@@ -33,13 +33,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize("stages", ["auto", "2"])
-def test_the_advice_trains_as_written(folder: Path, stages: str) -> None:
-    assert main([*COMMAND.split(), "--stages", stages, "--tensor-parallel", "auto"]) == 0
+@pytest.mark.parametrize(("stages", "devices"), [("auto", 4), ("2", 2)])
+def test_the_advice_trains_as_written(folder: Path, stages: str, devices: int) -> None:
+    layouts = ["--devices", str(devices), "--stages", stages, "--tensor-parallel", "auto"]
+    assert main([*COMMAND.split(), *layouts]) == 0
     config = load_config(folder / "config.yaml")
     assert main(["train", "config.yaml"]) == 0
     reports = read_steps(Path(config.run_dir) / "steps.jsonl")
-    assert len(reports) == config.train.steps and {report.world_size for report in reports} == {4}
+    assert len(reports) == config.train.steps and {report.world_size for report in reports} == {devices}
     assert {report.strategy for report in reports} == {config.plan.strategy}
     assert reports[-1].loss < reports[0].loss
     assert stages == "auto" or config.cluster.pipeline_stages == 2

@@ -1,34 +1,33 @@
-"""`rayfcp train` as a process with a Ray of its own: interrupted from the keyboard, cleaned up, gone on with."""
+"""`rayfcp train` as a process: with a Ray of its own, interrupted from the keyboard, cleaned up, gone on with; and on a
+cluster, terminated."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+import ray
 
+from rayfcp.cli import main
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
+from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line
+from tests.cluster.light import free_cpus_again
 from tests.cluster.processes import HEEDING_CTRL_C, marked
+from tests.cluster.recovering import pids
 from tests.cluster.runs import run_config, write_texts
+from tests.waiting import PATIENCE_S, until
 
-ENDLESS, MORE = 100_000, 20
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+
+ENDLESS, MORE = 100_000, 12
 """Steps of a run that is interrupted, and of one that goes on with it beyond those that it has."""
 MARK = "RAYFCP_TEST_MARK"
-
-
-def wait_until(condition: Callable[[], bool], *, seconds: float) -> bool:
-    end_s = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 class Command:
@@ -48,6 +47,11 @@ class Command:
                 start_new_session=True,
             )
 
+    def until(self, is_so: Callable[[], object]) -> None:
+        """As long as it lives."""
+        until(lambda: is_so() or self.process.poll() is not None, what=self.log.read_text)
+        assert self.process.poll() is None, self.log.read_text()
+
     def press_ctrl_c(self) -> None:
         """A terminal signals the whole foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
@@ -56,12 +60,12 @@ class Command:
         """As `kill`, schedulers and `ray job stop` do."""
         self.process.send_signal(signal.SIGTERM)
 
-    def ends_with(self, code: int, *, seconds: float) -> str:
+    def ends_with(self, code: int) -> str:
         """What it wrote, after it ended with `code` and nothing of it is left."""
-        self.process.wait(timeout=seconds)
+        self.process.wait(timeout=PATIENCE_S)
         written = self.log.read_text()
         assert self.process.returncode == code, written
-        assert wait_until(lambda: not marked(f"{MARK}={self.mark}"), seconds=8), marked(f"{MARK}={self.mark}")
+        until(lambda: not marked(f"{MARK}={self.mark}"), what=lambda: marked(f"{MARK}={self.mark}"))
         return written
 
     def end(self) -> None:
@@ -71,10 +75,17 @@ class Command:
 
 
 @pytest.fixture
-def started(tmp_path: Path):
+def started(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     write_texts(tmp_path)
-    config = run_config(tmp_path, name="stopped", train={"steps": ENDLESS}, checkpoint={"every_steps": ENDLESS // 2})
+    config = run_config(
+        tmp_path,
+        name="stopped",
+        cluster={"num_workers": 1},
+        train={"steps": ENDLESS},
+        checkpoint={"every_steps": ENDLESS // 2},
+    )
     (tmp_path / "run.yaml").write_text(dump_config(config))
+    check_runnable(config)  # loads what a run is refused with here, or the one beside it would train the while
     commands: list[Command] = []
 
     def start(*overrides: str) -> Command:
@@ -86,63 +97,68 @@ def started(tmp_path: Path):
         command.end()
 
 
-def test_interrupted_then_gone_on_with(started: Callable[..., Command], tmp_path: Path) -> None:
-    steps, checkpoints = tmp_path / "stopped" / "steps.jsonl", tmp_path / "stopped" / "checkpoints"
+def num_steps(run_dir: Path) -> int:
+    log = run_dir / "steps.jsonl"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def is_tidy(run_dir: Path) -> bool:
+    """Neither the lock nor what tells Prometheus of the run is left."""
+    names = {path.name for path in run_dir.iterdir()}
+    return not {"run.lock", "prometheus_sd.json"} & names and not [*run_dir.parent.glob(".prometheus/*")]
+
+
+def test_interrupted_then_gone_on_with(
+    started: Callable[..., Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever another run in its folder tries meanwhile."""
+    run_dir = tmp_path / "stopped"
+    steps, checkpoints = run_dir / "steps.jsonl", CheckpointFolder(run_dir / "checkpoints", keep=2)
     first = started()
-    assert wait_until(lambda: steps.exists() and steps.read_text().count("\n") >= 3, seconds=150), first.log.read_text()
+    first.until(lambda: num_steps(run_dir) >= 3)
     seen = " ".join(marked(f"{MARK}={first.mark}").values())
     assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "RankWorker")), seen
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    refused = capsys.readouterr().err
+    assert "rayfcp: error: run.dir is " in refused and "another run is there: process " in refused
+    assert "Traceback" not in refused and (run_dir / "run.lock").exists()
+    at_least = num_steps(run_dir) + 1
+    first.until(lambda: num_steps(run_dir) >= at_least)
     first.press_ctrl_c()
-    written = first.ends_with(1, seconds=150)
+    written = first.ends_with(1)
     assert "stopping after this step with a checkpoint" in written
     assert written.rstrip().endswith("rayfcp: stopped before the end") and "Traceback" not in written
 
     reports = [from_line(line) for line in steps.read_text().splitlines()]
     assert [report.step for report in reports] == list(range(1, len(reports) + 1))
-    assert len(reports) >= 3
-    (last,) = CheckpointFolder(checkpoints, keep=2).complete()
+    assert len(reports) >= at_least and is_tidy(run_dir)
+    (last,) = checkpoints.complete()
     assert read_manifest(last).step == len(reports)
-    assert [path.name for path in checkpoints.iterdir()] == [last.name]
+    assert [path.name for path in checkpoints.root.iterdir()] == [last.name]
 
     steps_in_all = len(reports) + MORE
-    written = started(f"train.steps={steps_in_all}").ends_with(0, seconds=120)
-    assert "Traceback" not in written and str(tmp_path / "stopped") in written
+    written = started(f"train.steps={steps_in_all}").ends_with(0)
+    assert "Traceback" not in written and str(run_dir) in written
     again = [from_line(line) for line in steps.read_text().splitlines()]
     assert [report.step for report in again] == list(range(1, steps_in_all + 1))
-    assert again[: len(reports)] == reports
+    assert again[: len(reports)] == reports and is_tidy(run_dir)
     assert len({report.samples_hash for report in again}) > 10
-    assert read_manifest(CheckpointFolder(checkpoints, keep=2).complete()[-1]).step == steps_in_all
+    assert read_manifest(checkpoints.complete()[-1]).step == steps_in_all
 
 
-def has_steps(log: Path) -> bool:
-    return log.exists() and log.read_text().count("\n") >= 3
-
-
-def test_a_second_run_is_refused_and_sigterm_saves_and_leaves(started: Callable[..., Command], tmp_path: Path) -> None:
-    """The first one trains on, whatever another one tries; a second SIGTERM ends at once, and leaves nothing either."""
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_second_sigterm_ends_a_run_that_does_not_answer(started: Callable[..., Command], tmp_path: Path) -> None:
+    """Its worker is frozen in the step that the first one lets end. On the cluster nothing of it is left."""
     run_dir = tmp_path / "stopped"
-    steps, checkpoints = run_dir / "steps.jsonl", run_dir / "checkpoints"
-    first = started()
-    assert wait_until(lambda: has_steps(steps), seconds=150), first.log.read_text()
-    written = started().ends_with(2, seconds=150)
-    assert "rayfcp: error: run.dir is " in written and "another run is there: process " in written
-    assert "Traceback" not in written and (run_dir / "run.lock").exists()
-    first.terminate()
-    written = first.ends_with(1, seconds=150)
-    assert "stopping after this step with a checkpoint" in written
-    assert written.rstrip().endswith("rayfcp: stopped before the end") and "Traceback" not in written
-    num_steps = len(steps.read_text().splitlines())
-    (last,) = CheckpointFolder(checkpoints, keep=2).complete()[-1:]
-    assert read_manifest(last).step == num_steps
-    assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}
-    assert not [*run_dir.parent.glob(".prometheus/*")]
-
-    again = started()
-    assert wait_until(lambda: len(steps.read_text().splitlines()) > num_steps, seconds=150), again.log.read_text()
-    again.terminate()
-    wait_until(lambda: "again stops at once" in again.log.read_text(), seconds=60)
-    again.terminate()
-    written = again.ends_with(1, seconds=90)
+    before = set(pids("RankWorker"))
+    with free_cpus_again():
+        command = started(f"cluster.address={ray.get_runtime_context().gcs_address}")
+        command.until(lambda: num_steps(run_dir) >= 1)
+        (worker,) = set(pids("RankWorker")) - before
+        os.kill(worker, signal.SIGSTOP)
+        command.terminate()
+        command.until(lambda: "again stops at once" in command.log.read_text())
+        command.terminate()
+        written = command.ends_with(1)
     assert written.rstrip().endswith("rayfcp: stopped before the end")
-    assert not {"run.lock", "prometheus_sd.json"} & {path.name for path in run_dir.iterdir()}
-    assert not [*run_dir.parent.glob(".prometheus/*")]
+    assert is_tidy(run_dir) and worker not in pids("RankWorker")

@@ -1,40 +1,52 @@
 """Signs of life become verdicts."""
 
-import time
-
 from rayfcp.cluster.hanging import judge_progress
-from rayfcp.cluster.losses import Pulse
+from rayfcp.cluster.losses import Diagnosis, Pulse
 from rayfcp.execute.reports import Beat
 
+ASKED_EVERY_S = 0.25
 
-def pulse(number: int, *, num_done: int = 0, waiting: bool = False, answered: bool = True) -> Pulse:
-    now_s = time.monotonic()
-    beat = Beat(number=number, step=3, num_done=num_done, waiting=waiting, memory_bytes={}) if answered else None
-    return Pulse(id=f"d{number}", number=number, beat=beat, heard_s=now_s if answered else 0.0, silent_s=0.0)
+
+class Clock:
+    """The time of a runtime, which passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def pulse(self, number: int, *, num_done: int = 0, waiting: bool = False, answered: bool = True) -> Pulse:
+        beat = Beat(number=number, step=3, num_done=num_done, waiting=waiting, memory_bytes={}) if answered else None
+        heard_s = self._now_s if answered else 0.0
+        return Pulse(id=f"d{number}", number=number, beat=beat, heard_s=heard_s, silent_s=0.0)
+
+    def judge_for(self, seconds: float, *, ids: list[str], deadline_s: float, pulses: list[dict]) -> list[Diagnosis]:
+        """Verdicts over so many seconds, in which the same signs of life come again and again."""
+        judge = judge_progress(ids, runtime=self, deadline_s=deadline_s)
+        found = []
+        for _ in range(int(seconds / ASKED_EVERY_S)):
+            found.append(judge([self.pulse(**each) for each in pulses]))
+            self._now_s += ASKED_EVERY_S
+        return found
 
 
 def test_nothing_is_wrong_before_the_deadline() -> None:
-    judge = judge_progress(["d0", "d1"], deadline_s=1000)
-    for num_done in range(3):
-        found = judge([pulse(0, num_done=num_done, waiting=True), pulse(1, answered=False)])
+    pulses = [{"number": 0, "num_done": 1, "waiting": True}, {"number": 1, "answered": False}]
+    for found in Clock().judge_for(999, ids=["d0", "d1"], deadline_s=1000, pulses=pulses):
         assert (found.hung, found.stuck) == (frozenset(), False)
 
 
 def test_who_never_answers_is_hung_and_who_answers_is_not() -> None:
-    judge = judge_progress(["d0", "d1", "d2"], deadline_s=0.2)
-    judge([pulse(0), pulse(1), pulse(2, answered=False)])
-    end_s = time.monotonic() + 0.3
-    while time.monotonic() < end_s:
-        found = judge([pulse(0), pulse(1), pulse(2, answered=False)])
-    assert found.hung == {2}
-    assert not found.stuck
+    pulses = [{"number": 0}, {"number": 1}, {"number": 2, "answered": False}]
+    found = Clock().judge_for(11, ids=["d0", "d1", "d2"], deadline_s=10, pulses=pulses)
+    assert found[-1].hung == {2}
+    assert not found[-1].stuck
 
 
 def test_who_reported_the_step_is_not_asked_about() -> None:
     """All others wait for each other: an exchange is stuck."""
-    judge = judge_progress(["d0", "d1", "d2"], deadline_s=0.2)
-    end_s = time.monotonic() + 0.4
-    while time.monotonic() < end_s:
-        found = judge([pulse(1, num_done=5, waiting=True), pulse(2, num_done=4, waiting=True)])
-    assert found.stuck
-    assert not found.hung
+    pulses = [{"number": 1, "num_done": 5, "waiting": True}, {"number": 2, "num_done": 4, "waiting": True}]
+    found = Clock().judge_for(21, ids=["d0", "d1", "d2"], deadline_s=10, pulses=pulses)
+    assert found[-1].stuck
+    assert not found[-1].hung

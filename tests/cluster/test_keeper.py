@@ -11,14 +11,17 @@ import pytest
 import ray
 
 from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.facts import Waited
 from rayfcp.cluster.keeper import born
 from rayfcp.cluster.keeping import Keeping, ring
-from rayfcp.cluster.pushing import Pusher, Waited
+from rayfcp.cluster.pushing import Pusher
 from rayfcp.cluster.restoring import restorable
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.values import Box, StateId
-from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard, until
+from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard
 from tests.cluster.processes import lives
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -30,7 +33,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Crew, Ke
     config = light_config(tmp_path_factory.mktemp("kept"), name="kept", num_workers=1)
     with free_cpus_again():
         crew = Crew.launch(light_start(config, run_key="kept"), stopped=lambda: False)
-        keeping = Keeping(config, run_key="kept")
+        keeping = Keeping(config, runtime=RayRuntime(), run_key="kept")
         yield crew, keeping
         crew.end()
         keeping.end()
@@ -43,7 +46,7 @@ def kept(started: tuple[Crew, Keeping]) -> tuple[object, Keeping]:
     keeping.forget(crew.facts[0].node_id)
     ray.get(crew.workers[0].drop_copies.remote())
     keeping.cover(crew.members)
-    keeping.await_told(timeout_s=30)
+    keeping.await_told(timeout_s=PATIENCE_S)
     return crew.workers[0], keeping
 
 
@@ -60,7 +63,7 @@ def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> N
     worker, keeping = kept
     header = shard(10 + num_bytes, num_bytes=num_bytes)
     worker.keep.remote(header, bytes_of(header))
-    assert ray.get(worker.await_kept.remote(header.state, timeout_s=30)) == Waited.KEPT
+    assert ray.get(worker.await_kept.remote(header.state, timeout_s=PATIENCE_S)) == Waited.KEPT
     (source,) = copies_at(keeping.keepers)
     assert source.header == header
     wanted = [("weight", "parameter", Box(offsets=(0,), sizes=(num_bytes,)))] if num_bytes else []
@@ -82,17 +85,17 @@ def test_a_keeper_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: 
     (member,) = started_members(worker)
     first, second = shard(9000), shard(9001)
     worker.keep.remote(first, bytes_of(first))
-    assert ray.get(worker.await_kept.remote(first.state, timeout_s=30)) == Waited.KEPT
+    assert ray.get(worker.await_kept.remote(first.state, timeout_s=PATIENCE_S)) == Waited.KEPT
     ray.kill(keeping.keeper_of(member.facts.node_id))
     worker.keep.remote(second, bytes_of(second))
-    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.LOST, (
+    assert ray.get(worker.await_kept.remote(second.state, timeout_s=PATIENCE_S)) == Waited.LOST, (
         "lost, long before the time is over"
     )
-    assert restorable([], keeping, up_to=9001, patience_s=10).sources == ()
+    assert restorable([], keeping, runtime=RayRuntime(), up_to=9001, patience_s=PATIENCE_S).sources == ()
     assert keeping.keepers == {}, "a dead keeper is forgotten"
     keeping.cover([member])
-    keeping.await_told(timeout_s=30)
-    assert ray.get(worker.await_kept.remote(second.state, timeout_s=30)) == Waited.KEPT
+    keeping.await_told(timeout_s=PATIENCE_S)
+    assert ray.get(worker.await_kept.remote(second.state, timeout_s=PATIENCE_S)) == Waited.KEPT
     assert [source.header for source in copies_at(keeping.keepers)] == [second]
 
 
@@ -106,7 +109,7 @@ def test_only_watched_processes_are_killed(kept: tuple[object, Keeping]) -> None
     ray.get(keeper.watch.remote([process.pid]))
     os.kill(process.pid, signal.SIGSTOP)
     assert ray.get(keeper.kill.remote(process.pid))
-    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert process.wait(timeout=PATIENCE_S) == -signal.SIGKILL
     assert not ray.get(keeper.kill.remote(process.pid))
     assert not lives(process.pid)
 
@@ -137,12 +140,12 @@ def test_a_damaged_copy_is_sent_again_and_never_seen(kept: tuple[object, Keeping
     _, keeping = kept
     keeper = next(iter(keeping.keepers.values()))
     copies = DamagedCopies(times=times)
-    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=10)
+    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=PATIENCE_S)
     header = shard(1, number=7)
     copies.put(header, bytes_of(header))
     pusher.use(keeper)
     pusher.offer(header, safe=None)
-    assert pusher.wait_for(header.state, timeout_s=30) == (Waited.KEPT if arrives else Waited.LOST)
+    assert pusher.wait_for(header.state, timeout_s=PATIENCE_S) == (Waited.KEPT if arrives else Waited.LOST)
     assert pusher.pushed.lost != arrives
     found = [source.header for source in copies_at(keeping.keepers)]
     assert (header in found) == arrives
@@ -152,13 +155,13 @@ def test_older_copies_go_when_newer_ones_come(kept: tuple[object, Keeping]) -> N
     _, keeping = kept
     keeper = next(iter(keeping.keepers.values()))
     copies = HeldCopies()
-    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=10)
+    pusher = Pusher(copies, settle=lambda: None, chunk_bytes=1000, patience_s=PATIENCE_S)
     pusher.use(keeper)
     for version in range(1, 6):
         header = shard(version, number=3)
         copies.put(header, bytes_of(header))
         pusher.offer(header, safe=StateId(version=version - 1, generation=0) if version > 1 else None)
-        assert pusher.wait_for(header.state, timeout_s=30) == Waited.KEPT
+        assert pusher.wait_for(header.state, timeout_s=PATIENCE_S) == Waited.KEPT
         assert pusher.pushed.num_bytes == 2500
         assert pusher.pushed.seconds > 0
         headers = [source.header for source in copies_at(keeping.keepers)]
@@ -178,7 +181,7 @@ def test_a_keeper_that_is_stopped_is_lost(kept: tuple[object, Keeping]) -> None:
     try:
         pusher.use(keeper)
         pusher.offer(header, safe=None)
-        assert pusher.wait_for(header.state, timeout_s=30) == Waited.LOST
+        assert pusher.wait_for(header.state, timeout_s=PATIENCE_S) == Waited.LOST
         assert pusher.pushed.lost
     finally:
         os.kill(pid, signal.SIGCONT)

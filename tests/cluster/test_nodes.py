@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.nodes import NodeWatch
-from tests.cluster.light import until
+from tests.waiting import PATIENCE_S
 
 
 def test_keepers_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
@@ -17,7 +16,7 @@ def test_keepers_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
         [sys.executable, "-m", "tests.cluster.nodes_script", str(answer)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -28,20 +27,7 @@ def test_keepers_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
     assert found["recruited_on_new_node"]
     assert found["drain"]["before"] == {}
     assert found["drain"]["is_it"]
-    assert 55 < found["drain"]["left_s"] < 62
+    assert found["drain"]["left_s"] == pytest.approx(60, abs=0.01)
     assert found["lost"] == [[True, "node"]]
-    assert found["noticed_s"] < 30
     assert found["copies_left"] == [True], "the lost device's, on the node that lives"
     assert found["living"] == [5]
-
-
-@pytest.mark.usefixtures("ray_cluster")
-def test_the_watch_sees_nodes_and_ends() -> None:
-    watch = NodeWatch(0.05)
-    assert len(watch.view.alive) == 1
-    assert not watch.view.draining
-    first = watch.view
-    until(lambda: watch.view is not first)
-    watch.close()
-    last = watch.view
-    assert last.alive == first.alive

@@ -11,7 +11,7 @@ from rayfcp.cluster.ray_metrics import ray_mirror
 from rayfcp.elastic.facts import Cause
 from rayfcp.telemetry.names import METRICS, PREFIX
 from rayfcp.telemetry.series import Series
-from tests.cluster.light import until
+from tests.waiting import PATIENCE_S, until
 
 OWN_LABELS = {"run", *(label for metric in METRICS for label in metric.labels)}
 
@@ -24,7 +24,9 @@ def test_every_cause_is_counted_from_the_start() -> None:
 def exported(run: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """What Ray's agent on this node shows of a run, without Ray's own labels and prefix."""
     node = next(each for each in ray.nodes() if each["NodeID"] == ray.get_runtime_context().get_node_id())
-    with urlopen(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=5) as answer:
+    with urlopen(
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=PATIENCE_S
+    ) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
         (
@@ -59,7 +61,7 @@ def test_ray_exports_the_same_names_labels_and_values() -> None:
         ("context_parallel_degree_count", ()): 3,
     }
     keys = {(name, frozenset({("run", run), *labels})): value for (name, labels), value in wanted.items()}
-    until(lambda: keys.items() <= exported(run).items(), timeout_s=120)
+    until(lambda: keys.items() <= exported(run).items(), what=lambda: exported(run), every_s=0.5)
     assert ("worker_busy_seconds", frozenset({("run", run), ("rank", "1")})) not in exported(run)
     series.close()
 

@@ -11,6 +11,7 @@ from rayfcp.cluster.foretelling import foretell, run_hardware
 from rayfcp.cluster.layout import layers_of_stage
 from rayfcp.cluster.measured import analytic_cost
 from rayfcp.cluster.recording import Recorder
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.plan import model_profile, plan_batch
 from rayfcp.program import ALL_PRIMITIVES, lower
@@ -67,12 +68,12 @@ def start(at_s: float) -> Event:
 
 def test_a_start_that_was_killed_ends_with_its_last_step(tmp_path: Path) -> None:
     began_s = time.time() - 1000.0
-    first = Recorder(tmp_path, trace_steps=1, resume_step=0)
+    first = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=0)
     first.happened(start(began_s))
     with StepLog(tmp_path / "steps.jsonl") as log:
         log.append(report(1))
     os.utime(tmp_path / "steps.jsonl", (began_s + 100.0, began_s + 100.0))
-    second = Recorder(tmp_path, trace_steps=1, resume_step=1)
+    second = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=1)
     second.happened(start(began_s + 500.0))
     second.close()
     told = read_events(tmp_path / "events.jsonl")
@@ -80,6 +81,6 @@ def test_a_start_that_was_killed_ends_with_its_last_step(tmp_path: Path) -> None
     assert told[1].at_s == pytest.approx(began_s + 100.0) and "going on after step 1" in told[1].reason
     wall_s = history_of(told, [report(1)], last_write_s=began_s + 100.0).wall_s
     assert wall_s == pytest.approx(105.0 + 5.0 + told[3].at_s - told[2].at_s)
-    again = Recorder(tmp_path, trace_steps=1, resume_step=0)
+    again = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=0)
     again.happened(start(began_s))
     assert len(read_events(tmp_path / "events.jsonl")) == 1, "a run from its beginning forgets what was there"

@@ -13,6 +13,7 @@ import pytest
 
 from rayfcp.cluster.reporting import Journal, picture_of
 from rayfcp.cluster.resuming import put_aside
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import Span, SpanKind
@@ -26,7 +27,7 @@ def life(config: Config, *, resume_step: int) -> Iterator[Journal]:
     """One after another, as controllers have them."""
     folder = Path(config.run_dir)
     folder.mkdir(exist_ok=True)
-    journal = Journal(config, run_dir=folder, resume_step=resume_step, began_s=time.monotonic())
+    journal = Journal(config, runtime=RayRuntime(), run_dir=folder, resume_step=resume_step, began_s=time.monotonic())
     try:
         yield journal
     finally:

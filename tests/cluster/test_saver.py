@@ -1,14 +1,16 @@
-"""When checkpoints are begun, committed, left out and given up, with actors that write real files when told to."""
+"""When checkpoints are begun, committed, left out and given up, by devices that write real files when told to."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
-from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.saving import Saver
 from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
@@ -16,20 +18,15 @@ from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.integrity import find_damage, sum_files
 from rayfcp.execute.reports import RankReport, SavedPart
 from rayfcp.telemetry.metrics import MetricsExporter
-from tests.cluster.light import LightWorker, free_cpus_again, light_start
 from tests.cluster.runs import run_config, write_texts
 from tests.cluster.test_guard import report_of
 
-pytestmark = pytest.mark.usefixtures("ray_cluster")
 
-
-class WritingWorker(LightWorker):
+class WritingDevice:
     """Writes its part of a checkpoint no sooner than it is asked how that ended."""
 
-    _number, _folder, _loaded = 0, "", ""
-
-    def be(self, number: int) -> None:
-        self._number = number
+    def __init__(self, number: int) -> None:
+        self._number, self._folder, self._loaded = number, "", ""
 
     def begin_save(self, folder: str) -> None:
         self._folder = folder
@@ -53,6 +50,29 @@ class WritingWorker(LightWorker):
         return self._loaded
 
 
+class Called:
+    """A handle whose calls run at once, in this process."""
+
+    def __init__(self, device: WritingDevice) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self._device, name))
+
+
+class Devices:
+    """What a saver needs of a crew."""
+
+    def __init__(self, count: int) -> None:
+        self._handles = [Called(WritingDevice(number)) for number in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
+        return [call(number, handle) for number, handle in enumerate(self._handles)]
+
+
 class Run:
     """A saver, its crew, and what it says."""
 
@@ -63,20 +83,15 @@ class Run:
         self._sampler = Sampler(LengthIndex.open(str(folder / "shards"), max_seqlen=256), seed=0, global_batch=6)
         self.said: list[str] = []
         self.metrics = MetricsExporter("saved", run_dir=folder / "saved")
-        self.start(2)
+        self.crew = Devices(2)
         self.saver = self.make_saver("auto")
 
     def make_saver(self, resume: str) -> Saver:
         checkpoint = self.config.checkpoint.model_copy(update={"resume": resume})
         config = self.config.model_copy(update={"checkpoint": checkpoint})
-        return Saver(config, sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append)
-
-    def start(self, size: int) -> None:
-        cluster = self.config.cluster.model_copy(update={"num_workers": size})
-        config = self.config.model_copy(update={"cluster": cluster})
-        start = light_start(config, run_key="saved", worker=WritingWorker)
-        self.crew = Crew.launch(start, stopped=lambda: False)
-        self.crew.each(lambda number, worker: worker.be.remote(number))
+        return Saver(
+            config, runtime=RayRuntime(), sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append
+        )
 
     def write(self) -> list[SavedPart | None]:
         return self.crew.each(lambda _, worker: worker.finish_save.remote())
@@ -101,12 +116,10 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path):
-    with free_cpus_again():
-        made = Run(tmp_path)
-        yield made
-        made.crew.end()
-        made.metrics.close()
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    yield made
+    made.metrics.close()
 
 
 def test_a_slow_write_holds_nothing_up_and_the_next_is_left_out(run: Run) -> None:
@@ -129,8 +142,7 @@ def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) ->
     late, _ = run.write()
     run.saver.abandon()
     (given_up,) = run.unfinished
-    run.crew.end()
-    run.start(1)
+    run.crew = Devices(1)
     run.step(2)
     run.step(3, late)
     assert run.steps == [], "what devices say of an older write is dropped"

@@ -10,7 +10,6 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
 from rayfcp.cluster.checkpoints import CheckpointFolder
-from rayfcp.cluster.placement import release, reserve
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import StepReport
@@ -247,21 +246,6 @@ def test_accelerators_are_asked_of_ray(folder: Path) -> None:
         config = run_config(folder, name="accelerated", cluster={"device": device}, elastic=elastic)
         with pytest.raises(ConfigError, match=f"'{name}': 1.0"):
             FlexTrainer(config).fit()
-
-
-def test_too_few_devices_are_named(folder: Path) -> None:
-    elastic = {"start_timeout_s": 2}
-    config = run_config(folder, name="many", cluster={"device": "cpu", "num_workers": 64}, elastic=elastic)
-    with pytest.raises(ConfigError, match="num_workers asks for at least 64"):
-        FlexTrainer(config).fit()
-
-
-def test_range_of_workers_takes_what_fits(folder: Path) -> None:
-    groups = reserve(run_config(folder, name="range", cluster={"num_workers": [1, 64]}), device="cpu")
-    try:
-        assert 4 <= len(groups) < 64
-    finally:
-        release(groups)
 
 
 def test_a_range_of_workers_on_cpus_leaves_one_for_the_planner(folder: Path) -> None:

@@ -4,12 +4,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import Config, ConfigError, check_paths, dump_config, load_config, parse_config
 from rayfcp.config.problems import known_keys, nearest_key
 from rayfcp.config.yaml_text import read_yaml
+from tests.examples import examples
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)
 TEXT = st.text(max_size=12)
@@ -39,7 +40,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, dict[str, object]]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@examples(25)
 @given(raw_configs())
 def test_dump_loads_back_equal(raw: dict[str, dict[str, object]]) -> None:
     config = parse_config(raw)
@@ -48,7 +49,7 @@ def test_dump_loads_back_equal(raw: dict[str, dict[str, object]]) -> None:
     assert config.data.max_seqlen == raw["data"]["max_seqlen"] and config.run.name == raw["run"]["name"]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.sampled_from(sorted(known_keys())), st.data())
 def test_a_slip_of_the_finger_names_the_key(key: str, data: st.DataObject) -> None:
     section, _, name = key.rpartition(".")
@@ -57,7 +58,7 @@ def test_a_slip_of_the_finger_names_the_key(key: str, data: st.DataObject) -> No
     assert nearest_key(f"{section}.{slip}" if section else slip) == key
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | TEXT,

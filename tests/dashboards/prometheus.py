@@ -17,8 +17,8 @@ import yaml
 
 from dashboards.install import scrape_config
 from dashboards.places import RULES
+from tests.waiting import PATIENCE_S
 
-READY_S = 60.0
 SCRAPE_S = 1
 
 
@@ -67,14 +67,14 @@ class Prometheus:
         """
         url = f"{self._url}{what}?{urllib.parse.urlencode(arguments)}"
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{arguments}: {error.read().decode()}") from error
 
     def _address(self) -> str:
         """Where it listens, as its log says once it is ready."""
-        until_s = time.monotonic() + READY_S
+        until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             text = self._log.read_text()
             assert self._process.poll() is None, text
@@ -82,12 +82,12 @@ class Prometheus:
             if found and "Server is ready to receive web requests" in text:
                 return found.group(1)
             time.sleep(0.05)
-        raise TimeoutError(f"Prometheus is not ready after {READY_S:.0f} s:\n{self._log.read_text()}")
+        raise TimeoutError(f"Prometheus is not ready after {PATIENCE_S:.0f} s:\n{self._log.read_text()}")
 
     def _end(self) -> None:
         self._process.terminate()
         try:
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -14,6 +14,7 @@ from dashboards.places import BOARDS, HERE, KUBERNETES, RULES
 from rayfcp.telemetry.names import METRICS, PREFIX, Kind
 from tests.dashboards.promql import boards, names, of_boards, of_rules, panels, rules
 from tests.dashboards.schema import problems
+from tests.waiting import PATIENCE_S
 
 COLUMNS = 24
 OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
@@ -150,4 +151,6 @@ def test_boards_know_nothing_of_the_package() -> None:
         "import sys, dashboards.generate, dashboards.install; "
         "sys.exit(any(name.split('.')[0] == 'rayfcp' for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", check], cwd=HERE.parent, check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", check], cwd=HERE.parent, check=False, timeout=PATIENCE_S).returncode == 0
+    )

@@ -17,56 +17,92 @@ from tests.cluster.recovering import PickyWorker, close, kill, pids, reopen
 from tests.cluster.runs import run_config, write_texts
 from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import Expression, boards, of_boards, of_rules, rules, substituted
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(3 * PATIENCE_S)]
 
-TRAIN_S = 60.0
 DEVICES = 3
-STEPS = 12
-"""Of each stage of the run."""
 RUN = "watched"
 WAYS = re.compile(r"label_values\((\w+), (\w+)\)")
+EXPRESSIONS = (*of_boards(), *of_rules())
+
+
+AT_THE_END = [
+    Expression(place="", text=text, instant=True)
+    for text in (
+        f"rayfcp_world_size == {DEVICES}",
+        'rayfcp_recoveries_total{cause="died"} == 1',
+        'rayfcp_resizes_total{direction="up"} >= 1',
+        f"count(rayfcp_worker_step_seconds) == {DEVICES}",
+    )
+]
+"""What came of the worker that was killed, and of the one that came."""
+
+
+class PacedWorker(PickyWorker):
+    """Takes its time for each step: what Prometheus sees of a run is what matters here, not how far it comes."""
+
+    def step(self, *given: Any, **named: Any) -> Any:
+        time.sleep(0.25)
+        return super().step(*given, **named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """A run that is over, and the Prometheus that saw it. `end_s`: shortly before its end, on the clock of the day."""
+    """A run, and the Prometheus that sees it from `start_s` to `end_s`, on the clock of the day."""
 
     prometheus: Prometheus
     start_s: float
     end_s: float
 
+    def samples(self, expression: Expression) -> list[float]:
+        """Numbers that Grafana would draw."""
+        range_s = int(self.end_s - self.start_s)
+        text = substituted(expression.text, runs=[RUN], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=range_s)
+        if expression.instant:
+            found = self.prometheus.ask("query", query=text, time=self.end_s)
+        else:
+            over = {"start": self.start_s, "end": self.end_s, "step": SCRAPE_S}
+            found = self.prometheus.ask("query_range", query=text, **over)
+        series = [each.get("values") or [each["value"]] for each in found["result"]]
+        return [float(value) for values in series for _, value in values if math.isfinite(float(value))]
+
 
 class Course:
-    """Closes the run to new workers and kills one; lets another come once there were steps without it; presses Ctrl-C
-    once there were steps with it, and the run has trained for `TRAIN_S`."""
+    """Closes the run to new workers and kills one, lets another come, and presses Ctrl-C in the end, each as soon as
+    Prometheus has seen what came of the one before; at the end that is all that tests ask for, at one moment."""
 
-    def __init__(self, config: Config) -> None:
-        self._config, self._first_s = config, 0.0
+    def __init__(self, config: Config, prometheus: Prometheus) -> None:
+        self._prometheus, self._start_s = prometheus, time.time()
         self._stages = [
-            (DEVICES, lambda: (close(config), kill(pids("PickyWorker")[0]))),
-            (DEVICES - 1, lambda: reopen(config)),
-            (DEVICES, self._press),
+            (f"rayfcp_world_size == {DEVICES}", lambda: (close(config), kill(pids("PacedWorker")[0]))),
+            (f"rayfcp_world_size == {DEVICES - 1}", lambda: reopen(config)),
         ]
-        self._num_steps = 0
+        self._empty: list[Expression] = []
+        self._asked_s = 0.0
+        self.watched: Watched | None = None
 
     def say(self, text: str) -> None:
         """Nothing of it matters here."""
 
     def update(self, report: StepReport) -> None:
-        self._first_s = self._first_s or time.monotonic()
-        if not self._stages:
+        if self.watched is not None or time.monotonic() < self._asked_s + SCRAPE_S:
             return
-        size, act = self._stages[0]
-        self._num_steps += report.world_size == size
-        is_last = len(self._stages) == 1
-        if self._num_steps >= STEPS and not (is_last and time.monotonic() < self._first_s + TRAIN_S):
-            self._num_steps = 0
-            self._stages.pop(0)
-            act()
-
-    def _press(self) -> None:
-        raise KeyboardInterrupt
+        now = Watched(prometheus=self._prometheus, start_s=self._start_s, end_s=time.time())
+        if self._stages:
+            seen, act = self._stages[0]
+            if now.samples(Expression(place="", text=seen)):
+                self._stages.pop(0)
+                act()
+        else:
+            wanted = [*(each for each in EXPRESSIONS if not each.of_pictures), *AT_THE_END]
+            self._empty = [each for each in self._empty if not now.samples(each)]
+            if not self._empty:  # each has had data, now all of them at once
+                self._empty = [each for each in wanted if not now.samples(each)]
+            if not self._empty or now.end_s > self._start_s + PATIENCE_S:  # tests say what is missing
+                self.watched = now
+                raise KeyboardInterrupt
+        self._asked_s = time.monotonic()
 
 
 @pytest.fixture(scope="module")
@@ -78,33 +114,20 @@ def watched(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Iter
         name=RUN,
         cluster={"num_workers": [1, DEVICES]},
         train={"steps": 100_000},
-        checkpoint={"every_steps": 20},
+        checkpoint={"every_steps": 5},
     )
-    start_s = time.time()
     with Prometheus(folder / "prometheus", config=quick_config(folder)) as prometheus:
+        course = Course(config, prometheus)
         with free_cpus_again():
-            FlexTrainer(config, worker=PickyWorker).fit(watcher=Course(config))
-        last = prometheus.ask("query", query="max(max_over_time(rayfcp_last_step_timestamp_seconds[10m]))")
-        yield Watched(prometheus=prometheus, start_s=start_s, end_s=float(last["result"][0]["value"][1]))
-
-
-def samples(watched: Watched, expression: Expression) -> list[float]:
-    """Numbers that Grafana would draw."""
-    range_s = int(watched.end_s - watched.start_s)
-    text = substituted(expression.text, runs=[RUN], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=range_s)
-    if expression.instant:
-        found = watched.prometheus.ask("query", query=text, time=watched.end_s)
-    else:
-        over = {"start": watched.start_s, "end": watched.end_s, "step": SCRAPE_S}
-        found = watched.prometheus.ask("query_range", query=text, **over)
-    series = [each.get("values") or [each["value"]] for each in found["result"]]
-    return [float(value) for values in series for _, value in values if math.isfinite(float(value))]
+            FlexTrainer(config, worker=PacedWorker).fit(watcher=course)
+        assert course.watched is not None
+        yield course.watched
 
 
 @pytest.mark.parametrize("kind", [of_boards, of_rules], ids=["boards", "rules"])
 def test_every_query_has_data(kind: Any, watched: Watched) -> None:
     """But for those of pictures: the model does not see."""
-    empty = [expression.place for expression in kind() if not samples(watched, expression)]
+    empty = [expression.place for expression in kind() if not watched.samples(expression)]
     assert empty == [expression.place for expression in kind() if expression.of_pictures]
 
 
@@ -129,7 +152,7 @@ def test_readers_can_choose_the_run(watched: Watched) -> None:
 
 def test_the_loss_and_the_growth_are_on_the_boards(watched: Watched) -> None:
     def values(text: str) -> set[float]:
-        return set(samples(watched, Expression(place="", text=text)))
+        return set(watched.samples(Expression(place="", text=text)))
 
     assert {DEVICES - 1, DEVICES} <= values("rayfcp_world_size")
     assert max(values('rayfcp_recoveries_total{cause="died"}')) == 1

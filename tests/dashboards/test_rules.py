@@ -11,6 +11,7 @@ import yaml
 from dashboards.places import RULE_TESTS, RULES, SCRAPE
 from tests.dashboards.promql import RECORDED, boards, rules
 from tests.dashboards.promql import panels as panels_of
+from tests.waiting import PATIENCE_S
 
 ALERTS = ("MfuDrop", "Imbalance", "Straggler", "PlannerLate", "NoProgress", "RunUnreachable", "RecoveryStorm")
 
@@ -19,7 +20,7 @@ def promtool(*arguments: str | Path) -> str:
     """What it says; it must be content."""
     program = shutil.which("promtool")
     assert program, "promtool is missing; run .ci/install-packages"
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

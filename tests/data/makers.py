@@ -7,7 +7,6 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-from hypothesis import settings
 
 from rayfcp.config.models import DataConfig
 from rayfcp.data import PreparedManifest, TokenReader
@@ -17,11 +16,12 @@ from rayfcp.data.shard_reader import ShardReader
 from rayfcp.data.sources import discover
 from rayfcp.data.tokenizer import ByteTokenizer
 from rayfcp.values import Sample
+from tests.examples import examples
 
 EOS = 257
 
-# The machine may be busy: no deadline for an example.
-few_examples = settings(max_examples=40, deadline=None)
+
+few_examples = examples(40)
 
 
 def data_config(*paths: object, **keys: Any) -> DataConfig:

@@ -15,6 +15,7 @@ import yaml
 from rayfcp import cli
 from rayfcp.config import Config, config_of_keys, load_config
 from tests.docs.pages import ROOT, SAVED
+from tests.waiting import PATIENCE_S
 
 MANIFESTS = sorted((ROOT / "jobs" / "kuberay").glob("*.yaml"))
 HEAD_SERVICE = "-head-svc"  # KubeRay's name of a cluster's head service ends so
@@ -77,7 +78,7 @@ def _make(words: list[str]) -> None:
     # A make that runs these tests would have this one say which folder it enters and leaves.
     own = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     command = ["make", "-n", *words]
-    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     if words[:1] == ["quickstart"]:
         assert done.stdout.rstrip().endswith("rayfcp train jobs/quickstart.yaml")
@@ -175,7 +176,7 @@ def _sbatch(words: list[str]) -> None:
     """bash reads the script; its options and those of the command are sbatch's; the configuration is one."""
     at = next(number for number, word in enumerate(words) if not word.startswith("--"))
     script = ROOT / words[at]
-    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     options = re.findall(r"(?m)^#SBATCH --([a-z-]+)", script.read_text(encoding="utf-8"))
     assert options and {*options, *(word[2:].split("=")[0] for word in words[:at])} <= SBATCH

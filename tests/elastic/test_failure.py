@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import parse_config
@@ -11,6 +11,7 @@ from rayfcp.elastic.failure import hopeless
 from rayfcp.elastic.size import decide
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices
+from tests.examples import examples
 
 LIMITS = Limits(min_devices=1, max_devices=4, max_recoveries=5)
 FACTS = Facts(limits=LIMITS, devices=devices(*"aabb"), active=("d0", "d1", "d2", "d3"))
@@ -62,7 +63,7 @@ def end_of(failures: list[Failure | None], *, limits: Limits) -> int:
     return len(failures)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(EVENTS, max_size=12), st.integers(1, 6), st.integers(1, 3))
 def test_a_run_ends_when_the_rules_say(failures: list[Failure | None], recoveries: int, retries: int) -> None:
     limits = dataclasses.replace(LIMITS, max_recoveries=recoveries, collective_retries=retries)

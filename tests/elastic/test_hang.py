@@ -4,12 +4,13 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.elastic import ElasticConfig
 from rayfcp.elastic.facts import Cause
-from rayfcp.elastic.hang import REMEMBERED, Sign, Signs, StepTimes, judge
+from rayfcp.elastic.hang import REMEMBERED, Sign, StepTimes, judge
+from tests.examples import examples
 
 ELASTIC = ElasticConfig(hang_min_s=2.0, hang_factor=10.0, start_timeout_s=100.0)
 SECONDS = st.floats(0.01, 50.0)
@@ -26,7 +27,7 @@ def test_before_any_step_workers_get_their_time_to_start() -> None:
     assert StepTimes().deadline_s(ELASTIC, predicted_s=3.0) == 100.0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(SECONDS, min_size=1, max_size=30), SECONDS, st.floats(0.2, 5.0))
 def test_the_deadline_scales_with_what_is_predicted(predicted: list[float], next_s: float, wrong_by: float) -> None:
     """Predictions that are wrong by one factor all along give that factor back."""
@@ -35,7 +36,7 @@ def test_the_deadline_scales_with_what_is_predicted(predicted: list[float], next
     assert times.deadline_s(ELASTIC, predicted_s=next_s) == pytest.approx(max(2.0, 10 * wrong_by * next_s))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(SECONDS, st.just(math.nan)), min_size=1, max_size=10))
 def test_without_predictions_the_median_step_counts(steps: list[tuple[float, float]]) -> None:
     usual_s = statistics.median(step_s for step_s, _ in steps)
@@ -67,7 +68,7 @@ SIGNS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(SIGNS, st.floats(1.0, 120.0))
 def test_verdicts_by_their_rules(signs: list[Sign], deadline_s: float) -> None:
     verdict = judge(signs, now_s=100.0, deadline_s=deadline_s)
@@ -79,7 +80,7 @@ def test_verdicts_by_their_rules(signs: list[Sign], deadline_s: float) -> None:
     assert (verdict.failure is None) == (not verdict.hung and not verdict.stuck)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(SIGNS, st.floats(1.0, 120.0), st.floats(0.0, 50.0))
 def test_more_patience_blames_nobody_else(signs: list[Sign], deadline_s: float, more_s: float) -> None:
     early = judge(signs, now_s=100.0, deadline_s=deadline_s)
@@ -109,15 +110,14 @@ def test_where_all_wait_the_exchange_is_stuck_and_nobody_is_lost() -> None:
     assert (verdict.hung, verdict.failure.cause, verdict.failure.lost) == ((), Cause.COLLECTIVE, ())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3), st.booleans(), st.floats(0, 5)), max_size=20))
 def test_signs_remember_when_a_device_last_moved(answers: list[tuple[str, int, bool, float]]) -> None:
-    signs, now_s = Signs.start("ab", now_s=0.0), 0.0
+    signs, now_s = {id: Sign.start(id, now_s=0.0) for id in "ab"}, 0.0
     expected = {"a": (-1, 0.0, 0.0), "b": (-1, 0.0, 0.0)}
     for id, done, waiting, after_s in answers:
         now_s += after_s
-        signs = signs.heard(id, step=1, num_done=done, waiting=waiting, now_s=now_s)
+        signs[id] = signs[id].heard(step=1, num_done=done, waiting=waiting, now_s=now_s)
         before, _, moved_s = expected[id]
         expected[id] = (done, now_s, moved_s if done == before else now_s)
-    assert {each.id: (each.num_done, each.heard_s, each.moved_s) for each in signs.signs} == expected
-    assert [each.id for each in signs.without({"a"}).signs] == ["b"]
+    assert {id: (each.num_done, each.heard_s, each.moved_s) for id, each in signs.items()} == expected

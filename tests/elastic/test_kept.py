@@ -1,10 +1,11 @@
 """Safe states: only what every device kept, and no step runs too far ahead of them."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.kept import Kept
 from rayfcp.values import StateId
+from tests.examples import examples
 
 
 def state(version: int, generation: int = 0) -> StateId:
@@ -17,7 +18,7 @@ REPORTS = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(REPORTS)
 def test_safe_is_the_newest_that_every_device_reported(reports: list[dict[str, StateId | None]]) -> None:
     kept = Kept.start("ab", generation=0, first=0, every=1)
@@ -31,7 +32,7 @@ def test_safe_is_the_newest_that_every_device_reported(reports: list[dict[str, S
         assert before is None or (kept.safe is not None and kept.safe >= before)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(first=st.integers(0, 9), every=st.integers(1, 5), delays=st.lists(st.integers(0, 6), min_size=30, max_size=30))
 def test_a_loss_at_any_time_repeats_at_most_so_many_finished_steps(first: int, every: int, delays: list[int]) -> None:
     """Steps run as soon as they may; each snapshot is kept some steps after it was taken."""
@@ -55,7 +56,7 @@ def test_a_loss_at_any_time_repeats_at_most_so_many_finished_steps(first: int, e
         step += 1
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(first=st.integers(0, 9), every=st.integers(1, 5), ahead=st.integers(1, 20))
 def test_what_is_needed_is_a_snapshot_that_is_taken(first: int, every: int, ahead: int) -> None:
     kept = Kept.start("a", generation=0, first=first, every=every)

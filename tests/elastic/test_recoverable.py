@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.recoverable import Held, newest
 from rayfcp.values import ShardHeader, StateId
+from tests.examples import examples
 
 
 def copy(version: int, number: int, *, of: int, where: str, generation: int = 0, is_keeper: bool = False) -> Held:
@@ -52,7 +53,7 @@ def complete(held: Sequence[Held]) -> list[StateId]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(copies(), st.sampled_from(["w0", "w1", "w9"]))
 def test_newest_is_what_trying_all_finds(held: list[Held], asker: str) -> None:
     found = newest(held)

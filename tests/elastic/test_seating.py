@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.facts import Device
 from rayfcp.elastic.seating import seated
 from rayfcp.elastic.shapes import Shape
 from tests.elastic.worlds import NODES, devices
+from tests.examples import examples
 
 
 def stages_of(ids: Sequence[str], shape: Shape) -> list[list[str]]:
@@ -32,7 +33,7 @@ def changes(draw: st.DrawFn) -> tuple[list[Device], tuple[str, ...], Shape, Shap
     return left, tuple(each.id for each in born), before, shape, size
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(changes())
 def test_seats(change: tuple[list[Device], tuple[str, ...], Shape, Shape, int]) -> None:
     left, active, before, shape, size = change
@@ -55,7 +56,7 @@ def test_seats(change: tuple[list[Device], tuple[str, ...], Shape, Shape, int]) 
                 assert mine == [each for each in stay if node_of[each] == node], "survivors changed their order"
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.sampled_from(NODES), min_size=2, max_size=12))
 def test_as_many_tensor_parallel_pairs_on_one_node_as_can_be(nodes: list[str]) -> None:
     have = devices(*nodes)

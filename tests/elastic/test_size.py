@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks, Starting
@@ -11,13 +11,14 @@ from rayfcp.elastic.shapes import fewest_devices
 from rayfcp.elastic.size import decide
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices, is_calm, running, usable, worlds
+from tests.examples import examples
 
 FORMS = {Move.SHRINK, Move.GROW, Move.REPLACE, Move.RETRY}
 FOUR = Limits(min_devices=1, max_devices=4)
 DEAD = Failure(cause=Cause.DIED, lost=("d1",), message="exit code -9")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(80)
 @given(worlds())
 def test_what_holds_of_every_decision(facts: Facts) -> None:
     decision = decide(facts, now_s=NOW_S)
@@ -41,7 +42,7 @@ def test_what_holds_of_every_decision(facts: Facts) -> None:
         assert (set(ids) == set(facts.active)) == (decision.what is Move.RETRY)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(worlds())
 def test_what_kind_of_move_fits_the_occasion(facts: Facts) -> None:
     """Between steps nothing waits; after a failure nothing goes on as if it had not been."""
@@ -68,7 +69,7 @@ def most(facts: Facts, *, at_most: int) -> tuple[int, int] | None:
     return max(can, default=None) if count >= limits.min_devices else None
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(worlds())
 def test_a_failure_leaves_as_many_ranks_as_can_be(facts: Facts) -> None:
     facts = dataclasses.replace(facts, losses=(), failure=DEAD, setbacks=Setbacks())
@@ -82,7 +83,7 @@ def test_a_failure_leaves_as_many_ranks_as_can_be(facts: Facts) -> None:
         assert (decision.num_stages, len(decision.devices) // per_rank) == best
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(worlds(), st.floats(0, 200))
 def test_waiting_ends_after_its_time_and_not_before(facts: Facts, waited_s: float) -> None:
     facts = dataclasses.replace(
@@ -100,7 +101,7 @@ def test_waiting_ends_after_its_time_and_not_before(facts: Facts, waited_s: floa
     assert decide(facts, now_s=NOW_S + wait_s - 0.01).what is Move.WAIT
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(worlds())
 def test_what_was_decided_is_not_undone_by_the_next_look(facts: Facts) -> None:
     facts = dataclasses.replace(facts, starting=())

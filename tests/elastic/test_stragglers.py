@@ -6,10 +6,11 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.stragglers import FIRST, PERSISTENT, WINDOW, Measured, Speeds
+from tests.examples import examples
 
 START = Speeds(slow_ratio=0.8)
 NOISE = 0.03  # relative, of one step
@@ -35,7 +36,7 @@ def after(speeds: list[float], *, steps: int, start: Speeds = START, seed: int =
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     slow=st.lists(st.floats(0.15, 0.85), min_size=1, max_size=2),
     seed=st.integers(0, 99),
@@ -56,7 +57,7 @@ def test_true_ratios_are_found_and_left_again(slow: list[float], seed: int, scal
     assert well.slow == ()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(2, 6), st.integers(0, 99))
 def test_noise_changes_no_plan(count: int, seed: int) -> None:
     rng, found = random.Random(seed), START
@@ -66,7 +67,7 @@ def test_noise_changes_no_plan(count: int, seed: int) -> None:
         assert found.of_ranks(names, num_stages=1, tensor_parallel=1) == ()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.lists(st.booleans(), min_size=30, max_size=30))
 def test_a_few_outliers_make_no_device_slow(hiccups: list[bool]) -> None:
     """A device that stood still in less than half of every window of steps."""
@@ -81,7 +82,7 @@ def test_a_few_outliers_make_no_device_slow(hiccups: list[bool]) -> None:
         assert found.of("d3") == 1.0
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.floats(0.3, 0.8), st.integers(0, 99))
 def test_the_level_of_a_slow_device_changes_seldom(speed: float, seed: int) -> None:
     """Its speed lies where two levels meet as likely as anywhere."""

@@ -22,7 +22,7 @@ from rayfcp.models.compiling import compile_parts
 from rayfcp.program import lower
 from tests.execute.cases import ARCHITECTURE, SEED, Case, CaseTokens, Gradients, library_config
 
-Found = dict[tuple[int, str], tuple[float, Gradients]]
+Found = dict[int, tuple[float, Gradients]]
 
 FORKS = mp.get_context("forkserver")
 """Makes processes that need not import what all of them use: a server has, and they are its forks."""
@@ -81,20 +81,18 @@ def joined(place: Place, client: dist.Store, *, name: str, max_groups: int = 16)
     leave_world(world)
 
 
-def run_on_gloo(cases: Sequence[Case], *, dtypes: Sequence[str]) -> Found:
-    """(case index, dtype) -> loss and whole gradients, from as many processes as the largest case needs."""
-    size = max(case.num_ranks for case in cases)
-    return on_processes(_run_all, tuple(cases), tuple(dtypes), size=size)[0]
+def run_on_gloo(runs: Sequence[tuple[Case, str]]) -> Found:
+    """Loss and whole gradients of each case in its dtype, from as many processes as the largest case needs."""
+    return on_processes(_run_all, tuple(runs), size=max(case.num_ranks for case, _ in runs))[0]
 
 
-def _run_all(rank: int, client: dist.Store, cases: Sequence[Case], dtypes: Sequence[str]) -> Found:
+def _run_all(rank: int, client: dist.Store, runs: Sequence[tuple[Case, str]]) -> Found:
     found: Found = {}
-    for dtype in dtypes:
-        for index, case in enumerate(cases):
-            if rank < case.num_ranks:
-                place = Place(rank=rank, num_ranks=case.num_ranks)
-                with joined(place, client, name=f"{dtype}-{index}") as world:
-                    found[index, dtype] = _run(case, dtype, world)
+    for index, (case, dtype) in enumerate(runs):
+        if rank < case.num_ranks:
+            place = Place(rank=rank, num_ranks=case.num_ranks)
+            with joined(place, client, name=f"{index}") as world:
+                found[index] = _run(case, dtype, world)
     return found
 
 

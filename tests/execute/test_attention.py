@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.execute.attention import attention
@@ -14,6 +14,7 @@ from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram
 from rayfcp.program.heads import lower_heads
 from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, Primitive
+from tests.examples import examples
 from tests.execute.dense import (
     LENGTHS,
     MASKS,
@@ -24,7 +25,7 @@ from tests.execute.layouts import random_layout
 from tests.masks import specs
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, masks=MASKS, num_ranks=st.integers(1, 5), seed=st.integers(0, 10_000))
 def test_any_placement_and_any_rounds(lengths: list[int], masks: list[Mask], num_ranks: int, seed: int) -> None:
     sequences = specs(lengths, masks)
@@ -32,7 +33,7 @@ def test_any_placement_and_any_rounds(lengths: list[int], masks: list[Mask], num
     assert_equal_to_dense(layout, sequences, num_ranks=num_ranks, dtype=torch.float64)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, masks=MASKS, num_ranks=st.integers(1, 6), data=st.data())
 def test_zigzag_rings_of_any_degree(lengths: list[int], masks: list[Mask], num_ranks: int, data: st.DataObject) -> None:
     sequences = specs(lengths, masks)
@@ -60,7 +61,7 @@ def test_wrong_tokens_are_named() -> None:
         )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lengths=LENGTHS,
     masks=MASKS,

@@ -1,6 +1,6 @@
 """Blocks anywhere, through the whole model: loss and gradients of a single process, also on gloo processes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -8,9 +8,9 @@ from rayfcp.config.plan import BlockOptions
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, ClusterSpec
-from tests.execute.cases import Case, assert_same, expected
-from tests.execute.gloo import run_on_gloo
+from tests.execute.cases import Case
 from tests.execute.test_blocks import COST
+from tests.execute.test_equality import assert_same_on_gloo
 from tests.execute.test_equality import test_in_process as in_process
 
 
@@ -72,8 +72,6 @@ def test_blocks_in_process(case: Case, dtype: str) -> None:
 
 
 def test_blocks_on_gloo_processes_sharded() -> None:
-    """Up to seven processes, FSDP2 shards, several microbatches, recomputation, every kind of rounds."""
-    found = run_on_gloo(CASES, dtypes=("float32", "float64"))
-    for (index, dtype), (loss, gradients) in found.items():
-        assert_same(loss, gradients, want=expected(CASES[index], dtype), dtype=dtype, what=(index, dtype))
-    assert len(found) == 2 * len(CASES)
+    """Up to five processes, FSDP2 shards, several microbatches, recomputation, every kind of rounds."""
+    cases = [*CASES[:-1], replace(CASES[-1], num_ranks=5)]
+    assert_same_on_gloo([(case, "float64") for case in cases] + [(CASES[2], "float32")])

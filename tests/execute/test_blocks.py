@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -12,6 +12,7 @@ from rayfcp.plan.blocks.columns import batch_of
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.program import Forward, check_programs, lower
 from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
+from tests.examples import examples
 from tests.execute.dense import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense
 from tests.execute.layouts import over_runs, plan_of, random_layout
 from tests.masks import specs
@@ -37,7 +38,7 @@ def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOpt
     return over_runs(layout, num_ranks=heads * num_ranks, heads=heads) if heads > 1 else layout
 
 
-@settings(max_examples=60, deadline=None)
+@examples(8)
 @given(
     lengths=LENGTHS,
     masks=MASKS,
@@ -79,7 +80,7 @@ def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
     assert_equal_to_dense(layout, sequences, num_ranks=3, dtype=dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=LENGTHS,
     masks=MASKS,
@@ -105,7 +106,7 @@ def test_blocks_of_runs_that_share_out_heads(
     assert_runs_equal_to_dense(layout, sequences, num_ranks=num_ranks, dtype=torch.float64)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=LENGTHS, masks=MASKS, num_runs=st.integers(1, 3), seed=st.integers(0, 10_000), dealt=st.booleans())
 def test_relays_of_runs_that_share_out_heads(
     lengths: list[int], masks: list[Mask], num_runs: int, seed: int, dealt: bool

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.execute.attention import AttentionContext, attention
@@ -17,6 +17,7 @@ from rayfcp.plan.layout import layouts_of
 from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.program.instructions import Backward, Free
 from rayfcp.values import BatchPlan, Block, Group, Layout, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.execute.dense import Tensors, dense, random_tensors, run_ranks
 from tests.program.pipelines import random_pipelines
 
@@ -106,7 +107,7 @@ def assert_equal_to_dense(
                 assert error <= bound, f"layer {layer} sequence {sequence} {name}: relative error {error:.2e}"
 
 
-@settings(max_examples=30, deadline=None)
+@examples(8)
 @given(seed=st.integers(0, 100_000), num_ranks=st.integers(1, 4), heads=st.sampled_from([(24, 12), (12, 1)]))
 def test_slices_attend_to_their_context(seed: int, num_ranks: int, heads: tuple[int, int]) -> None:
     """Rings and Ulysses groups; sequences in slices beside whole ones; several pipelines."""
@@ -121,7 +122,7 @@ def test_fp32_is_within_1e_5(seed: int) -> None:
     assert_equal_to_dense(plan, sequences, heads=(24, 12), dtype=torch.float32)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(5)
 @given(seed=st.integers(0, 100_000), heads=st.sampled_from([2, 3]))
 def test_runs_that_share_out_heads(seed: int, heads: int) -> None:
     """Two runs of ranks exchange keys and values of their heads; a sequence's blocks lie on one rank of each run."""

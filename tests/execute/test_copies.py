@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.execute.copies import HeldCopies
@@ -51,7 +51,6 @@ def positions(box: Box) -> set[tuple[int, ...]]:
     return set(product(*(range(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_boxes_meet_where_both_have_elements(data: st.DataObject) -> None:
     one = data.draw(boxes())
@@ -62,7 +61,6 @@ def test_boxes_meet_where_both_have_elements(data: st.DataObject) -> None:
     assert one.num_elements == len(positions(one))
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_pieces_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
     shapes = data.draw(st.lists(st.tuples(boxes(), st.sampled_from(sorted(DTYPES))), min_size=1, max_size=3))
@@ -92,7 +90,6 @@ def test_pieces_are_what_slices_of_the_whole_are(data: st.DataObject) -> None:
 VECTOR = Box(offsets=(0,), sizes=(100,))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 120), st.data())
 def test_copies_travel_whole_or_not_at_all(chunk_bytes: int, data: st.DataObject) -> None:
     header = header_of([(VECTOR, 4)])
@@ -154,7 +151,6 @@ def test_what_cannot_be_a_copy_is_refused() -> None:
         copies.pieces(header.state, 0, wanted=[("t0", "parameter", Box(offsets=(90,), sizes=(11,)))])
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 2)), unique=True),
     st.tuples(st.integers(0, 3), st.integers(0, 3)),

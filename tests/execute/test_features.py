@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from rayfcp.execute.traffic import Traffic
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.values import Block, Layout
+from tests.examples import examples
 from tests.execute.dense import run_ranks
 
 WIDTH = 3
@@ -30,7 +31,7 @@ def any_layouts(num_ranks: int, num_rows: int, seed: int) -> tuple[list[list[int
     return before, after
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(num_ranks=st.integers(1, 4), num_rows=st.integers(0, 12), seed=st.integers(0, 999))
 def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: int) -> None:
     """Ranks that have no rows before or after take part, and stand in the graph."""

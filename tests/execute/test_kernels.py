@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayfcp.execute import kernels
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, cuda, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, cuda, npu, pick_kernel
 from rayfcp.execute.kernels.cpu import CpuKernel
 from rayfcp.execute.kernels.cuda import CudaKernel, half_kernels
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
@@ -25,10 +25,11 @@ from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
 from rayfcp.execute.kernels.npu import NpuKernel
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 from rayfcp.execute.kernels.varlen import Offsets
+from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes
 
-few_examples = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few_examples = examples(25, suppress=[HealthCheck.function_scoped_fixture])
 SINGLE, HALF = (torch.float32,), (torch.bfloat16,)
 
 
@@ -212,12 +213,15 @@ def test_without_torch_npu_what_to_install_is_named() -> None:
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_many_pairs_on_npus() -> None:
-    """More than a call takes."""
-    lengths = (2, 1) * 515
+def test_more_pairs_than_a_call_takes_on_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several calls, the last one not full, by a lower limit, since the dense reference takes pairs one by one."""
+    assert npu.MOST_PAIRS == fake_npu.MOST_SEQUENCES
+    monkeypatch.setattr(npu, "MOST_PAIRS", 10)
+    monkeypatch.setattr(fake_npu, "MOST_SEQUENCES", 10)
+    lengths = (2, 1) * 13
     shape = Shape(
         queries=lengths,
-        before=(1,) * 1030,
+        before=(1,) * 26,
         own=lengths,
         causal=True,
         kv_heads=1,

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies import names
 from rayfcp.values import ClusterSpec, Mask, Pictures, SequenceSpec
+from tests.examples import examples
 from tests.execute import test_context
 from tests.execute.dense import LENGTHS, MASKS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
 from tests.execute.layouts import random_layout, ring
@@ -31,7 +32,7 @@ def sequences_of(lengths: list[int], masks: Sequence[Mask], *, window: int, seed
     return [replace(each, windows=windows) for each in pictured(specs(lengths, masks), seed=seed)]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(lengths=LENGTHS, masks=MASKS, num_ranks=RANKS, window=WINDOWS, seed=SEEDS, rings=st.booleans())
 def test_rings_and_any_placement(
     lengths: list[int], masks: list[Mask], num_ranks: int, window: int, seed: int, rings: bool
@@ -41,7 +42,7 @@ def test_rings_and_any_placement(
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=num_ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(10)
 @given(
     lengths=LENGTHS,
     num_ranks=st.sampled_from([2, 3, 5]),
@@ -74,13 +75,13 @@ def test_attends_that_are_cut_over_phases() -> None:
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(lengths=LENGTHS, masks=MASKS, degree=st.sampled_from([2, 4]), window=WINDOWS, seed=SEEDS)
 def test_ulysses_groups(lengths: list[int], masks: list[Mask], degree: int, window: int, seed: int) -> None:
     assert_ulysses_equal_to_dense(sequences_of(lengths, masks, window=window, seed=seed), degree=degree)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(6)
 @given(seed=SEEDS, num_ranks=RANKS, window=WINDOWS, heads=st.sampled_from([1, 1, 2]))
 def test_slices_that_cut_no_picture(seed: int, num_ranks: int, window: int, heads: int) -> None:
     """Rings and Ulysses groups, runs that share out heads; several pipelines."""

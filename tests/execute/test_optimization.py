@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -27,6 +27,7 @@ from rayfcp.plan import plan_batch
 from rayfcp.program import lower
 from rayfcp.values import ClusterSpec
 from tests.cluster.runs import run_config, write_texts
+from tests.examples import examples
 from tests.plan.helpers import UNIT
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -43,7 +44,7 @@ def schedules(draw: st.DrawFn) -> TrainConfig:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(config=schedules())
 def test_rates_rise_to_the_peak_and_then_fall(config: TrainConfig) -> None:
     peak, warm = config.learning_rate, config.warmup_steps
@@ -78,7 +79,7 @@ def with_gradients(seed: int, *, scale: float) -> nn.Module:
     return module
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 100), scale=st.floats(1e-3, 1e3), max_norm=st.floats(1e-2, 1e2))
 def test_gradients_are_clipped_to_the_norm_and_keep_their_direction(seed: int, scale: float, max_norm: float) -> None:
     module = with_gradients(seed, scale=scale)

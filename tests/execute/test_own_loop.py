@@ -1,12 +1,17 @@
 """The examples of docs/own_loop.md run as they are written."""
 
+import contextlib
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from tests.execute.gloo import on_processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,9 +23,10 @@ if __name__ == "__main__":  # a thread of gloo that is left may abort a process 
 """
 
 
-@pytest.mark.parametrize("name", ["own_loop.py", "packed_loop.py"])
-def test_a_documented_loop_equals_dense_attention(name: str, tmp_path: Path) -> None:
-    found = run_ranks(saved(name, tmp_path), num_ranks=3)
+@pytest.mark.parametrize(("name", "by_torchrun"), [("own_loop.py", True), ("packed_loop.py", False)])
+def test_a_documented_loop_equals_dense_attention(name: str, by_torchrun: bool, tmp_path: Path) -> None:
+    script = saved(name, tmp_path)
+    found = run_by_torchrun(script, num_ranks=3) if by_torchrun else run_ranks(script, num_ranks=3)
     pieces = re.findall(r"sequence=(\d+), start=(\d+), stop=(\d+)\) largest error (\S+)", found)
     tokens = {(int(each[0]), at) for each in pieces for at in range(int(each[1]), int(each[2]))}
     assert tokens == {(i, at) for i, n in enumerate((1500, 90, 41, 300, 5)) for at in range(n)}
@@ -56,12 +62,27 @@ def saved(name: str, folder: Path) -> Path:
     return script
 
 
-def run_ranks(script: Path, *, num_ranks: int) -> str:
+def run_by_torchrun(script: Path, *, num_ranks: int) -> str:
     """What the processes print. A file for each: lines of several would mingle in one pipe."""
-    logs = script.parent / f"logs-{num_ranks}"
+    logs = script.parent / "logs"
     options = ["--standalone", f"--nproc-per-node={num_ranks}", "--redirects=3", f"--log-dir={logs}"]
     run(["-m", "torch.distributed.run", *options, str(script)], folder=script.parent)
     return "".join(path.read_text(encoding="utf-8") for path in logs.rglob("stdout.log"))
+
+
+def run_ranks(script: Path, *, num_ranks: int) -> str:
+    """As by torchrun, in processes that have imported torch already."""
+    return "".join(on_processes(_run_rank, script, num_ranks, size=num_ranks))
+
+
+def _run_rank(rank: int, client: dist.Store, script: Path, num_ranks: int) -> str:
+    """With the variables that torchrun sets; the store is the master's, so all ranks are clients of it."""
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{client.port}"}
+    printed = script.with_name(f"printed-{num_ranks}-{rank}")
+    with printed.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.read_text(encoding="utf-8")
 
 
 def run(arguments: list[str], *, folder: Path, **variables: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -18,6 +18,7 @@ from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, SequenceSpec
+from tests.examples import examples
 from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, MASKS, Tensors, dense, random_tensors, run_ranks
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
@@ -102,7 +103,7 @@ def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext],
     return away * 4 * (HEADS + KV_HEADS) * head + rounds
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(lengths=LENGTHS, masks=MASKS, num_ranks=st.integers(1, 5), seed=st.integers(0, 10_000))
 def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_ranks: int, seed: int) -> None:
     sequences = specs(lengths, masks)
@@ -111,7 +112,7 @@ def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_rank
     assert_dense(theirs, layout, sequences, torch.float64)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, window=st.integers(1, 40), num_ranks=st.integers(1, 4), seed=st.integers(0, 10_000))
 def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, seed: int) -> None:
     """Squares of some rows on others stay in their round, rectangles and causal squares on themselves move."""

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.execute.integrity import find_damage, find_wrong_size, sum_files
+from tests.examples import examples
 from tests.execute.saving import save_where_a_file_is, save_with_one_full_disk, write_on_gloo
 
 
@@ -28,7 +29,7 @@ def test_a_file_in_the_folders_place_fails_the_write_of_all(tmp_path: Path) -> N
         assert after is None
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(content=st.binary(min_size=1, max_size=400), data=st.data())
 def test_any_change_of_a_file_is_found_and_named(
     content: bytes, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

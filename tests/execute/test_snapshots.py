@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -15,6 +15,7 @@ from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.groups import Place
 from rayfcp.execute.snapshots import Snapshots, Source, fill
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from tests.examples import examples
 
 STATE = StateId(version=3, generation=1)
 
@@ -69,7 +70,7 @@ def assert_same(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Mo
             assert value.dtype == other[1].state[twin][kind].dtype
 
 
-@settings(deadline=None, max_examples=20)
+@examples(20)
 @given(st.integers(0, 2), st.sets(st.integers(1, 6)), st.sampled_from((torch.float32, torch.float64, torch.bfloat16)))
 def test_filled_from_any_cut_the_next_update_is_the_same(steps: int, cuts: set[int], dtype: torch.dtype) -> None:
     """Also when nothing was updated yet, and into one that has state of its own."""

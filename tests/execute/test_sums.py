@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.execute.buffers import Buffers
@@ -10,12 +10,13 @@ from rayfcp.execute.merge import Merged
 from rayfcp.execute.ranges import add_rows, copy_rows, put_rows, take_rows, without
 from rayfcp.execute.sums import RowSums
 from rayfcp.program.placed import union
+from tests.examples import examples
 
 ROWS = 12
 RANGE = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(lambda each: (each[0], min(ROWS, sum(each))))
 APART = st.sets(st.integers(0, ROWS - 1), min_size=1).map(lambda rows: [(row, row + 1) for row in sorted(rows)])
 WHOLE = st.just([(0, ROWS)])
-few = settings(max_examples=60, deadline=None)
+few = examples(60)
 
 
 def term(ranges: list[tuple[int, int]], seed: int, *shape: int) -> torch.Tensor:

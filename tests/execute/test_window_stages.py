@@ -1,13 +1,14 @@
 """Models whose layers have windows, on several ranks and stages: loss and gradients of a single process."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import hardware_profile
 from rayfcp.program import check_programs
 from rayfcp.simulate import simulate
+from tests.examples import examples
 from tests.execute.cases import assert_same
 from tests.execute.staged import StagedCase, expected, random_case, run_in_process, typical_case, with_windows
 
@@ -30,7 +31,7 @@ def assert_equal(case: StagedCase) -> None:
     assert [each.bytes_sent for each in done] == pytest.approx(timeline.sent_bytes)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 100_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 3), all_slide=st.booleans())
 def test_random_slices(seed: int, num_stages: int, num_ranks: int, all_slide: bool) -> None:
     case = random_case(seed, num_ranks=num_ranks, layers_of_stage=LAYERS[num_stages])

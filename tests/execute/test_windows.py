@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -15,6 +15,7 @@ from rayfcp.execute.schedule import make_kinds_ready
 from rayfcp.execute.transport import Fabric, InProcessTransport
 from rayfcp.program import lower
 from rayfcp.values import Block, Layout, Mask, SequenceSpec
+from tests.examples import examples
 from tests.execute import test_context
 from tests.execute.dense import LENGTHS, MASKS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
 from tests.execute.layouts import plan_of, random_layout, ring
@@ -31,7 +32,7 @@ def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpe
     return [replace(each, windows=((window, 1),)) for each in sequences]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(lengths=LENGTHS, masks=MASKS, num_ranks=RANKS, window=WINDOWS, seed=st.none() | st.integers(0, 10_000))
 def test_rings_and_any_placement(
     lengths: list[int], masks: list[Mask], num_ranks: int, window: int, seed: int | None
@@ -44,7 +45,7 @@ def test_rings_and_any_placement(
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=num_ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(8)
 @given(
     lengths=LENGTHS,
     num_ranks=st.sampled_from([2, 3, 5]),
@@ -70,13 +71,13 @@ def test_attends_that_are_cut_over_phases() -> None:
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(10)
 @given(lengths=LENGTHS, masks=MASKS, degree=st.sampled_from([2, 4]), window=WINDOWS)
 def test_ulysses_groups(lengths: list[int], masks: list[Mask], degree: int, window: int) -> None:
     assert_ulysses_equal_to_dense(windowed(specs(lengths, masks), window), degree=degree)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 100_000), num_ranks=RANKS, window=WINDOWS, heads=st.sampled_from([1, 1, 2]))
 def test_slices_see_context_through_the_window(seed: int, num_ranks: int, window: int, heads: int) -> None:
     """Rings and Ulysses groups, runs that share out heads; several pipelines."""

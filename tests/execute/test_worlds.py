@@ -31,6 +31,9 @@ CPU = torch.device("cpu")
 WORLDS = ((2, 2, 1), (1, 2, 2), (3, 1, 1), (2, 1, 2), (1, 1, 1))
 """Stages, ranks, tensor-parallel devices."""
 
+WORLDS_OF = {"microbatch": WORLDS, "step": WORLDS[:2]}
+"""By how often parameters are gathered: the others have no one to gather from."""
+
 STEPS = 2
 """On each world."""
 
@@ -110,7 +113,7 @@ class Engine:
         return programs[place.stage * place.num_ranks + place.rank]
 
 
-@pytest.fixture(scope="module", params=["microbatch", "step"])
+@pytest.fixture(scope="module", params=list(WORLDS_OF))
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
     """`found[process]`: what each step reported there; the last process runs all steps alone."""
     folder = tmp_path_factory.mktemp("worlds")
@@ -122,13 +125,13 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def _train(number: int, client: dist.Store, folder: Path, gather_every: str) -> list[dict[str, Any]]:
     config = config_of(folder, gather_every=gather_every)
     data = open_dataset(config, data_dir=str(folder / "shards"))
-    done = []
+    worlds, done = WORLDS_OF[gather_every], []
     if number == NUM_PROCESSES:
         alone = Engine(config, data, number=0, world=(1, 1, 1))
         alone.join(dist.HashStore())
-        done = [alone.step(step) for step in range(1, STEPS * len(WORLDS) + 1)]
+        done = [alone.step(step) for step in range(1, STEPS * len(worlds) + 1)]
         alone.engine.close()
-    for index, world in enumerate(WORLDS):
+    for index, world in enumerate(worlds):
         if number < math.prod(world):
             made = Engine(config, data, number=number, world=world)
             made.join(dist.PrefixStore(str(index), client))
@@ -145,9 +148,10 @@ def test_losses_and_norms_of_one_device(found: list[list[dict[str, Any]]]) -> No
     """On every device, whatever the worlds on the way."""
     alone, devices = found[-1], found[:-1]
     assert len(devices[0]) == len(alone)
-    assert alone[-1]["loss"] < alone[0]["loss"] - 0.2
+    worlds = WORLDS[: len(alone) // STEPS]
+    assert alone[-1]["loss"] < alone[0]["loss"] - 0.04 * len(alone)
     for number, device in enumerate(devices):
-        steps = [step for index, world in enumerate(WORLDS) if number < math.prod(world) for step in _steps(index)]
+        steps = [step for index, world in enumerate(worlds) if number < math.prod(world) for step in _steps(index)]
         for have, step in zip(device, steps, strict=True):
             assert have["loss"] == pytest.approx(alone[step]["loss"], rel=1e-4), (number, step)
             assert have["norm"] == pytest.approx(alone[step]["norm"], rel=1e-3), (number, step)

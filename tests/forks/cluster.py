@@ -1,12 +1,12 @@
 """A cluster on this machine whose workers are forks of one process, which start in a tenth of the time.
 
 They are Ray's workers in all else: processes of their own, which register, work, are killed and die. Workers that
-Ray starts itself are those of commands, jobs and chaos."""
+Ray starts itself are those of commands, jobs with a rayfcp of their own and chaos."""
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
@@ -15,17 +15,16 @@ from typing import Any
 
 import pytest
 
-from tests.forks.ask import SOCKET
+from tests.forks.ask import ROOT, SOCKET
+from tests.forks.patience import nodes_may_take_long
 
 ASK = Path(__file__).with_name("ask.py")
-ROOT = ASK.parents[2]
 
 
 @contextmanager
 def cluster_of_forks(**options: Any) -> Iterator[None]:
     """`options` of `ray.init`."""
     import ray
-    from ray._private.parameter import RayParams
 
     with (
         TemporaryDirectory(prefix="rayfcp-", dir="/tmp") as folder,
@@ -33,20 +32,29 @@ def cluster_of_forks(**options: Any) -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv(SOCKET, f"{folder}/forks")
-        patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, setup_worker_path=str(ASK)))
+        ask_for_forks(patch)
+        nodes_may_take_long(patch)
         ray.init(**options)
         patch.undo()
         yield
         ray.shutdown()
 
 
+def ask_for_forks(patch: pytest.MonkeyPatch) -> None:
+    """Nodes that this process starts from now on ask for their workers at the socket that their environment names."""
+    from ray._private.parameter import RayParams
+
+    patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, setup_worker_path=str(ASK)))
+
+
 @contextmanager
-def serving(path: str) -> Iterator[None]:
-    """Forks can be asked for at this socket. A worker of one CPU has one thread for its arithmetic, as Ray has it."""
+def serving(path: str, *, env: Mapping[str, str] = os.environ) -> Iterator["subprocess.Popen[str]"]:
+    """Forks can be asked for at this socket, until the end of the block, which they do not outlive. A worker of one
+    CPU has one thread for its arithmetic, as Ray has it."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.forks.serve", path],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env={**env, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -54,4 +62,4 @@ def serving(path: str) -> Iterator[None]:
     with server:
         assert server.stdout is not None
         assert server.stdout.readline() == "ready\n", "it says above why"
-        yield
+        yield server

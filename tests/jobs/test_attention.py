@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.compare.lengths import sequences_of_rows
 from rayfcp.config import ConfigError
 from rayfcp.program import check_programs, lower
+from tests.examples import examples
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "reproduce"
 LENGTHS = st.lists(st.integers(1, 3000), min_size=1, max_size=8).map(tuple)
@@ -34,7 +35,7 @@ def bench_of(scripts: Any, *, num_ranks: int, **options: str) -> Any:
     return scripts.attention.bench_of(args, num_ranks=num_ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, hardware=st.sampled_from(["gpu-x", "gpu-y"]))
 def test_one_rank_is_one_kernel(scripts: Any, lengths: tuple[int, ...], hardware: str) -> None:
     bench = bench_of(scripts, num_ranks=1, hardware=hardware)
@@ -46,7 +47,7 @@ def test_one_rank_is_one_kernel(scripts: Any, lengths: tuple[int, ...], hardware
         assert share <= 1 + 1e-9
 
 
-@settings(max_examples=15, deadline=None)
+@examples(8)
 @given(lengths=LENGTHS, num_ranks=st.integers(2, 12))
 def test_figures_agree_with_each_other(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
     """No contender is faster than kernels without loss; passes add up; WLB is one of two."""
@@ -61,7 +62,7 @@ def test_figures_agree_with_each_other(scripts: Any, lengths: tuple[int, ...], n
     assert set(found) == set(scripts.attention.SHOWN)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 99), num_tokens=st.integers(2000, 50_000), name=st.sampled_from(["long-tail", "bimodal"]))
 def test_batches_fill_the_ranks(scripts: Any, seed: int, num_tokens: int, name: str) -> None:
     batches = scripts.attention.batches_of(f"dist:{name}", num_tokens=num_tokens, batches=2, seed=seed)
@@ -77,7 +78,7 @@ def test_short_file_is_one_line(scripts: Any, tmp_path: Path) -> None:
         scripts.attention.batches_of(str(path), num_tokens=100, batches=1, seed=0)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(lengths=LENGTHS, num_ranks=st.integers(2, 9))
 def test_large_rings_are_priced_as_they_are_simulated(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
     lengths = (*lengths, 20_000)
@@ -97,7 +98,7 @@ def one_by_one(scripts: Any, lengths: tuple[int, ...], *, num_ranks: int) -> Any
     return scripts.attention.blocks_plan(lengths, bench=bench_of(scripts, num_ranks=num_ranks), options=options)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(lengths=LENGTHS, num_ranks=st.integers(2, 6), seed=st.integers(0, 9))
 def test_random_order_moves_the_same(scripts: Any, lengths: tuple[int, ...], num_ranks: int, seed: int) -> None:
     lengths = (*lengths, 4000)
@@ -115,7 +116,7 @@ def test_random_order_moves_the_same(scripts: Any, lengths: tuple[int, ...], num
     check_programs(lower(scripts.block_ablation._with(plan, random), sequences), sequences)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(lengths=LENGTHS, num_ranks=st.integers(2, 20))
 def test_reshuffled_tokens_by_brute_force(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
     lengths = (*lengths, 4000)

@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from rayfcp.bench.alone import random_shards
 from rayfcp.execute.interfaces import IGNORED
 from rayfcp.values import VisionProfile
+from tests.execute.gloo import FORKS
 from tests.program.pictures import VISION
 
 SCRIPT = Path(__file__).resolve().parents[2] / "jobs" / "bench" / "predict.py"
@@ -33,12 +32,30 @@ LITTLE = {  # but enough tokens that the fit sees what they take, by a clock tha
 }
 
 
+Run = Callable[..., tuple[dict[str, Any], str]]
+
+
 @pytest.fixture(scope="module")
 def batches() -> Iterator[Any]:
     """The module beside the script, imported as it does."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(SCRIPT.parent))
         yield importlib.import_module("predict_batches")
+
+
+@pytest.fixture
+def run(batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs the script with these options; gives what it keeps and what it prints. Its ranks are forks of a process
+    that has imported what they use."""
+    script = importlib.import_module("predict")
+    monkeypatch.setattr(script.multiprocessing, "get_context", lambda method: FORKS)
+
+    def run(*options: str) -> tuple[dict[str, Any], str]:
+        out = tmp_path / "found.json"
+        script.main([*options, *(word for pair in LITTLE.items() for word in pair), "--json", str(out)])
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return run
 
 
 @given(family=st.sampled_from(FAMILIES), small=st.booleans(), size=st.integers(3, 12), seed=st.integers(0, 99))
@@ -62,9 +79,9 @@ def test_batches_have_texts_images_and_videos(batches: Any, family: str, small: 
         )
 
 
-@pytest.mark.parametrize(("family", "freeze"), [("qwen3_vl", False), ("internvl", True)])
-def test_a_model_that_sees_is_measured_and_predicted(family: str, freeze: bool, tmp_path: Path) -> None:
-    found, shown = found_with(tmp_path, "--sees", family, "--small", *["--freeze"] * freeze)
+@pytest.mark.parametrize(("family", "freeze", "ranks"), [("qwen3_vl", False, "2"), ("internvl", True, "1")])
+def test_a_model_that_sees_is_measured_and_predicted(family: str, freeze: bool, ranks: str, run: Run) -> None:
+    found, shown = run("--sees", family, "--small", "--ranks", ranks, *["--freeze"] * freeze)
     (step,) = found["steps"]
     for who in ("measured", "cost", "simulated"):
         assert step[f"{who}_s"] > 0 and step[f"{who}_language_s"] > 0
@@ -72,22 +89,14 @@ def test_a_model_that_sees_is_measured_and_predicted(family: str, freeze: bool, 
     assert all(f"{part} " in shown for part in ("language", "encoder", "cost model:", "simulator:"))
 
 
-def test_a_model_that_reads_is_all_language(tmp_path: Path) -> None:
+def test_a_model_that_reads_is_all_language(run: Run, tmp_path: Path) -> None:
     random_shards(tmp_path, [40, 9, 23, 64], vocab_size=99, seed=0)
     config = tmp_path / "config.yaml"
     config.write_text(
         yaml.safe_dump({"data": {"paths": [str(tmp_path / "shards")]}, "model": {"architecture": {"vocab_size": 99}}})
     )
-    found, shown = found_with(tmp_path, "--config", str(config), "--max-seqlen", "64")
+    found, shown = run("--config", str(config), "--max-seqlen", "64", "--ranks", "1")
     (step,) = found["steps"]
     for who in ("measured", "cost", "simulated"):
         assert step[f"{who}_s"] == step[f"{who}_language_s"] > 0 == step[f"{who}_encoder_s"]
     assert "encoder" not in shown and all(f"{who}: mean" in shown for who in ("cost model", "simulator"))
-
-
-def found_with(folder: Path, *options: str) -> tuple[dict[str, Any], str]:
-    """What the script keeps and what it prints."""
-    out, little = folder / "found.json", [word for pair in LITTLE.items() for word in pair]
-    command = [sys.executable, str(SCRIPT), *options, *little, "--json", str(out)]
-    shown = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-    return json.loads(out.read_text()), shown

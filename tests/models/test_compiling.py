@@ -44,7 +44,7 @@ def test_equal_for_any_lengths(family: str) -> None:
 def test_equal_in_sharded_processes() -> None:
     """FSDP2's hooks stay: parameters are gathered before compiled parts run."""
     case = dataclasses.replace(CASES[1], compiled=True)
-    (loss, gradients) = run_on_gloo((case,), dtypes=("float64",))[0, "float64"]
+    loss, gradients = run_on_gloo([(case, "float64")])[0]
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")
 
 

@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayfcp.execute.interfaces import Pixels
 from rayfcp.models.vision_lm import VisionLM
+from tests.examples import examples
 from tests.models.seeing import PATCH, seeing_config, seeing_model
 
 SIDES = st.integers(1, 4).map(lambda half: 2 * half)
@@ -37,13 +38,13 @@ def assert_apart(model: VisionLM, pictures: list[Pixels]) -> None:
     assert len(together) == sum(int(each.grids.prod()) // 4 for each in pictures)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(grids=st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=4))
 def test_pictures_of_any_sizes(grids: list[tuple[int, int]]) -> None:
     assert_apart(MODELS["qwen3_vl"], pictures_of("qwen3_vl", grids))
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(side=SIDES, count=st.integers(1, 4))
 def test_tiles(side: int, count: int) -> None:
     """Of the size that the table of places has, and of others."""

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +14,7 @@ from rayfcp.execute.interfaces import IGNORED
 from rayfcp.models.loss import cross_entropy_sum, head_loss
 from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
 from rayfcp.values import ModelProfile
+from tests.examples import examples
 from tests.execute.live import LiveBytes
 
 Inputs = tuple[nn.Linear, Tensor, Tensor]
@@ -40,7 +41,7 @@ def gradients(loss: Tensor, given: Inputs, *, scale: float) -> list[Tensor]:
     return list(torch.autograd.grad(loss * scale, [hidden, *head.parameters()]))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(num_tokens=st.integers(1, 40), chunk=st.integers(1, 45), bias=st.booleans(), scale=st.floats(-2.0, 2.0))
 def test_loss_and_gradients_are_autograd_s(num_tokens: int, chunk: int, bias: bool, scale: float) -> None:
     made = inputs(num_tokens, bias=bias)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +18,7 @@ from rayfcp.models.build import empty_model
 from rayfcp.models.lazy import LazyTensor, read
 from rayfcp.models.pretrained import check_weights, fill_pretrained
 from rayfcp.values.state import Box
+from tests.examples import examples
 from tests.models.folders import ALL_FOLDERS, saved
 
 INDEX = "model.safetensors.index.json"
@@ -71,7 +72,7 @@ CONVERSIONS: dict[str, Callable[..., Tensor]] = {
 """Of four tensors of one shape."""
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.sampled_from(sorted(CONVERSIONS)), st.data())
 def test_a_part_of_what_was_converted_reads_no_more_than_it_needs(how: str, data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -13,6 +13,7 @@ from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.reprice import reprice
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches
 
 BOTH = PlanConfig(primitives=("ring", "ulysses"), search_moves=2000)
@@ -33,7 +34,7 @@ def singles(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMo
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@examples(8)
 @given(batches(max_sequences=10, max_tokens=300), st.integers(1, 9), st.integers(1, 400))
 def test_never_slower_than_one_strategy(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
@@ -49,7 +50,7 @@ def test_never_slower_than_one_strategy(sequences: list[SequenceSpec], num_ranks
     assert plan == plan_batch(sequences, cluster=cluster, cost=UNIT, strategy="auto", options=BOTH)
 
 
-@settings(max_examples=2, deadline=None)
+@examples(2)
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=8), st.integers(1, 4), st.integers(2, 3))
 def test_never_slower_than_one_strategy_with_stages(lengths: list[int], num_ranks: int, num_stages: int) -> None:
     sequences, cost = batch_of(lengths), staged(num_ranks, num_stages)
@@ -60,7 +61,7 @@ def test_never_slower_than_one_strategy_with_stages(lengths: list[int], num_rank
     check_plan(plan, sequences, cluster=cluster, cost=cost)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(6)
 @given(batches(max_sequences=12, max_tokens=200), st.integers(2, 6), st.integers(60, 150))
 def test_mixtures_are_whole_plans(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     """Every token once and every cell once, by the validator; seconds are those of the cost model."""

@@ -4,12 +4,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lay_out, plan_batch, strategy_names
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ def check(plan: BatchPlan, sequences: list[SequenceSpec], cluster: ClusterSpec) 
     assert plan.predicted_s == sum(microbatch.predicted_s for microbatch in plan.microbatches)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(24)
 @given(batches(max_sequences=12, max_tokens=300), st.integers(1, 130), st.integers(1, 400), STRATEGIES)
 def test_any_ranks_any_batch(sequences: list[SequenceSpec], num_ranks: int, room: int, strategy: str) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
@@ -74,7 +75,7 @@ def test_memory_in_which_bins_do_not_fit_still_has_a_plan() -> None:
 
 
 @given(st.permutations(range(9)))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_order_of_the_argument_does_not_matter(order: list[int]) -> None:
     sequences = batch_of([30, 20, 20, 20, 9, 9, 9, 1, 1])
     cluster = ClusterSpec(num_ranks=5, max_tokens_per_rank=16)

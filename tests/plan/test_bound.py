@@ -1,10 +1,11 @@
 import itertools
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batches, partitions
 
 
@@ -45,7 +46,7 @@ def best_plan_s(
     )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12)
 @given(batches(max_sequences=4, max_tokens=60), st.integers(1, 3), st.integers(20, 80))
 def test_no_plan_beats_the_bound(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-60 // num_ranks)))

@@ -5,8 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from rayfcp.plan import plan_batch
 from rayfcp.plan.first import compiles_first
+from rayfcp.plan.joint.kernels.price import _price
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of
 
@@ -43,3 +46,8 @@ def test_kept_and_made_anew(tmp_path: Path) -> None:
     index.write_bytes(pickle.dumps(version) + b"ca_module_that_has_moved\nname\n.")
     assert run(tmp_path) == "False 42 0"
     assert run(tmp_path) == "True 42 1"
+
+
+def test_what_only_kernels_may_call_has_no_entry() -> None:
+    with pytest.raises(TypeError, match="_price can be called by kernels only"):
+        _price()

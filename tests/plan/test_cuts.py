@@ -1,11 +1,12 @@
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.joint.cuts import Cuts
 from rayfcp.plan.joint.world import world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, partitions
 
 CUTS = st.tuples(st.lists(st.integers(1, 400), min_size=1, max_size=30), st.integers(1, 6), st.integers(20, 300))
@@ -17,7 +18,6 @@ def cuts_of(lengths: list[int], num_ranks: int, room: int) -> Cuts:
     return Cuts(world_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,)), max_more=3)
 
 
-@settings(deadline=None)
 @given(CUTS)
 def test_every_hopeful_cut_fits_and_is_tried_once(case: tuple[list[int], int, int]) -> None:
     cuts, lengths = cuts_of(*case), sorted(case[0], reverse=True)
@@ -31,7 +31,7 @@ def test_every_hopeful_cut_fits_and_is_tried_once(case: tuple[list[int], int, in
     assert parts[-1].tolist() == cuts.packed.tolist()
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(20, 30))
 def test_few_sequences_get_the_fewest_microbatches(lengths: list[int], room: int) -> None:
     fewest = min(len(cut) for cut in partitions(lengths) if max(map(sum, cut)) <= room)

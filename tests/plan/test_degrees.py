@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.joint.degrees import dynamic_program, least_makespan
@@ -27,7 +27,6 @@ def brute_force(table: np.ndarray) -> float:
     )
 
 
-@settings(deadline=None)
 @given(tables())
 def test_degrees_equal_brute_force_on_any_table(table: np.ndarray) -> None:
     best = brute_force(table)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.model import CostModel
@@ -12,6 +12,7 @@ from rayfcp.plan.primitives import exchange_degrees
 from rayfcp.plan.profiles.fit import fit_cost, predicted_s
 from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import Primitive
+from tests.examples import examples
 from tests.plan.helpers import UNIT
 
 NEAR = {"rel": 1e-6}
@@ -44,7 +45,7 @@ COEFFICIENTS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(truth=COEFFICIENTS)
 def test_degree_1_gives_back_what_was_put_in(truth: dict[str, float]) -> None:
     """Ring coefficients and overlap stay as they were, shard traffic is in the timings and not counted again."""
@@ -58,7 +59,7 @@ def test_degree_1_gives_back_what_was_put_in(truth: dict[str, float]) -> None:
     assert (fit.cost.shard_s, fit.cost.reduce_s, fit.cost.exposed_s, fit.cost.reduce_exposed_s) == (0.0,) * 4
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(truth=COEFFICIENTS, ring=seconds(1e-4, 1e-3), latency=seconds(1e-2, 1e-1), overlap=st.sampled_from([0.0, 1.0]))
 def test_slow_rings_give_back_what_was_put_in(
     truth: dict[str, float], ring: float, latency: float, overlap: float
@@ -73,7 +74,7 @@ def test_slow_rings_give_back_what_was_put_in(
         assert getattr(fit.cost, name) == pytest.approx(value, rel=1e-4), name
 
 
-@settings(max_examples=80, deadline=None)
+@examples(20)
 @given(
     truth=COEFFICIENTS,
     ring=seconds(1e-7, 1e-3),
@@ -92,7 +93,7 @@ def test_any_ring_is_explained(
     assert fit_cost(guess, timings_of(actual, degrees=(2, 3, 8))).mean_error < 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(truth=COEFFICIENTS, noise=st.lists(st.floats(0.95, 1.05), min_size=11, max_size=11))
 def test_noise_stays_noise(truth: dict[str, float], noise: list[float]) -> None:
     """Timings that are off by up to 5 % are explained to about that, and the error says so truthfully."""
@@ -143,7 +144,7 @@ def exchanges_of(cost: CostModel) -> list[Timing]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(per_token=seconds(1e-6, 1e-3), latency=seconds(1e-3, 1e-1), with_rings=st.booleans())
 def test_exchanges_give_back_what_was_put_in(per_token: float, latency: float, with_rings: bool) -> None:
     """Beside rings or without; these stay what they are."""

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.encoder import EncoderCost
@@ -13,6 +13,7 @@ from rayfcp.plan.profiles.shapes import PassShape, pass_plan
 from rayfcp.plan.profiles.timing import Timing
 from rayfcp.program import Encode, check_programs, lower
 from rayfcp.values import VisionProfile
+from tests.examples import examples
 from tests.program.pictures import VISION
 
 GUESS = EncoderCost(
@@ -40,7 +41,7 @@ def timings_of(truth: EncoderCost, shapes: list[PassShape]) -> list[Timing]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     shapes_of=st.sampled_from(SHAPES),
     per_patch_s=SECONDS,

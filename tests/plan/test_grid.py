@@ -1,15 +1,16 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import plan_batch, render_grid
 from rayfcp.values import ClusterSpec, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches
 
 
-@settings(max_examples=30, deadline=None)
+@examples(20)
 @given(batches(max_sequences=10, max_tokens=200), st.integers(1, 20), st.integers(20, 140))
 def test_a_row_per_rank_and_never_too_wide(sequences: list[SequenceSpec], num_ranks: int, width: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=200)

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, imbalance, lay_out, plan_batch
@@ -17,6 +17,7 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches
 
 
@@ -52,7 +53,7 @@ def test_communication_counts_the_busier_direction() -> None:
     assert shared.communication == pytest.approx(0.5)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(batches(max_sequences=8, max_tokens=100), st.integers(1, 9))
 def test_shares_of_cells_add_up_and_ratios_are_in_range(sequences: list[SequenceSpec], num_ranks: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=100)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -16,6 +16,7 @@ from rayfcp.plan.joint.search import JointSearch
 from rayfcp.plan.joint.world import world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check
 from tests.plan.test_bound import best_plan_s
@@ -33,7 +34,7 @@ def cluster_of(sequences: list[SequenceSpec], num_ranks: int, room: int) -> Clus
     return ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-longest // num_ranks)))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(batches(max_sequences=14, max_tokens=400), st.integers(1, 20), st.integers(1, 400), COSTS)
 def test_never_worse_than_the_two_stages(
     sequences: list[SequenceSpec], num_ranks: int, room: int, cost: CostModel
@@ -44,7 +45,7 @@ def test_never_worse_than_the_two_stages(
     assert joint.predicted_s <= stages.predicted_s * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(12)
 @given(batches(max_sequences=14, max_tokens=400), st.integers(1, 20), st.integers(1, 400), COSTS)
 def test_hardly_ever_worse_than_one_degree(
     sequences: list[SequenceSpec], num_ranks: int, room: int, cost: CostModel
@@ -69,7 +70,7 @@ def test_many_as_long_as_the_longest_run_in_rounds_of_all_ranks(count: int, num_
         assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, strategy=rival).predicted_s
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12)
 @given(batches(max_sequences=5, max_tokens=80), st.integers(1, 3), st.integers(20, 100), st.booleans())
 @example(NEARLY_FULL, 3, 58, False)
 def test_tiny_batches_are_close_to_the_best_of_all_plans(
@@ -82,7 +83,7 @@ def test_tiny_batches_are_close_to_the_best_of_all_plans(
     assert best_s * (1 - 1e-9) <= plan.predicted_s <= best_s * 1.05
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(batches(max_sequences=14, max_tokens=300), st.integers(1, 9), st.integers(1, 300))
 def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     """So that, where groups of the best cannot lie inside nodes, those of another may."""
@@ -94,7 +95,7 @@ def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: in
     assert (np.diff(seconds) > 1e-10 * seconds[1:]).all()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(batches(max_sequences=10, max_tokens=300), st.integers(1, 9), st.integers(1, 300), st.integers(1, 3000))
 def test_any_budget_gives_a_plan(sequences: list[SequenceSpec], num_ranks: int, room: int, moves: int) -> None:
     cluster = cluster_of(sequences, num_ranks, room)

@@ -1,8 +1,10 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
@@ -22,6 +24,7 @@ from rayfcp.plan.joint.kernels.turns import _queue, fill_in_turn
 from rayfcp.plan.joint.world import Seat, prices_of, table_of, world_of
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.values import ClusterSpec, Primitive
+from tests.examples import examples
 from tests.plan.helpers import MEETING, UNIT, batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)
@@ -32,6 +35,14 @@ COSTS = [
     MEETING,
 ]
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
+
+
+def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a kernel that only kernels can call."""
+    return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
+
+
+price, allocate, open_group, join, take, bottleneck = map(entry, (_price, _allocate, _open, _join, _take, _bottleneck))
 
 
 def world(
@@ -50,7 +61,7 @@ def world(
 
 @pytest.mark.parametrize("cost", COSTS)
 @given(st.floats(0, 1e6), st.floats(1, 1e4), st.integers(1, 12), st.booleans(), st.sampled_from([(0,), (1,), (0, 1)]))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_group_costs_what_the_model_says(
     cost: CostModel, cells: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
 ) -> None:
@@ -64,11 +75,11 @@ def test_a_group_costs_what_the_model_says(
     ]
     far = int(crosses)
     alone_s = min(forward + backward for forward, backward in passes)
-    assert _price(prices, cells, tokens, degree, far, 0.0) == pytest.approx(alone_s, rel=1e-12)
+    assert price(prices, cells, tokens, degree, far, 0.0) == pytest.approx(alone_s, rel=1e-12)
     slower = [max(forward / 0.3, backward / 0.7) for forward, backward in passes]
     ahead = [max(cost.ahead * 0.7 * each - cost.ahead_s, 0.0) for each in slower]
     paced_s = min(max(sum(both), each - less) for both, each, less in zip(passes, slower, ahead, strict=True))
-    assert _price(prices, cells, tokens, degree, far, 0.3) == pytest.approx(paced_s, rel=1e-12)
+    assert price(prices, cells, tokens, degree, far, 0.3) == pytest.approx(paced_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -76,7 +87,7 @@ def test_a_group_costs_what_the_model_says(
     st.lists(st.tuples(st.floats(0, 1e5), st.floats(1, 1e4), st.integers(1, 4)), min_size=1, max_size=6),
     st.floats(0.05, 0.95),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
     cost: CostModel, groups: list[tuple[float, float, int]], other: float
 ) -> None:
@@ -86,25 +97,25 @@ def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
     makespan_s, pace = cost.makespan_s(forward_s, backward_s), max(forward_s) / (max(forward_s) + max(backward_s))
 
     def at_pace(share: float) -> float:
-        return max(_price(prices, *load, degree, 0, share) for *load, degree in groups)
+        return max(price(prices, *load, degree, 0, share) for *load, degree in groups)
 
     assert at_pace(float(pace)) == pytest.approx(makespan_s, rel=1e-9)
     assert at_pace(other) >= makespan_s * (1 - 1e-9)
 
 
 @given(LENGTHS, st.integers(1, 12), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(30)
 def test_ranks_are_given_out_exactly(lengths: list[int], num_ranks: int, data: st.DataObject) -> None:
     """At pace 0 groups are priced alone: the least makespan of the table."""
     held = world(lengths, num_ranks=num_ranks, room=10**6)
     owners = [data.draw(st.integers(0, num_ranks - 1)) for _ in lengths]
     state = held.state
     state.spare[0], state.counts[1] = num_ranks, 1
-    groups = {name: _open(held, 0, 1) for name in sorted(set(owners))}
+    groups = {name: open_group(held, 0, 1) for name in sorted(set(owners))}
     for at, name in enumerate(owners):
-        _join(held, at, groups[name], 1)
+        join(held, at, groups[name], 1)
     table = table_of(held.prices, state, groups=list(groups.values()))
-    makespan_s = _allocate(held, 0, 0)
+    makespan_s = allocate(held, 0, 0)
     degrees = state.degree[list(groups.values())]
     assert degrees.sum() + state.spare[0] == num_ranks
     assert table[np.arange(len(groups)), degrees - 1].max() == pytest.approx(least_makespan(table), rel=1e-12)
@@ -129,7 +140,7 @@ def check(held: World) -> float:
 
 
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 300), st.sampled_from(COSTS), st.booleans())
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_every_step_leaves_a_plan_that_is_no_slower(
     lengths: list[int], num_ranks: int, room: int, cost: CostModel, rounds: bool
 ) -> None:
@@ -147,7 +158,7 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 300), st.lists(st.integers(1, 3), max_size=6))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_ranks(
     lengths: list[int], num_ranks: int, room: int, sizes: list[int]
 ) -> None:
@@ -161,12 +172,12 @@ def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_r
         seconds = np.zeros(num_ranks + sum(sizes))
         busy = np.repeat(state.seconds[groups], state.degree[groups])
         seconds[: len(busy)] = busy
-        slow = _bottleneck(held, microbatch)
+        slow = bottleneck(held, microbatch)
         assert slow.good_s == pytest.approx((seconds.max() + seconds.mean()) / 2, rel=1e-12)
 
 
 @given(LENGTHS, st.lists(st.booleans(), max_size=14), st.integers(1, 12), st.integers(1, 300), st.data())
-@settings(max_examples=80, deadline=None)
+@examples(40)
 def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     lengths: list[int], full: list[bool], num_ranks: int, room: int, data: st.DataObject
 ) -> None:
@@ -174,7 +185,7 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
     pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
-    _take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool, node))
+    take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.room).all()
@@ -185,12 +196,12 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     for at in np.flatnonzero(state.owner < 0):
         for degree, tokens, cells in places:
             held_tokens, held_cells = float(tokens + batch.tokens[at]), float(cells + batch.cells[at])
-            seconds = _price(prices, held_cells, held_tokens, int(degree), 0, 0.0)
+            seconds = price(prices, held_cells, held_tokens, int(degree), 0, 0.0)
             assert held_tokens > degree * prices.room or seconds > target_s * (1 - 1e-8)
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: int, room: int, count: int) -> None:
     held = world(lengths, num_ranks=num_ranks, room=room)
     order = np.argsort(-held.batch.work_s, kind="stable")
@@ -201,7 +212,7 @@ def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: i
         check(held)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=9),
     st.integers(1, 4),

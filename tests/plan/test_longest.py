@@ -5,10 +5,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 from tests.plan.test_bound import best_plan_s
 
@@ -26,7 +27,7 @@ def longest() -> Iterator[ModuleType]:
     sys.path.remove(str(ROOT / "jobs" / "bench"))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress=[HealthCheck.function_scoped_fixture])
 @given(batches(max_sequences=4, max_tokens=60), st.integers(1, 4), st.integers(20, 80), st.data())
 def test_no_plan_of_a_tiny_batch_is_below(
     longest: ModuleType, sequences: list[SequenceSpec], num_ranks: int, room: int, data: st.DataObject

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -18,6 +18,7 @@ from rayfcp.program import Load, RankProgram, check_plan, lower
 from rayfcp.program.kinds import attention_by_window
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Pictures, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import random_layout, ring
 from tests.masks import pictured, seen
 from tests.plan.counted import assert_cells_counted, assert_moves_counted, of_windows
@@ -32,7 +33,7 @@ def sequences_of(lengths: list[int], windows: tuple[int, ...], seed: int) -> lis
     return pictured(of_windows(lengths, windows), seed=seed)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(LENGTHS, WINDOWS, st.integers(1, 4), st.integers(0, 10_000), st.booleans())
 def test_work_of_layouts_counted_one_by_one(
     lengths: list[int], windows: tuple[int, ...], num_ranks: int, seed: int, rings: bool
@@ -42,7 +43,7 @@ def test_work_of_layouts_counted_one_by_one(
     assert_cells_counted(layout, sequences, num_ranks=num_ranks)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.integers(2, 80), st.integers(0, 30), st.integers(2, 4), st.integers(0, 9999))
 def test_moved_tokens_are_those_that_the_program_moves(length: int, window: int, num_ranks: int, seed: int) -> None:
     sequences = sequences_of([length], (window,), seed)
@@ -64,7 +65,7 @@ STAGED = ("elastic-pipeline", "seq1f1b", "dapple")
 
 
 @pytest.mark.parametrize("strategy", names())
-@settings(max_examples=3, deadline=None)
+@examples(3)
 @given(seed=st.integers(0, 10_000))
 def test_every_strategy_plans_proves_and_runs_each_cell_once(strategy: str, seed: int) -> None:
     """Proved for each kind of layers, no faster than the bound says, neither by costs nor simulated."""
@@ -103,7 +104,7 @@ def padding(programs: Sequence[RankProgram]) -> int:
     return sum(not load.pieces for load in loads)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 5))
 def test_a_mutual_picture_never_lowers_the_bound(seed: int, num_ranks: int) -> None:
     """Nor does a longer sequence hide a shorter one with more cells."""

@@ -4,12 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.model import CostModel
 from rayfcp.plan.profiles.refit import COEFFICIENTS, Observation, Part, Refit
 from rayfcp.values import Primitive
+from tests.examples import examples
 from tests.plan.helpers import UNIT, profiled
 
 TRUTH = dataclasses.replace(profiled(64).apart(), attention_half_tokens=800.0)
@@ -54,7 +55,7 @@ def wrong(truth: CostModel, factors: list[float]) -> CostModel:
 FACTORS = st.lists(st.floats(0.3, 2.0), min_size=len(COEFFICIENTS), max_size=len(COEFFICIENTS))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(5)
 @given(factors=FACTORS, seed=st.integers(0, 99))
 def test_five_steps_find_what_takes_the_time(factors: list[float], seed: int) -> None:
     """From any wrong profile, on groups that were never seen, with rings that hide and rings that do not."""
@@ -123,7 +124,7 @@ def test_whole_steps_are_enough() -> None:
     assert mean_error(refit.cost, TRUTH, parts(40, seed=99)) < 0.05
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(factors=FACTORS, scale=st.lists(st.floats(0.01, 100.0), min_size=12, max_size=12))
 def test_never_negative_and_always_a_cost_model(factors: list[float], scale: list[float]) -> None:
     """Whatever was measured: all coefficients stay finite, above 0 where they were, and 0 where they were 0."""

@@ -3,20 +3,21 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import lower_bound, plan_batch
 from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.plan.reprice import reprice
 from rayfcp.values import ClusterSpec, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches
 
 CLUSTER = ClusterSpec(num_ranks=4, max_tokens_per_rank=64)
 OPTIONS = PlanConfig()
 
 
-@settings(max_examples=30, deadline=None)
+@examples(12)
 @given(batch=batches(max_sequences=12, max_tokens=200))
 @pytest.mark.parametrize("strategy", ["flex-ring", "static-cp", "ring", "magi"])
 def test_its_own_cost_model_changes_nothing(strategy: str, batch: list) -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
@@ -14,12 +14,13 @@ from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_
 from rayfcp.plan.profiles.shapes import exchange_shapes, few_shapes, many_shapes, pass_plan
 from rayfcp.program import check_programs, lower
 from rayfcp.values import Primitive
+from tests.examples import examples
 from tests.plan.test_fit import timing_of
 
 MODEL = model_profile("qwen3-1.7b")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(num_ranks=st.integers(1, 40), max_tokens=st.integers(1, 9000))
 def test_shapes_fit_the_ranks_and_their_memory(num_ranks: int, max_tokens: int) -> None:
     for shapes in (few_shapes(num_ranks, max_tokens=max_tokens), many_shapes(num_ranks, max_tokens=max_tokens)):
@@ -83,7 +84,7 @@ def test_the_slowest_rank_counts() -> None:
     assert slowest([fast, slow, fast]) == slow
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     factors=st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5),
     recomputed=st.integers(0, 28),

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -16,6 +16,7 @@ from rayfcp.plan.pipelines.pool import Work
 from rayfcp.program import check_plan, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.plan.counted import assert_cells_counted, assert_moves_counted, of_windows
 from tests.simulate.helpers import MODEL
@@ -24,7 +25,7 @@ WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,)])
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=3)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=LENGTHS, windows=WINDOWS, num_ranks=st.integers(1, 4), seed=st.none() | st.integers(0, 10_000))
 def test_work_of_layouts_counted_one_by_one(
     lengths: list[int], windows: tuple[int, ...], num_ranks: int, seed: int | None
@@ -38,7 +39,7 @@ def test_work_of_layouts_counted_one_by_one(
     assert_cells_counted(layout, sequences, num_ranks=num_ranks)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(length=st.integers(20, 90), window=st.integers(1, 30), num_ranks=st.integers(2, 4), seed=st.integers(0, 999))
 def test_moved_tokens_are_those_that_the_program_moves(length: int, window: int, num_ranks: int, seed: int) -> None:
     sequences = of_windows([length], (window,))
@@ -87,7 +88,7 @@ def test_strategies_plan_for_windows(strategy: str, layers: tuple[int, ...]) -> 
     assert timeline.iteration_s >= plan.lower_bound_s * (1 - 1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(longest=st.integers(50, 5000), count=st.integers(1, 12), window=st.integers(1, 400))
 def test_slices_through_windows_take_as_long_as_each_other(longest: int, count: int, window: int) -> None:
     work = Work(cell_s=1.0, token_s=3.0, context_s=0.0, windows=((window, 2),))

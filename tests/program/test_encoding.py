@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -12,6 +12,7 @@ from rayfcp.plan import plan_batch
 from rayfcp.program import ALL_PRIMITIVES, Encode, Load, RankProgram, check_plan, check_programs, from_text, to_text
 from rayfcp.program import lower as lower_plan
 from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Pictures, SequenceSpec
+from tests.examples import examples
 from tests.program.pictures import batches_with_pictures, seeing_cost
 
 OPTIONS = PlanConfig(search_moves=500, primitives=("ring", "ulysses"))
@@ -34,7 +35,7 @@ def lowered(plan: BatchPlan, batch: list[SequenceSpec]) -> tuple[RankProgram, ..
 
 
 @given(batches_with_pictures(), st.integers(1, 4), st.sampled_from(STRATEGIES), st.integers(1, 3), st.booleans())
-@settings(max_examples=60, deadline=None)
+@examples(20)
 def test_every_strategys_plan_is_proven_and_prints(
     batch: list[SequenceSpec], num_ranks: int, strategy: str, parts: int, frozen: bool
 ) -> None:
@@ -129,7 +130,7 @@ def changed(item: Encode, rng: random.Random) -> Encode | None:
 
 
 @given(batches_with_pictures(), st.integers(1, 3), st.sampled_from(("flex-ring", "flex-block", "ring")), st.integers())
-@settings(max_examples=80, deadline=None)
+@examples(30)
 def test_one_change_of_an_encode_is_found(batch: list[SequenceSpec], num_ranks: int, strategy: str, seed: int) -> None:
     rng = random.Random(seed)
     plan, _ = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=2)

@@ -3,11 +3,12 @@
 from collections import defaultdict
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import ALL_PRIMITIVES, HeadProgram, Payload, head_rounds, lower
 from rayfcp.values import Mask
+from tests.examples import examples
 from tests.program.helpers import heads_of, one_group
 
 
@@ -49,7 +50,7 @@ def exchanged(programs: dict[int, HeadProgram], qkv: np.ndarray) -> np.ndarray:
     return np.concatenate([out[rank][:, offsets[at] : offsets[at + 1]] for at, rank in enumerate(order)], axis=1)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.integers(2, 4))
 def test_exchanges_give_the_attention_of_one_process(lengths: list[int], ranks: list[int], degree: int) -> None:
     lengths[0] += degree  # no padding, so that tokens are those of the sequences
@@ -65,7 +66,7 @@ def test_exchanges_give_the_attention_of_one_process(lengths: list[int], ranks: 
     np.testing.assert_allclose(exchanged(heads, qkv), np.stack(due), rtol=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(2, 6), st.booleans())
 def test_exchanges_are_matchings_that_bring_each_pair_together_once(
     lengths: list[int], degree: int, backward: bool

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
@@ -26,6 +26,7 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import BatchPlan, Group, Primitive, Round, SequenceSpec, Transfer
+from tests.examples import examples
 from tests.program.helpers import heads_of, one_group, random_plan, with_primitives
 from tests.program.mutations import explicit
 from tests.program.random_changes import mutate
@@ -45,7 +46,7 @@ def both(seed: int) -> tuple[BatchPlan, list[SequenceSpec], Programs]:
     raise AssertionError("no plan with a Ulysses group")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 7))
 def test_plans_of_both_primitives_pass_and_survive_text(seed: int, num_ranks: int) -> None:
     plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
@@ -225,7 +226,7 @@ def test_a_peer_that_recomputes_nothing_is_found() -> None:
         check_progress(programs)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10**6))
 def test_validator_rejects_programs_with_one_thing_changed(seed: int) -> None:
     """Any label, instruction, rank, token count, attend or piece dropped, doubled or changed, anywhere, is found."""

@@ -4,17 +4,18 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import check_plan, check_programs, lower
 from rayfcp.values import Layout, Mask
+from tests.examples import examples
 from tests.program.counted import counted, due, members_of
 from tests.program.helpers import assert_one_change_is_found, random_plan, scattered
 from tests.program.mutations import explicit
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 6), place_freely=st.booleans())
 def test_every_cell_is_computed_once_counted_one_by_one(seed: int, num_ranks: int, place_freely: bool) -> None:
     plan, sequences, _ = random_plan(seed, num_ranks=num_ranks)
@@ -25,7 +26,7 @@ def test_every_cell_is_computed_once_counted_one_by_one(seed: int, num_ranks: in
     assert counted(programs) == due(sequences, members_of(plan))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(2, 6))
 def test_blocks_anywhere_sent_by_their_owners_pass(seed: int, num_ranks: int) -> None:
     plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
@@ -33,7 +34,7 @@ def test_blocks_anywhere_sent_by_their_owners_pass(seed: int, num_ranks: int) ->
     check_plan(scattered(plan, sequences, seed=seed), sequences, cluster=replace(cluster, max_tokens_per_rank=bound))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10**6))
 def test_one_thing_changed_is_found(seed: int) -> None:
     plan, sequences, _ = random_plan(seed % 100, num_ranks=4)
@@ -41,7 +42,7 @@ def test_one_thing_changed_is_found(seed: int) -> None:
     assert_one_change_is_found(programs, sequences, seed=seed)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000))
 def test_layouts_with_a_block_left_out_of_a_transfer_are_found(seed: int) -> None:
     """A missing key is found unless nobody there needed it."""

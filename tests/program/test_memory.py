@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
@@ -16,6 +16,7 @@ from rayfcp.plan.pipelines.schedule import order_of
 from rayfcp.program import RankProgram, check_plan, lower
 from rayfcp.program.memory import check_memory, most_held
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Primitive, SequenceSpec, Slice
+from tests.examples import examples
 from tests.program.pipelines import chunk, pipeline, plan_of, split_split_hybrid
 
 STAGES = 3
@@ -64,7 +65,7 @@ def one_group_a_microbatch(draw: st.DrawFn, num_ranks: int, primitive: Primitive
     return plan_of(microbatches, [only], num_ranks=num_ranks), sequences
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data(), num_ranks=st.sampled_from([1, 2, 4]), primitive=st.sampled_from(Primitive))
 def test_programs_hold_what_the_planner_counts(data: st.DataObject, num_ranks: int, primitive: Primitive) -> None:
     """The fullest rank's bytes; the planner rounds shares of several ranks once, programs with each slice."""

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import ALL_PRIMITIVES, check_plan, check_programs, lower
 from rayfcp.values import Pictures, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
 from tests.masks import pictured, uncut, with_windows
 from tests.program.counted import assert_sound
@@ -18,14 +19,14 @@ KINDS = st.lists(st.sampled_from([0, 0, 1, 2, 3, 5, 8, 13, 40]), min_size=1, max
 PICTURE = Pictures(start=3, num_tokens=4, num_patches=16, mutual=True)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), windows=KINDS, kind=st.sampled_from("gsx"))
 def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
     plan, plain = short_plan(seed, num_ranks=num_ranks, kind=kind)
     assert_sound(plan, with_windows(pictured(plain, seed=seed), windows), windows, seed=seed)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
 def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
     sequences = pictured(short_sequences(seed), seed=seed)
@@ -33,7 +34,7 @@ def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: li
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 3), heads=st.integers(1, 2), windows=KINDS)
 def test_slices_that_cut_no_picture(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
     if heads > 1:

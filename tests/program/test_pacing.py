@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionProgram, Forward, Payload, check_plan, lower
@@ -14,6 +14,7 @@ from rayfcp.program.buffers import check_buffers
 from rayfcp.program.paced import TILE, Brought, paced
 from rayfcp.program.table import Attends
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pacing, Round, SequenceSpec, Transfer
+from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import random_plan, scattered
 
@@ -39,7 +40,7 @@ def square(start: int, stop: int, *, flipped: bool = False) -> Attend:
     return Attend(query=(start, stop), slot=0, key=(start, stop), causal=True, flipped=flipped)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(8)
 @given(
     own=st.lists(st.integers(1, 400), min_size=1, max_size=3),
     flipped=st.booleans(),

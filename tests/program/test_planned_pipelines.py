@@ -3,13 +3,14 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+from tests.examples import examples
 from tests.masks import specs
 
 GIB = 1 << 30
@@ -29,7 +30,7 @@ def cost_of(*, num_ranks: int, num_stages: int, spare_gib: float, every: str) ->
 
 
 @pytest.mark.parametrize("strategy", ["elastic-pipeline", "seq1f1b", "dapple", "flex-ring"])
-@settings(max_examples=8, deadline=None)
+@examples(5)
 @given(
     seed=st.integers(0, 10_000),
     num_stages=st.integers(2, 4),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
@@ -20,12 +20,13 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Round, Transfer
+from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import assert_one_change_is_found, random_plan
 from tests.program.mutations import PLAN_MUTATIONS, PROGRAM_MUTATIONS, explicit
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 7))
 def test_plans_pass_and_programs_survive_text(seed: int, num_ranks: int) -> None:
     plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
@@ -68,7 +69,7 @@ def test_validator_rejects_too_little_memory() -> None:
         check_plan(plan, sequences, cluster=replace(cluster, max_tokens_per_rank=3))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 10**6))
 def test_validator_rejects_programs_with_one_thing_changed(seed: int) -> None:
     """Any label, instruction, send, receive, attend or piece dropped, doubled or changed, anywhere, is found."""
@@ -106,7 +107,7 @@ def test_validator_rejects_a_padding_token_that_nobody_computes(direction: str) 
         check_programs([programs[0], replace(programs[1], instructions=(load, forward, backward))], sequences)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(2, 6))
 def test_gradients_of_rings_travel_in_matchings(seed: int, num_ranks: int) -> None:
     plan, sequences, _ = random_plan(seed, num_ranks=num_ranks)

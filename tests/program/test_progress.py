@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import (
@@ -24,6 +24,7 @@ from rayfcp.program import (
     lower,
 )
 from rayfcp.values import Group, PipelinePlan, Primitive
+from tests.examples import examples
 from tests.masks import specs
 from tests.program.pipelines import actions, chunk, plan_of, random_pipelines, split_split_hybrid
 
@@ -80,7 +81,7 @@ class Stepping:
         return True
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 4), num_ranks=st.integers(1, 4))
 def test_pipelines_end(seed: int, num_stages: int, num_ranks: int) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
@@ -101,7 +102,7 @@ def strewn(program: RankProgram, rng: random.Random) -> RankProgram:
     return replace(program, instructions=tuple(items))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(seed=st.integers(0, 10**6), num_stages=st.integers(2, 4))
 def test_progress_agrees_with_stepping_each_device(seed: int, num_stages: int) -> None:
     rng = random.Random(seed)

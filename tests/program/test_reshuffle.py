@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionRound, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.hiding import HiddenRounds, hide
 from rayfcp.values import Block, Layout, Mask, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces
 
@@ -56,7 +57,7 @@ def moved(programs: Sequence[ReshuffleProgram], rows: Sequence[list[Token]], *, 
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 6), seed=st.integers(0, 10_000))
 def test_tokens_arrive_in_order_in_the_fewest_matchings(lengths: list[int], num_ranks: int, seed: int) -> None:
     sequences = specs(lengths)
@@ -76,7 +77,7 @@ def test_tokens_arrive_in_order_in_the_fewest_matchings(lengths: list[int], num_
     assert sum(sent) == len(away) and len(sent) == len(pairs)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 6), seed=st.integers(0, 10_000))
 def test_the_plans_own_order_moves_nothing(lengths: list[int], num_ranks: int, seed: int) -> None:
     sequences = specs(lengths)
@@ -130,7 +131,7 @@ def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: 
             assert all(goes[row] > index for row in (*range(*each.query), *(range(*each.key) if backward else ())))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(1, 450), min_size=1, max_size=4),
     masks=st.lists(st.sampled_from(list(Mask)), min_size=1, max_size=3),

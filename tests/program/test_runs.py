@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out, render_grid
@@ -24,6 +24,7 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import over_runs, plan_of, random_layout
 from tests.masks import specs
 from tests.program.helpers import assert_one_change_is_found, heads_of
@@ -54,7 +55,7 @@ def clustered(plan: BatchPlan) -> ClusterSpec:
     return ClusterSpec(num_ranks=plan.num_ranks, max_tokens_per_rank=10**6)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 4), heads=st.sampled_from([2, 3, 4]))
 def test_runs_are_proved_and_survive_text(seed: int, num_runs: int, heads: int) -> None:
     plan, sequences = strewn(seed, num_runs=num_runs, heads=heads)
@@ -67,7 +68,7 @@ def test_runs_are_proved_and_survive_text(seed: int, num_runs: int, heads: int) 
         assert from_text(to_text(program)) == program
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10_000), num_runs=st.integers(2, 4), heads=st.sampled_from([2, 4]))
 def test_every_share_of_heads_travels_among_its_own_ranks(seed: int, num_runs: int, heads: int) -> None:
     """Rank A u + j sends to B u + j, what every other share sends; cells of all shares together are the masks'."""
@@ -197,7 +198,7 @@ def test_heads_that_go_to_ranks_of_other_heads_are_found() -> None:
         check_programs(crossed, sequences)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(100)
 @given(seed=st.integers(0, 10**6))
 def test_one_thing_changed_is_found(seed: int) -> None:
     """Of any share of heads: ranks, tokens, messages, attends, pieces."""

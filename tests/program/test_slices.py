@@ -4,17 +4,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import check_plan, check_programs, lower
 from rayfcp.values import BatchPlan, Mask, PipelinePlan, Primitive, Slice
+from tests.examples import examples
 from tests.program.counted import counted, due, members_of
 from tests.program.helpers import assert_one_change_is_found, cluster_of
 from tests.program.pipelines import actions, random_pipelines, sliced_over_runs, split_split_hybrid
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 6))
 def test_random_slices_pass_counted_one_by_one(seed: int, num_stages: int, num_ranks: int) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
@@ -22,7 +23,7 @@ def test_random_slices_pass_counted_one_by_one(seed: int, num_stages: int, num_r
     assert counted(lower(plan, sequences)[:num_ranks]) == due(sequences, members_of(plan))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 3), heads=st.integers(2, 3))
 def test_slices_over_runs_that_share_out_heads(seed: int, num_runs: int, heads: int) -> None:
     plan, sequences = sliced_over_runs(seed, num_runs=num_runs, heads=heads)
@@ -32,7 +33,7 @@ def test_slices_over_runs_that_share_out_heads(seed: int, num_runs: int, heads: 
     assert_one_change_is_found(programs, sequences, seed=seed)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10**6))
 def test_one_thing_changed_is_found(seed: int) -> None:
     """Any label, instruction, hand-over, context, message, attend or piece, on any rank of any stage."""

@@ -5,11 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import from_text, lower, to_text
 from rayfcp.values import Primitive
+from tests.examples import examples
 from tests.program.pipelines import random_pipelines, split_split_hybrid
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -23,7 +24,7 @@ def test_split_split_hybrid_prints_as_written_down(primitive: Primitive) -> None
     assert text == (GOLDEN / f"split-split-hybrid-{primitive.value}.txt").read_text()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 4), num_ranks=st.integers(1, 5))
 def test_programs_of_pipelines_survive_text(seed: int, num_stages: int, num_ranks: int) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)

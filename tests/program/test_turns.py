@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan
@@ -11,6 +11,7 @@ from rayfcp.program import Backward, Forward, RankProgram, Send, check_progress,
 from rayfcp.program.deadlock import hand_overs_end
 from rayfcp.program.staged import staged
 from rayfcp.values import BatchPlan, Group, SequenceSpec
+from tests.examples import examples
 from tests.masks import specs
 from tests.program.pipelines import chunk, plan_of
 from tests.program.test_progress import Stepping
@@ -41,7 +42,7 @@ def follow_at_once(program: RankProgram) -> bool:
     )
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     ahead=st.integers(1, 4),
     seconds=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=5),

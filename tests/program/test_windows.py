@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import (
@@ -19,6 +19,7 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import PipelinePlan, SequenceSpec
+from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
 from tests.masks import with_windows
 from tests.program.counted import assert_sound
@@ -42,14 +43,14 @@ def of_kind(program: RankProgram, kind: int) -> RankProgram:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 5), windows=KINDS, kind=st.sampled_from("gsx"))
 def test_plans_of_whole_sequences(seed: int, num_ranks: int, windows: list[int], kind: str) -> None:
     plan, sequences = short_plan(seed, num_ranks=num_ranks, kind=kind)
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 4), heads=st.integers(1, 2), windows=KINDS)
 def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: list[int]) -> None:
     sequences = short_sequences(seed)
@@ -57,7 +58,7 @@ def test_relays_in_any_rounds(seed: int, num_ranks: int, heads: int, windows: li
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10_000), num_stages=st.integers(1, 3), num_ranks=st.integers(1, 4), windows=KINDS)
 def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, windows: list[int]) -> None:
     plan, sequences = random_pipelines(seed, num_stages=num_stages, num_ranks=num_ranks)
@@ -68,14 +69,14 @@ def test_slices_over_microbatches(seed: int, num_stages: int, num_ranks: int, wi
             assert_sound(plan, sequences, windows, seed=seed)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10_000), num_runs=st.integers(1, 3), heads=st.integers(2, 3), windows=KINDS)
 def test_slices_over_runs(seed: int, num_runs: int, heads: int, windows: list[int]) -> None:
     plan, sequences = sliced_over_runs(seed, num_runs=num_runs, heads=heads)
     assert_sound(plan, with_windows(sequences, windows), windows, seed=seed)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=st.integers(0, 10_000), windows=KINDS.filter(lambda found: len(found) > 1))
 def test_one_thing_of_one_kind_changed_is_found(seed: int, windows: list[int]) -> None:
     """In any kind of layers, beside others that are sound."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -15,6 +15,7 @@ from rayfcp.plan.costs.memory import state_bytes
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, Pictures, SequenceSpec, SpanKind
+from tests.examples import examples
 from tests.program.pictures import VISION, batches_with_pictures
 from tests.simulate.helpers import MODEL, machine
 
@@ -76,7 +77,7 @@ def test_one_rank_takes_what_the_pictures_cost(model: ModelProfile) -> None:
     st.sampled_from((0.0, 30.0)),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_nothing_is_faster_than_the_bound_and_spans_have_no_gaps(
     batch: list[SequenceSpec], num_ranks: int, strategy: str, model: ModelProfile, half: float, unequal: bool
 ) -> None:

@@ -4,7 +4,7 @@ import itertools
 from dataclasses import astuple, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
@@ -12,6 +12,7 @@ from rayfcp.plan.pipelines.bound import pipeline_bound
 from rayfcp.program import lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, Primitive, SequenceSpec, Slice
+from tests.examples import examples
 from tests.masks import specs
 from tests.simulate.helpers import MODEL
 from tests.simulate.pipelines import gpipe, one_f_one_b, pipeline, plan_of_chunks
@@ -49,7 +50,7 @@ def pipelines(draw: st.DrawFn) -> tuple[BatchPlan, list[SequenceSpec]]:
     return plan_of_chunks(chunks, num_ranks=num_ranks, pipelines=parts, primitive=primitive), specs(lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(pipelines(), machines, st.sampled_from(["step", "microbatch"]), st.sampled_from([0.0, 25.0]))
 def test_no_pipeline_beats_the_lower_bound(
     drawn: tuple[BatchPlan, list[SequenceSpec]], hardware: HardwareProfile, gather_every: str, half_tokens: float
@@ -71,7 +72,7 @@ def test_no_pipeline_beats_the_lower_bound(
     assert timeline.iteration_s >= pipeline_bound(sequences, cluster=cluster, cost=cost) * (1 - 1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(25)
 @given(pipelines(), machines, st.sampled_from(["step", "microbatch"]), st.sampled_from(["step", "microbatch"]))
 def test_a_timeline_of_stages_adds_up(
     drawn: tuple[BatchPlan, list[SequenceSpec]], hardware: HardwareProfile, reduce_every: str, gather_every: str

@@ -5,7 +5,7 @@ from collections import defaultdict
 from dataclasses import astuple, replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -22,6 +22,7 @@ from rayfcp.values import (
     ModelProfile,
     SpanKind,
 )
+from tests.examples import examples
 from tests.masks import specs
 from tests.simulate.helpers import MODEL, machine
 
@@ -63,7 +64,7 @@ def planned(
     return plan, lower(plan, sequences, reduce_every=reduce_every)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(10)
 @given(lengths, machines, st.integers(1, 9), st.integers(0, 4))
 def test_a_timeline_adds_up(sizes: list[int], hardware: HardwareProfile, num_ranks: int, recomputed: int) -> None:
     plan, programs = planned(sizes, hardware, num_ranks=num_ranks, recomputed_layers=recomputed)
@@ -82,7 +83,7 @@ def test_a_timeline_adds_up(sizes: list[int], hardware: HardwareProfile, num_ran
 STRATEGIES = ("flex-ring", "static-cp", "ring", "ulysses", "bytescale", "magi", "flex-block")
 
 
-@settings(max_examples=100, deadline=None)
+@examples(20)
 @given(
     st.lists(st.tuples(st.integers(1, 800) | st.integers(1, 20), st.booleans()), min_size=1, max_size=10),
     machines,
@@ -133,7 +134,7 @@ def test_nothing_beats_the_lower_bound(
     assert seconds >= plan.lower_bound_s * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12)
 @given(lengths, machines, st.integers(1, 9))
 def test_spans_of_a_kind_do_not_overlap(sizes: list[int], hardware: HardwareProfile, num_ranks: int) -> None:
     _, programs = planned(sizes, hardware, num_ranks=num_ranks)
@@ -154,7 +155,7 @@ def test_spans_of_a_kind_do_not_overlap(sizes: list[int], hardware: HardwareProf
         assert attention and all(span.start_s >= 0 and span.stop_s <= timeline.iteration_s for span in attention)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(12)
 @given(lengths, machines, st.integers(2, 9), st.sampled_from(["intra_node_bandwidth", "inter_node_bandwidth"]))
 def test_more_bandwidth_is_never_slower(sizes: list[int], hardware: HardwareProfile, num_ranks: int, name: str) -> None:
     """Up to the order in which messages of different groups reach a shared link."""
@@ -164,7 +165,7 @@ def test_more_bandwidth_is_never_slower(sizes: list[int], hardware: HardwareProf
     assert after <= before * (1 + 5e-3)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(10)
 @given(lengths, machines, st.integers(1, 9), st.integers(0, 24), st.sampled_from(["step", "microbatch"]))
 def test_layers_left_out_are_those_that_repeat(
     sizes: list[int], hardware: HardwareProfile, num_ranks: int, recomputed: int, reduce_every: str

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, HardwareProfile, SequenceSpec
+from tests.examples import examples
 from tests.masks import specs
 from tests.plan.helpers import batch_of
 from tests.simulate.helpers import MODEL, lone_group, machine
@@ -19,7 +20,7 @@ from tests.simulate.test_properties import lengths, machines
 SPEEDS = st.lists(st.sampled_from([1.0, 1.0, 0.5, 0.8, 1.2]), min_size=1, max_size=7).map(tuple)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(10)
 @given(lengths, machines, SPEEDS, st.sampled_from(["flex-ring", "static-cp", "magi", "flex-block"]))
 def test_nothing_beats_the_lower_bound(
     sizes: list[int], hardware: HardwareProfile, speeds: tuple[float, ...], strategy: str

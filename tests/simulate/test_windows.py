@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.flops import attention_flops, model_flops
 from rayfcp.program import AttentionProgram, Forward, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import ModelProfile, SequenceSpec, SpanKind
+from tests.examples import examples
 from tests.masks import specs
 from tests.program.pipelines import random_pipelines
 from tests.simulate.helpers import MODEL, machine, plan_of
@@ -34,7 +35,7 @@ def played(lengths: list[int], layers: tuple[int, ...], *, num_ranks: int, recom
     return simulate(programs, model=model, hardware=machine())
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, layers=LAYERS, num_ranks=st.integers(1, 4), recomputed=st.integers(0, 4))
 def test_flops_and_messages_are_those_of_every_layer(
     lengths: list[int], layers: tuple[int, ...], num_ranks: int, recomputed: int
@@ -67,7 +68,7 @@ def sent(attention: Mapping[int, AttentionProgram], layers: Sequence[int], recom
     )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, num_ranks=st.integers(1, 4), recomputed=st.integers(0, 4))
 def test_windows_that_cut_nothing_cost_what_none_cost(lengths: list[int], num_ranks: int, recomputed: int) -> None:
     found = played(lengths, (1000,) * 4, num_ranks=num_ranks, recomputed=recomputed)
@@ -79,7 +80,7 @@ def test_windows_that_cut_nothing_cost_what_none_cost(lengths: list[int], num_ra
 
 
 @given(window=st.integers(1, 64))
-@settings(max_examples=10, deadline=None)
+@examples(10)
 def test_one_rank_takes_the_seconds_of_its_cells(window: int) -> None:
     layers = (window, 0, window, window)
     whole, cut = (played([64], each, num_ranks=1) for each in ((), layers))

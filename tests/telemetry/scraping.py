@@ -8,13 +8,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.telemetry.names import PREFIX
 from rayfcp.telemetry.targets import SD_FILE
+from tests.waiting import PATIENCE_S
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(url: str) -> Samples:
     """Values by name and labels."""
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value

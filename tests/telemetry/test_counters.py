@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.counters import KeptCounters
 from rayfcp.telemetry.names import METRICS, Kept
+from tests.examples import examples
 
 KEPT = [metric for metric in METRICS if metric.kept is Kept.COUNTERS]
 Count = tuple[str, dict[str, str], int]
@@ -20,7 +21,7 @@ def counts(draw: st.DrawFn) -> Count:
     return metric.name, labels, draw(st.integers(0, 5))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(lives=st.lists(st.lists(counts(), max_size=6), max_size=4))
 def test_lives_add_up(lives: list[list[Count]], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("counted") / "counters.json"

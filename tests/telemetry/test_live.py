@@ -6,13 +6,14 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.live import COLUMNS, MAX_EVENTS, History, Live, Worker
 from rayfcp.telemetry.page import live_page
 from rayfcp.telemetry.picture import MAX_BARS, NARROWEST, Picture, PlannedGroup, picture_json
 from rayfcp.values import Span, SpanKind, StepReport
+from tests.examples import examples
 from tests.telemetry.samples import report, reports, spans
 
 SCHEMA: dict[str, Any] = {
@@ -59,7 +60,7 @@ def test_a_run_that_has_only_begun() -> None:
     assert state["devices"] == {"in_use": 0, "standing_by": 0, "wanted": 4}
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(steps=reports(), measured=st.lists(spans, max_size=9))
 def test_steps_devices_and_recoveries(steps: list[StepReport], measured: list[Span]) -> None:
     live = Live("demo", target_steps=10**6, wanted=4)

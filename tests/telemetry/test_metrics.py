@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.live import Worker
@@ -16,8 +16,10 @@ from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, Kind
 from rayfcp.telemetry.picture import Picture
 from rayfcp.values import StepReport
+from tests.examples import examples
 from tests.telemetry.samples import report, reports
 from tests.telemetry.scraping import Samples, scrape
+from tests.waiting import PATIENCE_S
 
 CONTRACT = """step_seconds plan_seconds plan_wait_seconds mfu_ratio attention_mfu_ratio imbalance_ratio bubble_ratio
 gap_ratio prediction_error_ratio tokens_total sequences_total sequences_skipped_total loss grad_norm learning_rate
@@ -137,7 +139,7 @@ def lives(folder: Path, done: list[StepReport], *, again: int) -> Samples:
         exporter.close()
 
 
-@settings(max_examples=4, deadline=None)
+@examples(4)
 @given(done=reports())
 def test_each_step_counts_once_in_all_lives(done: list[StepReport], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("lives")
@@ -220,7 +222,7 @@ def test_file_sd_while_it_serves(tmp_path: Path) -> None:
     exporter.close()
     assert not file.exists()
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(exporter.url, timeout=5)
+        urllib.request.urlopen(exporter.url, timeout=PATIENCE_S)
     exporter.close()
 
 

@@ -10,13 +10,14 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from rayfcp.telemetry.events import Event, EventKind, append_event
 from rayfcp.telemetry.report import write_report
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.telemetry.trace import write_trace
 from rayfcp.values import ClusterSpec, Span, SpanKind, StepReport
+from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
 START = Event(
@@ -68,7 +69,7 @@ def page_of(steps: list[StepReport], folder: Path, *, config: str = "") -> str:
     return page
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(reports())
 def test_any_run_has_a_sound_page(steps: list[StepReport]) -> None:
     with tempfile.TemporaryDirectory() as folder:

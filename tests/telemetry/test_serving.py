@@ -7,11 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.serving import RunServer
+from tests.examples import examples
+from tests.waiting import PATIENCE_S
 
 PAGES = {"/": lambda accept: ("text/html", b"page"), "/metrics": lambda accept: ("text/plain", accept.encode())}
 TOKEN = "a-token-of-the-user"
@@ -28,7 +30,7 @@ def served(folder: Path, *, host: str, token_file: str | None = None) -> Iterato
 
 def get(server: RunServer, path: str, *, host: str = "127.0.0.1", method: str = "GET", **headers: str):
     """Status, headers and body. `_` in header names stands for `-`."""
-    connection = http.client.HTTPConnection(host, server.port, timeout=5)
+    connection = http.client.HTTPConnection(host, server.port, timeout=PATIENCE_S)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
@@ -91,7 +93,7 @@ def test_a_browser_gives_the_token_once(guarded: RunServer) -> None:
 WORDS = st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(word=WORDS.filter(lambda word: word != TOKEN))
 def test_no_other_token_opens(word: str, guarded: RunServer) -> None:
     assert get(guarded, "/", Authorization=f"Bearer {word}")[0] == 401
@@ -131,7 +133,7 @@ def test_nothing_is_logged_and_nothing_is_kept(guarded: RunServer, capfd: pytest
 def test_slow_clients_hold_nobody_up(tmp_path: Path) -> None:
     """One that has sent half a request, and one that left."""
     with served(tmp_path, host="127.0.0.1") as server:
-        slow = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        slow = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
         slow.connect()
         assert slow.sock is not None
         slow.sock.sendall(b"GET / HTTP/1.1\r\nHost: local")

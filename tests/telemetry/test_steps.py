@@ -8,11 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.steps import StepLog, from_line, read_steps, to_line
 from rayfcp.values import StepReport
+from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
 KEYS = """step loss grad_norm learning_rate num_tokens num_sequences step_s predicted_s plan_s plan_wait_s mfu
@@ -34,7 +35,7 @@ def test_a_loss_that_is_no_number_stays_json() -> None:
     assert math.isnan(from_line(line).loss) and math.isnan(from_line(line).grad_norm)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(reports(), st.data())
 def test_any_crash_and_resume_leaves_each_step_once(steps: list[StepReport], data: st.DataObject) -> None:
     """Torn anywhere, resumed anywhere, run to the end again: the file is as if nothing had happened."""
@@ -58,7 +59,7 @@ def test_any_crash_and_resume_leaves_each_step_once(steps: list[StepReport], dat
         assert [file.name for file in Path(folder).iterdir()] == ["steps.jsonl"]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(room=st.integers(0, 600), data=st.data())
 def test_lines_that_found_no_room_come_later_and_none_is_torn(room: int, data: st.DataObject) -> None:
     """The kernel refuses to let the file grow beyond its first step and `room` bytes, for a while."""

@@ -4,7 +4,7 @@ import io
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry import progress as progress_module
@@ -12,6 +12,7 @@ from rayfcp.telemetry.progress import Progress
 from rayfcp.telemetry.scales import ticks
 from rayfcp.telemetry.summary import format_summary, mean_degree, summarize
 from rayfcp.values import StepReport
+from tests.examples import examples
 from tests.telemetry.samples import report, reports
 
 
@@ -23,7 +24,7 @@ def test_the_first_step_does_not_count_for_speed() -> None:
     assert (summary.num_steps, summary.first_step, summary.last_step, summary.num_tokens) == (4, 1, 4, 4000)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(reports())
 def test_mean_degree_is_the_mean_over_rank_slots(steps: list[StepReport]) -> None:
     slots = [d for step in steps for d, count in step.degrees.items() for _ in range(d * count)]
@@ -61,7 +62,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "2/2" in stream.getvalue() and "loss 5.5" in stream.getvalue()
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.floats(-1e12, 1e12), st.floats(-1e12, 1e12))
 def test_ticks_cover_and_are_few(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)

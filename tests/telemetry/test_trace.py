@@ -6,12 +6,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.timeline import Trace, read_trace, timeline_view
 from rayfcp.telemetry.trace import TracedStep, write_steps, write_trace
 from rayfcp.values import Span, SpanKind
+from tests.examples import examples
 from tests.telemetry.samples import spans
 
 Event = dict[str, Any]
@@ -37,7 +38,7 @@ def events_of(path: Path) -> list[Event]:
     return told["traceEvents"]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(spans, max_size=8), st.lists(spans, max_size=8))
 def test_each_span_is_one_event(measured: list[Span], predicted: list[Span]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +84,7 @@ def steps(draw: st.DrawFn) -> list[TracedStep]:
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(steps(), st.integers(1, 60))
 def test_steps_lie_side_by_side_and_ranks_have_one_track(traced: list[TracedStep], max_events: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

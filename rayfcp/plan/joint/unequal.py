@@ -132,7 +132,7 @@ def _floor_s(
     cost: CostModel,
     used: tuple[Primitive, ...],
 ) -> float:
-    """No plan with this pool takes less: the bound at the speeds that its ranks are used with."""
+    """Lower bound on what the search can find, at the speeds that it assumes for the ranks."""
     speeds = np.full(cluster.num_ranks, pool.speed)
     for seat in pool.seats:
         speeds[list(seat.ranks)] = pool.speed * seat.speed

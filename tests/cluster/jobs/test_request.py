@@ -14,6 +14,8 @@ from rayfcp.submit_command import ADDRESS
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "jobs" / "quickstart.yaml"
 NOWHERE = "http://127.0.0.1:1"
+TESTS = str(Path(__file__).parent)
+NOT_THERE = f"{TESTS}/none"
 
 
 def options(**more: object) -> JobOptions:
@@ -57,8 +59,8 @@ WRONG = {
     (str(QUICKSTART), "run.dir=/s/q"): "--address is missing",
     ("--address", NOWHERE): "CONFIG is missing",
     (str(QUICKSTART), "--address", NOWHERE, "--stop", "x"): "stands beside --follow or --stop",
-    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", "/none"): "is no folder",
-    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", "/tmp"): "is not in the working directory",
+    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", NOT_THERE): "is no folder",
+    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", TESTS): "is not in the working directory",
     (str(QUICKSTART), "train.stpes=1", "--address", NOWHERE): "did you mean train.steps?",
     (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--env", "NO_SUCH_VARIABLE"): "has no value here",
     (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--env", "=x"): "must have the form KEY=VALUE",

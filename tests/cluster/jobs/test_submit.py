@@ -1,33 +1,53 @@
-"""The quickstart as a job of a real head with token authentication: by `ray job submit` and by `rayfcp submit`, stopped
-and gone on with, refused."""
+"""Jobs of a real head with token authentication and an autoscaler: by `ray job submit` and by `rayfcp submit`, stopped
+and gone on with, on a cluster that grows and shrinks, refused."""
 
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import read_steps
-from tests.cluster.jobs.head import ROOT, Head, overrides, ray_head
+from tests.cluster.jobs.head import ROOT, WORKER_CPUS, Head, ray_head
+from tests.cluster.runs import run_config, write_texts
+from tests.waiting import PATIENCE_S, until
 
+pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
+
+ENDLESS = 100_000
 QUICKSTART = "jobs/quickstart.yaml"
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    with ray_head(num_cpus=4) as started:
+    with ray_head() as started:
         yield started
 
 
-def await_steps(run_dir: Path, count: int) -> None:
-    """Until so many steps are written down."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not (run_dir / "steps.jsonl").exists() or len(read_steps(run_dir / "steps.jsonl")) < count:
-        assert time.monotonic() < end_s, f"no step {count} in {run_dir}"
-        time.sleep(0.1)
+@pytest.fixture(scope="module")
+def run_dir(head: Head) -> Path:
+    """Of a small run, whose configuration `run.yaml` lies in the working directory `job` that travels with jobs."""
+    write_texts(head.folder)
+    config = run_config(
+        head.folder,
+        name="small",
+        cluster={"num_workers": 1},
+        train={"steps": 2, "threads_per_worker": WORKER_CPUS},
+        checkpoint={"every_steps": ENDLESS},
+    )
+    job = head.folder / "job"
+    job.mkdir()
+    (job / "run.yaml").write_text(dump_config(config))
+    shutil.copy(ROOT / "jobs" / "train.py", job)
+    return Path(config.run_dir)
+
+
+def sizes(run_dir: Path) -> list[int]:
+    """Devices in use, step by step."""
+    log = run_dir / "steps.jsonl"
+    return [report.world_size for report in read_steps(log)] if log.exists() else []
 
 
 def last_step(run_dir: Path) -> int:
@@ -39,66 +59,65 @@ def last_step(run_dir: Path) -> int:
     return steps[-1]
 
 
-def test_ray_job_submit(head: Head) -> None:
-    run_dir = head.folder / "runs" / "by-ray"
-    command = ("python", "train.py", "quickstart.yaml", *overrides(run_dir, "train.steps=2"))
-    code, output = head.run("ray", "job", "submit", "--address", head.url, "--working-dir", "jobs", "--", *command)
+def test_a_run_of_three_jobs_on_a_cluster_that_grows_and_shrinks(head: Head, run_dir: Path) -> None:
+    """`ray job submit` trains to the end. `rayfcp submit` goes on, on one node, for there are no others to have; once
+    there are, its demand brings one; it takes that device, its first worker's process all along, and gives the node
+    back as Ctrl-C at the one who follows stops it. The third job is stopped by `--stop`."""
+    job = head.folder / "job"
+    by_ray = ("ray", "job", "submit", "--address", head.url, "--submission-id", "first", "--working-dir", str(job))
+    code, output = head.run(*by_ray, "--", "python", "train.py", "run.yaml")
     assert code == 0, output
     assert last_step(run_dir) == 2
+    code, output = head.run("rayfcp", "submit", "--follow", "first", "--address", head.url)
+    assert code == 0 and "step 1/2" in output and "job first succeeded" in output, output
 
-
-@pytest.mark.timeout(900)
-def test_stopped_twice_and_gone_on_with(head: Head) -> None:
-    """Ctrl-C at the one who follows, then `--stop`; each leaves a checkpoint from which the next submit goes on."""
-    run_dir = head.folder / "runs" / "stopped"
-    submit = ("rayfcp", "submit", QUICKSTART, *overrides(run_dir), "--address", head.url, "--no-package")
-
-    following = head.start(*submit, "train.steps=100000")
-    await_steps(run_dir, 2)
+    words = ("rayfcp", "submit", str(job / "run.yaml"), f"train.steps={ENDLESS}", "--working-dir", str(job))
+    submit = (*words, "--address", head.url, "--no-package")
+    assert head.num_nodes() == 1
+    following = head.start(*submit, "cluster.num_workers=[1,2]")
+    until(lambda: len(sizes(run_dir)) > 2 or following.poll() is not None, what="no step")
+    first = head.workers()
+    assert sizes(run_dir)[2] == len(first) == head.num_nodes() == 1, following.poll()
+    head.allow(nodes=1)
+    until(lambda: 2 in sizes(run_dir) or following.poll() is not None, what="never two devices")
+    assert first <= head.workers() and head.num_nodes() == 2, following.poll()
     following.send_signal(signal.SIGINT)
     output, _ = following.communicate(timeout=PATIENCE_S)
     assert following.returncode == 1, output
     assert "saves a checkpoint after the step under way" in output and "was stopped before the end" in output
-    assert "step 1/100000" in output, "the job's own output is followed"
-    first = last_step(run_dir)
+    assert f"step 3/{ENDLESS}" in output, "the job's own output is followed"
+    grown = last_step(run_dir)
+    assert sizes(run_dir) == sorted(sizes(run_dir))
+    assert not any(report.recovered for report in read_steps(run_dir / "steps.jsonl"))
 
-    code, output = head.run(*submit, "train.steps=100000", "--no-wait", "--job-id", "second")
-    assert code == 0 and "stop it:   rayfcp submit --stop second" in output, output
-    await_steps(run_dir, first + 2)
-    code, output = head.run("rayfcp", "submit", "--stop", "second", "--address", head.url)
-    assert code == 0 and "job second ended: STOPPED" in output, output
-    second = last_step(run_dir)
-    assert second >= first + 2
-
-    code, output = head.run(*submit, f"train.steps={second + 2}")
-    assert code == 0 and "succeeded" in output, output
-    assert last_step(run_dir) == second + 2
-
-
-def test_exit_code_of_wrong_input(head: Head) -> None:
-    """What only the cluster can know to be wrong; a job that is not there."""
-    run_dir = head.folder / "runs" / "wrong"
-    code, output = head.run(
-        "rayfcp", "submit", QUICKSTART, *overrides(run_dir, "data.paths=/not/here"), "--address", head.url
-    )
-    assert code == 2 and "data.paths has '/not/here', which does not exist" in output, output
-    code, output = head.run("rayfcp", "submit", "--stop", "absent", "--address", head.url)
-    assert code == 2 and output.count("\n") == 1 and "no such job" in output, output
+    code, output = head.run(*submit, "--no-wait", "--job-id", "third")
+    assert code == 0 and "stop it:   rayfcp submit --stop third" in output, output
+    until(lambda: len(sizes(run_dir)) >= grown + 2, what="no steps of the third job")
+    code, output = head.run("rayfcp", "submit", "--stop", "third", "--address", head.url)
+    assert code == 0 and "job third ended: STOPPED" in output, output
+    assert last_step(run_dir) >= grown + 2
+    until(lambda: head.num_nodes() == 1, what=lambda: f"{head.num_nodes()} nodes are still there")
+    assert not head.workers()
 
 
-def test_the_job_runs_the_rayfcp_that_submits_it(head: Head, tmp_path: Path) -> None:
-    """Whatever the nodes have installed."""
+def test_the_job_runs_the_rayfcp_that_submits_it(head: Head, run_dir: Path, tmp_path: Path) -> None:
+    """Whatever the nodes have installed; with its exit code for what only the cluster can know to be wrong."""
     shutil.copytree(ROOT / "rayfcp", tmp_path / "rayfcp", ignore=shutil.ignore_patterns("__pycache__"))
     loading = tmp_path / "rayfcp" / "config" / "loading.py"
     loading.write_text(loading.read_text().replace("which does not exist; give", "which is nowhere; give"))
-    run_dir = head.folder / "runs" / "own"
+    job = head.folder / "job"
     code, output = head.run(
-        *("python", "-m", "rayfcp", "submit", QUICKSTART, *overrides(run_dir, "data.paths=/not/here")),
-        *("--address", head.url, "--working-dir", "jobs"),
+        *("python", "-m", "rayfcp", "submit", str(job / "run.yaml"), "data.paths=/not/here"),
+        *("--address", head.url, "--working-dir", str(job)),
         PYTHONPATH=str(tmp_path),
         PYTHONSAFEPATH="1",
     )
     assert code == 2 and "data.paths has '/not/here', which is nowhere" in output, output
+
+
+def test_a_job_that_is_not_there(head: Head) -> None:
+    code, output = head.run("rayfcp", "submit", "--stop", "absent", "--address", head.url)
+    assert code == 2 and output.count("\n") == 1 and "no such job" in output, output
 
 
 @pytest.mark.parametrize(
@@ -109,7 +128,7 @@ def test_the_job_runs_the_rayfcp_that_submits_it(head: Head, tmp_path: Path) -> 
     ],
 )
 def test_without_the_token(head: Head, env: dict[str, str], line: str) -> None:
-    command = ("rayfcp", "submit", QUICKSTART, *overrides(head.folder / "runs" / "none"), "--address", head.url)
+    command = ("rayfcp", "submit", QUICKSTART, f"run.dir={head.folder / 'none'}", "--address", head.url)
     code, output = head.run(*command, **env)
     assert code == 2, output
     assert output.count("\n") == 1 and output.startswith("rayfcp: error: ") and line in output, output
@@ -117,8 +136,8 @@ def test_without_the_token(head: Head, env: dict[str, str], line: str) -> None:
 
 def test_doctor_of_a_cluster(head: Head) -> None:
     """Every node is asked; the run's folder and devices are there."""
-    run_dir = head.folder / "runs" / "doctor"
-    code, output = head.run("rayfcp", "doctor", QUICKSTART, *overrides(run_dir), "--address", head.address)
+    words = (QUICKSTART, f"run.dir={head.folder / 'doctor'}", "cluster.num_workers=2")
+    code, output = head.run("rayfcp", "doctor", *words, "--address", head.address)
     assert "4 CPU in the cluster, the run asks for 4" in output, output
     assert f"files can be written in {head.folder}" in output
     assert "Ray's token: from ~/.ray/auth_token" in output

@@ -4,11 +4,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.blocks.kernels.assign import Items, Rule, longest_first
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
+from tests.examples import examples
 
 Sizes = list[tuple[int, int]]
 """(tokens, cells)."""
@@ -41,7 +42,7 @@ def test_by_hand() -> None:
     assert longest_first(items, Rule(2, 0.0, 1.0, 2, np.ones(2))).tolist() == []
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(some_sizes, st.integers(1, 5), st.integers(0, 60))
 def test_memory_binds(sizes: Sizes, num_ranks: int, spare: int) -> None:
     items = items_of(sizes, num_ranks=num_ranks)
@@ -51,7 +52,7 @@ def test_memory_binds(sizes: Sizes, num_ranks: int, spare: int) -> None:
         assert np.bincount(rank_of, items.tokens, minlength=num_ranks).max() <= most
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=6), st.integers(1, 3))
 def test_compute_alone_is_within_a_third_of_the_optimum(cells: list[int], num_ranks: int) -> None:
     items = items_of([(1, each) for each in cells], num_ranks=num_ranks)
@@ -65,7 +66,7 @@ def test_compute_alone_is_within_a_third_of_the_optimum(cells: list[int], num_ra
     assert least <= found <= (2 - 1 / num_ranks) * least + 1e-9
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(some_sizes, st.integers(2, 5), st.integers(0, 60), st.randoms(use_true_random=False))
 def test_moves_never_raise_the_largest_load_or_break_memory(
     sizes: Sizes, num_ranks: int, spare: int, random: st.DrawFn

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree
+from tests.examples import examples
 
 Edge = tuple[int, int]
 
@@ -24,7 +25,7 @@ def edges_of(num_ranks: int) -> st.SearchStrategy[list[Edge]]:
     return st.lists(one, min_size=1, max_size=150)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(200)
 @given(st.integers(2, 9).flatmap(lambda n: st.tuples(st.just(n), edges_of(n))), st.randoms(use_true_random=False))
 def test_every_round_is_a_matching_and_there_are_as_many_as_the_degree(
     case: tuple[int, list[Edge]], random: st.DrawFn
@@ -58,7 +59,7 @@ def fewest_matchings(edges: list[Edge]) -> int:
     return best
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6))
 def test_no_fewer_rounds_are_possible(edges: list[Edge]) -> None:
     graph = graph_of(edges, num_ranks=3)

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions, PlanConfig
@@ -17,6 +17,7 @@ from rayfcp.plan.bound import lower_bound
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
+from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, imbalance, planned, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
@@ -37,7 +38,7 @@ def proved(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMod
     return plan
 
 
-@settings(max_examples=50, deadline=None)
+@examples(20)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 7))
 def test_plans_of_any_options_are_proved(seed: int, num_ranks: int) -> None:
     """Tokens, cells, matchings, gradients, memory, buffers, progress, bound: all of `check_plan`."""
@@ -46,7 +47,7 @@ def test_plans_of_any_options_are_proved(seed: int, num_ranks: int) -> None:
         proved(sequences, cluster=cluster, cost=cost, options=any_options(seed))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batches(max_sequences=12, max_tokens=300), st.integers(1, 40), st.integers(1, 50))
 def test_microbatches_hold_every_sequence_once_within_memory(
     sequences: list[SequenceSpec], num_ranks: int, room: int

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions, PlanConfig
@@ -12,6 +12,7 @@ from rayfcp.plan import plan_batch
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
 from rayfcp.program import check_plan
 from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
+from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, planned, small
 from tests.plan.helpers import batch_of, profiled
 
@@ -32,7 +33,7 @@ def run_blocks(draw: st.DrawFn) -> tuple[list[Block], int]:
     return blocks, num_runs
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(run_blocks(), st.integers(1, 5))
 def test_runs_are_cut_into_equal_shares_in_order(drawn_blocks: tuple[list[Block], int], heads: int) -> None:
     blocks, num_runs = drawn_blocks
@@ -102,7 +103,7 @@ def test_no_runs_without_exchanges() -> None:
     assert all(each.layout is not None and each.layout.heads == 1 for each in plan.microbatches)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 10**6), num_ranks=st.sampled_from([2, 4, 6, 8, 16]), wanted=st.sampled_from([None, 1, 2]))
 def test_plans_of_runs_are_proved(seed: int, num_ranks: int, wanted: int | None) -> None:
     """Tokens, cells, matchings, gradients, memory, buffers, progress: all of `check_plan`."""

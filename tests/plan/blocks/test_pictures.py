@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -15,6 +15,7 @@ from rayfcp.plan.blocks.kernels.traffic import Packing, loads_of, needs_of, own_
 from rayfcp.plan.blocks.planner import plan_blocks
 from rayfcp.plan.costs.layout_work import work_of
 from rayfcp.values import ClusterSpec, Pictures, SequenceSpec
+from tests.examples import examples
 from tests.masks import pictured, sees
 from tests.plan.blocks.helpers import any_options, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, batches
@@ -31,7 +32,7 @@ def in_order(sequences: list[SequenceSpec]) -> list[SequenceSpec]:
     return sorted(sequences, key=lambda each: (-each.attention_cells / each.num_tokens, -each.num_tokens, each.id))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 6))
 def test_every_need_is_met_once_with_its_cells(seed: int, num_ranks: int) -> None:
     plain, _ = small(seed, num_ranks=num_ranks)
@@ -56,7 +57,7 @@ def test_every_need_is_met_once_with_its_cells(seed: int, num_ranks: int) -> Non
     assert np.bincount(parcels.target, parcels.cells, minlength=num_ranks) == pytest.approx(brought)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(PICTURED, st.integers(1, 6), st.integers(1, 60), st.sampled_from(["shares", "lpt"]))
 def test_cells_of_ranks_are_those_of_their_blocks(
     sequences: list[SequenceSpec], num_ranks: int, block_tokens: int, placement: str
@@ -75,7 +76,7 @@ def test_cells_of_ranks_are_those_of_their_blocks(
     assert loads_of(pool, pieces)[1] == pytest.approx(np.bincount(pieces.rank, cells, minlength=num_ranks))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 300), min_size=2, max_size=7), st.integers(1, 60), st.integers(0, 9999))
 def test_shares_of_a_sequence_have_cells_in_proportion(shares: list[int], block_tokens: int, seed: int) -> None:
     """Whatever pictures lie at one end of it: up to the keys that a row sees at each cut."""

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -17,11 +17,12 @@ from rayfcp.plan.costs.volumes import round_tokens
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import ClusterSpec, Mask
+from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, profiled
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 7))
 def test_every_need_is_met_once_in_as_many_matchings_as_the_degree(seed: int, num_ranks: int) -> None:
     sequences, _ = small(seed, num_ranks=num_ranks)
@@ -46,7 +47,7 @@ def test_every_need_is_met_once_in_as_many_matchings_as_the_degree(seed: int, nu
         assert all(layout.blocks[block].rank == t.source for t in step.transfers for block in t.blocks)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 6))
 def test_cells_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -> None:
     """Of unsplit programs: what is predicted of each rank is what it attends to."""

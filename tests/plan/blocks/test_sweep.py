@@ -1,7 +1,7 @@
 """Shares: every token once, equal tokens and cells on all ranks, few cuts."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import BlockOptions
@@ -11,6 +11,7 @@ from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
 from rayfcp.plan.blocks.kernels.table import Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import loads_of
 from rayfcp.values import SequenceSpec
+from tests.examples import examples
 from tests.plan.blocks.helpers import drawn, imbalance, pool_of
 from tests.plan.helpers import batch_of, batches
 
@@ -25,7 +26,7 @@ def check_once(pool: Pool, pieces: Pieces) -> None:
     assert (pieces.stop > pieces.start).all() and pieces.first[-1] == len(pieces.owner)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     batches(max_sequences=12, max_tokens=400),
     st.integers(1, 9),
@@ -49,7 +50,7 @@ def test_each_token_once_and_memory_holds(
     assert cells.sum() == sum(each.attention_cells for each in sequences)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(batches(max_sequences=12, max_tokens=2000), st.integers(1, 9))
 def test_without_a_tolerance_all_ranks_have_equal_tokens_and_cells(
     sequences: list[SequenceSpec], num_ranks: int
@@ -66,7 +67,7 @@ def test_without_a_tolerance_all_ranks_have_equal_tokens_and_cells(
     assert len(owner) <= len(sequences) + 2 * num_ranks
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=7), st.booleans(), st.integers(1, 60))
 def test_shares_of_one_sequence_have_cells_in_proportion(shares: list[int], full: bool, block_tokens: int) -> None:
     length, count = sum(shares), len(shares)

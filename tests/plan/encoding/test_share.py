@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cluster.observing import own_seconds
@@ -19,6 +19,7 @@ from rayfcp.plan.imbalance import rank_loads
 from rayfcp.plan.reprice import reprice
 from rayfcp.program import check_plan
 from rayfcp.values import Block, ClusterSpec, EncoderShare, InfeasiblePlanError, Pictures, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT
 from tests.program.pictures import batches_with_pictures, seeing_cost
 
@@ -45,7 +46,7 @@ def makespan(seconds: np.ndarray, ranks: np.ndarray, speeds: np.ndarray) -> floa
     st.integers(1, 3),
     st.lists(st.integers(0, 2), min_size=7, max_size=7),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_longest_rank_is_within_the_bound_of_longest_first(
     seconds: list[int], num_ranks: int, holders: list[int]
 ) -> None:
@@ -60,7 +61,7 @@ def test_the_longest_rank_is_within_the_bound_of_longest_first(
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.lists(st.integers(0, 4), min_size=3, max_size=3))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_no_rank_gets_more_than_it_has_memory_for(seconds: list[int], rooms: list[int]) -> None:
     pictures = columns(seconds, holders=[at % 3 for at in range(len(seconds))])
     found = longest_first(pictures, Ranks(np.ones(3), np.array(rooms, np.float64)))
@@ -87,7 +88,7 @@ def test_nothing_moves_where_work_weighs_nothing() -> None:
 
 
 @given(batches_with_pictures(), st.integers(1, 4), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_columns_and_homes_count_every_row_once(batch: list[SequenceSpec], num_ranks: int, random) -> None:  # type: ignore[no-untyped-def]
     blocks = []
     for each in batch:

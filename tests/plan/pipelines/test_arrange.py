@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
@@ -16,6 +16,7 @@ from rayfcp.plan.pipelines.arrange import AHEAD, Arrangement, Arranger, Recomput
 from rayfcp.plan.pipelines.kernels.fitting import fit
 from rayfcp.plan.pipelines.makespan import peak_bytes, run
 from rayfcp.plan.pipelines.schedule import one_forward_one_backward
+from tests.examples import examples
 from tests.plan.pipelines.helpers import staged_cost
 
 ROOMY = 1e9
@@ -51,7 +52,6 @@ def best(costs: WholeCosts, *, recompute: Recompute = "each") -> Arrangement | S
     return found if isinstance(found, Shortfall) else arranger.improved(found[0])
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 8), num_stages=st.integers(2, 4))
 def test_equal_microbatches_fill_and_drain_once(count: int, num_stages: int) -> None:
     found = best(costs_of([2.0] * count, num_stages=num_stages))
@@ -60,7 +60,6 @@ def test_equal_microbatches_fill_and_drain_once(count: int, num_stages: int) -> 
     assert not found.recomputed.any()
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 9), num_stages=st.integers(1, 5), ahead=st.integers(1, 3), most=st.integers(0, 4))
 def test_no_stage_is_further_ahead_than_it_may(count: int, num_stages: int, ahead: int, most: int) -> None:
     order = one_forward_one_backward([1] * count, num_stages=num_stages, ahead=ahead, most=most)
@@ -74,7 +73,7 @@ def test_no_stage_is_further_ahead_than_it_may(count: int, num_stages: int, ahea
 seconds_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(seconds=seconds_of, num_stages=st.integers(2, 3))
 def test_orders_are_near_the_best_of_all(seconds: list[int], num_stages: int) -> None:
     costs = costs_of(seconds, num_stages=num_stages)
@@ -88,7 +87,6 @@ def test_orders_are_near_the_best_of_all(seconds: list[int], num_stages: int) ->
     assert least * (1 - 1e-9) <= found.makespan_s <= 1.05 * least
 
 
-@settings(deadline=None)
 @given(
     seconds=st.lists(st.integers(1, 9), min_size=1, max_size=7),
     num_stages=st.integers(2, 4),
@@ -118,7 +116,7 @@ def test_memory_is_kept_or_one_microbatch_alone_does_not_fit(
         assert found.recomputed.flat[0] in (0, 2, 4) and len(np.unique(found.recomputed)) == 1
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seconds=st.lists(st.integers(1, 9), min_size=1, max_size=3), room=st.floats(5.0, 60.0))
 def test_recomputation_is_near_the_least_of_all(seconds: list[int], room: float) -> None:
     costs = costs_of(seconds, num_stages=2, room=room, num_layers=3)

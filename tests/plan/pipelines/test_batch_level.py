@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -30,6 +30,7 @@ from rayfcp.values import (
     Primitive,
     SequenceSpec,
 )
+from tests.examples import examples
 from tests.plan.helpers import batch_of, partitions
 from tests.plan.pipelines.helpers import replay, staged_cost
 
@@ -57,7 +58,7 @@ def replayed_s(costs: WholeCosts, order: Order, *, cost: CostModel, recomputed: 
     return replay(order, times.forward_s.tolist(), times.backward_s.tolist(), times.transfer_s.tolist())
 
 
-@settings(deadline=None, max_examples=30)
+@examples(6)
 @given(
     shares=st.lists(st.floats(0.001, 1.0), min_size=1, max_size=9),
     full=st.lists(st.booleans(), max_size=3),
@@ -101,7 +102,7 @@ def test_plans_are_valid_and_keep_to_memory(
     assert plan == plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=BOTH)
 
 
-@settings(deadline=None, max_examples=15)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 30_000), min_size=1, max_size=8),
     num_stages=st.integers(2, 4),
@@ -135,7 +136,7 @@ def test_equal_sequences_fill_and_drain_once(count: int, strategy: str) -> None:
     assert 0.0 <= traffic_s <= hops_s * count + most_s
 
 
-@settings(deadline=None, max_examples=12)
+@examples(12)
 @given(lengths=st.lists(st.integers(500, 16_000), min_size=1, max_size=4), num_stages=st.integers(2, 3))
 def test_near_the_best_of_all_microbatches_and_orders(lengths: list[int], num_stages: int) -> None:
     cost = staged_cost(num_ranks=1, num_stages=num_stages, memory_bytes=1 << 40)
@@ -157,7 +158,7 @@ def test_near_the_best_of_all_microbatches_and_orders(lengths: list[int], num_st
     assert plan.predicted_s <= 1.15 * least
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=4),
     degree=st.integers(1, 4),

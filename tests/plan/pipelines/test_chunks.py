@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.chunks import chunks_of
@@ -12,6 +12,7 @@ from rayfcp.plan.pipelines.kernels.packing import pack_balanced, pack_equal
 from rayfcp.plan.pipelines.pool import Pool, Work
 from rayfcp.plan.pipelines.schedule import run_lengths
 from rayfcp.values import Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import batches
 
 works = st.builds(
@@ -45,7 +46,7 @@ def made(
     room=st.sampled_from([1.0, 1.5, 100.0]),
     taper=st.sampled_from([0, 0, 1, 3]),
 )
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_every_token_is_in_one_chunk(
     batch: list[SequenceSpec], work: Work, count: int, balanced: bool, room: float, taper: int
 ) -> None:
@@ -79,7 +80,6 @@ def test_every_token_is_in_one_chunk(
 
 
 @given(longest=st.integers(1, 100_000), count=st.integers(1, 40), work=works)
-@settings(deadline=None)
 def test_slices_take_as_long_as_each_other(longest: int, count: int, work: Work) -> None:
     ends = balanced_ends(longest, min(count, longest), work=work, rows=1)
     assert ends[-1] == longest
@@ -123,7 +123,6 @@ def test_seconds_grow_before_buckets_do() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 20), min_size=1, max_size=12), tail=st.integers(0, 20))
-@settings(deadline=None)
 def test_equal_buckets_are_at_most_full(sizes: list[int], tail: int) -> None:
     buckets = np.full(len(sizes) + 1, -1.0)
     buckets[0] = tail

@@ -4,13 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
 from rayfcp.plan.pipelines.kernels.eager import eager_leads
 from rayfcp.plan.pipelines.makespan import peak_bytes, run
 from rayfcp.plan.pipelines.schedule import Order, backward_order, leads_of_stages, least_leads, order_of_leads
+from tests.examples import examples
 from tests.plan.pipelines.helpers import descending
 from tests.plan.pipelines.test_recompute import held_bytes
 
@@ -45,7 +46,7 @@ def test_kinds_are_runs_of_one_length(runs: list[int]) -> None:
 
 
 @given(data=st.data(), runs=descending, num_stages=st.integers(1, 5), ahead=st.integers(1, 4))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_early_passes_stay_within_the_room(data: st.DataObject, runs: list[int], num_stages: int, ahead: int) -> None:
     held = data.draw(held_bytes(runs=runs, layers=[2] * num_stages))
     base = least_leads(runs)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PipelineOptions, PlanConfig
@@ -16,6 +16,7 @@ from rayfcp.plan.pipelines.makespan import peak_bytes, run
 from rayfcp.plan.pipelines.schedule import order_of, run_lengths
 from rayfcp.program import check_programs, lower
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import batch_of, batches
 from tests.plan.pipelines.helpers import staged_cost
 
@@ -95,7 +96,7 @@ def replays(plan: BatchPlan, by_id: dict[int, SequenceSpec], *, cost: CostModel)
     primitives=st.sampled_from([("ring",), ("ulysses",), ("ring", "ulysses")]),
     every=st.sampled_from(["microbatch", "step"]),
 )
-@settings(deadline=None, max_examples=12)
+@examples(6)
 def test_plans_keep_what_they_promise(
     batch: list[SequenceSpec],
     num_stages: int,

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.costs.stage_bytes import StageBytes
@@ -12,6 +12,7 @@ from rayfcp.plan.pipelines.makespan import peak_bytes
 from rayfcp.plan.pipelines.recompute import on_stages, recompute, uniform
 from rayfcp.plan.pipelines.schedule import Order, one_forward_one_backward
 from rayfcp.values import InfeasiblePlanError
+from tests.examples import examples
 from tests.plan.pipelines.helpers import descending
 
 
@@ -47,7 +48,7 @@ def fits(order: Order, held: StageBytes, layers: np.ndarray) -> bool:
 
 
 @given(data=st.data(), runs=small_runs, layers=st.sampled_from([[2, 2], [2, 1], [1, 1], [3], [2, 2, 1]]))
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_the_sum_is_the_least_within_the_certificate(data: st.DataObject, runs: list[int], layers: list[int]) -> None:
     held = data.draw(held_bytes(runs=runs, layers=layers))
     order = one_forward_one_backward(runs, num_stages=len(layers))
@@ -74,7 +75,6 @@ def test_the_sum_is_the_least_within_the_certificate(data: st.DataObject, runs: 
 
 
 @given(data=st.data(), runs=descending, num_stages=st.integers(1, 3), ahead=st.integers(1, 2))
-@settings(deadline=None)
 def test_memory_is_never_passed(data: st.DataObject, runs: list[int], num_stages: int, ahead: int) -> None:
     held = data.draw(held_bytes(runs=runs, layers=[3] * num_stages))
     order = one_forward_one_backward(runs, num_stages=num_stages, ahead=ahead)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan.pipelines.makespan import run
@@ -17,7 +17,6 @@ def backward_of(stage: list[int]) -> list[int]:
     return [-1 - code for code in stage if code < 0]
 
 
-@settings(deadline=None)
 @given(runs=runs_of_chunks, num_stages=stages, ahead=st.integers(1, 3), shrinking=st.booleans())
 def test_every_pass_once_and_slices_in_reverse(runs: list[int], num_stages: int, ahead: int, shrinking: bool) -> None:
     order = one_forward_one_backward(runs, num_stages=num_stages, ahead=ahead, shrinking=shrinking)
@@ -36,7 +35,6 @@ def test_every_pass_once_and_slices_in_reverse(runs: list[int], num_stages: int,
     )  # no stage waits for ever
 
 
-@settings(deadline=None)
 @given(
     runs=descending, num_stages=stages, forward=st.integers(1, 4), backward=st.integers(1, 4), shrinking=st.booleans()
 )
@@ -51,7 +49,6 @@ def test_equal_chunks_take_one_flush(
     assert found.bubble == pytest.approx((num_stages - 1) / (count + num_stages - 1))
 
 
-@settings(deadline=None)
 @given(runs=descending, num_stages=stages)
 def test_a_stage_holds_as_many_as_eq_7_says(runs: list[int], num_stages: int) -> None:
     order = one_forward_one_backward(runs, num_stages=num_stages, shrinking=False)
@@ -60,7 +57,6 @@ def test_a_stage_holds_as_many_as_eq_7_says(runs: list[int], num_stages: int) ->
         assert held.max() == min(num_stages - 1 - stage + max(runs), sum(runs))
 
 
-@settings(deadline=None)
 @given(data=st.data(), runs=runs_of_chunks, num_stages=st.integers(1, 3), ahead=st.integers(1, 2))
 def test_replay_agrees_with_relaxation(data: st.DataObject, runs: list[int], num_stages: int, ahead: int) -> None:
     order = one_forward_one_backward(runs, num_stages=num_stages, ahead=ahead)
@@ -103,7 +99,6 @@ def test_runs_are_what_sequences_join() -> None:
     assert run_lengths(batch) == (3, 1, 2)
 
 
-@settings(deadline=None)
 @given(runs=runs_of_chunks, num_stages=stages, start=st.integers(0, 3))
 def test_values_hold_the_order(runs: list[int], num_stages: int, start: int) -> None:
     order = one_forward_one_backward(runs, num_stages=num_stages)

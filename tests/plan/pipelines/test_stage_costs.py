@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import model_profile
@@ -47,7 +47,6 @@ def test_columns_of_split_and_hybrid_chunks() -> None:
     degree=st.sampled_from([1, 2]),
     recomputed=st.sampled_from([0, 16]),
 )
-@settings(deadline=None)
 def test_stages_share_what_the_whole_model_takes(
     num_stages: int, primitive: Primitive, degree: int, recomputed: int
 ) -> None:
@@ -66,7 +65,6 @@ def test_stages_share_what_the_whole_model_takes(
 
 
 @given(length=st.integers(2, 4000), cuts=st.lists(st.integers(1, 3999), max_size=4, unique=True))
-@settings(deadline=None)
 def test_slices_have_all_cells_and_cost_no_less(length: int, cuts: list[int]) -> None:
     batch = batch_of([length])
     ends = [*sorted(cut for cut in cuts if cut < length), length]
@@ -135,7 +133,6 @@ def test_a_microbatch_alone_fits_with_nothing_recomputed_and_no_token_more() -> 
 
 
 @given(runs=descending, recomputed=st.integers(0, 16), ahead=st.integers(1, 2))
-@settings(deadline=None)
 def test_peaks_are_what_a_list_of_what_is_held_says(runs: list[int], recomputed: int, ahead: int) -> None:
     lengths = [10 * length for length in runs]
     batch = batch_of(lengths)

@@ -4,12 +4,13 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
 
@@ -22,7 +23,7 @@ def degree_of(plan: BatchPlan) -> dict[int, int]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(20)
 @given(batches(max_sequences=14, max_tokens=400), st.integers(1, 128), st.integers(1, 200))
 def test_degrees_are_lengths_over_one_unit(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)

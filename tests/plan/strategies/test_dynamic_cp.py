@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -13,6 +13,7 @@ from rayfcp.plan.rivals.opened import Opened
 from rayfcp.plan.rivals.packed import packed
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
 SIZES = (1, 2, 4, 8)
@@ -22,7 +23,7 @@ def groups(opened: Opened) -> list[tuple[int, list[int]]]:
     return [(group.degree, group.members) for group in opened.groups]
 
 
-@settings(max_examples=80, deadline=None)
+@examples(15)
 @given(batches(max_sequences=12, max_tokens=200), st.integers(1, 32), st.integers(1, 220))
 def test_any_ranks_any_batch(sequences, num_ranks, room) -> None:  # type: ignore[no-untyped-def]
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
@@ -36,7 +37,7 @@ def test_any_ranks_any_batch(sequences, num_ranks, room) -> None:  # type: ignor
     assert all(degree & (degree - 1) == 0 or degree == num_ranks for degree in plan.degrees)
 
 
-@pytest.mark.parametrize("num_ranks", [10, 14, 18, 20, 22, 28, 30, 40, 56, 96, 127, 128])
+@pytest.mark.parametrize("num_ranks", [10, 14, 18, 22, 30, 56, 127])
 def test_any_number_of_ranks(num_ranks: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=8192)
     sequences = batch_of([7102, 3789, *(100 + 977 * at % 9000 for at in range(40))])
@@ -45,7 +46,7 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
         check_plan(plan, batch, cluster=cluster)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.integers(1, 900), min_size=1, max_size=20), st.sampled_from([balanced, packed]))
 def test_no_rank_idles_where_ranks_are_a_power_of_two(lengths, schedule) -> None:  # type: ignore[no-untyped-def]
     ordered = sorted(lengths, reverse=True)
@@ -120,7 +121,7 @@ def test_needs_rings() -> None:
 
 
 @given(order=st.permutations(range(9)))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_order_of_the_argument_does_not_matter(order: list[int]) -> None:
     sequences = batch_of([30, 20, 20, 20, 9, 9, 9, 1, 1])
     cluster = ClusterSpec(num_ranks=6, max_tokens_per_rank=32, node_of_rank=(0, 0, 0, 0, 1, 1))

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -18,6 +18,7 @@ from rayfcp.plan.rivals.slots import makespan_of, slots_of
 from rayfcp.plan.strategies import flexsp
 from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions, profiled
 
 RINGS, BOTH = PlanConfig(), PlanConfig(primitives=("ring", "ulysses"))
@@ -41,7 +42,7 @@ def _few_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flexsp, "NUM_NODES", 20)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(12)
 @given(
     sequences=batches(max_sequences=10, max_tokens=200),
     num_ranks=st.integers(1, 20),
@@ -74,7 +75,7 @@ def test_any_ranks_any_batch(sequences, num_ranks, room, cost, options) -> None:
     assert all(group.primitive is (wanted if group.degree > 1 else Primitive.RING) for group in groups)
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=24), st.integers(21, 128), st.integers(200, 5000))
 def test_many_ranks(lengths: list[int], num_ranks: int, room: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
@@ -87,7 +88,7 @@ def test_many_ranks(lengths: list[int], num_ranks: int, room: int) -> None:
     check_plan(plan, sequences, cluster=cluster)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(batches(max_sequences=12, max_tokens=300), st.sampled_from([2, 4, 8]), st.integers(40, 300))
 def test_never_worse_than_one_degree(sequences, num_ranks, room) -> None:  # type: ignore[no-untyped-def]
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
@@ -147,7 +148,7 @@ def least_by_brute_force(lengths: list[int], *, kinds, num_ranks: int, room: int
     return least
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.lists(st.integers(1, 70), min_size=1, max_size=5),
     st.integers(1, 5),
@@ -177,7 +178,7 @@ def test_the_programme_against_brute_force(lengths, num_ranks, room, cost, primi
     assert solved.bound_s <= least * (1 + 1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7), st.integers(1, 7))
 def test_buckets_waste_least(lengths: list[int], num_buckets: int) -> None:
     ordered = sorted(lengths, reverse=True)

@@ -7,7 +7,7 @@ from itertools import permutations, product
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
@@ -22,6 +22,7 @@ from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound
 from rayfcp.simulate import simulate
 from rayfcp.values import Block, ClusterSpec, Layout, Mask, Pictures, SequenceSpec
+from tests.examples import examples
 from tests.masks import pictured, sees
 from tests.plan.helpers import UNIT, batch_of, batches
 
@@ -42,7 +43,6 @@ def test_the_projects_own_dispatch_case() -> None:
     assert max(loads(DISPATCH_CASE, equal, 4)) == least == 18
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_dispatch_is_within_a_third_of_the_optimum(jobs: list[int], num_buckets: int) -> None:
     found = max(loads(jobs, dispatch(jobs, num_buckets=num_buckets), num_buckets))
@@ -61,7 +61,7 @@ def test_too_many_jobs_are_refused() -> None:
         dispatch([1, 1, 1], num_buckets=2, max_jobs=1)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batches(max_sequences=8, max_tokens=60), st.integers(1, 9), st.integers(1, 12), st.randoms())
 def test_every_rank_gets_what_it_needs_once(
     sequences: list[SequenceSpec], num_ranks: int, chunk_tokens: int, random: st.DrawFn
@@ -96,7 +96,7 @@ def counted(step: AttentionRound) -> tuple[float, float]:
     return cells, sides
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batches(max_sequences=5, max_tokens=60), st.integers(1, 6), st.integers(1, 12), st.randoms())
 def test_work_is_that_of_the_programs(
     sequences: list[SequenceSpec], num_ranks: int, chunk_tokens: int, random: st.DrawFn
@@ -190,7 +190,7 @@ def test_links_between_nodes_are_slower() -> None:
     assert seconds[0] <= seconds[1]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(8)
 @given(batches(max_sequences=12, max_tokens=300), st.integers(1, 128), st.integers(1, 200))
 def test_ranks_hold_about_equal_tokens(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.plan import PlanConfig
@@ -11,6 +11,7 @@ from rayfcp.plan import CostModel, lower_bound, plan_batch
 from rayfcp.plan.microbatches import columns_of
 from rayfcp.plan.rivals.static import best_static, divisors
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
+from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions
 
 BOTH = PlanConfig(primitives=("ring", "ulysses"))
@@ -52,14 +53,14 @@ def check_static(plan: BatchPlan, cluster: ClusterSpec) -> None:
     assert len(degrees) == 1 and cluster.num_ranks % degrees.pop() == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batches(max_sequences=12, max_tokens=300), CLUSTERS)
 def test_one_degree_that_divides_the_ranks(sequences: list[SequenceSpec], cluster: ClusterSpec) -> None:
     if max(each.num_tokens for each in sequences) <= cluster.num_ranks * cluster.max_tokens_per_rank:
         check_static(plan_batch(sequences, cluster=cluster, cost=UNIT, strategy="static-cp"), cluster)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(batches(max_sequences=12, max_tokens=300), st.one_of(CLUSTERS, ODD_NODES))
 def test_no_degree_alone_is_better(sequences: list[SequenceSpec], cluster: ClusterSpec) -> None:
     """Counts and degrees that are cut off by their least time could not have been better."""
@@ -70,7 +71,7 @@ def test_no_degree_alone_is_better(sequences: list[SequenceSpec], cluster: Clust
         assert static_s(sequences, usable, cluster=cluster, cost=cost, primitive=primitive) == min(alone)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(batches(max_sequences=6, max_tokens=200), st.sampled_from([2, 4, 6]), st.integers(20, 300))
 def test_no_better_than_brute_force(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
     """All packings of all degrees, packs sorted by time: that is the least a static plan can take."""
@@ -103,7 +104,7 @@ def test_the_longest_sequence_sets_the_least_degree() -> None:
     assert set(plan.degrees) == {6}, "5 ranks hold 450 tokens, but 5 does not divide 12"
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(batches(max_sequences=20, max_tokens=300), CLUSTERS)
 def test_standard_packing_is_never_better(sequences: list[SequenceSpec], cluster: ClusterSpec) -> None:
     degrees = divisors(cluster.num_ranks)

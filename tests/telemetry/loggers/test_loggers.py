@@ -16,6 +16,7 @@ from rayfcp.telemetry.loggers.background import MAX_WAITING, Background, Loggers
 from rayfcp.telemetry.loggers.interface import About, values_of
 from rayfcp.telemetry.loggers.known import check_loggers, open_logger
 from tests.telemetry.samples import report
+from tests.waiting import PATIENCE_S
 
 STEPS = [report(step, loss=5.0 / step) for step in (1, 2, 3)]
 
@@ -101,7 +102,7 @@ def test_wandb_offline(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     from wandb.proto.wandb_internal_pb2 import Record
@@ -183,7 +184,7 @@ def test_a_slow_logger_costs_a_run_no_time_and_bounded_memory() -> None:
         logger.tell(step, {})
     assert said == [f"logger wandb is {MAX_WAITING} steps behind; steps are left out there"]
     go_on.set()
-    logger.close(timeout_s=30.0)
+    logger.close(timeout_s=PATIENCE_S)
     assert slow.closed and MAX_WAITING <= len(slow.seen) <= MAX_WAITING + 1
 
 

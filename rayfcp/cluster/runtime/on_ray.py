@@ -1,0 +1,275 @@
+"""`Runtime` on Ray's public core API."""
+
+import logging
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from rayfcp.cluster.facts import LOOPBACK
+from rayfcp.cluster.runtime.interface import (
+    ActorLostError,
+    ActorSpec,
+    CallError,
+    NoAnswerError,
+    NodeView,
+    RendezvousServer,
+    Role,
+    TaskFailedError,
+)
+from rayfcp.telemetry.series import Mirror
+from rayfcp.telemetry.serving import Page, RunServer
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "rayfcp"
+
+MANY, LINGER_S = 64, 0.002
+"""With more references than `MANY`, `wait` collects for another `LINGER_S` what becomes ready after the first: each
+call of `ray.wait` takes time in proportion to the references, so that one call for each would take quadratic time
+(2.05 s instead of 0.24 s for 4,096)."""
+
+_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class RayRuntime:
+    """The cluster that this process is connected to. `worker`: class of the devices' actors, `RankWorker` if None."""
+
+    def __init__(self, worker: type | None = None) -> None:
+        self._worker = worker
+        self._classes: dict[Role, Any] = {}
+
+    def __reduce__(self) -> Any:
+        return RayRuntime, (self._worker,)
+
+    def start(self, spec: ActorSpec, /, *args: Any, **kwargs: Any) -> Any:
+        if spec.role not in self._classes:
+            self._classes[spec.role] = ray.remote(**_class_options(spec.role))(self._class_of(spec.role))
+        return self._classes[spec.role].options(**_options(spec)).remote(*args, **kwargs)
+
+    def end(self, handle: Any) -> None:
+        with suppress(RayError):
+            ray.kill(handle, no_restart=True)
+
+    def named(self, prefix: str) -> dict[str, Any]:
+        listed = ray.util.list_named_actors(all_namespaces=True)
+        names = sorted(each["name"] for each in listed if each["namespace"] == NAMESPACE)
+        found = {}
+        for name in names:
+            if name.startswith(prefix):
+                with suppress(ValueError):  # ended meanwhile
+                    found[name.removeprefix(prefix)] = ray.get_actor(name, namespace=NAMESPACE)
+        return found
+
+    def new_id(self) -> str:
+        return uuid.uuid4().hex[:8]
+
+    def wait(self, refs: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
+        if not refs:
+            return []
+        first, left = ray.wait(list(refs), num_returns=1, timeout=timeout_s)
+        if not first or not left:
+            return list(first)
+        linger_s = LINGER_S if len(left) > MANY else 0
+        more, _ = ray.wait(left, num_returns=len(left), timeout=linger_s)
+        return [*first, *more]
+
+    def wait_all(self, refs: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
+        return list(ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)[0]) if refs else []
+
+    def get(self, ref: Any, *, timeout_s: float | None = None) -> Any:
+        try:
+            return ray.get(ref, timeout=timeout_s)
+        except RayTaskError as error:
+            cause = error.cause
+            raise TaskFailedError(
+                CallError(plain(str(cause))) if isinstance(cause, RayError) else cause, trace=plain(str(error))
+            ) from error
+        except RayActorError as error:
+            of_node = isinstance(error, ActorUnavailableError) or "node has died" in str(error)
+            raise ActorLostError(_reason(error), node_lost=of_node) from error
+        except GetTimeoutError as error:
+            raise NoAnswerError(f"no answer within {timeout_s} s") from error
+        except RayError as error:
+            raise CallError(plain(str(error))) from error
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def resources(self) -> dict[str, float]:
+        found: dict[str, float] = ray.cluster_resources()
+        return found
+
+    def reserve(self, resources: Mapping[str, float], *, name: str) -> PlacementGroup:
+        return placement_group([dict(resources)], strategy="PACK", name=name, lifetime="detached")
+
+    def granted(self, reservation: PlacementGroup) -> Any:
+        return reservation.ready()
+
+    def release(self, reservation: PlacementGroup) -> None:
+        remove_placement_group(reservation)
+
+    def reservations(self, prefix: str) -> dict[str, PlacementGroup]:
+        return {
+            key: PlacementGroup(ray.PlacementGroupID.from_hex(key))
+            for key, each in placement_group_table().items()
+            if each["name"].startswith(prefix) and each["state"] != "REMOVED"
+        }
+
+    def key(self, reservation: PlacementGroup) -> str:
+        key: str = reservation.id.hex()
+        return key
+
+    def request(self, resources: Mapping[str, float], *, count: int) -> None:
+        try:
+            request_resources(bundles=[dict(resources) for _ in range(count)])
+        except (RayError, RuntimeError, OSError) as error:
+            logger.warning("the autoscaler cannot be asked: %s", error)
+
+    def nodes(self) -> NodeView:
+        alive = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        # Ray offers drain notices to its own libraries only, by this name.
+        deadlines = ray._private.state.state.get_draining_nodes()
+        draining = {node: deadline_ms / 1000 if deadline_ms > 0 else None for node, deadline_ms in deadlines.items()}
+        return NodeView(
+            alive=alive, draining=MappingProxyType({node: draining[node] for node in draining.keys() & alive})
+        )
+
+    def here(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def rendezvous(self, *, alone: bool) -> RendezvousServer:
+        from rayfcp.cluster.rendezvous import RendezvousStore
+
+        return RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def epoch_s(self) -> float:
+        return time.time()
+
+    def cpu_s(self) -> float:
+        return time.thread_time()
+
+    def flag(self) -> threading.Event:
+        return threading.Event()
+
+    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> "_ThreadTimer":
+        return _ThreadTimer(period_s, call, name=name)
+
+    def background(self, name: str) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    def serve(
+        self, pages: Mapping[str, Page], /, *, run_dir: str | Path, host: str, port: int, token_file: str | None
+    ) -> RunServer:
+        return RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
+
+    def mirror(self) -> Mirror | None:
+        from rayfcp.cluster.ray_metrics import ray_mirror
+
+        return ray_mirror()
+
+    def _class_of(self, role: Role) -> type:
+        """Imported here, since each of these modules uses this one or loads much."""
+        if role is Role.WORKER:
+            from rayfcp.cluster.worker import RankWorker
+
+            return self._worker or RankWorker
+        if role is Role.STORE:
+            from rayfcp.cluster.keeper import Keeper
+
+            return Keeper
+        if role is Role.PLANNER:
+            from rayfcp.cluster.planner import Planner
+
+            return Planner
+        if role is Role.DECODER:
+            from rayfcp.cluster.decoder import Decoder
+
+            return Decoder
+        from rayfcp.cluster.controller import Controller
+
+        return Controller
+
+
+class _ThreadTimer:
+    """Periodic calls in a thread of their own, which ends with the process or with Ray."""
+
+    def __init__(self, period_s: float, call: Callable[[], object], *, name: str) -> None:
+        self._period_s, self._call, self._name, self._closing = period_s, call, name, threading.Event()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._period_s) and ray.is_initialized():
+            try:
+                self._call()
+            except Exception as error:  # Ray may be shut down just now
+                if not self._closing.is_set():
+                    logger.warning("%s: %s", self._name, error)
+
+
+def _class_options(role: Role) -> dict[str, Any]:
+    """Options of `ray.remote` for the actors of a role."""
+    if role is Role.WORKER:
+        from rayfcp.cluster.worker import GROUPS
+
+        return {"concurrency_groups": GROUPS}
+    if role is Role.STORE:
+        from rayfcp.cluster.keeper import THREADS
+
+        return {"num_cpus": 0, "max_concurrency": THREADS}
+    if role is Role.DECODER:
+        return {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"}
+    return {"num_cpus": 1} | ({"max_concurrency": 3} if role is Role.CONTROLLER else {})
+
+
+def _options(spec: ActorSpec) -> dict[str, Any]:
+    """Options of one actor: its name, and where it runs."""
+    found: dict[str, Any] = {}
+    if spec.name:
+        found |= {"name": spec.name, "namespace": NAMESPACE, "lifetime": "detached"}
+    if spec.node_id:
+        found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(spec.node_id, soft=False)
+    if spec.reservation is not None:
+        wanted = dict(spec.resources)
+        found |= {
+            "num_cpus": wanted.pop("CPU"),
+            "num_gpus": wanted.pop("GPU", 0.0),
+            "resources": wanted,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=spec.reservation),
+        }
+    return found
+
+
+def plain(text: str) -> str:
+    """Without terminal colors."""
+    return _COLORS.sub("", text)
+
+
+def _reason(error: RayActorError) -> str:
+    """Clause in which Ray says why an actor ended."""
+    text = " ".join(plain(str(error)).split())
+    found = re.search(r"The actor is dead because (.*?)\.(\s|$)", text)
+    return found[1] if found else text[:300]

@@ -1,0 +1,165 @@
+"""How the faults of a schedule come about."""
+
+from typing import TYPE_CHECKING
+
+from tests.simulated.schedule import Fault, Kind
+from tests.simulated.world import HEAD, Actor, Process
+
+if TYPE_CHECKING:
+    from tests.simulated.run import SimulatedRun
+
+MOST_NODES = 12
+
+
+class Injector:
+    """Carries out the faults of one run, each once. `happened`: kinds in the order in which they came about."""
+
+    def __init__(self, run: "SimulatedRun") -> None:
+        self._run, self._world = run, run.world
+        self._left = list(run.schedule.faults)
+        self._is_armed = False
+        self.happened: list[Kind] = []
+        if self._left and self._left[0].step == 0:
+            self._arm()
+
+    def on_step(self, step: int) -> None:
+        """A device begins a step."""
+        if not self._is_armed and self._left and self._left[0].step <= step:
+            self._arm()
+
+    def _arm(self) -> None:
+        fault, self._is_armed = self._left.pop(0), True
+
+        def strike() -> None:
+            self._is_armed = False
+            self._world.note(f"fault: {fault.kind}")
+            self.happened.append(fault.kind)
+            self._strike(fault)
+            if self._left and self._left[0].step == 0:
+                self._arm()
+
+        self._world.at(fault.after_s, strike)
+
+    def _strike(self, fault: Fault) -> None:
+        getattr(self, f"_{fault.kind.name.lower()}")(fault)
+
+    # Workers.
+
+    def _some(self, kind: str, count: int = 1) -> list[Actor]:
+        found = self._world.living(kind)
+        return self._world.random.sample(found, min(count, len(found)))
+
+    def _kill(self, kind: str, count: int) -> None:
+        for actor in self._some(kind, count):
+            self._world.kill(actor.process, "fault")
+
+    def _worker_dies(self, fault: Fault) -> None:
+        self._kill("worker", 1)
+
+    def _two_workers_die(self, fault: Fault) -> None:
+        self._kill("worker", 2)
+
+    def _all_workers_die(self, fault: Fault) -> None:
+        self._kill("worker", len(self._world.living("worker")))
+
+    def _worker_stops(self, fault: Fault) -> None:
+        for actor in self._some("worker"):
+            self._stop(actor.process, fault.lasts_s)
+
+    def _worker_deadlocks(self, fault: Fault) -> None:
+        for actor in self._some("worker"):
+            if actor.instance is not None:
+                actor.instance.deadlock()
+
+    def _worker_slows(self, fault: Fault) -> None:
+        for actor in self._some("worker"):
+            if actor.instance is not None:
+                self._run.behavior.slowness[actor.instance.id] = self._world.random.choice([1.5, 3.0])
+
+    def _start_fails(self, fault: Fault) -> None:
+        self._run.hooks.never_opens += 1
+        self._kill("worker", 1)
+
+    def _exchange_stuck(self, fault: Fault) -> None:
+        self._run.behavior.stuck_steps.add(self._run.step + 1)
+
+    def _exchange_fails(self, fault: Fault) -> None:
+        self._run.behavior.failing_steps.add(self._run.step + 1)
+
+    def _program_fails(self, fault: Fault) -> None:
+        self._run.behavior.broken_steps.add(self._run.step + 1)
+
+    def _connection_breaks(self, fault: Fault) -> None:
+        for actor in self._some("worker"):
+            actor.drop_calls()
+
+    # Others.
+
+    def _store_dies(self, fault: Fault) -> None:
+        self._kill("keeper", 1)
+
+    def _store_stops(self, fault: Fault) -> None:
+        for actor in self._some("keeper"):
+            self._stop(actor.process, fault.lasts_s)
+
+    def _planner_dies(self, fault: Fault) -> None:
+        self._kill("planner", 1)
+
+    def _controller_dies(self, fault: Fault) -> None:
+        self._kill("controller", 1)
+
+    def _controller_dies_writing(self, fault: Fault) -> None:
+        self._run.disk.kill_after = self._world.random.randint(1, 12)
+
+    def _user_stops(self, fault: Fault) -> None:
+        self._run.stop()
+
+    def _messages_late(self, fault: Fault) -> None:
+        before = self._world.delay_s
+        self._world.delay_s = self._world.random.choice([0.05, 0.5, 2.0])
+        self._world.at(fault.lasts_s, lambda: setattr(self._world, "delay_s", before))
+
+    def _disk_full(self, fault: Fault) -> None:
+        self._run.disk.full = True
+        self._world.at(fault.lasts_s, lambda: setattr(self._run.disk, "full", False))
+
+    def _checkpoint_damaged(self, fault: Fault) -> None:
+        """All that is in memory is lost as well, so that a checkpoint has to be read."""
+        self._run.damage_newest_checkpoint()
+        self._kill("keeper", len(self._world.living("keeper")))
+        self._kill("worker", len(self._world.living("worker")))
+
+    # Nodes.
+
+    def _node_dies(self, fault: Fault) -> None:
+        nodes = [node for node in self._world.nodes.values() if node.alive and node.id != HEAD]
+        if nodes:
+            node = self._world.random.choice(nodes)
+            self._world.kill_node(node)
+            self._replace(node.slots)
+
+    def _node_drains(self, fault: Fault) -> None:
+        nodes = [
+            node for node in self._world.nodes.values() if node.alive and node.id != HEAD and node.drained_at_s is None
+        ]
+        if nodes:
+            node = self._world.random.choice(nodes)
+            node.drained_at_s = self._world.now_s + fault.lasts_s
+            self._world.note(f"node {node.id} drains")
+            self._world.at(fault.lasts_s, lambda: self._world.kill_node(node))
+            self._replace(node.slots)
+
+    def _node_comes(self, fault: Fault) -> None:
+        if len(self._world.nodes) < MOST_NODES:
+            self._world.add_node(self._world.random.randint(1, 4))
+
+    def _replace(self, slots: int) -> None:
+        """Mostly another node comes for one that goes, sooner or later."""
+        if self._world.random.random() < 0.8:
+            self._world.at(self._world.random.uniform(0.0, 60.0), lambda: self._world.add_node(slots))
+
+    def _stop(self, process: Process, lasts_s: float) -> None:
+        """Half of the stopped processes go on after a while."""
+        self._world.freeze(process)
+        if self._world.random.random() < 0.5:
+            self._world.at(lasts_s, lambda: self._world.thaw(process))

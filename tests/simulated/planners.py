@@ -1,0 +1,66 @@
+"""Planners of simulated runs."""
+
+import zlib
+from typing import Any, NamedTuple
+
+from rayfcp.cluster.planner import PlanRecord
+from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
+from tests.simulated.world import Actor, Deferred
+
+
+class Program(NamedTuple):
+    """Stands for a `RankProgram`: place `place` of `num_places` in one step of one generation."""
+
+    step: int
+    generation: int
+    place: int
+    num_places: int
+    plan_hash: str
+
+
+class SimulatedPlanner:
+    """Makes up a plan in no time; the same for the same arguments."""
+
+    CONCURRENT: frozenset[str] = frozenset()
+
+    def __init__(self, actor: Actor, *, plan_s: float) -> None:
+        self._actor, self._plan_s = actor, plan_s
+
+    def ready(self) -> None: ...
+
+    def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
+        result = Deferred()
+        delay_s = self._plan_s * self._actor.world.random.uniform(0.5, 1.5)
+        self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
+        return result
+
+    def foretell(self, *programs: Any, cluster: ClusterSpec, cost: Any) -> tuple[()]:
+        return ()
+
+
+def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
+    """A record and its programs."""
+    places = cluster.num_stages * cluster.num_ranks
+    text = f"{batch.step} {batch.samples_hash} {cluster.generation} {places} {cluster.speed_of_rank}"
+    plan_hash = f"{zlib.crc32(text.encode()):08x}"
+    record = PlanRecord(
+        step=batch.step,
+        plan_hash=plan_hash,
+        generation=cluster.generation,
+        strategy="flex-ring",
+        reason="simulated",
+        predicted_s=0.2,
+        gap=1.0,
+        degrees={1: cluster.num_ranks},
+        num_microbatches=1,
+        imbalance=Imbalance(compute=0.0, attention=0.0, memory=0.0, communication=0.0),
+        plan_s=0.01,
+        model_flops=1e9,
+        attention_flops=1e8,
+        groups=(),
+    )
+    programs = (
+        Program(step=batch.step, generation=cluster.generation, place=place, num_places=places, plan_hash=plan_hash)
+        for place in range(places)
+    )
+    return (record, *programs)

@@ -1,0 +1,353 @@
+"""Faults planted into the control code, one at a time: does the simulation find them?
+
+    python -m tests.simulated.planted
+
+Each is a fault that the project's history mended (the commit stands beside it) or that a reviewer would fear.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from rayfcp.cluster.crew import Crew
+from rayfcp.cluster.fleet import Fleet
+from rayfcp.cluster.gathering import Gathering
+from rayfcp.cluster.keeping import Keeping
+from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.planners import Planners, PlanQueue
+from rayfcp.cluster.recruits import Recruits
+from rayfcp.cluster.resuming import Resume
+from rayfcp.cluster.saving import Saver
+from rayfcp.cluster.stepping import Stepper
+from rayfcp.cluster.transitions import Transitions
+from rayfcp.elastic.kept import Kept
+from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.reports import RankReport
+from tests.simulated.run import simulate
+from tests.simulated.schedule import draw
+from tests.simulated.world import ViolationError
+
+Plant = Callable[[], AbstractContextManager[Any]]
+
+
+def _incomplete_copies() -> AbstractContextManager[Any]:
+    """A store shows a copy before all of its chunks are there."""
+
+    def headers(self: HeldCopies) -> Any:
+        return tuple(
+            sorted((each.header for each in self._copies.values()), key=lambda each: (each.state, each.number))
+        )
+
+    def pieces(self: HeldCopies, state: Any, number: int, *, wanted: Any) -> Any:
+        with self._using(state, number) as copy:
+            return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
+
+    return patch.multiple(HeldCopies, headers=headers, pieces=pieces)
+
+
+def _mixed_versions() -> AbstractContextManager[Any]:
+    """One shard is filled from a copy of another version than the rest."""
+    import rayfcp.cluster.fleet as fleet
+    from rayfcp.cluster.restoring import Asking
+
+    listen, restorable = Asking.listen, fleet.restorable
+    told: list[Any] = []
+
+    def listening(self: Asking, timeout_s: float) -> None:
+        listen(self, timeout_s)
+        told[:] = self.told
+
+    def mixed(*args: Any, **kwargs: Any) -> Any:
+        found = restorable(*args, **kwargs)
+        others = [each for each in told if each.header.number == 0 and each.header.state != found.state]
+        return replace(found, sources=(others[0], *found.sources[1:])) if others and found.sources else found
+
+    return _all(patch.object(Asking, "listen", listening), patch.object(fleet, "restorable", mixed))
+
+
+def _committed_early() -> AbstractContextManager[Any]:
+    """A step counts as done when all devices but one have reported it."""
+    values = Gathering.values
+
+    def early(self: Gathering, *, freeing: Any = None) -> Any:
+        while len(self._waiting) > 1 and not self._reason:
+            if not self._take_ended():
+                self._look()
+        known = next((each for each in self._values if isinstance(each, RankReport)), None)
+        if known is None or self._reason or not self._waiting:
+            return values(self, freeing=freeing)
+        return [known if each is None else each for each in self._values]
+
+    return patch.object(Gathering, "values", early)
+
+
+def _old_plans() -> AbstractContextManager[Any]:
+    """Plans in flight survive a change of devices."""
+
+    def start(self: PlanQueue, first_step: int, last_step: int, *, cluster: Any, cost: Any) -> None:
+        if not self._flying:
+            self._next = first_step
+        self._last, self._num_programs = last_step, cluster.num_stages * cluster.num_ranks
+        self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
+        self._cost_ref = self._runtime.put(cost)
+        self.refill()
+
+    return patch.object(PlanQueue, "start", start)
+
+
+def _drain_is_death() -> AbstractContextManager[Any]:
+    """Devices of a node that is about to go are ended at once."""
+    decide = Fleet.decide
+
+    def ending(self: Fleet, **given: Any) -> Any:
+        draining = self._watch.view.draining
+        for member in self.crew.members:
+            if member.facts.node_id in draining:
+                self._runtime.end(member.handle)
+        return decide(self, **given)
+
+    return patch.object(Fleet, "decide", ending)
+
+
+def _dropped_copies() -> AbstractContextManager[Any]:
+    """A state of steps that are lost decides which copies are dropped (found by this simulation)."""
+    begin = Stepper.begin
+
+    def keeping(self: Stepper, formed: Any, *, version: int) -> None:
+        before = self._droppable
+        begin(self, formed, version=version)
+        self._droppable = before
+
+    return patch.object(Stepper, "begin", keeping)
+
+
+def _safe_though_lost() -> AbstractContextManager[Any]:
+    """A state that was lost stays safe (2e190d4)."""
+
+    def again(self: Kept, devices: Any, *, generation: int, first: int) -> Kept:
+        return replace(Kept.start(devices, generation=generation, first=first, every=self.every), safe=self.safe)
+
+    return patch.object(Kept, "again", again)
+
+
+def _unlogged_steps() -> AbstractContextManager[Any]:
+    """A run goes on from a state of steps that are not in its log (0b538bb)."""
+    newest = Fleet.newest
+    return patch.object(Fleet, "newest", lambda self, *, up_to: newest(self, up_to=10**6))
+
+
+def _dispatch_unsafe() -> AbstractContextManager[Any]:
+    """Steps go on though nobody keeps a copy of the state before them."""
+    return patch.object(Kept, "may_dispatch", lambda self, step: True)
+
+
+def _nobody_kept_alive() -> AbstractContextManager[Any]:
+    """Snapshot stores are started, but not kept alive, and take themselves for orphans."""
+    init = Keeping.__init__
+
+    def closed(self: Keeping, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._alive.close()
+
+    def silent(self: WorkerStart, id: str, handle: Any) -> None:
+        self._held[id] = handle
+
+    return _all(patch.object(Keeping, "__init__", closed), patch.object(WorkerStart, "hold", silent))
+
+
+def _orphans() -> AbstractContextManager[Any]:
+    """Workers that stand by outlive their run."""
+
+    def end(self: Crew) -> None:
+        self.drop([member.id for member in self.members])
+
+    import rayfcp.cluster.following as following
+
+    return _all(patch.object(Crew, "end", end), patch.object(following, "end_leftovers", lambda runtime, key: None))
+
+
+def _leaked_devices() -> AbstractContextManager[Any]:
+    """A worker that is given up keeps its device."""
+
+    def give_up(self: Recruits, launched: Any) -> None:
+        self._start.let_go(launched.id)
+        self._runtime.end(launched.handle)
+
+    import rayfcp.cluster.following as following
+
+    return _all(
+        patch.object(Recruits, "_give_up", give_up), patch.object(following, "end_leftovers", lambda runtime, key: None)
+    )
+
+
+def _unaborted() -> AbstractContextManager[Any]:
+    """A call that begins after it was aborted is not aborted again (876d9ff)."""
+
+    def free(self: Gathering, freeing: Any) -> None:
+        living = [number for number in range(len(self._members)) if number not in self._gone]
+        for number in living:
+            self._members[number].handle.abort.remote()
+        self._waiting = {}
+
+    return patch.object(Gathering, "_free", free)
+
+
+def _early_checkpoint() -> AbstractContextManager[Any]:
+    """A checkpoint is committed as soon as one device has written its part."""
+    after_step = Saver.after_step
+
+    def early(self: Saver, step: int, crew: Any, *, ranks: Any, metrics: Any) -> None:
+        pending = self._pending
+        if pending is not None:
+            for report in ranks:
+                pending.hear(report.number, report.saved)
+            if pending.parts:
+                pending.world_size = len(pending.parts)
+        after_step(self, step, crew, ranks=ranks, metrics=metrics)
+
+    return patch.object(Saver, "after_step", early)
+
+
+def _unread_checkpoint() -> AbstractContextManager[Any]:
+    """A checkpoint is taken for whole by the sizes of its files."""
+    import rayfcp.cluster.resuming as resuming
+
+    return patch.object(resuming, "_read_by", lambda crew: resuming.find_wrong_size)
+
+
+def _forgotten_step() -> AbstractContextManager[Any]:
+    """A finished step is not written down when the next one breaks."""
+
+    def broke(self: Stepper, step: int) -> None:
+        self._done = None
+        self._again_to = step
+
+    return patch.object(Stepper, "broke", broke)
+
+
+def _dead_members() -> AbstractContextManager[Any]:
+    """Lost workers stay members."""
+    return patch.object(Crew, "_forget", lambda self, ids: None)
+
+
+def _planner_not_asked_again() -> AbstractContextManager[Any]:
+    """A planner that died is replaced, but what it had in hand is not planned again (240c44a)."""
+    return patch.object(PlanQueue, "_ask_again", lambda self, number: None)
+
+
+def _planner_dies_starting() -> AbstractContextManager[Any]:
+    """A planner that dies while it starts ends the run (found by this simulation)."""
+
+    def wait(self: Planners, number: int, ready: Any) -> None:
+        self.runtime.get(ready, timeout_s=self._config.elastic.start_timeout_s)
+
+    return patch.object(Planners, "_await", wait)
+
+
+def _dead_nodes_keep() -> AbstractContextManager[Any]:
+    """Snapshot stores are started on nodes whose standby workers are dead (found by this simulation)."""
+    return patch.object(Fleet, "_drop_dead", lambda self: None)
+
+
+def _lost_save() -> AbstractContextManager[Any]:
+    """A write under way is not given up when devices are lost."""
+    return patch.object(Saver, "abandon", lambda self: None)
+
+
+def _stays_on_leaving_nodes() -> AbstractContextManager[Any]:
+    """Devices of nodes that are about to go are kept."""
+    import rayfcp.elastic.size as size
+
+    return patch.object(size, "_staying", lambda facts: list(facts.devices))
+
+
+def _resumes_wrong_step() -> AbstractContextManager[Any]:
+    """Steps after a fall back are planned from one step too far."""
+    fall_back = Resume.fall_back
+
+    def wrong(self: Resume, crew: Any) -> int:
+        return fall_back(self, crew) + 1
+
+    return patch.object(Resume, "fall_back", wrong)
+
+
+def _no_recovery_counted() -> AbstractContextManager[Any]:
+    """Recoveries are not counted."""
+    happened = Transitions._happened
+
+    def silent(self: Transitions, kind: Any, decision: Any, **given: Any) -> None:
+        happened(self, kind, replace(decision, reason=""), **given)
+
+    return patch.object(Transitions, "_happened", silent)
+
+
+@contextmanager
+def _all(*patches: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        yield
+
+
+PLANTED: tuple[Plant, ...] = (
+    _incomplete_copies,
+    _mixed_versions,
+    _committed_early,
+    _old_plans,
+    _drain_is_death,
+    _dropped_copies,
+    _safe_though_lost,
+    _unlogged_steps,
+    _dispatch_unsafe,
+    _nobody_kept_alive,
+    _orphans,
+    _leaked_devices,
+    _unaborted,
+    _early_checkpoint,
+    _unread_checkpoint,
+    _forgotten_step,
+    _dead_members,
+    _planner_not_asked_again,
+    _planner_dies_starting,
+    _dead_nodes_keep,
+    _lost_save,
+    _stays_on_leaving_nodes,
+    _resumes_wrong_step,
+    _no_recovery_counted,
+)
+
+
+RARE = (_safe_though_lost, _drain_is_death, _forgotten_step, _dead_nodes_keep, _stays_on_leaving_nodes)
+"""It takes some hundred schedules to find these, too many for every run of the tests."""
+
+
+def first_catch(plant: Plant, *, most: int, first: int = 0) -> tuple[int, str] | None:
+    """How many schedules it takes to find the planted fault, and by what; None if `most` do not."""
+    with plant():
+        for count in range(1, most + 1):
+            try:
+                simulate(draw(first + count - 1))
+            except ViolationError as error:
+                return count, str(error).split("\n", maxsplit=1)[0]
+            except Exception as error:
+                return count, f"{type(error).__name__}: {error}"
+    return None
+
+
+def main() -> int:
+    missed = 0
+    for plant in PLANTED:
+        found = first_catch(plant, most=1000)
+        missed += found is None
+        what = (plant.__doc__ or "").strip()
+        print(f"{plant.__name__[1:]}: {what}", flush=True)  # noqa: T201
+        print(f"    {f'schedule {found[0]}: {found[1][:120]}' if found else 'NOT FOUND in 1000'}", flush=True)  # noqa: T201
+    print(f"{len(PLANTED) - missed} of {len(PLANTED)} planted faults found")  # noqa: T201
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,477 @@
+"""One simulated run: the real controller and the real driver's side over simulated actors, and what must hold."""
+
+import logging
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+
+import numpy as np
+
+import rayfcp.cluster.costs
+import rayfcp.cluster.dataset
+import rayfcp.cluster.reporting
+import rayfcp.cluster.training
+from rayfcp.cluster.checkpoints import read_manifest
+from rayfcp.cluster.controller import Controller, Outcome
+from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.following import follow
+from rayfcp.cluster.measured import Measured
+from rayfcp.cluster.runtime import Role
+from rayfcp.config import Config
+from rayfcp.data import Sampler
+from rayfcp.elastic.facts import Cause
+from rayfcp.plan import model_profile
+from rayfcp.plan.profiles.fit import Fit
+from rayfcp.telemetry.events import Event, EventKind, read_events
+from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.steps import read_steps
+from rayfcp.values import ModelProfile, Sample, StepReport
+from tests.simulated import state as states
+from tests.simulated.disk import Disk
+from tests.simulated.faults import Injector
+from tests.simulated.planners import SimulatedPlanner
+from tests.simulated.runtime import Hooks, SimulatedRuntime
+from tests.simulated.schedule import HARMLESS, SINGLE, Kind, Schedule
+from tests.simulated.stores import SimulatedStore
+from tests.simulated.workers import Behavior, Meetings, SimulatedWorker
+from tests.simulated.world import HEAD, Actor, ControllerKilledError, Deferred, Process, ViolationError, World
+
+LIMIT_S = 4000.0
+"""Virtual seconds within which every run has to end."""
+
+EVENTS = 60
+"""For each device and step, far more than there are: a run that exceeds it goes round in circles."""
+
+ELEMENTS = 67
+"""Of the state; more than devices, and no multiple of their usual numbers."""
+
+NUM_SAMPLES, GLOBAL_BATCH = 50, 3
+
+MEMORY = Path("/dev/shm")
+"""Where folders of runs lie if it is there: files in memory need no disk."""
+
+
+class Index:
+    """Lengths without tokens: what control code needs of a `LengthIndex`."""
+
+    max_seqlen, long_sequences, num_tokens, fingerprint = 128, "cut", 128 * NUM_SAMPLES, "simulated"
+    counts: ClassVar[dict[str, int]] = {}
+    skipped: ClassVar[dict[str, int]] = {}
+    named_bad_rows = ()
+    has_pictures = False
+    lengths = np.full(NUM_SAMPLES, 128)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def samples(self, positions: Any) -> tuple[Sample, ...]:
+        return tuple(
+            Sample(id=int(each), shard=0, row=int(each), start=0, stop=128, num_targets=127) for each in positions
+        )
+
+
+class Library:
+    """The model library's configuration."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": "simulated"}
+
+
+MODEL: ModelProfile = model_profile("qwen3-1.7b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about; `digest`:
+    of all events of the simulation."""
+
+    outcome: Outcome
+    reports: tuple[StepReport, ...]
+    events: tuple[Event, ...]
+    lines: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    digest: int
+    num_events: int
+    virtual_s: float
+
+
+class SimulatedController:
+    """The real controller. When its process dies, the run's folder stays as it was at that moment, whatever the code
+    does while the exception leaves it."""
+
+    CONCURRENT = frozenset({"poll", "stop"})
+
+    def __init__(self, run: "SimulatedRun", actor: Actor, runtime: SimulatedRuntime, config: Config) -> None:
+        self._run, self._config = run, config
+        self.controller = Controller(config, "data", runtime=runtime)
+        run.controllers.append(self.controller)
+        actor.process.when_dead.append(run.keep_folder)
+
+    def poll(self, *, messages: int, reports: int) -> Any:
+        return self.controller.poll(messages=messages, reports=reports)
+
+    def stop(self) -> None:
+        self.controller.stop()
+
+    def run(self) -> Any:
+        world = self._run.world
+        world.controller_since_s = world.now_s
+        try:
+            outcome = self.controller.run()
+        except ControllerKilledError:
+            self._run.restore_folder()
+            return Deferred()
+        finally:
+            world.controller_since_s = None
+        self._run.check_metrics(self.controller)
+        return outcome
+
+
+class Watcher:
+    """The user's terminal."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def update(self, report: StepReport) -> None: ...
+
+
+class SimulatedRun:
+    """A schedule and all that takes part in it."""
+
+    def __init__(self, schedule: Schedule, folder: Path, *, keep_trace: bool = False, limit_s: float = LIMIT_S) -> None:
+        self.schedule, self.folder = schedule, folder / "run"
+        self._kept = folder / "kept"
+        limit_events = EVENTS * (20 + schedule.num_workers[1]) * (10 + schedule.num_steps)
+        self.world = World(schedule.seed, limit_s=limit_s, limit_events=limit_events, keep_trace=keep_trace)
+        self.hooks = Hooks()
+        self.config = _config(schedule, self.folder)
+        self.sampler = Sampler(Index(), seed=0, global_batch=GLOBAL_BATCH)
+        self.samples_hash = states.SamplesHash(self.sampler)
+        size = max(ELEMENTS, 2 * schedule.num_workers[1] + 3)
+        self.reference = states.Reference(size, samples_hash_of=self.samples_hash, skipped=schedule.skipped)
+        self.behavior = Behavior(
+            size=size,
+            step_s=schedule.step_s,
+            push_s=schedule.push_s,
+            skipped=schedule.skipped,
+            observe=self._observe,
+            disk_fails=lambda: "No space left on device" if self.disk.full else "",
+            on_step=self._on_step,
+        )
+        self.meetings = Meetings(self.world)
+        self.injector = Injector(self)
+        self.disk = Disk(self.folder, kill=self._kill_controller)
+        self.controllers: list[Controller] = []
+        self.watcher = Watcher()
+        self.step = 0
+        self._logged = (0, 0)
+        for slots in schedule.nodes:
+            self.world.add_node(slots, HEAD if not self.world.nodes else "")
+        self.driver = Process(self.world, node=HEAD, kind="driver")
+        self.world.after_event = self._check
+
+    def go(self) -> Result:
+        """Run to the end and check what is left.
+
+        Raises:
+            ViolationError: something that must hold does not; names the schedule.
+        """
+        runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
+        try:
+            with self.disk.installed(), self.disk.paused(), _surroundings(self._dataset):
+                outcome, reports = follow(self.config, "data", runtime=runtime, watcher=self.watcher)
+                self._check_end(outcome, told=[report.step for report in reports])
+        except ViolationError as error:
+            raise ViolationError(f"{error}\n{self.schedule}") from error
+        return Result(
+            outcome=outcome,
+            reports=read_steps(self.folder / "steps.jsonl"),
+            events=read_events(self.folder / "events.jsonl"),
+            lines=tuple(self.watcher.lines),
+            kinds=tuple(self.injector.happened),
+            digest=self.world.digest,
+            num_events=self.world.num_events,
+            virtual_s=self.world.now_s - 1000,
+        )
+
+    # Faults that need more than the world.
+
+    def stop(self) -> None:
+        if self.world.living("controller") and self.controllers:
+            self.controllers[-1].stop()
+
+    def damage_newest_checkpoint(self) -> None:
+        with self.disk.paused():
+            parts = sorted(self.folder.glob("checkpoints/step-*/part-*.bin"))
+            if parts:
+                content = bytearray(parts[-1].read_bytes())
+                content[-1] ^= 1
+                parts[-1].write_bytes(content)
+
+    def keep_folder(self) -> None:
+        """As it is when the controller dies."""
+        with self.disk.paused():
+            shutil.rmtree(self._kept, ignore_errors=True)
+            if self.folder.exists():
+                shutil.copytree(self.folder, self._kept)
+
+    def restore_folder(self) -> None:
+        with self.disk.paused():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._kept.exists():
+                self._kept.rename(self.folder)
+
+    # What must hold.
+
+    def _observe(self, who: str, version: int, shard: states.Shard, start: int) -> None:
+        """A shard must be that of the undisturbed run, element by element."""
+        want = self.reference(version)[start : start + len(shard)]
+        if not np.array_equal(shard, want):
+            self._violated(f"worker {who}: its shard of version {version} is not that of the undisturbed run")
+
+    def _check(self) -> None:
+        """After every event: each line of the log once, in order, as in the undisturbed run."""
+        try:
+            found = os.stat(f"{self.folder}/steps.jsonl")  # noqa: PTH116 - once an event: no Path is made
+        except FileNotFoundError:
+            return
+        now = (found.st_ino, found.st_size)
+        if now == self._logged:
+            return
+        self._logged = now
+        with self.disk.paused():
+            reports = read_steps(self.folder / "steps.jsonl")
+        for number, report in enumerate(reports, start=1):
+            if report.step != number:
+                self._violated(f"steps.jsonl has step {report.step} in line {number}")
+        for report in reports[-2:]:
+            if report.samples_hash != self.samples_hash(report.step):
+                self._violated(f"step {report.step} has the samples of another step")
+            skipped = report.step in self.schedule.skipped
+            if not (math.isnan(report.loss) if skipped else report.loss == self.reference.loss(report.step)):
+                self._violated(f"step {report.step} has loss {report.loss}, not {self.reference.loss(report.step)}")
+
+    def check_metrics(self, controller: Controller) -> None:
+        """Counters, events and folder tell the same at the end of a controller that ended by itself."""
+        journal = getattr(controller._run, "_journal", None)
+        if journal is None:
+            return
+        with self.disk.paused():
+            events = read_events(self.folder / "events.jsonl")
+        metrics = journal.metrics
+        if self.disk.num_failed:
+            return  # events and counters that found no room are lost by design
+        lost = sum(each.lost_steps for each in events)
+        counted = metrics.value("lost_steps_total") or 0
+        if self.deaths == 0 and counted != lost:
+            self._violated(f"lost_steps_total is {counted}, the events tell of {lost}")
+        happened = [each for each in events if each.kind is not EventKind.END]
+        if happened and metrics.value("world_size") != happened[-1].devices:
+            self._violated(f"world_size is {metrics.value('world_size')}, the last event says {happened[-1].devices}")
+        self._check_recoveries([each for each in events if each.kind is EventKind.RECOVERY], metrics)
+        without = [each for each in happened if not each.reason]
+        if without:
+            self._violated(f"an event has no reason: {without[0]}")
+
+    def _check_recoveries(self, recoveries: list[Event], metrics: MetricsExporter) -> None:
+        """No more of them, and no more steps back, than the faults account for."""
+        happened = self.injector.happened
+        uncalled = [each for each in recoveries if "an argument is lost" not in each.reason]  # plans of a lost node
+        if uncalled and set(happened) <= HARMLESS | ({Kind.NODE_DRAINS} if self._leaves_in_time() else set()):
+            self._violated(f"a recovery that nothing called for: {uncalled[0]}")
+        every = self.config.elastic.snapshot_every_steps
+        if len(happened) == 1 and happened[0] in SINGLE and every and self.config.cluster.max_workers > 1:
+            back = max((each.lost_steps for each in recoveries), default=0)
+            if back > every + 1:  # a loss between two steps, while copies lag behind, takes one more back
+                self._violated(f"{happened[0]} took {back} finished steps back, copies are {every} steps apart")
+        if self.deaths == 0:
+            counted = sum(metrics.value("recoveries_total", cause=cause.value) or 0 for cause in Cause)
+            if counted != len(recoveries):
+                self._violated(f"recoveries_total is {counted}, the events tell of {len(recoveries)}")
+
+    def _leaves_in_time(self) -> bool:
+        """Whether nodes that were announced to go can be left before they do."""
+        drains = [each for each in self.schedule.faults if each.kind is Kind.NODE_DRAINS]
+        return self.config.cluster.min_workers == 1 and all(each.lasts_s >= 8.0 for each in drains)
+
+    @property
+    def deaths(self) -> int:
+        """Of controllers."""
+        return sum(kind in (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES_WRITING) for kind in self.injector.happened)
+
+    def _check_end(self, outcome: Outcome, *, told: list[int]) -> None:
+        if told != sorted(set(told)):
+            self._violated(f"the user was told of steps {told}")
+        if (
+            outcome.finished is not None
+            and outcome.finished.last_step
+            and told
+            and told[-1] < outcome.finished.last_step
+        ):
+            self._violated(f"the user was told of steps up to {told[-1]}, the run ended after {outcome.finished}")
+        left = [actor.process.label for kind in Role for actor in self.world.living(kind.value)]
+        if left:
+            self._violated(f"still alive after the end: {', '.join(left)}")
+        if self.world.reservations:
+            self._violated(f"devices not given back: {sorted(self.world.reservations)}")
+        if (self.folder / "run.lock").exists():
+            self._violated("the lock of the folder is left")
+        self._check_outcome(outcome)
+        self._check_checkpoints()
+
+    def _check_outcome(self, outcome: Outcome) -> None:
+        reports = read_steps(self.folder / "steps.jsonl")
+        happened = self.injector.happened
+        if outcome.finished is not None:
+            last = outcome.finished.last_step
+            stopped = Kind.USER_STOPS in happened
+            if last != self.schedule.num_steps and not stopped:
+                self._violated(f"finished after step {last} of {self.schedule.num_steps}")
+            if len(reports) < last:
+                self._violated(f"finished after step {last}, the log has {len(reports)}")
+            if last and outcome.finished.checkpoint is None:
+                self._violated("finished without a checkpoint")
+            if last and not stopped and not (self.folder / f"checkpoints/step-{last:08d}/manifest.json").exists():
+                self._violated(f"the checkpoint of step {last} is not there: {outcome.finished.checkpoint}")
+            return
+        if outcome.trace:
+            self._violated(f"unexpected error: {outcome.error}\n{outcome.trace}")
+        excuse = next((why for why, holds in self._excuses().items() if why in outcome.error and holds), None)
+        if excuse is None:
+            self._violated(f"gave up without need: {outcome.error}")
+
+    def _excuses(self) -> dict[str, bool]:
+        """Documented reasons to end, each with whether it can apply."""
+        happened = self.injector.happened
+        count = {kind: happened.count(kind) for kind in Kind}
+        room = sum(node.slots for node in self.world.nodes.values() if node.alive and node.drained_at_s is None)
+        least = self.config.elastic.min_workers or self.config.cluster.min_workers
+        return {
+            "none came in elastic.wait_s": room < least,
+            "asks for at least": room < least or bool(count[Kind.NODE_DIES] or count[Kind.NODE_DRAINS]),
+            "recoveries did not finish a step": len(happened) >= 4,
+            "living devices failed": count[Kind.EXCHANGE_FAILS] + count[Kind.EXCHANGE_STUCK] >= 3,
+            "planners died one after the other": count[Kind.PLANNER_DIES] > 3,
+            "checkpoints in a row could not be written": bool(count[Kind.DISK_FULL]),
+            "could not be written": bool(count[Kind.DISK_FULL]) or len(happened) > 0,
+            "cannot be written": bool(count[Kind.DISK_FULL]),
+            "the controller was lost once more": self.deaths > 3,
+            "is whole": bool(count[Kind.CHECKPOINT_DAMAGED]),
+            "could not start": bool(happened),
+            "did not open within": bool(happened),
+            "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
+            "died": len(self.controllers) > 0 and self._died_at_start(),
+        }
+
+    def _died_at_start(self) -> bool:
+        """A worker that dies before it opened ends the start of a run."""
+        return not (self.folder / "steps.jsonl").exists() or self.deaths > 0
+
+    def _check_checkpoints(self) -> None:
+        """All complete ones hold the state of the undisturbed run."""
+        if Kind.CHECKPOINT_DAMAGED in self.injector.happened:
+            return
+        for folder in sorted(self.folder.glob("checkpoints/step-*")):
+            step = int(folder.name.removeprefix("step-"))
+            named = {each.name for each in read_manifest(folder).files}
+            if named != {path.name for path in folder.glob("part-*.bin")}:
+                self._violated(f"checkpoint {folder.name} has files that its manifest does not name, or the reverse")
+            found, version = states.read_parts(folder, start=0, stop=self.behavior.size)
+            if version != step or not np.array_equal(found, self.reference(step)):
+                self._violated(f"checkpoint {folder.name} does not hold the state after step {step}")
+
+    def _violated(self, text: str) -> None:
+        raise self.world.violated(text)
+
+    # Within.
+
+    def _on_step(self, step: int) -> None:
+        self.step = step
+        self.injector.on_step(step)
+
+    def _kill_controller(self) -> None:
+        for actor in self.world.living("controller"):
+            self.world.kill(actor.process, "fault, writing")
+        raise ControllerKilledError
+
+    def _dataset(self, config: Config, *, data_dir: str) -> Dataset:
+        return Dataset(index=Index(), sampler=self.sampler, library=Library(), model=MODEL)  # type: ignore[arg-type]
+
+    def _makers(self) -> dict[Role, Any]:
+        orphan_s = self.config.elastic.orphan_s
+
+        def worker(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedWorker:
+            reservation = next(each for each in self.world.reservations.values() if each.actor is actor)
+            return SimulatedWorker(
+                actor,
+                runtime,
+                meetings=self.meetings,
+                behavior=self.behavior,
+                orphan_s=orphan_s,
+                worker_id=kwargs["worker_id"],
+                reservation=reservation,
+            )
+
+        return {
+            Role.WORKER: worker,
+            Role.STORE: lambda actor, runtime, args, kwargs: SimulatedStore(actor, **kwargs),
+            Role.PLANNER: lambda actor, runtime, args, kwargs: SimulatedPlanner(actor, plan_s=self.schedule.plan_s),
+            Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),
+        }
+
+
+def _config(schedule: Schedule, folder: Path) -> Config:
+    least, most = schedule.num_workers
+    raw: dict[str, Any] = {
+        "run": {"name": "simulated", "dir": str(folder)},
+        "data": {"paths": ["none"], "max_seqlen": 128, "global_batch_sequences": GLOBAL_BATCH},
+        "cluster": {"device": "cpu", "num_workers": most if least == most else [least, most]},
+        "metrics": {"ray": False},
+        **schedule.sections,
+    }
+    return Config.model_validate(raw)
+
+
+@contextmanager
+def _surroundings(open_dataset: Any) -> Iterator[None]:
+    """Data without files, no fit of timed passes, and no report: what is not under test, and slow."""
+
+    def start_cost(crew: Any, guess: Any, **_: Any) -> Measured:
+        crew.each(lambda _, worker: worker.time_passes.remote(()))
+        return Measured(fit=Fit(cost=guess, mean_error=0.0), passes=(), held_out=())
+
+    with (
+        patch.object(rayfcp.cluster.dataset, "open_dataset", open_dataset),
+        patch.object(rayfcp.cluster.costs, "start_cost", start_cost),
+        patch.object(rayfcp.cluster.reporting, "write_report", lambda _: None),
+        patch.object(rayfcp.cluster.training, "dump_config", repr),
+    ):
+        yield
+
+
+def simulate(schedule: Schedule, *, trace: list[str] | None = None) -> Result:
+    """Run a schedule in a folder of its own, which is gone afterwards. `trace` is filled with its events.
+
+    Raises:
+        ViolationError: something that must hold does not.
+    """
+    logging.getLogger("rayfcp").setLevel(logging.CRITICAL if trace is None else logging.WARNING)
+    base = MEMORY if os.access(MEMORY, os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as folder:
+        run = SimulatedRun(schedule, Path(folder), keep_trace=trace is not None)
+        try:
+            return run.go()
+        finally:
+            if trace is not None:
+                trace += [*(run.world.trace or []), *run.watcher.lines]

@@ -1,0 +1,162 @@
+"""What happens in one simulated run: its configuration and its faults, both drawn from the seed."""
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Kind(StrEnum):
+    """Faults, and other things that a cluster does to a run."""
+
+    WORKER_DIES = "worker dies"
+    TWO_WORKERS_DIE = "two workers die"
+    ALL_WORKERS_DIE = "all workers die"
+    NODE_DIES = "node dies"
+    NODE_DRAINS = "node drains"
+    NODE_COMES = "node comes"
+    WORKER_STOPS = "worker is stopped (SIGSTOP)"
+    WORKER_DEADLOCKS = "worker deadlocks"
+    WORKER_SLOWS = "worker slows down"
+    EXCHANGE_STUCK = "message of an exchange is lost"
+    EXCHANGE_FAILS = "exchange fails"
+    STORE_DIES = "snapshot store dies"
+    STORE_STOPS = "snapshot store is stopped"
+    PLANNER_DIES = "planner dies"
+    CONTROLLER_DIES = "controller dies"
+    CONTROLLER_DIES_WRITING = "controller dies in a file operation"
+    DISK_FULL = "disk is full"
+    CONNECTION_BREAKS = "connection to a worker breaks"
+    MESSAGES_LATE = "messages are late"
+    START_FAILS = "new worker does not start"
+    CHECKPOINT_DAMAGED = "checkpoint is damaged and all copies are lost"
+    PROGRAM_FAILS = "program of a worker fails"
+    USER_STOPS = "user stops the run"
+
+
+HARMLESS = frozenset(
+    {
+        Kind.NODE_COMES,
+        Kind.WORKER_SLOWS,
+        Kind.STORE_DIES,
+        Kind.PLANNER_DIES,
+        Kind.DISK_FULL,
+        Kind.USER_STOPS,
+    }
+)
+"""After these no step has to run again."""
+
+SINGLE = frozenset(
+    {
+        Kind.WORKER_DIES,
+        Kind.WORKER_STOPS,
+        Kind.WORKER_DEADLOCKS,
+        Kind.EXCHANGE_STUCK,
+        Kind.EXCHANGE_FAILS,
+        Kind.CONNECTION_BREAKS,
+    }
+)
+"""One of these alone takes no more steps back than lie between two copies."""
+
+WEIGHT = {Kind.USER_STOPS: 0.3, Kind.PROGRAM_FAILS: 0.2, Kind.ALL_WORKERS_DIE: 0.5, Kind.CHECKPOINT_DAMAGED: 0.6}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`kind` happens `after_s` after a device first begins `step`; with step 0 after the fault before it, or, for the
+    first one, after the start."""
+
+    kind: Kind
+    step: int
+    after_s: float
+    lasts_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One run. `nodes`: devices of each node at the start; `skipped`: steps whose loss is not finite; `push_s`: what a
+    worker takes to send half of a copy."""
+
+    seed: int
+    num_steps: int
+    num_workers: tuple[int, int]
+    nodes: tuple[int, ...]
+    faults: tuple[Fault, ...]
+    sections: dict[str, dict[str, Any]]
+    skipped: frozenset[int]
+    step_s: float
+    plan_s: float
+    push_s: float
+
+    def __str__(self) -> str:
+        faults = "; ".join(f"{each.kind} (step {each.step}, {each.after_s:.2f} s)" for each in self.faults)
+        return f"seed {self.seed}: {self.num_steps} steps of {self.num_workers} workers on nodes {self.nodes}: {faults}"
+
+
+def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
+    """The schedule of a seed: mostly few workers and few steps, with one to five faults."""
+    rng = random.Random(f"schedule {seed}")
+    most = _workers(rng)
+    least = rng.choice([1, max(1, most // 2), most])
+    nodes = _nodes(rng, most)
+    num_steps = rng.randint(5, 14)
+    count = rng.choice([1, 1, 2, 2, 3, 4, 5])
+    weights = [WEIGHT.get(kind, 1.0) for kind in kinds]
+    step_s = rng.choice([0.05, 0.2, 0.5])
+    faults = tuple(
+        Fault(
+            kind=kind,
+            step=0 if rng.random() < (0.4 if number else 0.15) else rng.randint(1, num_steps),
+            after_s=_delay_s(rng, step_s) if number else rng.choice([_delay_s(rng, step_s), rng.uniform(0.0, 5.0)]),
+            lasts_s=rng.choice([0.3, 3.0, 8.0, 20.0]),
+        )
+        for number, kind in enumerate(rng.choices(kinds, weights, k=count))
+    )
+    every = rng.choice([1, 1, 1, 2, 3, 0])
+    skipped = frozenset({rng.randint(1, num_steps)}) if rng.random() < 0.1 else frozenset()
+    sections = {
+        "train": {"steps": num_steps, "on_nonfinite": "skip"},
+        "checkpoint": {"every_steps": rng.choice([None, 1, 2, 3, 5]), "keep": rng.choice([1, 2])},
+        "elastic": {
+            "snapshot_every_steps": every,
+            "wait_s": 120.0,
+            "hang_min_s": rng.choice([5.0, 10.0]),
+            "hang_factor": 5.0,
+            "look_every_s": rng.choice([0.5, 1.0]),
+            "start_timeout_s": 60.0,
+            "orphan_s": 20.0,
+            "controller_restarts": 3,
+            "max_recoveries": 8,
+        },
+        "plan": {"lookahead_steps": rng.choice([1, 2, 3]), "planner_actors": rng.choice([1, 2])},
+    }
+    return Schedule(
+        seed=seed,
+        num_steps=num_steps,
+        num_workers=(least, most),
+        nodes=nodes,
+        faults=faults,
+        sections=sections,
+        skipped=skipped,
+        step_s=step_s,
+        plan_s=rng.choice([0.01, 0.1, 1.0]),
+        push_s=rng.choice([0.0, 0.0, step_s, 4 * step_s]),
+    )
+
+
+def _workers(rng: random.Random) -> int:
+    return rng.choice([2, 2, 3, 3, 4, 4, 5, 6, 8, 8, 12, 16]) if rng.random() < 0.97 else rng.choice([32, 64])
+
+
+def _nodes(rng: random.Random, workers: int) -> tuple[int, ...]:
+    """Devices of each node: some nodes, together with at least as many devices as workers, a few to spare."""
+    count = rng.randint(1, min(4, workers))
+    shares = [workers // count + (number < workers % count) for number in range(count)]
+    if rng.random() < 0.5:
+        shares[rng.randrange(count)] += rng.randint(1, 2)
+    return tuple(shares)
+
+
+def _delay_s(rng: random.Random, step_s: float) -> float:
+    """Somewhere in a step, in the exchange at its end, or in the recovery that follows."""
+    return rng.choice([0.0, rng.uniform(0, step_s), step_s + rng.uniform(0, 0.05), rng.uniform(0, 3.0)])

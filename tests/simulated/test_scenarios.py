@@ -1,0 +1,324 @@
+"""What a run does when one thing happens to it: decisions, their reasons, steps that run again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rayfcp.telemetry.events import Event, EventKind
+from tests.simulated.run import Result, simulate
+from tests.simulated.schedule import Fault, Kind, Schedule
+from tests.simulated.world import ViolationError
+
+__all__ = ["ViolationError"]
+
+ELASTIC = {
+    "snapshot_every_steps": 1,
+    "wait_s": 60.0,
+    "hang_min_s": 5.0,
+    "hang_factor": 5.0,
+    "look_every_s": 0.5,
+    "start_timeout_s": 60.0,
+    "orphan_s": 20.0,
+    "controller_restarts": 2,
+    "max_recoveries": 5,
+}
+
+
+def ran(
+    *faults: Fault,
+    steps: int = 30,
+    workers: tuple[int, int] = (1, 4),
+    nodes: Sequence[int] = (2, 2),
+    seed: int = 0,
+    skipped: frozenset[int] = frozenset(),
+    plan_s: float = 0.05,
+    **sections: dict[str, Any],
+) -> Result:
+    """A run of steps of half a second, a copy after each."""
+    return simulate(
+        Schedule(
+            seed=seed,
+            num_steps=steps,
+            num_workers=workers,
+            nodes=tuple(nodes),
+            faults=faults,
+            sections={
+                "train": {"steps": steps, "on_nonfinite": "skip"} | sections.get("train", {}),
+                "checkpoint": sections.get("checkpoint", {}),
+                "elastic": ELASTIC | sections.get("elastic", {}),
+                "plan": {"lookahead_steps": 2, "planner_actors": 2} | sections.get("plan", {}),
+            },
+            skipped=skipped,
+            step_s=0.5,
+            plan_s=plan_s,
+            push_s=0.05,
+        )
+    )
+
+
+def fault(kind: Kind, step: int, after_s: float = 0.2, *, lasts_s: float = 20.0) -> Fault:
+    return Fault(kind=kind, step=step, after_s=after_s, lasts_s=lasts_s)
+
+
+def of(result: Result, kind: EventKind) -> list[Event]:
+    return [each for each in result.events if each.kind is kind]
+
+
+def ended_well(result: Result, *, steps: int = 30) -> None:
+    assert result.outcome.finished is not None, result.outcome
+    assert result.outcome.finished.last_step == steps
+    assert [each.step for each in result.reports] == list(range(1, steps + 1))
+
+
+def test_nothing_happens() -> None:
+    result = ran()
+    ended_well(result)
+    assert [each.kind for each in result.events] == [EventKind.START, EventKind.END]
+    assert {each.world_size for each in result.reports} == {4} and not any(each.recovered for each in result.reports)
+    assert result.outcome.finished is not None and str(result.outcome.finished.checkpoint).endswith("step-00000030")
+
+
+def test_a_dead_worker_costs_no_finished_step_and_is_replaced() -> None:
+    result = ran(fault(Kind.WORKER_DIES, 10))
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert (recovery.devices, recovery.devices_before, recovery.cause, recovery.lost_steps) == (3, 4, "died", 0)
+    assert "1 device died" in recovery.reason and "on with 3 devices as 3 ranks" in recovery.reason
+    assert [(each.devices_before, each.devices) for each in of(result, EventKind.RESIZE)] == [(3, 4)]
+    again = [each.step for each in result.reports if each.recovered]
+    assert again == [10], "the step under way runs again, no other"
+
+
+def test_the_devices_of_a_lost_node_come_back_elsewhere() -> None:
+    result = ran(fault(Kind.NODE_DIES, 10), nodes=(2, 2, 2), steps=60)
+    ended_well(result, steps=60)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.cause == "node" and recovery.devices_before == 4 and recovery.lost_steps <= 1
+    assert result.reports[-1].world_size == 4
+
+
+def test_a_node_that_leaves_is_left_in_time() -> None:
+    result = ran(fault(Kind.NODE_DRAINS, 10), nodes=(2, 2, 2), steps=60)
+    ended_well(result, steps=60)
+    # A plan that lies on the node when it goes is made again.
+    assert all("an argument is lost" in each.reason and not each.lost_steps for each in of(result, EventKind.RECOVERY))
+    first = of(result, EventKind.RESIZE)[0]
+    assert "on nodes that leave" in first.reason and first.lost_steps == 0
+    assert result.reports[-1].world_size == 4
+
+
+def test_the_run_grows_when_a_node_comes() -> None:
+    result = ran(fault(Kind.NODE_COMES, 5), workers=(1, 8), nodes=(2,), steps=40, seed=3)
+    ended_well(result, steps=40)
+    grown = of(result, EventKind.RESIZE)
+    assert grown and all(each.devices > each.devices_before for each in grown)
+    assert result.reports[0].world_size == 2 < result.reports[-1].world_size
+    assert not any(each.recovered for each in result.reports)
+
+
+def test_it_does_not_grow_where_that_is_off() -> None:
+    result = ran(fault(Kind.NODE_COMES, 5), workers=(1, 8), nodes=(2,), steps=40, seed=3, elastic={"grow": False})
+    ended_well(result, steps=40)
+    assert {each.world_size for each in result.reports} == {2} and not of(result, EventKind.RESIZE)
+
+
+def test_a_stopped_worker_is_found_by_its_silence() -> None:
+    result = ran(fault(Kind.WORKER_STOPS, 10, lasts_s=1e6), seed=2)
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.cause == "hung" and "have not answered" in recovery.reason
+
+
+def test_a_worker_whose_program_hangs_is_found_though_it_answers() -> None:
+    result = ran(fault(Kind.WORKER_DEADLOCKS, 10))
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.cause == "hung" and "wait for nobody" in recovery.reason
+
+
+def test_a_lost_message_blames_no_device() -> None:
+    result = ran(fault(Kind.EXCHANGE_STUCK, 10))
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert (recovery.cause, recovery.devices, recovery.devices_before) == ("collective", 4, 4)
+    assert "wait for each other" in recovery.reason and not of(result, EventKind.RESIZE)
+
+
+def test_a_failed_exchange_is_tried_again_with_the_same_devices() -> None:
+    result = ran(fault(Kind.EXCHANGE_FAILS, 10))
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert (recovery.cause, recovery.devices, recovery.lost_steps) == ("collective", 4, 0)
+
+
+def test_all_workers_die_at_once_and_no_step_is_lost() -> None:
+    result = ran(fault(Kind.ALL_WORKERS_DIE, 10), elastic={"min_workers": 4})
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.lost_steps <= 1 and recovery.devices == 4
+    assert any("0 devices can be used, 4 needed" in line for line in result.lines), "it says what it waits for"
+
+
+def test_without_copies_it_goes_on_from_the_checkpoint() -> None:
+    result = ran(
+        fault(Kind.ALL_WORKERS_DIE, 10), elastic={"snapshot_every_steps": 0}, checkpoint={"every_steps": 4, "keep": 2}
+    )
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.step in (4, 8) and recovery.lost_steps == 9 - recovery.step
+    assert any(f"going on from the checkpoint of step {recovery.step}" in line for line in result.lines)
+    recovered = [each.step for each in result.reports if each.recovered]
+    assert recovered == [10], "steps in the log keep their first line"
+
+
+def test_with_neither_copies_nor_checkpoint_it_begins_again() -> None:
+    result = ran(fault(Kind.ALL_WORKERS_DIE, 5), elastic={"snapshot_every_steps": 0})
+    ended_well(result)
+    assert of(result, EventKind.RECOVERY)[0].step == 0
+    assert any("from the beginning, for there is no checkpoint" in line for line in result.lines)
+
+
+def a_node_lost(*, comes_back: bool) -> Result:
+    """A run that needs all of its devices loses half of them."""
+    for seed in range(30):
+        result = ran(fault(Kind.NODE_DIES, 10), elastic={"min_workers": 4}, seed=seed)
+        if (result.outcome.finished is not None) == comes_back:
+            return result
+    raise AssertionError("no schedule is of this kind")
+
+
+def test_devices_that_are_missing_are_waited_for() -> None:
+    result = a_node_lost(comes_back=True)
+    ended_well(result)
+    assert any("2 devices can be used, 4 needed to go on; waited 0 s" in line for line in result.lines)
+    assert of(result, EventKind.RECOVERY)[0].devices == 4
+
+
+def test_a_run_gives_up_in_the_end_and_those_who_are_left_save_before() -> None:
+    result = a_node_lost(comes_back=False)
+    assert "none came in elastic.wait_s (60 s)" in result.outcome.error and not result.outcome.trace
+    saved = [step for step in (9, 10) if f"; step {step} is saved in " in result.outcome.error]
+    assert saved and result.reports[-1].step >= saved[0]
+
+
+def test_another_controller_adopts_the_workers() -> None:
+    result = ran(fault(Kind.CONTROLLER_DIES, 10))
+    ended_well(result)
+    starts = of(result, EventKind.START)
+    assert len(starts) == 2 and 8 <= starts[1].step <= 10, "from copies in memory: there is no checkpoint"
+    assert any(line.startswith("going on with 4 workers whose controller is gone") for line in result.lines)
+    assert any("starts again, 1 more times at most" in line for line in result.lines)
+
+
+def test_a_controller_is_not_started_again_for_ever() -> None:
+    result = ran(*(fault(Kind.CONTROLLER_DIES, step) for step in (5, 10, 15)))
+    assert result.outcome.finished is None
+    assert result.outcome.error.startswith("the controller was lost once more than it may be started again")
+
+
+def test_a_lost_store_is_replaced_between_steps() -> None:
+    result = ran(fault(Kind.STORE_DIES, 10))
+    ended_well(result)
+    assert not of(result, EventKind.RECOVERY)
+
+
+def test_copies_are_safe_again_after_a_store_was_lost() -> None:
+    """All workers die ten steps after a store did: its copies are held by another by then."""
+    result = ran(fault(Kind.STORE_DIES, 5), fault(Kind.ALL_WORKERS_DIE, 15))
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.lost_steps <= 1
+
+
+def test_a_planner_that_dies_is_replaced_without_a_recovery() -> None:
+    result = ran(fault(Kind.PLANNER_DIES, 10), fault(Kind.PLANNER_DIES, 15))
+    ended_well(result)
+    assert not of(result, EventKind.RECOVERY)
+    assert sum("a new one plans again" in line for line in result.lines) in (1, 2)
+
+
+def test_planners_that_die_again_and_again_end_the_run() -> None:
+    again = [fault(Kind.PLANNER_DIES, 0, 0.7) for _ in range(20)]
+    result = ran(fault(Kind.PLANNER_DIES, 5), *again, plan_s=5.0, plan={"planner_actors": 1})
+    assert result.outcome.finished is None and not result.outcome.trace
+    assert result.outcome.error.startswith("4 planners died one after the other, at most 3 may")
+
+
+def test_an_error_of_the_program_ends_the_run_with_its_cause() -> None:
+    result = ran(fault(Kind.PROGRAM_FAILS, 10))
+    assert result.outcome.finished is None and not of(result, EventKind.RECOVERY)
+    assert "rank 0 failed: ZeroDivisionError" in result.outcome.error
+
+
+def test_the_user_may_stop_while_the_run_waits_for_devices() -> None:
+    for seed in range(30):
+        result = ran(
+            fault(Kind.NODE_DIES, 10),
+            fault(Kind.USER_STOPS, 0, 8.0),
+            elastic={"min_workers": 4},
+            checkpoint={"every_steps": 4},
+            seed=seed,
+        )
+        assert result.outcome.finished is not None
+        if any("needed to go on" in line for line in result.lines):
+            assert result.outcome.finished.last_step in (4, 8, 9, 10)
+            assert str(result.outcome.finished.checkpoint).endswith(f"{result.outcome.finished.last_step:08d}")
+            return
+    raise AssertionError("no schedule is of this kind")
+
+
+def test_a_last_save_that_fails_is_an_error_and_names_the_newest_good_checkpoint() -> None:
+    result = ran(fault(Kind.DISK_FULL, 29, lasts_s=1e6), checkpoint={"every_steps": 10})
+    assert result.outcome.finished is None and not result.outcome.trace
+    assert result.outcome.error.startswith("the last checkpoint, of step 30, could not be written")
+    assert "step-00000020" in result.outcome.error
+
+
+def test_a_full_disk_stops_no_training() -> None:
+    result = ran(fault(Kind.DISK_FULL, 5, lasts_s=4.0), checkpoint={"every_steps": 3, "keep": 2, "max_failures": 30})
+    ended_well(result)
+    assert any("could not be written" in line for line in result.lines)
+
+
+def test_a_disk_that_stays_full_ends_the_run_with_one_line() -> None:
+    result = ran(fault(Kind.DISK_FULL, 5, lasts_s=1e6), checkpoint={"every_steps": 2, "max_failures": 1})
+    assert result.outcome.finished is None and not result.outcome.trace
+    assert result.outcome.error.startswith("2 checkpoints in a row could not be written, checkpoint.max_failures is 1")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken() -> None:
+    result = ran(
+        fault(Kind.CHECKPOINT_DAMAGED, 15), checkpoint={"every_steps": 4, "keep": 2}, workers=(2, 2), nodes=(2,)
+    )
+    ended_well(result)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert recovery.step in (4, 8) and any("is damaged: " in line for line in result.lines)
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint() -> None:
+    result = ran(fault(Kind.USER_STOPS, 10))
+    assert result.outcome.finished is not None and result.outcome.finished.last_step in (10, 11)
+    assert str(result.outcome.finished.checkpoint).endswith(f"step-{result.outcome.finished.last_step:08d}")
+
+
+def test_updates_with_numbers_that_are_not_finite_are_left_out() -> None:
+    result = ran(skipped=frozenset({7}))
+    ended_well(result)
+    assert any(line.startswith("step 7: loss is nan") for line in result.lines)
+
+
+def test_too_many_recoveries_without_a_step_end_the_run() -> None:
+    faults = [fault(Kind.EXCHANGE_FAILS, 10), *(fault(Kind.EXCHANGE_FAILS, 0, 0.6) for _ in range(8))]
+    result = ran(*faults, elastic={"max_recoveries": 2})
+    if result.outcome.finished is None:
+        assert any(why in result.outcome.error for why in ("elastic.max_recoveries is 2", "failed 4 times in a row"))
+
+
+def test_a_worker_that_does_not_start_is_asked_for_again() -> None:
+    result = ran(fault(Kind.START_FAILS, 5), steps=60)
+    ended_well(result, steps=60)
+    assert result.reports[-1].world_size == 4
+
+
+def test_checkpoints_are_kept_as_configured() -> None:
+    result = ran(checkpoint={"every_steps": 5, "keep": 2})
+    ended_well(result)

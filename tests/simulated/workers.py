@@ -1,0 +1,503 @@
+"""Workers of simulated runs, and the exchanges between them. They keep to the protocol of the real ones."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayfcp.cluster.facts import DeviceFacts, Rendezvous, Source
+from rayfcp.cluster.runtime import CallError
+from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.integrity import FileSum, find_damage, sum_files
+from rayfcp.execute.reports import Beat, CollectiveFailedError, Joined, RankReport, SavedPart
+from rayfcp.values import Box, GlobalBatch, ShardHeader, StateId
+from tests.simulated import state as states
+from tests.simulated.planners import Program
+from tests.simulated.runtime import SimulatedRuntime
+from tests.simulated.stores import Orphan, Push
+from tests.simulated.world import Actor, Deferred, World
+
+
+@dataclass(slots=True)
+class Behavior:
+    """What the devices of a run have in common. `slowness`: factors of step time by worker id.
+
+    `observe` is told of each shard at each version, `on_step` of each device that begins one.
+    """
+
+    size: int
+    step_s: float
+    push_s: float
+    skipped: frozenset[int]
+    observe: Callable[[str, int, "states.Shard", int], None]
+    disk_fails: Callable[[], str]
+    on_step: Callable[[int], None] = lambda _: None
+    slowness: dict[str, float] = field(default_factory=dict)
+    stuck_steps: set[int] = field(default_factory=set)
+    failing_steps: set[int] = field(default_factory=set)
+    broken_steps: set[int] = field(default_factory=set)
+
+
+class Generation:
+    """The devices that met at one rendezvous: barriers, and what happens to those who wait when one breaks."""
+
+    def __init__(self, world: World, meeting: Rendezvous) -> None:
+        self.world, self.meeting = world, meeting
+        self.num_devices = meeting.num_ranks * meeting.num_stages * meeting.tensor_parallel
+        self.members: dict[int, SimulatedWorker] = {}
+        self.is_broken = False
+        self._barriers: dict[str, dict[int, Callable[[Exception | None], None]]] = {}
+        self.totals: dict[str, int] = {}
+
+    def arrive(self, key: str, number: int, done: Callable[[Exception | None], None]) -> None:
+        """`done(None)` once all devices have arrived; `done(error)`, or nothing until the abort, once it breaks."""
+        waiting = self._barriers.setdefault(key, {})
+        waiting[number] = done
+        if self.is_broken:
+            self._fail(key, number)
+        elif len(waiting) == self.num_devices:
+            for number in list(waiting):
+                self._soon(number, lambda number=number: self._release(key, number))  # type: ignore[misc]
+
+    def breaks(self) -> None:
+        """A device is gone, or was told to abort: neighbours notice at once, others wait for ever."""
+        if self.is_broken:
+            return
+        self.is_broken = True
+        for key, waiting in self._barriers.items():
+            if len(waiting) < self.num_devices:
+                for number in list(waiting):
+                    self._fail(key, number)
+
+    def _release(self, key: str, number: int) -> None:
+        """The result reaches a device, unless the exchange broke on its way."""
+        if self.is_broken and self.world.random.random() < 0.3:
+            self._fail(key, number)
+            return
+        done = self._barriers[key].pop(number, None)
+        if done is not None:
+            done(None)
+
+    def _fail(self, key: str, number: int) -> None:
+        if self.world.random.random() < 0.5:
+            done = self._barriers[key].pop(number, None)
+            if done is not None:
+                error = CollectiveFailedError("connection closed by peer")
+                self._soon(number, lambda: done(error))
+
+    def _soon(self, number: int, call: Callable[[], None]) -> None:
+        """In the process of a member, if it lives by then."""
+        self.world.at(self.world.random.uniform(0.0, 0.02), call, self.members[number].actor.process)
+
+
+class Meetings:
+    """Generations by the number of their rendezvous."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._found: dict[int, Generation] = {}
+
+    def __call__(self, meeting: Rendezvous) -> Generation:
+        if meeting.port not in self._found:
+            self._found[meeting.port] = Generation(self._world, meeting)
+        return self._found[meeting.port]
+
+
+class SimulatedWorker:
+    """One device. Copies are held as by the real worker; the shard is a few integers instead of tensors."""
+
+    CONCURRENT = frozenset(
+        ["beat", "facts", "group", "abort", "use_keeper", "headers", "pieces", "await_kept", "drop_copies"]
+    )
+    HEARD = frozenset()
+
+    def __init__(
+        self,
+        actor: Actor,
+        runtime: SimulatedRuntime,
+        *,
+        meetings: Meetings,
+        behavior: Behavior,
+        orphan_s: float,
+        worker_id: str,
+        reservation: Any,
+    ) -> None:
+        self.actor, self.world, self._runtime, self._meetings = actor, actor.world, runtime, meetings
+        self._behavior, self.id, self._reservation = behavior, worker_id, reservation
+        self._watch = Orphan(actor, orphan_s, end=self._orphaned)
+        self._facts: DeviceFacts | None = None
+        self.generation: Generation | None = None
+        self.number = self.version = 0
+        self.shard: states.Shard | None = None
+        self._pending: Deferred | None = None
+        self._deadlocked = self._will_deadlock = self._in_step = False
+        self._step, self._done, self._waits = -1, 0, False
+        self._copies = HeldCopies(max_spare=0)
+        self._push = Push(self)
+        self._saving: Deferred | None = None
+        self._saved: SavedPart | None = None
+        self._began_save = 0
+        actor.process.when_dead.append(self._died)
+
+    def heard(self) -> None:
+        self._watch.heard()
+
+    # Concurrency group `control` and `copies`.
+
+    def beat(self) -> Beat | None:
+        if self._facts is None:
+            return None
+        return Beat(number=self.number, step=self._step, num_done=self._done, waiting=self._waits, memory_bytes={})
+
+    def facts(self) -> DeviceFacts | None:
+        return self._facts
+
+    def group(self) -> Any:
+        return self._reservation
+
+    def abort(self) -> None:
+        """Free the main thread: its call fails, and so does everybody's exchange with this device."""
+        if self.generation is not None:
+            self.generation.breaks()
+        if self._pending is not None and not self._deadlocked:
+            pending, self._pending, self._in_step = self._pending, None, False
+            self._later(lambda: pending.settle(error=CollectiveFailedError("aborted")))
+
+    def use_keeper(self, keeper: Any) -> None:
+        self._push.use(None if keeper is None else keeper.seen_by(self.actor.process))
+
+    def headers(self) -> tuple[ShardHeader, ...]:
+        return () if self._facts is None else self._copies.headers()
+
+    def pieces(self, state: StateId, number: int, *, wanted: Any) -> list[Any]:
+        return self._copies.pieces(state, number, wanted=wanted)
+
+    def await_kept(self, state: StateId, *, timeout_s: float) -> Deferred:
+        return self._push.wait_for(state, timeout_s=timeout_s)
+
+    def drop_copies(self) -> None:
+        self._push.forget()
+        self._copies.drop_all()
+
+    # The main thread.
+
+    def open(self) -> DeviceFacts:
+        self._facts = DeviceFacts(
+            node_id=self.actor.process.node,
+            device="cpu",
+            memory_bytes=1 << 40,
+            peak_flops=1e12,
+            worker_id=self.id,
+            pid=self.actor.process.pid,
+        )
+        return self._facts
+
+    def idle(self) -> bool:
+        return True
+
+    def join(self, number: int, meeting: Rendezvous, *, empty: bool = False) -> Deferred:
+        if self.generation is not None and not self.generation.is_broken:
+            raise RuntimeError("the device is in a generation that it has not left")
+        generation = self.generation = self._meetings(meeting)
+        self.number, self._step, self._done = number, -1, 0
+        self._saving, self._saved = None, None
+        start, stop = self._interval(generation)
+        self.shard = None if empty else states.first(self._behavior.size)[start:stop].copy()
+        self.version = 0
+        generation.members[number] = self
+        joined = Joined(number=number, process_groups=1, process_group_s=0.1, num_parameters=stop - start)
+        return self._meet("join", lambda: joined)
+
+    def leave(self) -> Deferred:
+        def left() -> None:
+            self.generation = None
+
+        return self._meet("leave", left)
+
+    def fill(self, sources: Sequence[Source]) -> Deferred:
+        """From this device's own copies first, then in the order given, one source after the other."""
+        assert self.generation is not None
+        ours = [each for each in sources if each.holder_id == self.id]
+        order = [*ours, *(each for each in sources if each.holder_id != self.id)]
+        start, stop = self._interval(self.generation)
+        found, left = np.zeros(stop - start, np.uint64), [(start, stop)]
+        result = self._begin()
+
+        def take(at: int) -> None:
+            nonlocal left
+            if result is not self._pending:
+                return
+            try:
+                if at == len(order):
+                    if left:
+                        raise ValueError(f"elements {left} are in no source")
+                    self.shard, self.version = found, int(order[0].header.scalars["version"])
+                    self._behavior.observe(self.id, self.version, found, start)
+                    self._end(result)
+                    return
+                left = self._take(order[at], left, found, start)
+            except Exception as error:
+                self._end(result, error=error)
+                return
+            self._later(lambda: take(at + 1), 0.01)
+
+        self._later(lambda: take(0), 0.05)
+        return result
+
+    def load(self, folder: str) -> Deferred:
+        assert self.generation is not None
+        start, stop = self._interval(self.generation)
+
+        def loaded() -> None:
+            self.shard, self.version = states.read_parts(Path(folder), start=start, stop=stop)
+            self._behavior.observe(self.id, self.version, self.shard, start)
+
+        return self._meet(f"load {folder}", loaded, after_s=0.2)
+
+    def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
+        return find_damage(folder, sums)
+
+    def time_passes(self, shapes: Any) -> Deferred:
+        return self._meet(f"time {self._done}", list)
+
+    def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
+        self._copy(state, safe)
+
+    def step(
+        self,
+        program: Program,
+        batch: GlobalBatch,
+        *,
+        plan_hash: str,
+        snapshot: StateId | None = None,
+        safe: StateId | None = None,
+        pixels: Sequence[Any] = (),
+    ) -> Deferred:
+        generation = self._checked(program, plan_hash)
+        assert self.shard is not None
+        self._behavior.on_step(batch.step)
+        self._step, self._done, self._waits = batch.step, 0, False
+        self._in_step, self._deadlocked = True, self._will_deadlock
+        result, began_s = self._begin(), self.world.now_s
+        usual_s = self._behavior.step_s * self._behavior.slowness.get(self.id, 1.0)
+        if batch.step in self._behavior.failing_steps and self.number == 0:
+            self._behavior.failing_steps.discard(batch.step)
+            self._later(lambda: self._end(result, error=CollectiveFailedError("connection reset")), usual_s / 2)
+            generation.breaks()
+            return result
+        key, number = f"step {batch.step}", self.number
+
+        def reduce() -> None:
+            """The reduction of loss and gradient norm, before which nobody updates."""
+            if result is not self._pending:
+                return
+            self._done, self._waits = 1, True
+            if batch.step in self._behavior.stuck_steps and self.number == generation.num_devices - 1:
+                self._behavior.stuck_steps.discard(batch.step)  # its message is lost: all wait
+                return
+            generation.totals[key] = generation.totals.get(key, 0) + states.digest(self.shard)
+            generation.arrive(key, number, update)
+
+        def update(error: Exception | None) -> None:
+            if result is not self._pending:
+                return
+            if error is not None:
+                self._end(result, error=error)
+                return
+            report = self._updated(program, batch, total=generation.totals[key], step_s=self.world.now_s - began_s)
+            if snapshot is not None:
+                self._copies.drop_older(safe) if safe is not None else None
+                self._copy(snapshot, safe)
+            self._waits = False
+            self._later(lambda: self._end(result, self._with_copies(report)), 0.01)
+
+        self._later(reduce, usual_s)
+        return result
+
+    def begin_save(self, folder: str) -> None:
+        """Copy now, write in the background; complete only when all devices have written."""
+        assert self.generation is not None and self.shard is not None
+        generation, shard, version = self.generation, self.shard, self.version
+        saving = self._saving = Deferred()
+        began_s, number = self.world.now_s, self.number
+        start, _ = self._interval(generation)
+        key = f"save {folder}"
+
+        def write() -> None:
+            error = self._behavior.disk_fails()
+            names = []
+            if not error:
+                names.append(states.write_part(Path(folder), number, start=start, version=version, shard=shard))
+            else:
+                generation.totals[key] = 1
+
+            def written(broken: Exception | None) -> None:
+                failed = error or ("another device could not write" if generation.totals.get(key) else "")
+                failed = failed or (str(broken) if broken is not None else "")
+                files: tuple[FileSum, ...] = ()
+                try:
+                    files = () if failed else sum_files(folder, names)
+                except OSError as gone:  # the write was given up, and its folder removed
+                    failed = str(gone)
+                part = SavedPart(folder=folder, seconds=self.world.now_s - began_s, files=files, error=failed)
+                if self._saving is saving:
+                    self._saved = part
+                saving.settle(part)
+
+            generation.arrive(key, number, written)
+
+        self.world.at(self.world.random.uniform(0.05, 1.5), write, self.actor.process)
+
+    def finish_save(self) -> Deferred | None:
+        """The part once it is written; None if nothing is being saved."""
+        if self._saving is None:
+            return None
+        result, saving = self._begin(), self._saving
+
+        def finished() -> None:
+            self._saving, self._saved = None, None
+            self._end(result, saving.value)
+
+        if saving.is_settled:
+            self._later(finished)
+        else:
+            saving.listener = finished
+        return result
+
+    # Faults.
+
+    def deadlock(self) -> None:
+        """The main thread hangs for good in its next step, or in this one, and no abort frees it; signs of life are
+        answered."""
+        self._will_deadlock = True
+        self._deadlocked = self._in_step
+
+    # Within.
+
+    def _checked(self, program: Program, plan_hash: str) -> Generation:
+        """This device's generation, which the program must be made for."""
+        generation = self.generation
+        if program.plan_hash != plan_hash or generation is None or program.generation != generation.meeting.generation:
+            raise ValueError(f"the program is of another plan or generation: {program}, {plan_hash}")
+        if program.step in self._behavior.broken_steps and self.number == 0:
+            raise ZeroDivisionError("a bug in the model's code")
+        return generation
+
+    def _interval(self, generation: Generation) -> tuple[int, int]:
+        return states.interval(self.number, num_devices=generation.num_devices, size=self._behavior.size)
+
+    def _begin(self) -> Deferred:
+        self._pending = Deferred()
+        return self._pending
+
+    def _end(self, result: Deferred, value: Any = None, error: Exception | None = None) -> None:
+        if self._pending is result and not self._deadlocked:
+            self._pending, self._in_step = None, False
+            result.settle(value, error)
+
+    def _later(self, call: Callable[[], None], most_s: float = 0.02) -> None:
+        self.world.at(self.world.random.uniform(0.5, 1.0) * most_s, call, self.actor.process)
+
+    def _meet(self, key: str, value: Callable[[], Any], *, after_s: float = 0.05) -> Deferred:
+        """A call that ends when all devices of the generation have made it."""
+        generation, number, result = self.generation, self.number, self._begin()
+        if generation is None:
+            raise ValueError(f"{key}: the device is in no generation")
+
+        def done(error: Exception | None) -> None:
+            if result is self._pending:
+                self._end(result, None if error is not None else value(), error)
+
+        def arrive() -> None:
+            if result is self._pending:
+                generation.arrive(key, number, done)
+
+        self._later(arrive, after_s)
+        return result
+
+    def _take(
+        self, source: Source, left: list[tuple[int, int]], found: "states.Shard", start: int
+    ) -> list[tuple[int, int]]:
+        """Read from one source all that it has of `left`; the rest of that."""
+        rest: list[tuple[int, int]] = []
+        for entry in source.header.entries:
+            low, high = entry.box.offsets[0], entry.box.offsets[0] + entry.box.sizes[0]
+            for begin, end in left:
+                a, b = max(low, begin), min(high, end)
+                if a >= b:
+                    rest.append((begin, end))
+                    continue
+                box = Box(offsets=(a,), sizes=(b - a,))
+                found[a - start : b - start] = self._read(source, box)
+                rest += [each for each in ((begin, a), (b, end)) if each[0] < each[1]]
+        return rest
+
+    def _read(self, source: Source, box: Box) -> Any:
+        wanted = [(states.NAME, states.KIND, box)]
+        header, holder = source.header, source.holder.actor
+        if source.holder_id == self.id:
+            return self._copies.pieces(header.state, header.number, wanted=wanted)[0]
+        if not holder.process.alive or holder.process.frozen or holder.instance is None:
+            raise CallError(f"{holder.process.label} does not give its copy")
+        return holder.instance.pieces(header.state, header.number, wanted=wanted)[0]
+
+    def _updated(self, program: Program, batch: GlobalBatch, *, total: int, step_s: float) -> RankReport:
+        assert self.shard is not None and self.generation is not None
+        start, _ = self._interval(self.generation)
+        skips = batch.step in self._behavior.skipped
+        if not skips:
+            self.shard = states.updated(self.shard, step=batch.step, samples_hash=batch.samples_hash)
+        self.version += 1
+        self._behavior.observe(self.id, self.version, self.shard, start)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._saving = None
+        return RankReport(
+            number=self.number,
+            stage=0,
+            rank=program.place,
+            tensor_rank=0,
+            step=batch.step,
+            loss=math.nan if skips else states.loss_of(total),
+            grad_norm=1.0,
+            learning_rate=1e-3,
+            step_s=step_s,
+            wait_s=step_s / 10,
+            bytes_sent=0,
+            num_cells=0.0,
+            memory_bytes={},
+            gather_s=(),
+            spans=(),
+            saved=saved,
+        )
+
+    def _with_copies(self, report: RankReport) -> RankReport:
+        from dataclasses import replace
+
+        push = self._push
+        return replace(report, kept=push.kept, push_s=0.01, push_bytes=1, keeper_lost=push.is_lost)
+
+    def _copy(self, state: StateId, safe: StateId | None) -> None:
+        assert self.shard is not None and self.generation is not None
+        header = states.header_of(
+            state,
+            number=self.number,
+            num_devices=self.generation.num_devices,
+            size=self._behavior.size,
+            version=self.version,
+        )
+        self._copies.put(header, np.frombuffer(self.shard.tobytes(), np.uint8))
+        if safe is not None:
+            self._copies.drop_older(safe)
+        self._push.offer(header, safe)
+
+    def _orphaned(self) -> None:
+        self.world.kill(self.actor.process, "orphan")
+        self.world.release(self._reservation)
+
+    def _died(self) -> None:
+        if self.generation is not None:
+            self.generation.breaks()
