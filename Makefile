@@ -22,7 +22,7 @@ quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
 
 test: setup-dev kernels
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
 
 # What planners and simulator compile, by two processes, once: tests do not wait for it.
 kernels: setup-dev
@@ -30,7 +30,7 @@ kernels: setup-dev
 
 explore: setup-dev kernels
 	$(BIN)/python -m tests.simulated --first $$(date +%s)00000 --count $(SCHEDULES)
-	$(BIN)/python -m pytest -n auto --dist loadgroup --timeout 0 --hypothesis-profile=explore -m hypothesis tests
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder --timeout 0 --hypothesis-profile=explore -m hypothesis tests
 
 chaos: setup-dev
 	$(BIN)/python -m tests.chaos.long

@@ -1,9 +1,10 @@
-"""What all tests share: one Ray cluster per session, started by the first test that needs it, processors of pictures
+"""What all tests share: one Ray cluster per process, started by the first test that needs it, processors of pictures
 likewise, the profiles of properties, how tests are split over processes, and one thread per process for the arithmetic
 of small models: more of them wait for each other longer than they work."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,55 +21,78 @@ os.environ.update(PATIENT_RAY)  # before Ray is imported, likewise
 
 register_profiles()
 
-WITH_RAY = {"browser", "chaos", "cluster", "dashboards"}
-"""Folders whose tests start clusters, and use the one of the session."""
-RAY = "ray"
-"""Group of the tests that use the cluster of the session, so that one process has it."""
+WITH_PROCESSES = ("chaos", "cluster", "dashboards", "browser", "docs", "execute", "jobs")
+"""Folders of tests that start processes: the longest, so they begin first and the shortest fill up what is left."""
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
-    for item in items:
-        inside = item.path.relative_to(folder).parts if item.path.is_relative_to(folder) else ("",)
-        if inside[0] in WITH_RAY or "ray_cluster" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group(RAY))
-    # The longest group begins first; within it those who start a Ray of their own, before that of the session is there.
-    items.sort(key=lambda item: (item.get_closest_marker("xdist_group") is None, "chaos" not in item.path.parts))
+
+    def rank(item: pytest.Item) -> int:
+        top = item.path.relative_to(folder).parts[0] if item.path.is_relative_to(folder) else ""
+        return WITH_PROCESSES.index(top) if top in WITH_PROCESSES else len(WITH_PROCESSES) + (top == "simulated")
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    class ByModule(LoadGroupScheduling):
-        """Sends a process the tests of a module together, since they share fixtures, and those of a group."""
+    class ByModule(LoadScopeScheduling):
+        """Sends a process the tests of a module together, since they share fixtures."""
 
         def _split_scope(self, nodeid: str) -> str:
-            _, at, group = nodeid.rpartition("@")
             apart = nodeid.startswith("tests/simulated/")  # these share nothing, and are long
-            return group if at and group == RAY else nodeid if apart else nodeid.partition("::")[0]
+            return nodeid if apart else nodeid.partition("::")[0]
 
-    return ByModule(config, log) if config.getoption("dist") == "loadgroup" else None
+    return ByModule(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+class SharedRay:
+    """A small cluster for the tests of this process, started when one needs it."""
+
+    def __init__(self) -> None:
+        self._ending: ExitStack | None = None
+
+    def start(self) -> None:
+        from tests.forks.cluster import cluster_of_forks
+
+        if self._ending is None:
+            self._ending = ExitStack()
+            self._ending.enter_context(
+                cluster_of_forks(
+                    address="local",
+                    num_cpus=7,
+                    resources={"NPU": 1},
+                    include_dashboard=False,
+                    logging_level="WARNING",
+                    log_to_driver=False,
+                )
+            )
+
+    def end(self) -> None:
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    import ray
+def shared_ray() -> Iterator[SharedRay]:
+    shared = SharedRay()
+    yield shared
+    shared.end()
 
-    from tests.forks.cluster import cluster_of_forks
 
-    if ray.is_initialized():
-        yield
-        return
-    with cluster_of_forks(
-        address="local",
-        num_cpus=7,
-        resources={"NPU": 1},
-        include_dashboard=False,
-        logging_level="WARNING",
-        log_to_driver=False,
-    ):
-        yield
+@pytest.fixture(scope="module")
+def ray_cluster(shared_ray: SharedRay) -> None:
+    shared_ray.start()
+
+
+@pytest.fixture
+def no_ray(shared_ray: SharedRay) -> None:
+    """For tests that start a Ray of their own."""
+    shared_ray.end()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from rayfcp.cluster.losses import WorkerFailedError, answer
 from rayfcp.cluster.members import Launched, Member, WorkerStart
+from rayfcp.cluster.naming import DEVICE, actor_name
 from rayfcp.cluster.placement import ask, bundle
 from rayfcp.config import ConfigError
 
@@ -29,6 +30,8 @@ class Recruits:
         self._wanted = 0
         self._asked: int | None = None
         self._failures, self._again_s = 0, 0.0
+        self._with_device: set[str] = set()
+        self._looked_s = start.runtime.now_s()
 
     @property
     def num_pending(self) -> int:
@@ -49,8 +52,8 @@ class Recruits:
         self._ask()
 
     def ready(self) -> list[Member]:
-        """Workers that opened since; they count as missing no longer. Those that could not open are asked for anew,
-        after a while. Never waits.
+        """Workers that opened since; they count as missing no longer. Those that could not open, or that have not
+        opened `elastic.start_timeout_s` after their device was granted, are asked for anew, after a while. Never waits.
 
         Raises:
             ConfigError: a worker says that the configuration cannot run where it is.
@@ -61,14 +64,13 @@ class Recruits:
             try:
                 members.append(each.opened(answer(self._runtime, each.opening, name=f"worker {each.id}")))
             except WorkerFailedError as error:
-                logger.warning("a new worker could not start: %s", error)
-                self._give_up(each)
-                self._failures += 1
-                pause_s = min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
-                self._again_s = self._runtime.now_s() + pause_s
+                self._failed(each, error)
             except ConfigError:
                 self._give_up(each)
                 raise
+        for each in self._late():
+            self._pending.remove(each)
+            self._failed(each, "it did not open within elastic.start_timeout_s")
         if members:
             self._failures = 0
         self._wanted -= len(members)
@@ -85,6 +87,27 @@ class Recruits:
     def _ended(self) -> Sequence[Launched]:
         by_ref = {each.opening: each for each in self._pending}
         return [by_ref[ref] for ref in self._runtime.wait_all(list(by_ref), timeout_s=0)]
+
+    def _late(self) -> list[Launched]:
+        """Workers that had their device one `elastic.start_timeout_s` ago already, as seen then. Looks once in that
+        time, since each look asks the whole cluster."""
+        now_s = self._runtime.now_s()
+        if not self._pending or now_s - self._looked_s < self._start.config.elastic.start_timeout_s:
+            return []
+        self._looked_s = now_s
+        prefix = actor_name(self._start.run_key, DEVICE, id="")
+        granted = self._runtime.reservations(prefix, granted=True).keys()
+        with_device = {each.id for each in self._pending if self._runtime.key(each.group) in granted}
+        late = [each for each in self._pending if each.id in with_device & self._with_device]
+        self._with_device = with_device
+        return late
+
+    def _failed(self, launched: Launched, why: object) -> None:
+        logger.warning("a new worker could not start: %s", why)
+        self._give_up(launched)
+        self._failures += 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
+        self._again_s = self._runtime.now_s() + pause_s
 
     def _ask(self) -> None:
         if self._runtime.now_s() < self._again_s:

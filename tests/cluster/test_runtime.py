@@ -150,6 +150,7 @@ def test_reservations_are_granted_found_and_given_back(runtime: Runtime, start: 
     assert runtime.wait([granted, runtime.granted(large)]) == [granted]
     found = runtime.reservations("held/")
     assert found.keys() == {runtime.key(small), runtime.key(large)}
+    assert runtime.reservations("held/", granted=True).keys() == {runtime.key(small)}
     probe = runtime.start(ActorSpec(role=Role.WORKER, reservation=small, resources=ONE))
     pid = runtime.get(probe.pid.remote())
     for each in found.values():

@@ -80,6 +80,10 @@ class Injector:
         self._run.hooks.never_opens += 1
         self._kill("worker", 1)
 
+    def _start_hangs(self, fault: Fault) -> None:
+        self._run.hooks.hangs_opening += 1
+        self._kill("worker", 1)
+
     def _exchange_stuck(self, fault: Fault) -> None:
         self._run.behavior.stuck_steps.add(self._run.step + 1)
 

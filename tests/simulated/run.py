@@ -90,10 +90,11 @@ MODEL: ModelProfile = model_profile("qwen3-1.7b")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
     """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about; `digest`:
-    of all events of the simulation."""
+    of all events of the simulation; `checkpoints`: steps of those in the folder at the end."""
 
     outcome: Outcome
     reports: tuple[StepReport, ...]
+    checkpoints: tuple[int, ...]
     events: tuple[Event, ...]
     lines: tuple[str, ...]
     kinds: tuple[Kind, ...]
@@ -197,6 +198,9 @@ class SimulatedRun:
         return Result(
             outcome=outcome,
             reports=read_steps(self.folder / "steps.jsonl"),
+            checkpoints=tuple(
+                sorted(int(path.name.removeprefix("step-")) for path in self.folder.glob("checkpoints/step-*"))
+            ),
             events=read_events(self.folder / "events.jsonl"),
             lines=tuple(self.watcher.lines),
             kinds=tuple(self.injector.happened),

@@ -32,10 +32,12 @@ Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], An
 
 @dataclass(slots=True)
 class Hooks:
-    """What a schedule may change. `never_opens`: workers that will die before they open; `cpu_s`: clock of CPU time,
+    """What a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`: workers that
+    will be stopped before they open, for ever; `cpu_s`: clock of CPU time,
     which stands still unless somebody measures."""
 
     never_opens: int = 0
+    hangs_opening: int = 0
     start_s: tuple[float, float] = START_S
     cpu_s: Callable[[], float] = float
 
@@ -145,8 +147,9 @@ class SimulatedRuntime:
         self._check()
         self.world.release(reservation)
 
-    def reservations(self, prefix: str) -> dict[str, Reservation]:
-        return {key: each for key, each in self.world.reservations.items() if each.name.startswith(prefix)}
+    def reservations(self, prefix: str, *, granted: bool = False) -> dict[str, Reservation]:
+        found = {key: each for key, each in self.world.reservations.items() if each.name.startswith(prefix)}
+        return {key: each for key, each in found.items() if each.node or not granted}
 
     def key(self, reservation: Reservation) -> str:
         return reservation.key
@@ -235,6 +238,9 @@ class SimulatedRuntime:
                 self.hooks.never_opens -= 1
                 actor.reason = "its constructor failed"
                 world.at(delay_s, lambda: world.kill(actor.process, "does not start"), actor.process)
+            elif self.hooks.hangs_opening:
+                self.hooks.hangs_opening -= 1
+                world.freeze(actor.process)
             else:
                 world.at(delay_s, actor.run, actor.process)
 

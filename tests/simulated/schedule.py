@@ -29,6 +29,7 @@ class Kind(StrEnum):
     CONNECTION_BREAKS = "connection to a worker breaks"
     MESSAGES_LATE = "messages are late"
     START_FAILS = "new worker does not start"
+    START_HANGS = "new worker hangs while it starts"
     CHECKPOINT_DAMAGED = "checkpoint is damaged and all copies are lost"
     PROGRAM_FAILS = "program of a worker fails"
     USER_STOPS = "user stops the run"

@@ -306,11 +306,23 @@ def test_updates_with_numbers_that_are_not_finite_are_left_out() -> None:
     assert any(line.startswith("step 7: loss is nan") for line in result.lines)
 
 
+def losses_every(gap_s: float) -> Result:
+    """Nine of twelve devices die, one after the other."""
+    faults = [fault(Kind.WORKER_DIES, 10), *(fault(Kind.WORKER_DIES, 0, gap_s) for _ in range(8))]
+    return ran(*faults, workers=(1, 12), nodes=(6, 6), elastic={"max_recoveries": 2})
+
+
 def test_too_many_recoveries_without_a_step_end_the_run() -> None:
-    faults = [fault(Kind.EXCHANGE_FAILS, 10), *(fault(Kind.EXCHANGE_FAILS, 0, 0.6) for _ in range(8))]
-    result = ran(*faults, elastic={"max_recoveries": 2})
-    if result.outcome.finished is None:
-        assert any(why in result.outcome.error for why in ("elastic.max_recoveries is 2", "failed 4 times in a row"))
+    result = losses_every(0.3)
+    assert result.outcome.finished is None and not result.outcome.trace
+    assert result.outcome.error.startswith("2 recoveries did not finish a step, elastic.max_recoveries is 2")
+    assert result.reports[-1].step == 9 and len(of(result, EventKind.RECOVERY)) == 2
+
+
+def test_recoveries_that_finish_steps_end_no_run() -> None:
+    result = losses_every(2.0)
+    ended_well(result)
+    assert len(of(result, EventKind.RECOVERY)) > 2
 
 
 def test_a_worker_that_does_not_start_is_asked_for_again() -> None:
@@ -319,6 +331,13 @@ def test_a_worker_that_does_not_start_is_asked_for_again() -> None:
     assert result.reports[-1].world_size == 4
 
 
+def test_a_worker_that_hangs_while_it_starts_gives_its_device_back() -> None:
+    result = ran(fault(Kind.START_HANGS, 5), nodes=(4,), steps=300)
+    ended_well(result, steps=300)
+    assert result.reports[-1].world_size == 4
+
+
 def test_checkpoints_are_kept_as_configured() -> None:
     result = ran(checkpoint={"every_steps": 5, "keep": 2})
     ended_well(result)
+    assert result.checkpoints == (25, 30)

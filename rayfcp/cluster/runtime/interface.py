@@ -190,8 +190,8 @@ class Runtime(Protocol):
         """Give it back, granted or not; actors in it end."""
         ...
 
-    def reservations(self, prefix: str) -> dict[str, Any]:
-        """Reservations whose name starts with `prefix`, by key."""
+    def reservations(self, prefix: str, *, granted: bool = False) -> dict[str, Any]:
+        """Reservations whose name starts with `prefix`, by key; only those that are `granted`, or all."""
         ...
 
     def key(self, reservation: Any) -> str:

@@ -126,11 +126,12 @@ class RayRuntime:
     def release(self, reservation: PlacementGroup) -> None:
         remove_placement_group(reservation)
 
-    def reservations(self, prefix: str) -> dict[str, PlacementGroup]:
+    def reservations(self, prefix: str, *, granted: bool = False) -> dict[str, PlacementGroup]:
         return {
             key: PlacementGroup(ray.PlacementGroupID.from_hex(key))
             for key, each in placement_group_table().items()
-            if each["name"].startswith(prefix) and each["state"] != "REMOVED"
+            if each["name"].startswith(prefix)
+            and (each["state"] == "CREATED" if granted else each["state"] != "REMOVED")
         }
 
     def key(self, reservation: PlacementGroup) -> str:
