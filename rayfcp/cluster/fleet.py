@@ -135,6 +135,10 @@ class Fleet:
             generation=self._generation + 1,
         )
 
+    def select(self, decision: Decision) -> None:
+        """Take the decision's devices into use, all others stand by. They have yet to meet."""
+        self.crew.form(self.spec(decision), decision.devices)
+
     def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> Formed:
         """The decision's devices meet, those that worked before having left or been aborted. `empty`: their weights are
         about to be filled.

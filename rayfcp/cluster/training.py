@@ -188,6 +188,7 @@ class TrainingRun:
             try:
                 if found is None:
                     self._fleet.forget_copies()
+                    self._fleet.select(decision)
                     self._saver.verify(self._fleet.crew)
             except RanksLostError as error:
                 self._fleet.count_loss(error)

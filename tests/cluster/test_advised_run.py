@@ -33,14 +33,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("ray_cluster")
-@pytest.mark.parametrize(("stages", "devices"), [("auto", 4), ("2", 2)])
-def test_the_advice_trains_as_written(folder: Path, stages: str, devices: int) -> None:
-    layouts = ["--devices", str(devices), "--stages", stages, "--tensor-parallel", "auto"]
-    assert main([*COMMAND.split(), *layouts]) == 0
+def test_the_advice_trains_as_written(folder: Path) -> None:
+    assert main([*COMMAND.split(), "--devices", "2", "--stages", "auto", "--tensor-parallel", "auto"]) == 0
     config = load_config(folder / "config.yaml")
     assert main(["train", "config.yaml"]) == 0
     reports = read_steps(Path(config.run_dir) / "steps.jsonl")
-    assert len(reports) == config.train.steps and {report.world_size for report in reports} == {devices}
+    assert len(reports) == config.train.steps and {report.world_size for report in reports} == {2}
     assert {report.strategy for report in reports} == {config.plan.strategy}
     assert reports[-1].loss < reports[0].loss
-    assert stages == "auto" or config.cluster.pipeline_stages == 2

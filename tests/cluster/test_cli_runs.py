@@ -108,10 +108,11 @@ def is_tidy(run_dir: Path) -> bool:
     return not {"run.lock", "prometheus_sd.json"} & names and not [*run_dir.parent.glob(".prometheus/*")]
 
 
+@pytest.mark.usefixtures("ray_cluster")
 def test_interrupted_then_gone_on_with(
     started: Callable[..., Command], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever another run in its folder tries meanwhile."""
+    """Whatever another run in its folder tries meanwhile; gone on with on another cluster."""
     run_dir = tmp_path / "stopped"
     steps, checkpoints = run_dir / "steps.jsonl", CheckpointFolder(run_dir / "checkpoints", keep=2)
     first = started()
@@ -137,7 +138,8 @@ def test_interrupted_then_gone_on_with(
     assert [path.name for path in checkpoints.root.iterdir()] == [last.name]
 
     steps_in_all = len(reports) + MORE
-    written = started(f"train.steps={steps_in_all}").ends_with(0)
+    shared = f"cluster.address={ray.get_runtime_context().gcs_address}"
+    written = started(f"train.steps={steps_in_all}", shared).ends_with(0)
     assert "Traceback" not in written and str(run_dir) in written
     again = [from_line(line) for line in steps.read_text().splitlines()]
     assert [report.step for report in again] == list(range(1, steps_in_all + 1))

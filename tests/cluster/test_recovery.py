@@ -8,13 +8,12 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from rayfcp.cluster import FlexTrainer
 from rayfcp.config import Config, dump_config
 from rayfcp.values import StepReport
 from tests.chaos.reference import Undisturbed
 from tests.cluster.light import free_cpus_again
 from tests.cluster.processes import lives
-from tests.cluster.recovering import PickyWorker, Trouble, close, kill, pids, reopen
+from tests.cluster.recovering import pids
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.cluster.test_cli_runs import Command
 from tests.waiting import until
@@ -50,37 +49,6 @@ def assert_undisturbed(config: Config, run: Undisturbed) -> tuple[StepReport, ..
     return found
 
 
-def test_stages_shrink_to_one_device_and_come_back(folder: Path, alone: Undisturbed) -> None:
-    config = run_config(
-        folder,
-        name="stages",
-        cluster={"num_workers": 4, "pipeline_stages": 2},
-        plan={"strategy": "elastic-pipeline"},
-        train={"steps": ENDLESS},
-    )
-
-    def first() -> None:
-        close(config)
-        kill(pids(WORKER)[0])
-
-    def more() -> None:
-        kill(pids(WORKER)[0])
-
-    trouble = Trouble(
-        {2: first, 5: more, 8: more},
-        on_size={1: lambda: reopen(config)},
-        end=lambda report: report.world_size == 4,
-    )
-    with free_cpus_again():
-        FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
-    assert trouble.is_over
-    reports = assert_undisturbed(config, alone)
-    sizes = [report.world_size for report in reports]
-    assert list(dict.fromkeys(sizes)) == [4, 2, 1]
-    assert sizes[-1] == 4 and {report.strategy for report in reports if report.world_size > 1} == {"elastic-pipeline"}
-    assert {report.strategy for report in reports if report.world_size == 1} == {"flex-ring"}
-
-
 def test_a_driver_that_is_killed_is_started_again(folder: Path, alone: Undisturbed) -> None:
     """As `ray job submit` does: the same command, on the cluster where the first one's workers live on."""
     address = ray.get_runtime_context().gcs_address
@@ -101,22 +69,3 @@ def test_a_driver_that_is_killed_is_started_again(folder: Path, alone: Undisturb
     until(lambda: not any(lives(pid) for pid in left))
     assert not ray.util.list_named_actors(all_namespaces=True)
     assert {each["state"] for each in placement_group_table().values()} <= {"REMOVED"}
-
-
-def test_tensor_parallel_ranks_shrink_and_come_back(folder: Path, alone: Undisturbed) -> None:
-    """Two ranks of two devices each; what is left of a rank stands by."""
-    config = run_config(
-        folder, name="split", cluster={"num_workers": 4, "tensor_parallel": 2}, train={"steps": ENDLESS}
-    )
-
-    def strike() -> None:
-        close(config)
-        kill(pids(WORKER)[0])
-
-    trouble = Trouble({3: strike}, on_size={2: lambda: reopen(config)}, end=lambda report: report.world_size == 4)
-    with free_cpus_again():
-        FlexTrainer(config, worker=PickyWorker).fit(watcher=trouble)
-    assert trouble.is_over
-    reports = assert_undisturbed(config, alone)
-    assert list(dict.fromkeys(report.world_size for report in reports)) == [4, 2]
-    assert trouble.said("as 1 rank, 1 standing by")

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.execute.gloo import on_processes
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,7 +90,7 @@ def run(arguments: list[str], *, folder: Path, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
     command = [sys.executable, *arguments]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, env=environment, check=False, timeout=300
+        command, cwd=folder, capture_output=True, text=True, env=environment, check=False, timeout=PATIENCE_S
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout

@@ -79,7 +79,7 @@ def test_batches_have_texts_images_and_videos(batches: Any, family: str, small: 
         )
 
 
-@pytest.mark.parametrize(("family", "freeze", "ranks"), [("qwen3_vl", False, "2"), ("internvl", True, "1")])
+@pytest.mark.parametrize(("family", "freeze", "ranks"), [("qwen3_vl", False, "1"), ("internvl", True, "2")])
 def test_a_model_that_sees_is_measured_and_predicted(family: str, freeze: bool, ranks: str, run: Run) -> None:
     found, shown = run("--sees", family, "--small", "--ranks", ranks, *["--freeze"] * freeze)
     (step,) = found["steps"]

@@ -18,7 +18,7 @@ CHANGING = ("mkdir", "rename", "replace", "unlink")
 
 class Disk:
     """The file system below `folder`. `full`: nothing more can be written. `kill_after`: file operations until `kill`
-    is called within one of them, None for never."""
+    is called within one of them, None for never. `num_changes` grows whenever something below any folder may change."""
 
     def __init__(self, folder: Path, *, kill: Callable[[], None]) -> None:
         self._folder, self._kill = f"{folder}/", kill
@@ -26,7 +26,7 @@ class Disk:
         self._real = {name: getattr(os, name) for name in (*CHANGING, "open", "write", "close")}
         self._real_open = io.open
         self.full = self.is_paused = False
-        self.num_failed = 0
+        self.num_failed = self.num_changes = 0
         self.kill_after: int | None = None
 
     @contextmanager
@@ -59,7 +59,9 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     def _open(self, path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        concerned = self._concerns(path) and flags & (os.O_WRONLY | os.O_RDWR)
+        writes = flags & (os.O_WRONLY | os.O_RDWR)
+        self.num_changes += bool(writes)
+        concerned = writes and self._concerns(path)
         if concerned:
             self._strike(writes=bool(flags & os.O_CREAT) and not Path(path).exists(), path=path)
         handle: int = self._real["open"](path, flags, *args, **kwargs)
@@ -75,6 +77,7 @@ class Disk:
         return self._real_open(file, mode, *args, **kwargs)
 
     def _write(self, handle: int, data: Any) -> int:
+        self.num_changes += 1
         if handle in self._handles and not self.is_paused:
             if self.kill_after == 1:
                 self._real["write"](handle, bytes(data)[: len(data) // 2])  # torn by the death
@@ -90,6 +93,7 @@ class Disk:
         real = self._real[name]
 
         def changing(path: Any, *args: Any, **kwargs: Any) -> Any:
+            self.num_changes += 1
             if self._concerns(path):
                 self._strike(writes=name == "mkdir" and not Path(path).exists(), path=path)
             return real(path, *args, **kwargs)

@@ -320,8 +320,11 @@ PLANTED: tuple[Plant, ...] = (
 )
 
 
-RARE = (_safe_though_lost, _drain_is_death, _forgotten_step, _dead_nodes_keep, _stays_on_leaving_nodes)
-"""It takes some hundred schedules to find these, too many for every run of the tests."""
+RARE = (_early_checkpoint, _forgotten_step, _planner_dies_starting, _dead_nodes_keep)
+"""It takes more than 400 schedules to find these, too many for every run of the tests."""
+
+LEAVING = (_drain_is_death, _stays_on_leaving_nodes)
+"""Few of the drawn schedules show these; the scenario of a node that leaves does."""
 
 
 def first_catch(plant: Plant, *, most: int, first: int = 0) -> tuple[int, str] | None:
@@ -340,11 +343,11 @@ def first_catch(plant: Plant, *, most: int, first: int = 0) -> tuple[int, str] |
 def main() -> int:
     missed = 0
     for plant in PLANTED:
-        found = first_catch(plant, most=1000)
+        found = first_catch(plant, most=2000)
         missed += found is None
         what = (plant.__doc__ or "").strip()
         print(f"{plant.__name__[1:]}: {what}", flush=True)  # noqa: T201
-        print(f"    {f'schedule {found[0]}: {found[1][:120]}' if found else 'NOT FOUND in 1000'}", flush=True)  # noqa: T201
+        print(f"    {f'schedule {found[0]}: {found[1][:120]}' if found else 'NOT FOUND in 2000'}", flush=True)  # noqa: T201
     print(f"{len(PLANTED) - missed} of {len(PLANTED)} planted faults found")  # noqa: T201
     return 1 if missed else 0
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -84,6 +85,14 @@ class Library:
         return {"model_type": "simulated"}
 
 
+class SamplesOnce(Sampler):
+    """Draws the samples of a step once for all runs."""
+
+    batch = cache(Sampler.batch)
+
+
+SAMPLER = SamplesOnce(Index(), seed=0, global_batch=GLOBAL_BATCH)
+
 MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 
@@ -157,8 +166,7 @@ class SimulatedRun:
         self.world = World(schedule.seed, limit_s=limit_s, limit_events=limit_events, keep_trace=keep_trace)
         self.hooks = Hooks()
         self.config = _config(schedule, self.folder)
-        self.sampler = Sampler(Index(), seed=0, global_batch=GLOBAL_BATCH)
-        self.samples_hash = states.SamplesHash(self.sampler)
+        self.samples_hash = states.SamplesHash(SAMPLER)
         size = max(ELEMENTS, 2 * schedule.num_workers[1] + 3)
         self.reference = states.Reference(size, samples_hash_of=self.samples_hash, skipped=schedule.skipped)
         self.behavior = Behavior(
@@ -176,7 +184,7 @@ class SimulatedRun:
         self.controllers: list[Controller] = []
         self.watcher = Watcher()
         self.step = 0
-        self._logged = (0, 0)
+        self._logged, self._looked_at = (0, 0), 0
         for slots in schedule.nodes:
             self.world.add_node(slots, HEAD if not self.world.nodes else "")
         self.driver = Process(self.world, node=HEAD, kind="driver")
@@ -246,8 +254,11 @@ class SimulatedRun:
 
     def _check(self) -> None:
         """After every event: each line of the log once, in order, as in the undisturbed run."""
+        if self.disk.num_changes == self._looked_at:
+            return
+        self._looked_at = self.disk.num_changes
         try:
-            found = os.stat(f"{self.folder}/steps.jsonl")  # noqa: PTH116 - once an event: no Path is made
+            found = os.stat(f"{self.folder}/steps.jsonl")  # noqa: PTH116 - no Path is made
         except FileNotFoundError:
             return
         now = (found.st_ino, found.st_size)
@@ -410,7 +421,7 @@ class SimulatedRun:
         raise ControllerKilledError
 
     def _dataset(self, config: Config, *, data_dir: str) -> Dataset:
-        return Dataset(index=Index(), sampler=self.sampler, library=Library(), model=MODEL)  # type: ignore[arg-type]
+        return Dataset(index=Index(), sampler=SAMPLER, library=Library(), model=MODEL)  # type: ignore[arg-type]
 
     def _makers(self) -> dict[Role, Any]:
         orphan_s = self.config.elastic.orphan_s

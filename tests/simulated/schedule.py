@@ -100,7 +100,7 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
     most = _workers(rng)
     least = rng.choice([1, max(1, most // 2), most])
     nodes = _nodes(rng, most)
-    num_steps = rng.randint(5, 14)
+    num_steps = rng.randint(4, 10)
     count = rng.choice([1, 1, 2, 2, 3, 4, 5])
     weights = [WEIGHT.get(kind, 1.0) for kind in kinds]
     step_s = rng.choice([0.05, 0.2, 0.5])
@@ -146,7 +146,7 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
 
 
 def _workers(rng: random.Random) -> int:
-    return rng.choice([2, 2, 3, 3, 4, 4, 5, 6, 8, 8, 12, 16]) if rng.random() < 0.97 else rng.choice([32, 64])
+    return rng.choice([2, 2, 3, 3, 4, 4, 5, 6, 8]) if rng.random() < 0.96 else rng.choice([12, 16, 32, 64])
 
 
 def _nodes(rng: random.Random, workers: int) -> tuple[int, ...]:

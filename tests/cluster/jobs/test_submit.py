@@ -62,7 +62,7 @@ def last_step(run_dir: Path) -> int:
 def test_a_run_of_three_jobs_on_a_cluster_that_grows_and_shrinks(head: Head, run_dir: Path) -> None:
     """`ray job submit` trains to the end. `rayfcp submit` goes on, on one node, for there are no others to have; once
     there are, its demand brings one; it takes that device, its first worker's process all along, and gives the node
-    back as Ctrl-C at the one who follows stops it. The third job is stopped by `--stop`."""
+    back as Ctrl-C at the one who follows stops it. The third job is stopped by `--stop` while it starts."""
     job = head.folder / "job"
     by_ray = ("ray", "job", "submit", "--address", head.url, "--submission-id", "first", "--working-dir", str(job))
     code, output = head.run(*by_ray, "--", "python", "train.py", "run.yaml")
@@ -92,10 +92,9 @@ def test_a_run_of_three_jobs_on_a_cluster_that_grows_and_shrinks(head: Head, run
 
     code, output = head.run(*submit, "--no-wait", "--job-id", "third")
     assert code == 0 and "stop it:   rayfcp submit --stop third" in output, output
-    until(lambda: len(sizes(run_dir)) >= grown + 2, what="no steps of the third job")
     code, output = head.run("rayfcp", "submit", "--stop", "third", "--address", head.url)
     assert code == 0 and "job third ended: STOPPED" in output, output
-    assert last_step(run_dir) >= grown + 2
+    assert last_step(run_dir) >= grown
     until(lambda: head.num_nodes() == 1, what=lambda: f"{head.num_nodes()} nodes are still there")
     assert not head.workers()
 
