@@ -318,7 +318,9 @@ class SimulatedRun:
     def _leaves_in_time(self) -> bool:
         """Whether nodes that were announced to go can be left before they do."""
         drains = [each for each in self.schedule.faults if each.kind is Kind.NODE_DRAINS]
-        return self.config.cluster.min_workers == 1 and all(each.lasts_s >= 8.0 for each in drains)
+        cluster = self.config.cluster
+        fewest = max(cluster.min_workers, cluster.tensor_parallel)
+        return fewest == 1 and all(each.lasts_s >= 8.0 for each in drains)
 
     @property
     def deaths(self) -> int:
@@ -371,7 +373,8 @@ class SimulatedRun:
         happened = self.injector.happened
         count = {kind: happened.count(kind) for kind in Kind}
         room = sum(node.slots for node in self.world.nodes.values() if node.alive and node.drained_at_s is None)
-        least = self.config.elastic.min_workers or self.config.cluster.min_workers
+        cluster = self.config.cluster
+        least = max(self.config.elastic.min_workers or cluster.min_workers, cluster.tensor_parallel)
         return {
             "none came in elastic.wait_s": room < least,
             "asks for at least": room < least or bool(count[Kind.NODE_DIES] or count[Kind.NODE_DRAINS]),
@@ -451,10 +454,11 @@ def _config(schedule: Schedule, folder: Path) -> Config:
     raw: dict[str, Any] = {
         "run": {"name": "simulated", "dir": str(folder)},
         "data": {"paths": ["none"], "max_seqlen": 128, "global_batch_sequences": GLOBAL_BATCH},
-        "cluster": {"device": "cpu", "num_workers": most if least == most else [least, most]},
         "metrics": {"ray": False},
         **schedule.sections,
     }
+    num_workers = most if least == most else [least, most]
+    raw["cluster"] = {"device": "cpu", "num_workers": num_workers} | raw.get("cluster", {})
     return Config.model_validate(raw)
 
 

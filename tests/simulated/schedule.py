@@ -62,6 +62,10 @@ SINGLE = frozenset(
 WEIGHT = {Kind.USER_STOPS: 0.3, Kind.PROGRAM_FAILS: 0.2, Kind.ALL_WORKERS_DIE: 0.5, Kind.CHECKPOINT_DAMAGED: 0.6}
 
 
+LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {}, {"pipeline_stages": 2}, {"tensor_parallel": 2})
+"""Of runs with at least four workers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """`kind` happens `after_s` after a device first begins `step`; with step 0 after the fault before it, or, for the
@@ -131,6 +135,11 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
         },
         "plan": {"lookahead_steps": rng.choice([1, 2, 3]), "planner_actors": rng.choice([1, 2])},
     }
+    plan_s = rng.choice([0.01, 0.1, 1.0])
+    push_s = rng.choice([0.0, 0.0, step_s, 4 * step_s])
+    if most >= 4:
+        sections["cluster"] = rng.choice(LAYOUTS)
+        least = max(least, 2) if sections["cluster"] else least
     return Schedule(
         seed=seed,
         num_steps=num_steps,
@@ -140,8 +149,8 @@ def draw(seed: int, *, kinds: tuple[Kind, ...] = tuple(Kind)) -> Schedule:
         sections=sections,
         skipped=skipped,
         step_s=step_s,
-        plan_s=rng.choice([0.01, 0.1, 1.0]),
-        push_s=rng.choice([0.0, 0.0, step_s, 4 * step_s]),
+        plan_s=plan_s,
+        push_s=push_s,
     )
 
 

@@ -44,6 +44,7 @@ def ran(
             sections={
                 "train": {"steps": steps, "on_nonfinite": "skip"} | sections.get("train", {}),
                 "checkpoint": sections.get("checkpoint", {}),
+                "cluster": sections.get("cluster", {}),
                 "elastic": ELASTIC | sections.get("elastic", {}),
                 "plan": {"lookahead_steps": 2, "planner_actors": 2} | sections.get("plan", {}),
             },
@@ -86,6 +87,28 @@ def test_a_dead_worker_costs_no_finished_step_and_is_replaced() -> None:
     assert [(each.devices_before, each.devices) for each in of(result, EventKind.RESIZE)] == [(3, 4)]
     again = [each.step for each in result.reports if each.recovered]
     assert again == [10], "the step under way runs again, no other"
+
+
+def test_half_a_tensor_parallel_rank_stands_by_until_it_is_whole() -> None:
+    result = ran(fault(Kind.WORKER_DIES, 10), cluster={"tensor_parallel": 2}, workers=(2, 4), steps=60)
+    ended_well(result, steps=60)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert "on with 2 devices as 1 rank, 1 standing by" in recovery.reason
+    assert [each.world_size for each in result.reports if each.step in (9, 10, 60)] == [4, 2, 4]
+
+
+def test_stages_are_given_up_where_devices_are_too_few_and_come_back() -> None:
+    result = ran(
+        fault(Kind.TWO_WORKERS_DIE, 10),
+        cluster={"pipeline_stages": 4},
+        workers=(4, 4),
+        steps=60,
+        elastic={"min_workers": 1},
+    )
+    ended_well(result, steps=60)
+    (recovery,) = of(result, EventKind.RECOVERY)
+    assert (recovery.devices, recovery.devices_before) == (2, 4) and "as 1 rank in 2 stages" in recovery.reason
+    assert result.reports[-1].world_size == 4
 
 
 def test_the_devices_of_a_lost_node_come_back_elsewhere() -> None:
