@@ -79,10 +79,6 @@ class Keeper:
         self._watch.heard()
         return self._copies.pieces(state, number, wanted=wanted)
 
-    def drop_older(self, than: StateId) -> None:
-        self._watch.heard()
-        self._copies.drop_older(than)
-
     def drop_copies(self) -> None:
         self._watch.heard()
         self._copies.drop_all()

@@ -9,7 +9,6 @@ from rayfcp.cluster.members import Member, keep_alive
 from rayfcp.cluster.naming import KEEPER, actor_name
 from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
 from rayfcp.config import Config
-from rayfcp.values import StateId
 
 END_S = 5.0
 """How long the end waits for processes that keepers were told to kill."""
@@ -88,11 +87,6 @@ class Keeping:
         keeper = self.keepers.pop(node_id, None)
         if keeper is not None:
             self._runtime.end(keeper)
-
-    def drop_older(self, than: StateId) -> None:
-        """All keepers forget older copies, also those that get no new ones."""
-        for keeper in self.keepers.values():
-            keeper.drop_older.remote(than)
 
     def drop_copies(self) -> None:
         """All keepers forget all that they hold."""

@@ -211,10 +211,6 @@ class RankWorker:
         """Copy the state as it is, and send the copy."""
         self._pusher.offer(self._engine.take_snapshot(state), safe=safe)
 
-    def drop_older(self, than: StateId) -> None:
-        """Forget copies of older states."""
-        self._engine.copies.drop_older(than)
-
     @copies
     def drop_copies(self) -> None:
         """Forget all copies; none is sent any more."""

@@ -55,6 +55,10 @@ ELEMENTS = 67
 
 NUM_SAMPLES, GLOBAL_BATCH = 50, 3
 
+MOST_VERSIONS = 6
+"""Of which a snapshot store holds complete copies: the newest that is safe, the one before it until that is written
+down, those on their way while steps go on or left by a controller that died."""
+
 MEMORY = Path("/dev/shm")
 """Where folders of runs lie if it is there: files in memory need no disk."""
 
@@ -267,6 +271,7 @@ class SimulatedRun:
         self._logged = now
         with self.disk.paused():
             reports = read_steps(self.folder / "steps.jsonl")
+        self._check_use()
         for number, report in enumerate(reports, start=1):
             if report.step != number:
                 self._violated(f"steps.jsonl has step {report.step} in line {number}")
@@ -276,6 +281,18 @@ class SimulatedRun:
             skipped = report.step in self.schedule.skipped
             if not (math.isnan(report.loss) if skipped else report.loss == self.reference.loss(report.step)):
                 self._violated(f"step {report.step} has loss {report.loss}, not {self.reference.loss(report.step)}")
+
+    def _check_use(self) -> None:
+        """No more devices are reserved, and no more copies kept, than the run needs."""
+        leaving = sum(node.slots for node in self.world.nodes.values() if node.drained_at_s is not None)
+        most = self.config.cluster.max_workers + leaving
+        if len(self.world.reservations) > most:
+            self._violated(f"{len(self.world.reservations)} devices are reserved, {most} are needed at most")
+        for actor in self.world.living("keeper"):
+            if actor.instance is not None:
+                versions = {header.state.version for header in actor.instance.headers()}
+                if len(versions) > MOST_VERSIONS:
+                    self._violated(f"{actor.process.label} keeps copies of versions {sorted(versions)}")
 
     def check_metrics(self, controller: Controller) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
@@ -330,13 +347,13 @@ class SimulatedRun:
     def _check_end(self, outcome: Outcome, *, told: list[int]) -> None:
         if told != sorted(set(told)):
             self._violated(f"the user was told of steps {told}")
-        if (
-            outcome.finished is not None
-            and outcome.finished.last_step
-            and told
-            and told[-1] < outcome.finished.last_step
-        ):
-            self._violated(f"the user was told of steps up to {told[-1]}, the run ended after {outcome.finished}")
+        last = outcome.finished.last_step if outcome.finished is not None else 0
+        if not self.deaths and told[:last] != list(range(1, last + 1)):
+            self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
+        if self.controllers and getattr(self.controllers[-1]._run, "_journal", None) is not None:
+            found = (self.folder / "config.yaml").read_text()
+            if found != repr(self.config):
+                self._violated(f"config.yaml is {found[:80]}")
         left = [actor.process.label for kind in Role for actor in self.world.living(kind.value)]
         if left:
             self._violated(f"still alive after the end: {', '.join(left)}")

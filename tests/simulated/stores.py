@@ -162,7 +162,7 @@ class SimulatedStore(Keeper):
     """The real store, but for its surroundings: node, process, orphan watch, signals."""
 
     CONCURRENT = frozenset(
-        ["open", "pid", "beat", "begin", "write", "headers", "pieces", "drop_older", "drop_copies", "watch", "kill"]
+        ["open", "pid", "beat", "begin", "write", "headers", "pieces", "drop_copies", "watch", "kill"]
     )
 
     def __init__(self, actor: Actor, *, orphan_s: float) -> None:

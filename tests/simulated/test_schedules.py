@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulated import test_scenarios
-from tests.simulated.planted import LEAVING, PLANTED, RARE, Plant, first_catch
+from tests.simulated.planted import BY_SCENARIO, PLANTED, RARE, Plant, first_catch
 from tests.simulated.run import simulate
 from tests.simulated.schedule import Kind, draw
 from tests.simulated.world import ViolationError
@@ -56,13 +56,13 @@ def test_a_seed_gives_the_same_events_in_every_process() -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "plant", [each for each in PLANTED if each not in (*RARE, *LEAVING)], ids=lambda plant: plant.__name__[1:]
+    "plant", [each for each in PLANTED if each not in (*RARE, *BY_SCENARIO)], ids=lambda plant: plant.__name__[1:]
 )
 def test_a_planted_fault_is_found(plant: Plant) -> None:
     assert first_catch(plant, most=ENOUGH) is not None
 
 
-@pytest.mark.parametrize("plant", LEAVING, ids=lambda plant: plant.__name__[1:])
-def test_a_planted_fault_of_nodes_that_leave_is_found(plant: Plant) -> None:
-    with plant(), pytest.raises(ViolationError):
-        test_scenarios.test_a_node_that_leaves_is_left_in_time()
+@pytest.mark.parametrize(("plant", "scenario"), BY_SCENARIO.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_a_planted_fault_fails_its_scenario(plant: Plant, scenario: str) -> None:
+    with plant(), pytest.raises((ViolationError, AssertionError)):
+        getattr(test_scenarios, scenario)()
