@@ -136,12 +136,12 @@ def test_few_copies_are_held_and_beats_tell_the_step(found: dict[int, list[dict[
 
 
 def test_nothing_is_left_of_old_generations(found: dict[int, list[dict[str, Any]]]) -> None:
-    """Of the last generation and the first one of its shape, five rebuilds before: the same threads in each process,
-    and the same open files in all of them together. Which end of a connection has one more differs, so for all
-    together, with room for less than two files a process: a group has several in each, and five were left."""
+    """Of the last generation and the first one of its shape, six rebuilds before: the same threads in each process,
+    and the same open files in all of them together but for a few, since connections close when they do. The smallest
+    group has two connections in each of three processes; one left behind in each rebuild would be 36 files."""
     files = {1: 0, 7: 0}
     for me, facts in found.items():
         of = {fact["generation"]: fact for fact in facts if "threads" in fact}
         assert of[7]["threads"] <= of[1]["threads"], (me, of)
         files = {each: count + of[each]["files"] for each, count in files.items()}
-    assert files[7] < files[1] + 2 * len(SCRIPT[7].members), files
+    assert files[7] < files[1] + 6 * len(SCRIPT[7].members), files

@@ -189,6 +189,7 @@ class SimulatedRun:
         self.watcher = Watcher()
         self.step = 0
         self._logged, self._looked_at = (0, 0), 0
+        self._goes_on = self.folder.exists()
         for slots in schedule.nodes:
             self.world.add_node(slots, HEAD if not self.world.nodes else "")
         self.driver = Process(self.world, node=HEAD, kind="driver")
@@ -312,6 +313,13 @@ class SimulatedRun:
         if happened and metrics.value("world_size") != happened[-1].devices:
             self._violated(f"world_size is {metrics.value('world_size')}, the last event says {happened[-1].devices}")
         self._check_recoveries([each for each in events if each.kind is EventKind.RECOVERY], metrics)
+        if self.deaths == 0:
+            for direction, is_so in (("up", _grew), ("down", _shrank)):
+                have = metrics.value("resizes_total", direction=direction) or 0
+                if have != sum(map(is_so, happened)):
+                    self._violated(
+                        f"resizes_total of {direction} is {have}, the events tell of {sum(map(is_so, happened))}"
+                    )
         without = [each for each in happened if not each.reason]
         if without:
             self._violated(f"an event has no reason: {without[0]}")
@@ -348,7 +356,8 @@ class SimulatedRun:
         if told != sorted(set(told)):
             self._violated(f"the user was told of steps {told}")
         last = outcome.finished.last_step if outcome.finished is not None else 0
-        if not self.deaths and told[:last] != list(range(1, last + 1)):
+        first = told[0] if told and self._goes_on else 1
+        if not self.deaths and told[: last - first + 1] != list(range(first, last + 1)) and (told or not self._goes_on):
             self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
         if self.controllers and getattr(self.controllers[-1]._run, "_journal", None) is not None:
             found = (self.folder / "config.yaml").read_text()
@@ -406,6 +415,7 @@ class SimulatedRun:
             "could not start": bool(happened),
             "did not open within": bool(happened),
             "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
+            "a resumed run keeps its model": self._goes_on,
             "died": len(self.controllers) > 0 and self._died_at_start(),
         }
 
@@ -466,6 +476,14 @@ class SimulatedRun:
         }
 
 
+def _grew(event: Event) -> bool:
+    return event.kind is not EventKind.START and event.devices > event.devices_before
+
+
+def _shrank(event: Event) -> bool:
+    return event.kind is not EventKind.START and event.devices < event.devices_before
+
+
 def _config(schedule: Schedule, folder: Path) -> Config:
     least, most = schedule.num_workers
     raw: dict[str, Any] = {
@@ -496,16 +514,17 @@ def _surroundings(open_dataset: Any) -> Iterator[None]:
         yield
 
 
-def simulate(schedule: Schedule, *, trace: list[str] | None = None) -> Result:
-    """Run a schedule in a folder of its own, which is gone afterwards. `trace` is filled with its events.
+def simulate(schedule: Schedule, *, trace: list[str] | None = None, folder: Path | None = None) -> Result:
+    """Run a schedule in `folder`, where a run may have been before, or in one that is gone afterwards. `trace` is
+    filled with its events.
 
     Raises:
         ViolationError: something that must hold does not.
     """
     logging.getLogger("rayfcp").setLevel(logging.CRITICAL if trace is None else logging.WARNING)
     base = MEMORY if os.access(MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as folder:
-        run = SimulatedRun(schedule, Path(folder), keep_trace=trace is not None)
+    with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as own:
+        run = SimulatedRun(schedule, folder or Path(own), keep_trace=trace is not None)
         try:
             return run.go()
         finally:

@@ -1,10 +1,13 @@
 """What a run does when one thing happens to it: decisions, their reasons, steps that run again."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rayfcp.telemetry.events import Event, EventKind
-from tests.simulated.run import Result, simulate
+from rayfcp.telemetry.steps import read_steps
+from tests.simulated.run import Library, Result, simulate
 from tests.simulated.schedule import Fault, Kind, Schedule
 from tests.simulated.world import ViolationError
 
@@ -31,6 +34,7 @@ def ran(
     seed: int = 0,
     skipped: frozenset[int] = frozenset(),
     plan_s: float = 0.05,
+    folder: Path | None = None,
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""
@@ -52,7 +56,8 @@ def ran(
             step_s=0.5,
             plan_s=plan_s,
             push_s=0.05,
-        )
+        ),
+        folder=folder,
     )
 
 
@@ -364,3 +369,58 @@ def test_checkpoints_are_kept_as_configured() -> None:
     result = ran(checkpoint={"every_steps": 5, "keep": 2})
     ended_well(result)
     assert result.checkpoints == (25, 30)
+
+
+def goes_on(folder: Path, *, steps: int, **checkpoint: Any) -> tuple[Result, Result]:
+    """A run of ten steps with a checkpoint every four, and one in its folder."""
+    every = {"every_steps": 4, "keep": 3}
+    first = ran(steps=10, checkpoint=every, folder=folder)
+    return first, ran(steps=steps, checkpoint=every | checkpoint, folder=folder)
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    first, second = goes_on(tmp_path, steps=15)
+    ended_well(second, steps=15)
+    assert second.reports[:10] == first.reports
+    assert of(second, EventKind.START)[-1].step == 10 and second.checkpoints == (8, 10, 12, 15)[-3:]
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
+    _, second = goes_on(tmp_path, steps=10)
+    ended_well(second, steps=10)
+    assert any("step 10 is done already" in line for line in second.lines)
+    assert len(of(second, EventKind.START)) == 1
+
+
+def test_a_run_that_starts_afresh_keeps_the_one_before(tmp_path: Path) -> None:
+    first, second = goes_on(tmp_path, steps=6, resume="never")
+    ended_well(second, steps=6)
+    aside = tmp_path / "run" / "earlier-1"
+    assert read_steps(aside / "steps.jsonl") == first.reports
+    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in first.checkpoints
+    ]
+    assert second.checkpoints == (4, 6)
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path) -> None:
+    named = tmp_path / "run" / "checkpoints" / "step-00000004"
+    _, second = goes_on(tmp_path, steps=7, resume=str(named))
+    ended_well(second, steps=7)
+    assert of(second, EventKind.START)[-1].step == 4
+    assert second.checkpoints == (4, 7)
+    assert len(read_steps(tmp_path / "run" / "earlier-1" / "steps.jsonl")) == 10
+
+
+def test_a_run_goes_on_with_no_other_model(tmp_path: Path) -> None:
+    ran(steps=4, folder=tmp_path)
+    with patch.object(Library, "to_dict", lambda self: {"model_type": "another"}):
+        second = ran(steps=8, folder=tmp_path)
+    assert second.outcome.wrong_input and "a resumed run keeps its model" in second.outcome.error
+    assert len(second.reports) == 4
+
+
+def test_a_leaving_node_is_announced_with_its_time() -> None:
+    result = ran(fault(Kind.NODE_DRAINS, 10, lasts_s=30.0), nodes=(2, 2, 2), steps=60)
+    first = of(result, EventKind.RESIZE)[0]
+    assert any(f"the first in {left} s" in first.reason for left in (28, 29, 30)), first.reason
