@@ -66,9 +66,8 @@ class Stepper:
         self._times = StepTimes()
         self._done: Done | None = None
         self._kept: Kept | None = None
-        self._droppable: StateId | None = None
         self._were_safe: list[StateId] = []
-        """Since the droppable state, oldest first: states that may become it once their step is written down."""
+        """States that were safe, oldest first, from the newest one on whose step is written down."""
         self._again_to = 0
         self.last_finished = version
         self.own_s: list[tuple[float, float]] = []
@@ -100,10 +99,7 @@ class Stepper:
             self._journal.metrics.count_lost_steps(lost)
         self._paces.forget_all_but([member.id for member in self._fleet.crew.all])
         self.last_finished = version
-        self._droppable, self._were_safe = (
-            None,
-            [],
-        )  # of steps that may be lost now: it would drop the copies of this generation
+        self._were_safe = []  # of steps that may be lost now: they would drop the copies of this generation
         generation, every = formed.cluster.generation, self._config.elastic.snapshot_every_steps
         self._kept = (
             self._kept.again(formed.ids, generation=generation, first=version)
@@ -198,8 +194,7 @@ class Stepper:
     def _dispatch(self, planned: PlannedStep, step: int) -> list[object]:
         """A reference of each device's report."""
         assert self._kept is not None
-        cluster = self._fleet.cluster
-        self._note_safe(self._kept.safe)
+        cluster, droppable = self._fleet.cluster, self._note_safe(self._kept.safe)
         after = StateId(version=step, generation=cluster.generation)
         state = after if self._kept.due(step) else None
         places = ((number // cluster.tensor_parallel, each) for number, each in enumerate(self._fleet.crew.workers))
@@ -209,21 +204,22 @@ class Stepper:
                 planned.batch_ref,
                 plan_hash=planned.record.plan_hash,
                 snapshot=state,
-                safe=self._droppable if self._kept.every else after,
+                safe=droppable if self._kept.every else after,
                 pixels=planned.pixels[place : place + 1],
             )
             for place, worker in places
         ]
 
-    def _note_safe(self, safe: StateId | None) -> None:
-        """What is older than the newest safe state whose step is written down may be dropped: from one that is not,
-        a controller that is lost could not go on."""
+    def _note_safe(self, safe: StateId | None) -> StateId | None:
+        """The newest safe state whose step is written down, None without one: copies older than that may be dropped.
+        From a state that is not written down yet a controller that is lost could not go on."""
         if safe is not None and safe not in self._were_safe:
             self._were_safe.append(safe)
         written = [each for each in self._were_safe if each.version <= self._journal.last_step]
-        if written:
-            self._droppable = written[-1]
-            self._were_safe = [each for each in self._were_safe if each >= written[-1]]
+        if not written:
+            return None
+        self._were_safe = [each for each in self._were_safe if each >= written[-1]]
+        return written[-1]
 
     def _learn(self) -> None:
         """From the last finished step, while the next one runs."""

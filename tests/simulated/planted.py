@@ -117,9 +117,9 @@ def _dropped_copies() -> AbstractContextManager[Any]:
     begin = Stepper.begin
 
     def keeping(self: Stepper, formed: Any, *, version: int) -> None:
-        before = self._droppable
+        before = self._were_safe
         begin(self, formed, version=version)
-        self._droppable = before
+        self._were_safe = before
 
     return patch.object(Stepper, "begin", keeping)
 
@@ -128,11 +128,15 @@ def _copies_pile_up() -> AbstractContextManager[Any]:
     """Only the newest safe state may decide which copies are dropped, though its step is never written down by then
     (found by this simulation)."""
 
-    def note_safe(self: Stepper, safe: Any) -> None:
-        if safe is not None and safe.version <= self._journal.last_step:
-            self._droppable = safe
+    note_safe = Stepper._note_safe
 
-    return patch.object(Stepper, "_note_safe", note_safe)
+    def newest_only(self: Stepper, safe: Any) -> Any:
+        self._were_safe = [each for each in self._were_safe if each.version <= self._journal.last_step]
+        found = note_safe(self, safe)
+        self._were_safe = [found] if found else []
+        return found
+
+    return patch.object(Stepper, "_note_safe", newest_only)
 
 
 def _start_on_standby() -> AbstractContextManager[Any]:

@@ -355,10 +355,10 @@ class SimulatedRun:
     def _check_end(self, outcome: Outcome, *, told: list[int]) -> None:
         if told != sorted(set(told)):
             self._violated(f"the user was told of steps {told}")
-        last = outcome.finished.last_step if outcome.finished is not None else 0
-        first = told[0] if told and self._goes_on else 1
-        if not self.deaths and told[: last - first + 1] != list(range(first, last + 1)) and (told or not self._goes_on):
-            self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
+        if outcome.finished is not None and not self.deaths and (told or not self._goes_on):
+            first, last = told[0] if self._goes_on else 1, outcome.finished.last_step
+            if told[: max(0, last - first + 1)] != list(range(first, last + 1)):
+                self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
         if self.controllers and getattr(self.controllers[-1]._run, "_journal", None) is not None:
             found = (self.folder / "config.yaml").read_text()
             if found != repr(self.config):
