@@ -53,12 +53,18 @@ class Meeting(dist.Store):
     def abort(self) -> None:
         """End waits at the store, and all that goes on over gloo between these devices; any thread may call it.
         Neighbours notice at once. A connection that is only just being made is closed by the next call: repeat it until
-        what goes on has ended."""
+        what goes on has ended.
+
+        Only the receiving side is shut down: gloo reads the end of the connection, fails what is posted on it and
+        closes it. A send that met a connection shut down for writing would be queued and then forgotten: gloo's
+        `Pair::signalException` does not tell the buffers in its transmit queue, and their waiters stay until their
+        timeout. The same happens to a message of which a part was transferred when its peer died; the controller
+        takes a device for hung whose call outlives its abort by `elastic.hang_min_s`."""
         self._aborted.set()
         for connection in _connections():
             with connection, suppress(OSError):  # closed by its other end meanwhile
                 if any(end in self._told for end in _ends(connection)):
-                    connection.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RD)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         stop_s = time.monotonic() + (timeout or self._timeout).total_seconds()

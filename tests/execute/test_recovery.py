@@ -117,13 +117,13 @@ def test_survivors_are_free_soon_after_the_abort(found: dict[int, list[dict[str,
                 assert not [fact for fact in mine if "failed" in fact]
                 continue
             (abort,) = [fact for fact in mine if "aborted" in fact]
-            assert abort["took"] < 5.0
+            assert abort["took"] < 0.1 * TIMEOUT_S
             failed = [fact for fact in mine if "failed" in fact]
             idle = generation.end == "hang" and me == generation.members[-1]
             assert len(failed) == (0 if idle else 1) or generation.end == "update", (me, index)
             for fact in failed:
                 assert fact["failed"].startswith("exchange between devices"), fact
-                assert fact["at"] - abort["aborted"] < 5.0, "a timeout is 200 s"
+                assert fact["at"] - abort["aborted"] < 0.1 * TIMEOUT_S
 
 
 def test_few_copies_are_held_and_beats_tell_the_step(found: dict[int, list[dict[str, Any]]]) -> None:
