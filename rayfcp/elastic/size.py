@@ -87,7 +87,7 @@ def _grow(facts: Facts, *, now_s: float) -> Decision:
         return Decision(
             what=Move.GO_ON, reason=f"{said}, enough for {shape}; {coming} more starting may make it {larger}"
         )
-    return _formation(facts, steady, shape=shape, what=Move.GROW, said=said)
+    return _formation(facts, steady, shape=shape, said=said)
 
 
 def _formed(facts: Facts, *, said: str, now_s: float, most: int | None) -> Decision | None:
@@ -98,11 +98,11 @@ def _formed(facts: Facts, *, said: str, now_s: float, most: int | None) -> Decis
     for devices in ([device for device in staying if device.id not in wary], staying):
         shape = shape_of(len(devices), facts=facts, most=most)
         if shape is not None:
-            return _formation(facts, devices, shape=shape, what=None, said=said)
+            return _formation(facts, devices, shape=shape, said=said)
     return None
 
 
-def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, what: Move | None, said: str) -> Decision:
+def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, said: str) -> Decision:
     ids = seated(
         devices,
         shape=shape,
@@ -113,18 +113,11 @@ def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, what: M
     rest = len(devices) - len(ids)
     others = f", {rest} standing by" if rest else ""
     return Decision(
-        what=what or _move(facts, ids, shape=shape),
+        what=Move.FORM,
         reason=f"{said}; on with {counted(len(ids), 'device')} as {shape}{others}",
         devices=ids,
         num_stages=shape.num_stages,
     )
-
-
-def _move(facts: Facts, ids: Sequence[str], *, shape: Shape) -> Move:
-    if len(ids) != len(facts.active):
-        return Move.GROW if len(ids) > len(facts.active) else Move.SHRINK
-    same = set(ids) == set(facts.active) and shape.num_stages == facts.num_stages
-    return Move.RETRY if same else Move.REPLACE
 
 
 def _staying(facts: Facts) -> list[Device]:

@@ -8,10 +8,7 @@ class Move(StrEnum):
     """What can be done about the devices of a run."""
 
     GO_ON = "go on"
-    SHRINK = "shrink"
-    GROW = "grow"
-    REPLACE = "replace"
-    RETRY = "retry"
+    FORM = "form"
     WAIT = "wait"
     GIVE_UP = "give up"
 
@@ -19,8 +16,7 @@ class Move(StrEnum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """`reason`: one sentence for people. `devices`: ids of those to go on with, in the order of their numbers, where
-    `what` forms a new generation (shrink, grow, replace, retry); none otherwise. `num_stages` of that generation.
-    Replace: as many devices as before, some of them others; retry: the same ones."""
+    `what` forms a new generation, maybe of the same devices; none otherwise. `num_stages` of that generation."""
 
     what: Move
     reason: str
