@@ -26,7 +26,7 @@ Found = dict[int, tuple[float, Gradients]]
 
 FORKS = mp.get_context("forkserver")
 """Makes processes that need not import what all of them use: a server has, and they are its forks."""
-FORKS.set_forkserver_preload(["tests.execute.preloaded"])
+FORKS.set_forkserver_preload(["tests.forks.preloaded"])
 
 
 def listening_store() -> dist.TCPStore:

@@ -32,7 +32,7 @@ def cluster_of_forks(**options: Any) -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv(SOCKET, f"{folder}/forks")
-        ask_for_forks(patch)
+        ask_for_forks(patch, include_log_monitor=options.get("log_to_driver", True))
         nodes_may_take_long(patch)
         ray.init(**options)
         patch.undo()
@@ -40,11 +40,13 @@ def cluster_of_forks(**options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-def ask_for_forks(patch: pytest.MonkeyPatch) -> None:
-    """Nodes that this process starts from now on ask for their workers at the socket that their environment names."""
+def ask_for_forks(patch: pytest.MonkeyPatch, *, include_log_monitor: bool = True) -> None:
+    """Nodes that this process starts from now on ask for their workers at the socket that their environment names.
+    Their logs need no monitor where nobody is shown them."""
     from ray._private.parameter import RayParams
 
-    patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, setup_worker_path=str(ASK)))
+    options = {"setup_worker_path": str(ASK), "include_log_monitor": include_log_monitor}
+    patch.setattr(RayParams, "__init__", partialmethod(RayParams.__init__, **options))
 
 
 @contextmanager

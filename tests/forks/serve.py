@@ -18,14 +18,12 @@ from typing import Any
 
 USED = (
     "ray._private.workers",
-    "pandas",
-    "transformers.models.qwen3.modeling_qwen3",
+    "pydantic.v1",  # by Ray, as it meets the first object
     "rayfcp.cluster.choosing",
     "rayfcp.cluster.keeper",
     "rayfcp.cluster.training",
     "rayfcp.cluster.worker",
-    "rayfcp.execute.engine",
-    "rayfcp.models.build",
+    "tests.forks.preloaded",
 )
 
 
