@@ -59,6 +59,11 @@ class Injector:
     def _two_workers_die(self, fault: Fault) -> None:
         self._kill("worker", 2)
 
+    def _newest_worker_dies(self, fault: Fault) -> None:
+        """As on a device that is broken: the one that took the place of the last."""
+        for actor in self._world.living("worker")[-1:]:
+            self._world.kill(actor.process, "fault")
+
     def _all_workers_die(self, fault: Fault) -> None:
         self._kill("worker", len(self._world.living("worker")))
 

@@ -7,15 +7,20 @@ from rayfcp.cluster.planner import PlanRecord
 from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
 from tests.simulated.world import Actor, Deferred
 
+STEP_S = 0.2
+"""That plans predict for a step of usual devices."""
+
 
 class Program(NamedTuple):
-    """Stands for a `RankProgram`: place `place` of `num_places` in one step of one generation."""
+    """Stands for a `RankProgram`: place `place` of `num_places` in one step of one generation; `work`: over the mean of
+    all ranks."""
 
     step: int
     generation: int
     place: int
     num_places: int
     plan_hash: str
+    work: float
 
 
 class SimulatedPlanner:
@@ -39,7 +44,10 @@ class SimulatedPlanner:
 
 
 def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
-    """A record and its programs."""
+    """A record and its programs: the slower a rank, the less it has to do."""
+    speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
+    mean = sum(speeds) / len(speeds)
+    work = tuple(each / mean for each in speeds) * cluster.num_stages
     places = cluster.num_stages * cluster.num_ranks
     text = f"{batch.step} {batch.samples_hash} {cluster.generation} {places} {cluster.speed_of_rank}"
     plan_hash = f"{zlib.crc32(text.encode()):08x}"
@@ -49,7 +57,7 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         generation=cluster.generation,
         strategy="flex-ring",
         reason="simulated",
-        predicted_s=0.2,
+        predicted_s=STEP_S / mean,
         gap=1.0,
         degrees={1: cluster.num_ranks},
         num_microbatches=1,
@@ -58,9 +66,17 @@ def planned(batch: GlobalBatch, cluster: ClusterSpec) -> tuple[Any, ...]:
         model_flops=1e9,
         attention_flops=1e8,
         groups=(),
+        own_s=tuple(STEP_S * each for each in work),
     )
     programs = (
-        Program(step=batch.step, generation=cluster.generation, place=place, num_places=places, plan_hash=plan_hash)
+        Program(
+            step=batch.step,
+            generation=cluster.generation,
+            place=place,
+            num_places=places,
+            plan_hash=plan_hash,
+            work=work[place],
+        )
         for place in range(places)
     )
     return (record, *programs)

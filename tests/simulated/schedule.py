@@ -11,6 +11,7 @@ class Kind(StrEnum):
 
     WORKER_DIES = "worker dies"
     TWO_WORKERS_DIE = "two workers die"
+    NEWEST_WORKER_DIES = "newest worker dies"
     ALL_WORKERS_DIE = "all workers die"
     NODE_DIES = "node dies"
     NODE_DRAINS = "node drains"
@@ -50,6 +51,7 @@ HARMLESS = frozenset(
 SINGLE = frozenset(
     {
         Kind.WORKER_DIES,
+        Kind.NEWEST_WORKER_DIES,
         Kind.WORKER_STOPS,
         Kind.WORKER_DEADLOCKS,
         Kind.EXCHANGE_STUCK,

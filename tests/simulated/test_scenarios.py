@@ -424,3 +424,29 @@ def test_a_leaving_node_is_announced_with_its_time() -> None:
     result = ran(fault(Kind.NODE_DRAINS, 10, lasts_s=30.0), nodes=(2, 2, 2), steps=60)
     first = of(result, EventKind.RESIZE)[0]
     assert any(f"the first in {left} s" in first.reason for left in (28, 29, 30)), first.reason
+
+
+def test_a_slow_device_gets_less_work_and_the_user_is_told() -> None:
+    result = ran(fault(Kind.WORKER_SLOWS, 10), steps=60, workers=(4, 4))
+    ended_well(result, steps=60)
+    usual_s, slow_s, balanced_s = (result.reports[step - 1].step_s for step in (9, 12, 60))
+    assert slow_s > 1.4 * usual_s and balanced_s < (usual_s + slow_s) / 2.0
+    assert any(" is slow: " in line for line in result.lines)
+    assert result.reports[-1].predicted_s > 1.05 * result.reports[0].predicted_s, "plans know of it"
+
+
+def test_plans_do_not_know_of_slow_devices_where_speeds_shall_not_matter() -> None:
+    result = ran(fault(Kind.WORKER_SLOWS, 10), steps=40, workers=(4, 4), elastic={"balance_speeds": False})
+    ended_well(result, steps=40)
+    assert len({report.predicted_s for report in result.reports}) == 1
+
+
+def test_a_place_that_loses_its_devices_stays_calm_before_it_is_used_again() -> None:
+    """One node of two keeps losing the process on its only device."""
+    deaths = [fault(Kind.NEWEST_WORKER_DIES, step) for step in (10, 40, 70)]
+    result = ran(*deaths, steps=200, workers=(1, 2), nodes=(1, 1))
+    ended_well(result, steps=200)
+    losses, growths = of(result, EventKind.RECOVERY), of(result, EventKind.RESIZE)
+    assert len(losses) == len(growths) == 3 and all(each.devices == 2 for each in growths)
+    waited_s = [grown.at_s - lost.at_s for lost, grown in zip(losses, growths, strict=True)]
+    assert waited_s[0] < 15.0 and waited_s[1] < 15.0 and 30.0 <= waited_s[2] < 45.0, waited_s

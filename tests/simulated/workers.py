@@ -13,7 +13,7 @@ from rayfcp.cluster.runtime import CallError
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.integrity import FileSum, find_damage, sum_files
 from rayfcp.execute.reports import Beat, CollectiveFailedError, Joined, RankReport, SavedPart
-from rayfcp.values import Box, GlobalBatch, ShardHeader, StateId
+from rayfcp.values import Box, GlobalBatch, ShardHeader, Span, SpanKind, StateId
 from tests.simulated import state as states
 from tests.simulated.planners import Program
 from tests.simulated.runtime import SimulatedRuntime
@@ -192,6 +192,7 @@ class SimulatedWorker:
             peak_flops=1e12,
             worker_id=self.id,
             pid=self.actor.process.pid,
+            slot=f"{self._reservation.node}/{self._reservation.slot}",
         )
         return self._facts
 
@@ -282,7 +283,7 @@ class SimulatedWorker:
         self._step, self._done, self._waits = batch.step, 0, False
         self._in_step, self._deadlocked = True, self._will_deadlock
         result, began_s = self._begin(), self.world.now_s
-        usual_s = self._behavior.step_s * self._behavior.slowness.get(self.id, 1.0)
+        usual_s = program.work * self._behavior.step_s * self._behavior.slowness.get(self.id, 1.0)
         if batch.step in self._behavior.failing_steps and self.number == 0:
             self._behavior.failing_steps.discard(batch.step)
             self._later(lambda: self._end(result, error=CollectiveFailedError("connection reset")), usual_s / 2)
@@ -307,7 +308,7 @@ class SimulatedWorker:
             if error is not None:
                 self._end(result, error=error)
                 return
-            report = self._updated(program, batch, total=generation.totals[key], step_s=self.world.now_s - began_s)
+            report = self._updated(batch, total=generation.totals[key], began_s=began_s, own_s=usual_s)
             if snapshot is not None:
                 self._copies.drop_older(safe) if safe is not None else None
                 self._copy(snapshot, safe)
@@ -444,8 +445,12 @@ class SimulatedWorker:
             raise CallError(f"{holder.process.label} does not give its copy")
         return holder.instance.pieces(header.state, header.number, wanted=wanted)[0]
 
-    def _updated(self, program: Program, batch: GlobalBatch, *, total: int, step_s: float) -> RankReport:
+    def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> RankReport:
         assert self.shard is not None and self.generation is not None
+        meeting = self.generation.meeting
+        place, tensor_rank = divmod(self.number, meeting.tensor_parallel)
+        stage, rank = divmod(place, meeting.num_ranks)
+        own = Span(rank=rank, stage=stage, kind=SpanKind.FORWARD, label="", start_s=began_s, stop_s=began_s + own_s)
         start, _ = self._interval(self.generation)
         skips = batch.step in self._behavior.skipped
         if not skips:
@@ -457,20 +462,21 @@ class SimulatedWorker:
             self._saving = None
         return RankReport(
             number=self.number,
-            stage=0,
-            rank=program.place,
-            tensor_rank=0,
+            stage=stage,
+            rank=rank,
+            tensor_rank=tensor_rank,
             step=batch.step,
             loss=math.nan if skips else states.loss_of(total),
             grad_norm=1.0,
             learning_rate=1e-3,
-            step_s=step_s,
-            wait_s=step_s / 10,
+            step_s=self.world.now_s - began_s,
+            wait_s=self.world.now_s - began_s - own_s,
             bytes_sent=0,
             num_cells=0.0,
             memory_bytes={},
+            message_s=0.0,
             gather_s=(),
-            spans=(),
+            spans=(own,),
             saved=saved,
         )
 

@@ -226,20 +226,21 @@ class Handle:
 
 
 class Reservation:
-    """A device that was asked for; `node` is empty until it is granted."""
+    """A device that was asked for: number `slot` of `node`, which is empty until it is granted."""
 
     def __init__(self, key: str, name: str, ref: Ref) -> None:
-        self.key, self.name, self.node, self.granted = key, name, "", ref
+        self.key, self.name, self.node, self.slot, self.granted = key, name, "", 0, ref
         self.actor: Actor | None = None
         self.when_granted: list[Callable[[], None]] = []
 
 
 class Node:
-    """`slots` devices, of which `used` are taken; `values`: references whose values only this node holds;
+    """`slots` devices, of which those with numbers `taken` are; `values`: references whose values only this node holds;
     `drained_at_s`: when it will be gone, on the virtual clock, None if that was not announced."""
 
     def __init__(self, id: str, slots: int) -> None:
-        self.id, self.slots, self.used, self.alive, self.seen_alive = id, slots, 0, True, True
+        self.id, self.slots, self.alive, self.seen_alive = id, slots, True, True
+        self.taken: set[int] = set()
         self.values: list[Ref] = []
         self.drained_at_s: float | None = None
 
@@ -425,7 +426,9 @@ class World:
     def grant(self) -> None:
         """Give free devices to those who asked for them, in order, filling one node after the other."""
         free = [
-            node for node in self.nodes.values() if node.alive and node.drained_at_s is None and node.used < node.slots
+            node
+            for node in self.nodes.values()
+            if node.alive and node.drained_at_s is None and len(node.taken) < node.slots
         ]
         for each in self.reservations.values():
             if each.node:
@@ -433,8 +436,9 @@ class World:
             if not free:
                 return
             node = free[0]
-            each.node, node.used = node.id, node.used + 1
-            if node.used == node.slots:
+            each.node, each.slot = node.id, next(slot for slot in range(node.slots) if slot not in node.taken)
+            node.taken.add(each.slot)
+            if len(node.taken) == node.slots:
                 free.pop(0)
             each.granted.settle(True)
             waiting, each.when_granted = each.when_granted, []
@@ -446,7 +450,7 @@ class World:
         if self.reservations.pop(reservation.key, None) is None:
             return
         if reservation.node:
-            self.nodes[reservation.node].used -= 1
+            self.nodes[reservation.node].taken.discard(reservation.slot)
         if reservation.actor is not None:
             self.kill(reservation.actor.process, "its device was given back")
         self.at(0.05, self.grant)
