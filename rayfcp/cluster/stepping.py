@@ -94,9 +94,7 @@ class Stepper:
     def begin(self, formed: Formed, *, version: int) -> None:
         """A generation has taken up the state after `version` steps, and hands it to keepers. Steps finished before run
         again."""
-        lost = max(0, self.last_finished - version)
-        if lost:
-            self._journal.metrics.count_lost_steps(lost)
+        self._again_to = max(self._again_to, self.last_finished)
         self._paces.forget_all_but([member.id for member in self._fleet.crew.all])
         self.last_finished = version
         self._were_safe = []  # of steps that may be lost now: they would drop the copies of this generation

@@ -247,7 +247,7 @@ class TrainingRun:
                     self._measure(version)
                     measured = True
                 while version < self._config.train.steps and not self._stopping.is_set():
-                    self._transitions.at_boundary(version=version)
+                    version = self._transitions.at_boundary(version=version)
                     self._stepper.run(version + 1)
                     version += 1
                 return self._finish(version)

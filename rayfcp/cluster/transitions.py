@@ -50,6 +50,8 @@ class Transitions:
         self._fleet, self._stepper, self._saver, self._journal = fleet, stepper, saver, journal
         self._stopping, self._say, self._began_s = stopping, say, began_s
         self._runtime = fleet.crew.runtime
+        self._lost_steps = 0
+        """Finished steps that have to run again, since the last event."""
 
     def begin(self, first: First) -> None:
         """The first generation; it is not planned for yet.
@@ -66,8 +68,9 @@ class Transitions:
         self._stepper.begin(formed, version=first.version)
         self._happened(EventKind.START, first.decision, step=first.version, since_s=self._began_s)
 
-    def at_boundary(self, *, version: int) -> None:
-        """After `version` steps: grow, or leave nodes that are about to go, where that is decided.
+    def at_boundary(self, *, version: int) -> int:
+        """After `version` steps: grow, or leave nodes that are about to go, where that is decided. How many steps the
+        state has then: fewer, if a node went with the newest copies meanwhile.
 
         Raises:
             RanksLostError: a device was lost meanwhile.
@@ -80,7 +83,7 @@ class Transitions:
             for node in self._fleet.leaves_soon():
                 self._say(f"node {node} is about to go and nothing can replace it: {decision.reason}; saving")
                 self._saver.save_now(version, self._fleet.crew)
-            return
+            return version
         self._say(decision.reason)
         before, since_s = len(self._fleet.ids), self._runtime.now_s()
         self._stepper.commit()
@@ -89,10 +92,10 @@ class Transitions:
         cluster = self._fleet.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
         self._fleet.leave()
-        self._take_up(decision, cluster, version=version)
+        version = self._take_up(decision, cluster, version=version)
         self._happened(EventKind.RESIZE, decision, step=version, since_s=since_s, before=before)
-        if len(self._fleet.ids) != before:
-            self._journal.metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
+        self._count_resize(before)
+        return version
 
     def after_loss(self, error: RanksLostError, *, step: int) -> int:
         """Devices were lost, or an exchange failed, while `step` was under way or before it: go on with what is left.
@@ -104,7 +107,7 @@ class Transitions:
         """
         noticed_s = self._runtime.now_s()
         self._journal.metrics.enter(State.RECOVERING)
-        before, finished = len(self._fleet.ids), self._stepper.last_finished
+        before = len(self._fleet.ids)
         self._stepper.broke(step)
         self._saver.abandon()
         while True:
@@ -121,13 +124,15 @@ class Transitions:
             since_s=noticed_s,
             before=before,
             cause=failure.cause.value,
-            lost_steps=max(0, finished - version),
         )
-        metrics = self._journal.metrics
-        metrics.observe_recovery(failure.cause.value, seconds=self._runtime.now_s() - noticed_s)
-        if len(self._fleet.ids) != before:
-            metrics.count_resize("up" if len(self._fleet.ids) > before else "down")
+        self._journal.metrics.observe_recovery(failure.cause.value, seconds=self._runtime.now_s() - noticed_s)
+        self._count_resize(before)
         return version
+
+    def _count_resize(self, before: int) -> None:
+        devices = len(self._fleet.ids)
+        if devices != before:
+            self._journal.metrics.count_resize("up" if devices > before else "down")
 
     def _go_on(self, failure: Failure, *, step: int) -> tuple[Decision, int]:
         decision = self._fleet.await_devices(failure, stopping=self._stopping)
@@ -150,9 +155,11 @@ class Transitions:
         since_s: float,
         before: int = 0,
         cause: str = "",
-        lost_steps: int = 0,
     ) -> None:
-        """Write it down."""
+        """Write it down, with the steps that were lost."""
+        lost_steps, self._lost_steps = self._lost_steps, 0
+        if lost_steps:
+            self._journal.metrics.count_lost_steps(lost_steps)
         event = Event(
             kind=kind,
             step=step,
@@ -196,6 +203,7 @@ class Transitions:
             version = self._fall_back(found, decision, cluster)
         assert version is not None
         self._note(formed)
+        self._lost_steps += max(0, self._stepper.last_finished - version)
         self._stepper.begin(formed, version=version)
         return version
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,7 +218,8 @@ def _judged(schedules: int) -> str:
     for name, scenario in vars(test_scenarios).items():
         if name.startswith("test_"):
             try:
-                scenario()
+                with TemporaryDirectory() as folder:
+                    scenario(*[Path(folder)] * ("tmp_path" in scenario.__annotations__))
             except (Exception, test_scenarios.ViolationError) as error:
                 return f"{name}: {type(error).__name__} {str(error).splitlines()[:1]}"
     from tests.simulated.run import simulate
