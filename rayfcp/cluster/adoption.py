@@ -49,11 +49,13 @@ def find_living(runtime: Runtime, run_key: str, *, timeout_s: float) -> Living:
 
 
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
-    """End all workers and keepers of a run that has no controller and shall get none."""
+    """End all workers and keepers of a run that has no controller and shall get none, and withdraw what a controller
+    that was lost asked of the autoscaler."""
     for kind in (WORKER, KEEPER):
         for handle in _named(runtime, run_key, kind).values():
             runtime.end(handle)
     _give_back(runtime, run_key, held=set())
+    runtime.request({}, count=0)
 
 
 def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:

@@ -33,9 +33,15 @@ class Asked:
         self._ref, self._asked_s = self._member.handle.beat.remote(), self._runtime.now_s()
         return None
 
-    def pulse(self, number: int) -> Pulse:
-        silent_s = self._runtime.now_s() - self._asked_s
-        return Pulse(id=self._member.id, number=number, beat=self._beat, heard_s=self._heard_s, silent_s=silent_s)
+    def pulse(self, number: int, *, is_busy: bool) -> Pulse:
+        return Pulse(
+            id=self._member.id,
+            number=number,
+            is_busy=is_busy,
+            beat=self._beat,
+            heard_s=self._heard_s,
+            silent_s=self._runtime.now_s() - self._asked_s,
+        )
 
 
 def death(runtime: Runtime, ref: Any) -> ActorLostError | None:

@@ -123,25 +123,16 @@ class Crew:
                 self._end(member)
         self._forget(gone)
 
-    def each(
-        self,
-        call: Callable[[int, Any], Any],
-        *,
-        judge: Judge | None = None,
-        freeing: Callable[[], None] | None = None,
-    ) -> list[Any]:
+    def each(self, call: Callable[[int, Any], Any], *, judge: Judge | None = None) -> list[Any]:
         """`call(number, worker)` gives a reference for every device; their values in order. Raises as `gather`."""
         refs = [call(number, worker) for number, worker in enumerate(self.workers)]
-        return self.gather(refs, judge=judge, freeing=freeing)
+        return self.gather(refs, judge=judge)
 
-    def gather(
-        self, refs: Sequence[Any], *, judge: Judge | None = None, freeing: Callable[[], None] | None = None
-    ) -> list[Any]:
+    def gather(self, refs: Sequence[Any], *, judge: Judge | None = None) -> list[Any]:
         """Values of one reference per member in use. The first failure is raised, other calls may last.
 
         Args:
             judge: who is hung while calls last; who gives no sign of life for `elastic.hang_min_s` if absent.
-            freeing: is called when calls of others are aborted, to let go what else they may wait for.
 
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker as they are.
@@ -160,7 +151,7 @@ class Crew:
             end=self._end,
         )
         try:
-            return gathering.values(freeing=freeing)
+            return gathering.values()
         except RanksLostError as error:
             self._forget({each.id for each in error.lost})
             raise

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from rayfcp.cluster.adoption import Living
 from rayfcp.cluster.asking import death
 from rayfcp.cluster.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.crew import Crew
@@ -49,7 +48,7 @@ class Fleet:
         *,
         start: WorkerStart,
         crew: Crew,
-        living: Living,
+        keeping: Keeping,
         say: Callable[[str], None],
     ) -> None:
         self._config, self._data, self._say = config, data, say
@@ -57,8 +56,8 @@ class Fleet:
         self._watch = NodeWatch(start.runtime, every_s=config.elastic.look_every_s)
         self._recruits = Recruits(start)
         self._limits = Limits.of(config)
-        self.keeping = Keeping(config, runtime=start.runtime, run_key=start.run_key, adopted=living.keepers)
-        crew.kill = self.keeping.kill
+        self.keeping = keeping
+        crew.kill = keeping.kill
         self._store: RendezvousServer | None = None
         self._formed: Formed | None = None
         self._setbacks = Setbacks()

@@ -50,7 +50,7 @@ class Gathering:
         self._own_error: WorkerFailedError | None = None
         self.waited_s = 0.0
 
-    def values(self, *, freeing: Callable[[], None] | None = None) -> list[Any]:
+    def values(self) -> list[Any]:
         """See `Crew.gather`."""
         while self._waiting and not self._reason:
             if not self._take_ended():
@@ -59,7 +59,7 @@ class Gathering:
             return self._values
         if not self._gone:
             self._find_cause()
-        self._free(freeing)
+        self._free()
         raise self._lost()
 
     def _take_ended(self) -> bool:
@@ -99,13 +99,15 @@ class Gathering:
         self._blame(f"{self._names[number]} died: {error}")
 
     def _look(self) -> None:
-        """Ask those whose calls go on for a sign of life, and for a judgement of what they said."""
-        pending = list(self._waiting.values())
-        for number in pending:
-            error = self._asked[number].ask()
+        """Ask everybody for a sign of life, and for a judgement of what they said: others may wait for one whose own
+        call has ended."""
+        for number, asked in enumerate(self._asked):
+            error = asked.ask()
             if error is not None:
                 self._bury(number, error)
-        diagnosis = self._judge([self._asked[number].pulse(number) for number in pending])
+        pending = set(self._waiting.values())
+        pulses = [asked.pulse(number, is_busy=number in pending) for number, asked in enumerate(self._asked)]
+        diagnosis = self._judge(pulses)
         self._gone |= {number: "hung" for number in diagnosis.hung if number not in self._gone}
         if diagnosis.hung or diagnosis.stuck:
             names = ", ".join(self._names[number] for number in sorted(diagnosis.hung)) or "an exchange"
@@ -137,13 +139,11 @@ class Gathering:
                     self._bury(number, error)
         return list(left.values())
 
-    def _free(self, freeing: Callable[[], None] | None) -> None:
+    def _free(self) -> None:
         """Abort what the living are in, and wait until their calls have ended; who does not is hung as well. A call
         that had not begun when it was aborted is aborted again."""
         living = [number for number in range(len(self._members)) if number not in self._gone]
         refs = {self._members[number].handle.abort.remote(): number for number in living}
-        if freeing is not None:
-            freeing()
         self._gone |= dict.fromkeys(self._unanswered(refs, until_death=False), "hung")
         end_s = self._runtime.now_s() + self._end_s
         again: dict[Any, int] = {}

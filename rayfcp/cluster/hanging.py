@@ -11,13 +11,12 @@ def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -
     """A judge of one step that is dispatched now to these devices: see `rayfcp.elastic.hang.judge`."""
     start_s = runtime.now_s()
     signs = {id: Sign.start(id, now_s=start_s) for id in ids}
-    heard: dict[str, float] = {}
 
     def judge_pulses(pulses: Sequence[Pulse]) -> Diagnosis:
+        pulses = [each for each in pulses if each.is_busy]
         for pulse in pulses:
             beat = pulse.beat
-            if beat is not None and pulse.heard_s > heard.get(pulse.id, 0.0):
-                heard[pulse.id] = pulse.heard_s
+            if beat is not None:
                 signs[pulse.id] = signs[pulse.id].heard(
                     step=beat.step, num_done=beat.num_done, waiting=beat.waiting, now_s=pulse.heard_s
                 )

@@ -63,11 +63,13 @@ class RanksLostError(WorkerFailedError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulse:
-    """What is heard of device `number` while its call goes on. `beat`: its last sign of life, taken at `heard_s` of
-    `Runtime.now_s`; None before the first. `silent_s`: for how long it has been asked for the next."""
+    """What is heard of device `number` while calls go on, its own as well if it `is_busy`. `beat`: its last sign of
+    life, taken at `heard_s` of `Runtime.now_s`; None before the first. `silent_s`: for how long it has been asked for
+    the next."""
 
     id: str
     number: int
+    is_busy: bool
     beat: Beat | None
     heard_s: float
     silent_s: float
@@ -83,7 +85,7 @@ class Diagnosis:
 
 
 Judge = Callable[[Sequence[Pulse]], Diagnosis]
-"""Is asked about the devices whose calls go on, about every second. It knows for how long by itself."""
+"""Is asked about all devices while calls go on, about every second. It knows for how long by itself."""
 
 
 def judge_silence(limit_s: float) -> Judge:

@@ -28,7 +28,7 @@ class Recruits:
         self._start, self._runtime, self._autoscale = start, start.runtime, autoscale
         self._pending: list[Launched] = []
         self._wanted = 0
-        self._asked: int | None = None
+        self._asked = 0
         self._failures, self._again_s = 0, 0.0
         self._with_device: set[str] = set()
         self._looked_s = start.runtime.now_s()
@@ -79,10 +79,7 @@ class Recruits:
 
     def end(self) -> None:
         """Give up what is pending, withdraw what the autoscaler was told."""
-        self._wanted = 0
-        while self._pending:
-            self._give_up(self._pending.pop())
-        self._tell(0)
+        self.want(0, in_use=0)
 
     def _ended(self) -> Sequence[Launched]:
         by_ref = {each.opening: each for each in self._pending}
@@ -123,7 +120,7 @@ class Recruits:
 
     def _tell(self, devices: int) -> None:
         """The autoscaler makes room for all that it is told at once, so devices in use count as well."""
-        if not self._autoscale or (self._asked or 0) == devices:
+        if not self._autoscale or self._asked == devices:
             return
         self._asked = devices
         one = bundle(self._start.device, threads=self._start.config.train.threads_per_worker)

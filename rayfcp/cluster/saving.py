@@ -95,8 +95,7 @@ class Saver:
 
     def fall_back(self, crew: Crew, *, metrics: MetricsExporter) -> int:
         """Load the newest whole checkpoint that the run has by now; its step, 0 if it has none."""
-        self.abandon()
-        if self._pending is not None:
+        if self._pending is not None:  # what was not on disk yet was given up
             pending = self._pending
             self._note(pending, self._conclude(pending), metrics=metrics)
         self._saved_step = self._resume.fall_back(crew)

@@ -2,7 +2,7 @@
 
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,11 +15,12 @@ from rayfcp.cluster.decoders import Decoders
 from rayfcp.cluster.facts import CannotGoOnError, Finished
 from rayfcp.cluster.fleet import Fleet
 from rayfcp.cluster.guard import NumberGuard
+from rayfcp.cluster.keeping import Keeping
 from rayfcp.cluster.layout import strategy_on
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.losses import RanksLostError
 from rayfcp.cluster.measured import write_refitted
-from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.members import Member, WorkerStart
 from rayfcp.cluster.naming import run_key
 from rayfcp.cluster.placement import CapacityError, resolved_device
 from rayfcp.cluster.planners import Planners, PlanQueue
@@ -98,7 +99,6 @@ class TrainingRun:
         self._saver = Saver(
             self._config, runtime=self._runtime, sampler=data.sampler, model=data.library.to_dict(), say=self._tell
         )
-        self._run_dir.mkdir(parents=True, exist_ok=True)
         (self._run_dir / "config.yaml").write_text(dump_config(self._config))
         if data.index.named_bad_rows:
             self._say(write_skipped(self._run_dir / "skipped_rows.jsonl", data.index.named_bad_rows))
@@ -208,21 +208,26 @@ class TrainingRun:
             run_key=key,
         )
         living = find_living(self._runtime, key, timeout_s=config.elastic.hang_min_s)
-        if living.members:
-            self._say(f"going on with {len(living.members)} workers whose controller is gone")
-            crew = Crew(start, living.members)
-        else:
-            self._say(f"starting {config.cluster.max_workers} workers")
-            try:
-                crew = Crew.launch(start, stopped=self._stopping.is_set)
-            except CapacityError as error:
-                if self._stopping.is_set():
-                    raise StoppedError from error
-                raise
+        with ExitStack() as undoing:
+            # Keeps them alive, and with them the copies that they hold, while workers start.
+            keeping = Keeping(config, runtime=self._runtime, run_key=key, adopted=living.keepers)
+            undoing.callback(keeping.end)
+            crew = self._gather_crew(start, living.members)
+            undoing.callback(crew.end)
+            fleet = Fleet(config, self._data, start=start, crew=crew, keeping=keeping, say=self._tell)
+            undoing.pop_all()
+        return fleet
+
+    def _gather_crew(self, start: WorkerStart, living: Sequence[Member]) -> Crew:
+        if living:
+            self._say(f"going on with {len(living)} workers whose controller is gone")
+            return Crew(start, living)
+        self._say(f"starting {self._config.cluster.max_workers} workers")
         try:
-            return Fleet(config, self._data, start=start, crew=crew, living=living, say=self._tell)
-        except BaseException:
-            crew.end()
+            return Crew.launch(start, stopped=self._stopping.is_set)
+        except CapacityError as error:
+            if self._stopping.is_set():
+                raise StoppedError from error
             raise
 
     def _living_state(self) -> Restorable | None:

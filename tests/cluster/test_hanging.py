@@ -16,10 +16,12 @@ class Clock:
     def now_s(self) -> float:
         return self._now_s
 
-    def pulse(self, number: int, *, num_done: int = 0, waiting: bool = False, answered: bool = True) -> Pulse:
+    def pulse(
+        self, number: int, *, num_done: int = 0, waiting: bool = False, answered: bool = True, is_busy: bool = True
+    ) -> Pulse:
         beat = Beat(number=number, step=3, num_done=num_done, waiting=waiting, memory_bytes={}) if answered else None
         heard_s = self._now_s if answered else 0.0
-        return Pulse(id=f"d{number}", number=number, beat=beat, heard_s=heard_s, silent_s=0.0)
+        return Pulse(id=f"d{number}", number=number, is_busy=is_busy, beat=beat, heard_s=heard_s, silent_s=0.0)
 
     def judge_for(self, seconds: float, *, ids: list[str], deadline_s: float, pulses: list[dict]) -> list[Diagnosis]:
         """Verdicts over so many seconds, in which the same signs of life come again and again."""
@@ -46,7 +48,11 @@ def test_who_never_answers_is_hung_and_who_answers_is_not() -> None:
 
 def test_who_reported_the_step_is_not_asked_about() -> None:
     """All others wait for each other: an exchange is stuck."""
-    pulses = [{"number": 1, "num_done": 5, "waiting": True}, {"number": 2, "num_done": 4, "waiting": True}]
+    pulses = [
+        {"number": 0, "is_busy": False},
+        {"number": 1, "num_done": 5, "waiting": True},
+        {"number": 2, "num_done": 4, "waiting": True},
+    ]
     found = Clock().judge_for(21, ids=["d0", "d1", "d2"], deadline_s=10, pulses=pulses)
     assert found[-1].stuck
     assert not found[-1].hung

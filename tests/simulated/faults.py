@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tests.simulated.schedule import Fault, Kind
-from tests.simulated.world import HEAD, Actor, Process
+from tests.simulated.world import HEAD, Actor, Node, Process
 
 if TYPE_CHECKING:
     from tests.simulated.run import SimulatedRun
@@ -99,7 +99,7 @@ class Injector:
         self._run.behavior.broken_steps.add(self._run.step + 1)
 
     def _connection_breaks(self, fault: Fault) -> None:
-        for actor in self._some("worker"):
+        for actor in self._some("worker" if self._world.random.random() < 0.7 else "planner"):
             actor.drop_calls()
 
     # Others.
@@ -116,6 +116,10 @@ class Injector:
 
     def _controller_dies(self, fault: Fault) -> None:
         self._kill("controller", 1)
+
+    def _driver_dies(self, fault: Fault) -> None:
+        """And the controller, which it owns."""
+        self._world.kill(self._run.driver, "fault")
 
     def _controller_dies_writing(self, fault: Fault) -> None:
         self._run.disk.kill_after = self._world.random.randint(1, 12)
@@ -141,22 +145,42 @@ class Injector:
     # Nodes.
 
     def _node_dies(self, fault: Fault) -> None:
-        nodes = [node for node in self._world.nodes.values() if node.alive and node.id != HEAD]
-        if nodes:
-            node = self._world.random.choice(nodes)
+        node = self._some_node()
+        if node is not None:
             self._world.kill_node(node)
             self._replace(node.slots)
 
     def _node_drains(self, fault: Fault) -> None:
+        self._drain(fault)
+
+    def _node_dies_as_it_is_left(self, fault: Fault) -> None:
+        """Earlier than it was announced."""
+        node = self._drain(fault)
+        if node is not None:
+
+            def leaves() -> None:
+                self._run.behavior.on_leave = lambda: None
+                self._world.at(self._world.random.uniform(0.0, 0.3), lambda: self._world.kill_node(node))
+
+            self._run.behavior.on_leave = leaves
+
+    def _drain(self, fault: Fault) -> Node | None:
+        node = self._some_node()
+        if node is None:
+            return None
+        node.drained_at_s = self._world.now_s + fault.lasts_s
+        self._world.note(f"node {node.id} drains")
+        self._world.at(fault.lasts_s, lambda: self._world.kill_node(node))
+        self._replace(node.slots)
+        return node
+
+    def _some_node(self) -> Node | None:
+        """One that is to stay, with devices in use where there is one."""
         nodes = [
             node for node in self._world.nodes.values() if node.alive and node.id != HEAD and node.drained_at_s is None
         ]
-        if nodes:
-            node = self._world.random.choice(nodes)
-            node.drained_at_s = self._world.now_s + fault.lasts_s
-            self._world.note(f"node {node.id} drains")
-            self._world.at(fault.lasts_s, lambda: self._world.kill_node(node))
-            self._replace(node.slots)
+        used = [node for node in nodes if node.taken]
+        return self._world.random.choice(used or nodes) if nodes else None
 
     def _node_comes(self, fault: Fault) -> None:
         if len(self._world.nodes) < MOST_NODES:

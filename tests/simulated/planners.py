@@ -1,6 +1,7 @@
 """Planners of simulated runs."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rayfcp.cluster.planner import PlanRecord
@@ -28,13 +29,14 @@ class SimulatedPlanner:
 
     CONCURRENT: frozenset[str] = frozenset()
 
-    def __init__(self, actor: Actor, *, plan_s: float) -> None:
-        self._actor, self._plan_s = actor, plan_s
+    def __init__(self, actor: Actor, *, plan_s: float, on_plan: Callable[[], None]) -> None:
+        self._actor, self._plan_s, self._on_plan = actor, plan_s, on_plan
 
     def ready(self) -> None: ...
 
     def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
         result = Deferred()
+        self._on_plan()
         delay_s = self._plan_s * self._actor.world.random.uniform(0.5, 1.5)
         self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
         return result

@@ -42,7 +42,7 @@ from tests.simulated.runtime import Hooks, SimulatedRuntime
 from tests.simulated.schedule import HARMLESS, SINGLE, Kind, Schedule
 from tests.simulated.stores import SimulatedStore
 from tests.simulated.workers import Behavior, Meetings, SimulatedWorker
-from tests.simulated.world import HEAD, Actor, ControllerKilledError, Deferred, Process, ViolationError, World
+from tests.simulated.world import HEAD, Actor, ProcessKilledError, Deferred, Process, ViolationError, World
 
 LIMIT_S = 4000.0
 """Virtual seconds within which every run has to end."""
@@ -102,8 +102,9 @@ MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about; `digest`:
-    of all events of the simulation; `checkpoints`: steps of those in the folder at the end."""
+    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about; `num_planned`:
+    plans that planners were asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the
+    folder at the end."""
 
     outcome: Outcome
     reports: tuple[StepReport, ...]
@@ -111,6 +112,7 @@ class Result:
     events: tuple[Event, ...]
     lines: tuple[str, ...]
     kinds: tuple[Kind, ...]
+    num_planned: int
     digest: int
     num_events: int
     virtual_s: float
@@ -139,11 +141,12 @@ class SimulatedController:
         world.controller_since_s = world.now_s
         try:
             outcome = self.controller.run()
-        except ControllerKilledError:
+        except ProcessKilledError:
             self._run.restore_folder()
             return Deferred()
         finally:
             world.controller_since_s = None
+        self._run.check_ended()
         self._run.check_metrics(self.controller)
         return outcome
 
@@ -187,12 +190,12 @@ class SimulatedRun:
         self.disk = Disk(self.folder, kill=self._kill_controller)
         self.controllers: list[Controller] = []
         self.watcher = Watcher()
-        self.step = 0
+        self.step = self.num_planned = 0
         self._logged, self._looked_at = (0, 0), 0
         self._goes_on = self.folder.exists()
         for slots in schedule.nodes:
             self.world.add_node(slots, HEAD if not self.world.nodes else "")
-        self.driver = Process(self.world, node=HEAD, kind="driver")
+        self.driver = self._new_driver()
         self.world.after_event = self._check
 
     def go(self) -> Result:
@@ -201,10 +204,9 @@ class SimulatedRun:
         Raises:
             ViolationError: something that must hold does not; names the schedule.
         """
-        runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
         try:
             with self.disk.installed(), self.disk.paused(), _surroundings(self._dataset):
-                outcome, reports = follow(self.config, "data", runtime=runtime, watcher=self.watcher)
+                outcome, reports = self._driven()
                 self._check_end(outcome, told=[report.step for report in reports])
         except ViolationError as error:
             raise ViolationError(f"{error}\n{self.schedule}") from error
@@ -217,10 +219,25 @@ class SimulatedRun:
             events=read_events(self.folder / "events.jsonl"),
             lines=tuple(self.watcher.lines),
             kinds=tuple(self.injector.happened),
+            num_planned=self.num_planned,
             digest=self.world.digest,
             num_events=self.world.num_events,
             virtual_s=self.world.now_s - 1000,
         )
+
+    def _new_driver(self) -> Process:
+        return Process(self.world, node=HEAD, kind="driver")
+
+    def _driven(self) -> tuple[Outcome, list[StepReport]]:
+        """By one driver after the other: one that died is started again after a while, as jobs are."""
+        while True:
+            runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
+            try:
+                return follow(self.config, "data", runtime=runtime, watcher=self.watcher)
+            except ProcessKilledError:
+                pause_s = self.world.random.choice([0.5, 5.0, 1.5 * self.config.elastic.orphan_s])
+                self.world.drive(lambda: False, self.world.now_s + pause_s)
+                self.driver = self._new_driver()
 
     # Faults that need more than the world.
 
@@ -295,6 +312,17 @@ class SimulatedRun:
                 if len(versions) > MOST_VERSIONS:
                     self._violated(f"{actor.process.label} keeps copies of versions {sorted(versions)}")
 
+    def check_ended(self) -> None:
+        """A controller that ends by itself has ended all that it started. What one before it left, and it did not get to
+        adopt, is ended by the driver."""
+        left = [
+            actor.process.label
+            for role in (Role.WORKER, Role.STORE, Role.PLANNER)
+            for actor in self.world.living(role.value)
+        ]
+        if self.deaths == 0 and (left or self.world.reservations):
+            self._violated(f"the controller left {', '.join(left)} and devices {sorted(self.world.reservations)}")
+
     def check_metrics(self, controller: Controller) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
         journal = getattr(controller._run, "_journal", None)
@@ -350,7 +378,8 @@ class SimulatedRun:
     @property
     def deaths(self) -> int:
         """Of controllers."""
-        return sum(kind in (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES_WRITING) for kind in self.injector.happened)
+        deadly = (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES_WRITING, Kind.DRIVER_DIES)
+        return sum(kind in deadly for kind in self.injector.happened)
 
     def _check_end(self, outcome: Outcome, *, told: list[int]) -> None:
         if told != sorted(set(told)):
@@ -368,6 +397,8 @@ class SimulatedRun:
             self._violated(f"still alive after the end: {', '.join(left)}")
         if self.world.reservations:
             self._violated(f"devices not given back: {sorted(self.world.reservations)}")
+        if self.world.requested:
+            self._violated(f"the autoscaler still makes room for {self.world.requested} devices")
         if (self.folder / "run.lock").exists():
             self._violated("the lock of the folder is left")
         self._check_outcome(outcome)
@@ -402,7 +433,7 @@ class SimulatedRun:
         cluster = self.config.cluster
         least = max(self.config.elastic.min_workers or cluster.min_workers, cluster.tensor_parallel)
         return {
-            "none came in elastic.wait_s": room < least,
+            "none came in elastic.wait_s": room < least or bool(count[Kind.START_HANGS]),
             "asks for at least": room < least or bool(count[Kind.NODE_DIES] or count[Kind.NODE_DRAINS]),
             "recoveries did not finish a step": len(happened) >= 4,
             "living devices failed": count[Kind.EXCHANGE_FAILS] + count[Kind.EXCHANGE_STUCK] >= 3,
@@ -445,10 +476,13 @@ class SimulatedRun:
         self.step = step
         self.injector.on_step(step)
 
+    def _on_plan(self) -> None:
+        self.num_planned += 1
+
     def _kill_controller(self) -> None:
         for actor in self.world.living("controller"):
             self.world.kill(actor.process, "fault, writing")
-        raise ControllerKilledError
+        raise ProcessKilledError
 
     def _dataset(self, config: Config, *, data_dir: str) -> Dataset:
         return Dataset(index=Index(), sampler=SAMPLER, library=Library(), model=MODEL)  # type: ignore[arg-type]
@@ -468,10 +502,16 @@ class SimulatedRun:
                 reservation=reservation,
             )
 
+        def planner(actor: Actor, runtime: SimulatedRuntime, args: Any, kwargs: Any) -> SimulatedPlanner:
+            living = [each.process.label for each in self.world.living("planner")]
+            if len(living) > self.config.plan.planner_actors:
+                self._violated(f"{living} live, plan.planner_actors is {self.config.plan.planner_actors}")
+            return SimulatedPlanner(actor, plan_s=self.schedule.plan_s, on_plan=self._on_plan)
+
         return {
             Role.WORKER: worker,
             Role.STORE: lambda actor, runtime, args, kwargs: SimulatedStore(actor, **kwargs),
-            Role.PLANNER: lambda actor, runtime, args, kwargs: SimulatedPlanner(actor, plan_s=self.schedule.plan_s),
+            Role.PLANNER: planner,
             Role.CONTROLLER: lambda actor, runtime, args, kwargs: SimulatedController(self, actor, runtime, args[0]),
         }
 

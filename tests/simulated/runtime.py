@@ -16,7 +16,7 @@ from rayfcp.cluster.runtime import (
     Role,
 )
 from rayfcp.values import ClusterSpec
-from tests.simulated.world import HEAD, Actor, ControllerKilledError, Handle, Process, Ref, Reservation, World, named
+from tests.simulated.world import HEAD, Actor, ProcessKilledError, Handle, Process, Ref, Reservation, World, named
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +33,12 @@ Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], An
 @dataclass(slots=True)
 class Hooks:
     """What a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`: workers that
-    will be stopped before they open, for ever; `cpu_s`: clock of CPU time,
-    which stands still unless somebody measures."""
+    will be stopped before they open, for ever; `never_starts`: roles for whose actors there is no room; `cpu_s`: clock
+    of CPU time, which stands still unless somebody measures."""
 
     never_opens: int = 0
     hangs_opening: int = 0
+    never_starts: frozenset[Role] = frozenset()
     start_s: tuple[float, float] = START_S
     cpu_s: Callable[[], float] = float
 
@@ -64,13 +65,13 @@ class SimulatedRuntime:
             self._start_in(spec.reservation, actor)
         elif not world.nodes[node].alive:
             process.alive, actor.reason = False, f"its node {node} is dead"
-        else:
+        elif spec.role not in self.hooks.never_starts:
             world.at(world.random.uniform(0.05, 0.5), actor.run, process)
         return Handle(actor, self.process)
 
     def end(self, handle: Handle) -> None:
         self._check()
-        handle.actor.reason = "it was killed by id"
+        handle.actor.reason, handle.actor.is_ended = "it was killed by id", True
         self.world.kill(handle.actor.process, "by id")  # Ray ends stopped processes, too (measured: after 5 s)
 
     def named(self, prefix: str) -> dict[str, Handle]:
@@ -156,6 +157,7 @@ class SimulatedRuntime:
 
     def request(self, resources: Mapping[str, float], *, count: int) -> None:
         self._check()
+        self.world.requested = count
 
     def nodes(self) -> NodeView:
         self._check()
@@ -330,7 +332,7 @@ class SimulatedTask:
             self._value = self._call(*self._args)
         except Exception as error:
             self._error = error
-        except ControllerKilledError:
+        except ProcessKilledError:
             return  # the process died within; whoever drives the loop finds that out
         self._is_done = True
 

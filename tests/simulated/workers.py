@@ -25,7 +25,8 @@ from tests.simulated.world import Actor, Deferred, World
 class Behavior:
     """What the devices of a run have in common. `slowness`: factors of step time by worker id.
 
-    `observe` is told of each shard at each version, `on_step` of each device that begins one.
+    `observe` is told of each shard at each version, `on_step` of each device that begins one, `on_leave` of each that is
+    to leave its generation.
     """
 
     size: int
@@ -35,6 +36,7 @@ class Behavior:
     observe: Callable[[str, int, "states.Shard", int], None]
     disk_fails: Callable[[], str]
     on_step: Callable[[int], None] = lambda _: None
+    on_leave: Callable[[], None] = lambda: None
     slowness: dict[str, float] = field(default_factory=dict)
     stuck_steps: set[int] = field(default_factory=set)
     failing_steps: set[int] = field(default_factory=set)
@@ -216,6 +218,7 @@ class SimulatedWorker:
         def left() -> None:
             self.generation = None
 
+        self._behavior.on_leave()
         return self._meet("leave", left)
 
     def fill(self, sources: Sequence[Source]) -> Deferred:

@@ -25,8 +25,9 @@ HEAD = "n000"
 """Node of the driver and the controller; never lost."""
 
 
-class ControllerKilledError(BaseException):
-    """The controller's process is dead: raised from whatever it does next, and past all of its handlers."""
+class ProcessKilledError(BaseException):
+    """The controller's or the driver's process is dead: raised from whatever it does next, and past all of its
+    handlers."""
 
 
 class ViolationError(BaseException):
@@ -107,6 +108,8 @@ class Actor:
         self._serial: deque[Call] = deque()
         self._busy: Call | None = None
         self.reason = ""
+        self.is_ended = False
+        """By id: nobody has a reason to call it any more."""
         process.when_dead.append(self._died)
 
     def run(self) -> None:
@@ -258,6 +261,8 @@ class World:
         self.actors: list[Actor] = []
         self.reservations: dict[str, Reservation] = {}
         self.delay_s = 0.001
+        self.requested = 0
+        """Devices that the autoscaler was asked to make room for."""
         self.controller_since_s: float | None = None
         self.after_event: Callable[[], None] = lambda: None
         self.violation: ViolationError | None = None
@@ -325,9 +330,9 @@ class World:
         if self.violation is not None:
             raise self.violation
         if not process.alive:
-            if process.kind != "controller":
+            if process.kind not in ("controller", "driver"):
                 raise self.violated(f"the simulation is wrong: {process.label} acts after its death")
-            raise ControllerKilledError
+            raise ProcessKilledError
 
     def latency_s(self) -> float:
         return self.delay_s * self.random.uniform(0.2, 2.0)
@@ -337,6 +342,8 @@ class World:
     def send(
         self, actor: Actor, method: str, args: Any, kwargs: Any, *, caller: Process | None, num_returns: int
     ) -> Any:
+        if actor.is_ended and caller is not None and caller.kind == "controller":
+            raise self.violated(f"{method} of {actor.process.label} is called after that was ended")
         refs = [Ref() for _ in range(num_returns)]
         call = Call(method, args, dict(kwargs), refs)
         actor.calls.append(call)
