@@ -447,12 +447,15 @@ class SimulatedRun:
             "did not open within": bool(happened),
             "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
             "a resumed run keeps its model": self._goes_on,
+            "checkpoint.resume is": self._goes_on,
+            "did not all start within": bool(self.hooks.never_starts),
+            "ranks hold at most": cluster.memory_gib_per_device is not None,
             "died": len(self.controllers) > 0 and self._died_at_start(),
         }
 
     def _died_at_start(self) -> bool:
         """A worker that dies before it opened ends the start of a run."""
-        return not (self.folder / "steps.jsonl").exists() or self.deaths > 0
+        return not (self.folder / "steps.jsonl").exists() or self.deaths > 0 or self._goes_on
 
     def _check_checkpoints(self) -> None:
         """All complete ones hold the state of the undisturbed run."""
@@ -554,9 +557,15 @@ def _surroundings(open_dataset: Any) -> Iterator[None]:
         yield
 
 
-def simulate(schedule: Schedule, *, trace: list[str] | None = None, folder: Path | None = None) -> Result:
+def simulate(
+    schedule: Schedule,
+    *,
+    trace: list[str] | None = None,
+    folder: Path | None = None,
+    never_starts: frozenset[Role] = frozenset(),
+) -> Result:
     """Run a schedule in `folder`, where a run may have been before, or in one that is gone afterwards. `trace` is
-    filled with its events.
+    filled with its events. `never_starts`: roles for whose actors there is no room.
 
     Raises:
         ViolationError: something that must hold does not.
@@ -565,6 +574,7 @@ def simulate(schedule: Schedule, *, trace: list[str] | None = None, folder: Path
     base = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as own:
         run = SimulatedRun(schedule, folder or Path(own), keep_trace=trace is not None)
+        run.hooks.never_starts = never_starts
         try:
             return run.go()
         finally:

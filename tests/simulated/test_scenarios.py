@@ -1,10 +1,12 @@
 """What a run does when one thing happens to it: decisions, their reasons, steps that run again."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from rayfcp.cluster.runtime import Role
 from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.steps import read_steps
 from tests.simulated.run import Library, Result, simulate
@@ -36,6 +38,7 @@ def ran(
     plan_s: float = 0.05,
     push_s: float = 0.05,
     folder: Path | None = None,
+    never_starts: frozenset[Role] = frozenset(),
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""
@@ -59,6 +62,7 @@ def ran(
             push_s=push_s,
         ),
         folder=folder,
+        never_starts=never_starts,
     )
 
 
@@ -81,7 +85,10 @@ def test_nothing_happens() -> None:
     ended_well(result)
     assert [each.kind for each in result.events] == [EventKind.START, EventKind.END]
     assert {each.world_size for each in result.reports} == {4} and not any(each.recovered for each in result.reports)
-    assert result.outcome.finished is not None and str(result.outcome.finished.checkpoint).endswith("step-00000030")
+    finished = result.outcome.finished
+    assert finished is not None and str(finished.checkpoint).endswith("step-00000030")
+    assert abs(finished.controller_s) < 1e-6, "the clock of the simulation stands still while the controller works"
+    assert result.num_planned == 30
 
 
 def test_a_dead_worker_costs_no_finished_step_and_is_replaced() -> None:
@@ -470,3 +477,136 @@ def test_a_place_that_loses_its_devices_stays_calm_before_it_is_used_again() -> 
     assert len(losses) == len(growths) == 3 and all(each.devices == 2 for each in growths)
     waited_s = [grown.at_s - lost.at_s for lost, grown in zip(losses, growths, strict=True)]
     assert waited_s[0] < 15.0 and waited_s[1] < 15.0 and 30.0 <= waited_s[2] < 45.0, waited_s
+
+
+def test_a_device_that_is_lost_before_the_first_step_is_not_used(tmp_path: Path) -> None:
+    """Also while the checkpoint is verified that the run goes on from."""
+    ran(steps=4, checkpoint={"every_steps": 2}, folder=tmp_path)
+    for number in range(24):
+        steps = 5 + number
+        result = ran(fault(Kind.WORKER_DIES, 0, 0.5 + 0.1 * number), steps=steps, folder=tmp_path, seed=number)
+        if result.outcome.finished is None:
+            assert "could not start" in result.outcome.error or "died" in result.outcome.error, result.outcome
+            ran(steps=steps, folder=tmp_path)
+        assert [each.step for each in read_steps(tmp_path / "run" / "steps.jsonl")] == list(range(1, steps + 1))
+
+
+def test_copies_of_steps_that_are_lost_keep_nothing_safe() -> None:
+    """All copies are lost, the run goes back to a checkpoint, and loses a device before there are copies again."""
+    for after_s in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
+        result = ran(
+            fault(Kind.CHECKPOINT_DAMAGED, 15),
+            fault(Kind.WORKER_DIES, 0, 5.0 + after_s),
+            checkpoint={"every_steps": 4, "keep": 3},
+            workers=(1, 2),
+            nodes=(1, 1, 1),
+            push_s=2.0,
+            steps=40,
+        )
+        ended_well(result, steps=40)
+        assert all(each.lost_steps <= 2 for each in of(result, EventKind.RECOVERY)[1:]), of(result, EventKind.RECOVERY)
+
+
+def test_checkpoints_of_every_step_are_whole() -> None:
+    """Parts that some devices have written are reported while others still write theirs."""
+    result = ran(steps=120, checkpoint={"every_steps": 1, "keep": 200})
+    ended_well(result, steps=120)
+    assert len(result.checkpoints) > 20
+
+
+def test_a_finished_step_is_written_down_whenever_the_next_one_breaks() -> None:
+    """Also when it breaks before it is dispatched: copies are waited for, which are slow."""
+    for number in range(12):
+        result = ran(fault(Kind.WORKER_DIES, 10, 0.2 * number), push_s=2.0)
+        ended_well(result)
+
+
+def test_a_planner_that_dies_while_it_starts_is_replaced() -> None:
+    for number in range(15):
+        result = ran(fault(Kind.PLANNER_DIES, 0, 0.05 + 0.05 * number), steps=3, seed=number)
+        ended_well(result, steps=3)
+        assert result.num_planned <= 3 + 2
+
+
+def test_no_store_is_started_where_a_device_that_stood_by_is_dead() -> None:
+    """One device makes no rank and stands by; its node dies, then another device does."""
+    for seed in range(6):
+        result = ran(
+            fault(Kind.NODE_DIES, 5),
+            fault(Kind.WORKER_DIES, 12),
+            fault(Kind.ALL_WORKERS_DIE, 22),
+            cluster={"tensor_parallel": 2},
+            workers=(2, 5),
+            nodes=(4, 1),
+            steps=40,
+            seed=seed,
+        )
+        ended_well(result, steps=40)
+        assert all(each.lost_steps <= 2 for each in of(result, EventKind.RECOVERY))
+
+
+def test_a_stop_before_the_first_step_ends_without_a_checkpoint() -> None:
+    for number in range(12):
+        result = ran(fault(Kind.USER_STOPS, 0, 0.02 + 0.4 * number))
+        finished = result.outcome.finished
+        assert finished is not None
+        assert finished.last_step == len(result.reports) or finished.last_step == 0
+        assert (finished.checkpoint is not None) == bool(result.checkpoints)
+
+
+def test_a_sequence_that_fits_nowhere_is_refused_before_workers_start() -> None:
+    """Four devices hold 15 tokens each beside the model's states, the longest sequence has 128."""
+    result = ran(cluster={"memory_gib_per_device": 16.75})
+    assert result.outcome.wrong_input and "128" in result.outcome.error, result.outcome
+    assert not any("starting" in line for line in result.lines)
+
+
+def test_planners_without_room_are_an_error_that_says_so() -> None:
+    result = ran(never_starts=frozenset({Role.PLANNER}))
+    assert result.outcome.wrong_input
+    assert result.outcome.error.startswith("2 planners (plan.planner_actors) did not all start within 60 s")
+
+
+def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
+    for seed in range(10):
+        result = ran(
+            fault(Kind.NODE_DRAINS, 10, lasts_s=8.0), workers=(4, 4), elastic={"min_workers": 4, "wait_s": 5.0}, seed=seed
+        )
+        if any("is about to go and nothing can replace it" in line for line in result.lines):
+            assert 11 in result.checkpoints, result.checkpoints
+            return
+    raise AssertionError("no schedule is of this kind")
+
+
+def test_a_run_that_goes_on_from_a_named_checkpoint_falls_back_to_it(tmp_path: Path) -> None:
+    """Not to one of its own folder from before that step, nor to first weights."""
+    ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
+    named = tmp_path / "run" / "checkpoints" / "step-00000004"
+    result = ran(
+        fault(Kind.ALL_WORKERS_DIE, 6),
+        steps=9,
+        checkpoint={"resume": str(named)},
+        elastic={"snapshot_every_steps": 0},
+        folder=tmp_path,
+    )
+    ended_well(result, steps=9)
+    assert of(result, EventKind.RECOVERY)[0].step == 4
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
+    named = tmp_path / "step-00000004"
+    shutil.copytree(tmp_path / "run" / "checkpoints" / named.name, named)
+    part = next(named.glob("part-*.bin"))
+    part.write_bytes(part.read_bytes()[:-8])
+    result = ran(steps=12, checkpoint={"resume": str(named)}, folder=tmp_path)
+    assert result.outcome.wrong_input
+    assert result.outcome.error.startswith(f"checkpoint.resume is {str(named)!r}, ")
+
+
+def test_what_is_missing_of_newer_states_is_said() -> None:
+    """A device dies with the only copy of its newest shard."""
+    result = ran(fault(Kind.STORE_DIES, 10), fault(Kind.STORE_DIES, 0, 0.0), fault(Kind.WORKER_DIES, 0, 0.0))
+    ended_well(result)
+    lines = [line for line in result.lines if "going on from the beginning" in line]
+    assert len(lines) == 1 and "no state in memory is complete: the state after step" in lines[0], lines

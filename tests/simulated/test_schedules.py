@@ -17,7 +17,7 @@ from tests.simulated.world import ViolationError
 ROOT = Path(__file__).resolve().parents[2]
 CHUNKS, EACH = 20, 250
 
-ENOUGH = 400
+ENOUGH = 150
 """Schedules within which a planted fault has to be found; see `python -m tests.simulated.planted` for how many it
 took."""
 
