@@ -35,11 +35,12 @@ for each in COMMANDS:
     if not any(re.match(pattern, str(each)) for pattern in NOT_RUN):
         RUN.setdefault(each.text.split("  #")[0].strip(), each)
 
+NARROW = ["model.architecture.num_layers=2", "model.architecture.hidden_size=64"]
 # What makes a run small enough for a test, behind the words of the page.
 SMALL = [
     *("train.steps=2", "train.warmup_steps=0", "cluster.num_workers=2", 'data.paths=["{stdlib}/json"]'),
     *("data.max_seqlen=512", "data.long_sequences=split", "data.max_bad_fraction=0.5"),
-    *("model.architecture.num_layers=2", "model.architecture.hidden_size=64", "data.global_batch_sequences=4"),
+    *(*NARROW, "data.global_batch_sequences=4"),
 ]
 PEAK = "metrics.peak_flops=1e11"  # so that it need not be measured, as the first command does
 SMALL_CONTEST = ["--strategies", "flex-ring,static-cp", "--global-batch", "8", "--max-seqlen", "8192", "--devices", "4"]
@@ -50,7 +51,8 @@ def small(words: list[str]) -> list[str]:
     if words[:2] == ["train", "jobs/quickstart.yaml"]:
         return [*words, *SMALL, *(["train.steps=3", PEAK] if len(words) > 2 else [])]
     if words[0] == "train":  # on CPUs: the Ray that tests share speaks of an NPU, which `auto` would take
-        return [*words, "cluster.device=cpu", "train.steps=2", PEAK]
+        narrow = [] if "path:" in SAVED.get(words[1], "").partition("model:")[2] else NARROW
+        return [*words, "cluster.device=cpu", "train.steps=2", PEAK, *narrow]
     if words[0] == "plan":
         return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]
     if words[0] == "compare":
