@@ -22,7 +22,7 @@ quickstart: setup
 	$(BIN)/rayfcp train jobs/quickstart.yaml
 
 test: setup-dev kernels
-	$(BIN)/python -m pytest -n 3 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder
 
 # What planners and simulator compile, by two processes, once: tests do not wait for it.
 kernels: setup-dev

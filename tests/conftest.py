@@ -21,15 +21,20 @@ os.environ.update(PATIENT_RAY)  # before Ray is imported, likewise
 
 register_profiles()
 
-WITH_PROCESSES = ("chaos", "cluster", "dashboards", "browser", "docs", "execute", "jobs")
-"""Folders of tests that start processes: the longest, so they begin first and the shortest fill up what is left."""
+WITH_PROCESSES = ("chaos", "ray", "cluster", "dashboards", "browser", "docs", "execute", "jobs")
+"""Folders of tests that start processes: the longest, so they begin first and the shortest fill up what is left. All
+modules that share a Ray are `ray`: it ends with the last of them."""
+
+ON_RAY: set[Path] = set()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     folder = Path(__file__).parent
+    ON_RAY.update(item.path for item in items if "ray_cluster" in getattr(item, "fixturenames", ()))
 
     def rank(item: pytest.Item) -> int:
         top = item.path.relative_to(folder).parts[0] if item.path.is_relative_to(folder) else ""
+        top = "ray" if item.path in ON_RAY else top
         return WITH_PROCESSES.index(top) if top in WITH_PROCESSES else len(WITH_PROCESSES) + (top == "simulated")
 
     items.sort(key=rank)
@@ -89,10 +94,10 @@ def ray_cluster(shared_ray: SharedRay) -> None:
     shared_ray.start()
 
 
-@pytest.fixture
-def no_ray(shared_ray: SharedRay) -> None:
-    """For tests that start a Ray of their own."""
-    shared_ray.end()
+@pytest.fixture(scope="module", autouse=True)
+def no_idle_ray(request: pytest.FixtureRequest, shared_ray: SharedRay) -> None:
+    if request.path not in ON_RAY:
+        shared_ray.end()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ PATIENT_RAY = {
     "RAY_worker_register_timeout_seconds": f"{PATIENCE_S:.0f}",
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{PATIENCE_S:.0f}",
     "RAY_worker_niceness": "0",
+    "REPORTER_UPDATE_INTERVAL_MS": "60000",
 }
-"""Environment with which Ray gives its own processes as long to start, and workers their share of a busy machine."""
+"""Environment with which Ray gives its own processes as long to start, and workers their share of a busy machine, of
+which it does not take stock every few seconds itself."""
 
 
 def until(is_so: Callable[[], object], *, what: str | Callable[[], object] = "", every_s: float = 0.05) -> None:

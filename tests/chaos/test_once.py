@@ -22,7 +22,6 @@ def is_whole_again(audience: Audience) -> bool:
 
 
 @pytest.mark.timeout(3 * PATIENCE_S)
-@pytest.mark.usefixtures("no_ray")
 def test_each_loss_once_and_growth(tmp_path: Path) -> None:
     """It ends with no step missing or twice, the samples, losses and gradients of the undisturbed run on one device,
     and nothing left behind."""

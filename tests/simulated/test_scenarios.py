@@ -263,6 +263,19 @@ def test_another_controller_adopts_the_workers() -> None:
     assert any("starts again, 1 more times at most" in line for line in result.lines)
 
 
+def test_a_driver_that_is_started_again_adopts_the_workers() -> None:
+    """As a retried job does, unless it comes so late that they have ended: then it begins with new ones."""
+    adopted = set()
+    for seed in range(8):
+        result = ran(fault(Kind.DRIVER_DIES, 10), seed=seed, checkpoint={"every_steps": 4})
+        ended_well(result)
+        second = of(result, EventKind.START)[1]
+        is_adopted = any(line == "going on with 4 workers whose controller is gone" for line in result.lines)
+        assert second.step in ((8, 9, 10) if is_adopted else (4, 8)), second
+        adopted.add(is_adopted)
+    assert adopted == {True, False}
+
+
 def test_a_controller_is_not_started_again_for_ever() -> None:
     result = ran(*(fault(Kind.CONTROLLER_DIES, step) for step in (5, 10, 15)))
     assert result.outcome.finished is None
@@ -570,7 +583,10 @@ def test_planners_without_room_are_an_error_that_says_so() -> None:
 def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
     for seed in range(10):
         result = ran(
-            fault(Kind.NODE_DRAINS, 10, lasts_s=8.0), workers=(4, 4), elastic={"min_workers": 4, "wait_s": 5.0}, seed=seed
+            fault(Kind.NODE_DRAINS, 10, lasts_s=8.0),
+            workers=(4, 4),
+            elastic={"min_workers": 4, "wait_s": 5.0},
+            seed=seed,
         )
         if any("is about to go and nothing can replace it" in line for line in result.lines):
             assert 11 in result.checkpoints, result.checkpoints
