@@ -213,19 +213,18 @@ def verdict(site: Site, *, schedules: int, limit_s: int) -> str:
 
 
 def _judged(schedules: int) -> str:
-    from tests.simulated import test_scenarios
-
-    for name, scenario in vars(test_scenarios).items():
-        if name.startswith("test_"):
-            try:
-                with TemporaryDirectory() as folder:
-                    scenario(*[Path(folder)] * ("tmp_path" in scenario.__annotations__))
-            except (Exception, test_scenarios.ViolationError) as error:
-                return f"{name}: {type(error).__name__} {str(error).splitlines()[:1]}"
+    from tests.simulated import test_going_on, test_scenarios
     from tests.simulated.run import simulate
     from tests.simulated.schedule import draw
     from tests.simulated.world import ViolationError
 
+    for name, scenario in [*vars(test_scenarios).items(), *vars(test_going_on).items()]:
+        if name.startswith("test_"):
+            try:
+                with TemporaryDirectory() as folder:
+                    scenario(*[Path(folder)] * ("tmp_path" in scenario.__annotations__))
+            except (Exception, ViolationError) as error:
+                return f"{name}: {type(error).__name__} {str(error).splitlines()[:1]}"
     for seed in range(schedules):
         try:
             simulate(draw(seed))

@@ -42,7 +42,7 @@ from tests.simulated.runtime import Hooks, SimulatedRuntime
 from tests.simulated.schedule import HARMLESS, SINGLE, Kind, Schedule
 from tests.simulated.stores import SimulatedStore
 from tests.simulated.workers import Behavior, Meetings, SimulatedWorker
-from tests.simulated.world import HEAD, Actor, ProcessKilledError, Deferred, Process, ViolationError, World
+from tests.simulated.world import HEAD, Actor, Deferred, Process, ProcessKilledError, ViolationError, World
 
 LIMIT_S = 4000.0
 """Virtual seconds within which every run has to end."""
@@ -102,9 +102,9 @@ MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about; `num_planned`:
-    plans that planners were asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the
-    folder at the end."""
+    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about;
+    `num_planned`: plans that planners were asked for; `digest`: of all events of the simulation; `checkpoints`: steps
+    of those in the folder at the end."""
 
     outcome: Outcome
     reports: tuple[StepReport, ...]
@@ -313,8 +313,8 @@ class SimulatedRun:
                     self._violated(f"{actor.process.label} keeps copies of versions {sorted(versions)}")
 
     def check_ended(self) -> None:
-        """A controller that ends by itself has ended all that it started. What one before it left, and it did not get to
-        adopt, is ended by the driver."""
+        """A controller that ends by itself has ended all that it started. What one before it left, and it did not get
+        to adopt, is ended by the driver."""
         left = [
             actor.process.label
             for role in (Role.WORKER, Role.STORE, Role.PLANNER)

@@ -16,7 +16,7 @@ from rayfcp.cluster.runtime import (
     Role,
 )
 from rayfcp.values import ClusterSpec
-from tests.simulated.world import HEAD, Actor, ProcessKilledError, Handle, Process, Ref, Reservation, World, named
+from tests.simulated.world import HEAD, Actor, Handle, Process, ProcessKilledError, Ref, Reservation, World, named
 
 logger = logging.getLogger(__name__)
 

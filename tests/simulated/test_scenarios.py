@@ -1,83 +1,10 @@
 """What a run does when one thing happens to it: decisions, their reasons, steps that run again."""
 
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-from unittest.mock import patch
-
 from rayfcp.cluster.runtime import Role
-from rayfcp.telemetry.events import Event, EventKind
-from rayfcp.telemetry.steps import read_steps
-from tests.simulated.run import Library, Result, simulate
-from tests.simulated.schedule import Fault, Kind, Schedule
-from tests.simulated.world import ViolationError
-
-__all__ = ["ViolationError"]
-
-ELASTIC = {
-    "snapshot_every_steps": 1,
-    "wait_s": 60.0,
-    "hang_min_s": 5.0,
-    "hang_factor": 5.0,
-    "look_every_s": 0.5,
-    "start_timeout_s": 60.0,
-    "orphan_s": 20.0,
-    "controller_restarts": 2,
-    "max_recoveries": 5,
-}
-
-
-def ran(
-    *faults: Fault,
-    steps: int = 30,
-    workers: tuple[int, int] = (1, 4),
-    nodes: Sequence[int] = (2, 2),
-    seed: int = 0,
-    skipped: frozenset[int] = frozenset(),
-    plan_s: float = 0.05,
-    push_s: float = 0.05,
-    folder: Path | None = None,
-    never_starts: frozenset[Role] = frozenset(),
-    **sections: dict[str, Any],
-) -> Result:
-    """A run of steps of half a second, a copy after each."""
-    return simulate(
-        Schedule(
-            seed=seed,
-            num_steps=steps,
-            num_workers=workers,
-            nodes=tuple(nodes),
-            faults=faults,
-            sections={
-                "train": {"steps": steps, "on_nonfinite": "skip"} | sections.get("train", {}),
-                "checkpoint": sections.get("checkpoint", {}),
-                "cluster": sections.get("cluster", {}),
-                "elastic": ELASTIC | sections.get("elastic", {}),
-                "plan": {"lookahead_steps": 2, "planner_actors": 2} | sections.get("plan", {}),
-            },
-            skipped=skipped,
-            step_s=0.5,
-            plan_s=plan_s,
-            push_s=push_s,
-        ),
-        folder=folder,
-        never_starts=never_starts,
-    )
-
-
-def fault(kind: Kind, step: int, after_s: float = 0.2, *, lasts_s: float = 20.0) -> Fault:
-    return Fault(kind=kind, step=step, after_s=after_s, lasts_s=lasts_s)
-
-
-def of(result: Result, kind: EventKind) -> list[Event]:
-    return [each for each in result.events if each.kind is kind]
-
-
-def ended_well(result: Result, *, steps: int = 30) -> None:
-    assert result.outcome.finished is not None, result.outcome
-    assert result.outcome.finished.last_step == steps
-    assert [each.step for each in result.reports] == list(range(1, steps + 1))
+from rayfcp.telemetry.events import EventKind
+from tests.simulated.run import Result
+from tests.simulated.scenario import ended_well, fault, of, ran
+from tests.simulated.schedule import Kind
 
 
 def test_nothing_happens() -> None:
@@ -410,55 +337,6 @@ def test_checkpoints_are_kept_as_configured() -> None:
     assert result.checkpoints == (25, 30)
 
 
-def goes_on(folder: Path, *, steps: int, **checkpoint: Any) -> tuple[Result, Result]:
-    """A run of ten steps with a checkpoint every four, and one in its folder."""
-    every = {"every_steps": 4, "keep": 3}
-    first = ran(steps=10, checkpoint=every, folder=folder)
-    return first, ran(steps=steps, checkpoint=every | checkpoint, folder=folder)
-
-
-def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
-    first, second = goes_on(tmp_path, steps=15)
-    ended_well(second, steps=15)
-    assert second.reports[:10] == first.reports
-    assert of(second, EventKind.START)[-1].step == 10 and second.checkpoints == (8, 10, 12, 15)[-3:]
-
-
-def test_a_finished_run_has_nothing_to_do(tmp_path: Path) -> None:
-    _, second = goes_on(tmp_path, steps=10)
-    ended_well(second, steps=10)
-    assert any("step 10 is done already" in line for line in second.lines)
-    assert len(of(second, EventKind.START)) == 1
-
-
-def test_a_run_that_starts_afresh_keeps_the_one_before(tmp_path: Path) -> None:
-    first, second = goes_on(tmp_path, steps=6, resume="never")
-    ended_well(second, steps=6)
-    aside = tmp_path / "run" / "earlier-1"
-    assert read_steps(aside / "steps.jsonl") == first.reports
-    assert sorted(path.name for path in (aside / "checkpoints").iterdir()) == [
-        f"step-{step:08d}" for step in first.checkpoints
-    ]
-    assert second.checkpoints == (4, 6)
-
-
-def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path) -> None:
-    named = tmp_path / "run" / "checkpoints" / "step-00000004"
-    _, second = goes_on(tmp_path, steps=7, resume=str(named))
-    ended_well(second, steps=7)
-    assert of(second, EventKind.START)[-1].step == 4
-    assert second.checkpoints == (4, 7)
-    assert len(read_steps(tmp_path / "run" / "earlier-1" / "steps.jsonl")) == 10
-
-
-def test_a_run_goes_on_with_no_other_model(tmp_path: Path) -> None:
-    ran(steps=4, folder=tmp_path)
-    with patch.object(Library, "to_dict", lambda self: {"model_type": "another"}):
-        second = ran(steps=8, folder=tmp_path)
-    assert second.outcome.wrong_input and "a resumed run keeps its model" in second.outcome.error
-    assert len(second.reports) == 4
-
-
 def test_a_leaving_node_is_announced_with_its_time() -> None:
     result = ran(fault(Kind.NODE_DRAINS, 10, lasts_s=30.0), nodes=(2, 2, 2), steps=60)
     first = of(result, EventKind.RESIZE)[0]
@@ -490,18 +368,6 @@ def test_a_place_that_loses_its_devices_stays_calm_before_it_is_used_again() -> 
     assert len(losses) == len(growths) == 3 and all(each.devices == 2 for each in growths)
     waited_s = [grown.at_s - lost.at_s for lost, grown in zip(losses, growths, strict=True)]
     assert waited_s[0] < 15.0 and waited_s[1] < 15.0 and 30.0 <= waited_s[2] < 45.0, waited_s
-
-
-def test_a_device_that_is_lost_before_the_first_step_is_not_used(tmp_path: Path) -> None:
-    """Also while the checkpoint is verified that the run goes on from."""
-    ran(steps=4, checkpoint={"every_steps": 2}, folder=tmp_path)
-    for number in range(24):
-        steps = 5 + number
-        result = ran(fault(Kind.WORKER_DIES, 0, 0.5 + 0.1 * number), steps=steps, folder=tmp_path, seed=number)
-        if result.outcome.finished is None:
-            assert "could not start" in result.outcome.error or "died" in result.outcome.error, result.outcome
-            ran(steps=steps, folder=tmp_path)
-        assert [each.step for each in read_steps(tmp_path / "run" / "steps.jsonl")] == list(range(1, steps + 1))
 
 
 def test_copies_of_steps_that_are_lost_keep_nothing_safe() -> None:
@@ -592,32 +458,6 @@ def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
             assert 11 in result.checkpoints, result.checkpoints
             return
     raise AssertionError("no schedule is of this kind")
-
-
-def test_a_run_that_goes_on_from_a_named_checkpoint_falls_back_to_it(tmp_path: Path) -> None:
-    """Not to one of its own folder from before that step, nor to first weights."""
-    ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
-    named = tmp_path / "run" / "checkpoints" / "step-00000004"
-    result = ran(
-        fault(Kind.ALL_WORKERS_DIE, 6),
-        steps=9,
-        checkpoint={"resume": str(named)},
-        elastic={"snapshot_every_steps": 0},
-        folder=tmp_path,
-    )
-    ended_well(result, steps=9)
-    assert of(result, EventKind.RECOVERY)[0].step == 4
-
-
-def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
-    ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
-    named = tmp_path / "step-00000004"
-    shutil.copytree(tmp_path / "run" / "checkpoints" / named.name, named)
-    part = next(named.glob("part-*.bin"))
-    part.write_bytes(part.read_bytes()[:-8])
-    result = ran(steps=12, checkpoint={"resume": str(named)}, folder=tmp_path)
-    assert result.outcome.wrong_input
-    assert result.outcome.error.startswith(f"checkpoint.resume is {str(named)!r}, ")
 
 
 def test_what_is_missing_of_newer_states_is_said() -> None:

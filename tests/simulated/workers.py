@@ -25,8 +25,8 @@ from tests.simulated.world import Actor, Deferred, World
 class Behavior:
     """What the devices of a run have in common. `slowness`: factors of step time by worker id.
 
-    `observe` is told of each shard at each version, `on_step` of each device that begins one, `on_leave` of each that is
-    to leave its generation.
+    `observe` is told of each shard at each version, `on_step` of each device that begins one, `on_leave` of each that
+    is to leave its generation.
     """
 
     size: int
