@@ -16,7 +16,7 @@ from rayfcp.cluster.crew import Crew
 from rayfcp.cluster.fleet import Fleet
 from rayfcp.cluster.gathering import Gathering
 from rayfcp.cluster.keeping import Keeping
-from rayfcp.cluster.members import WorkerStart
+from rayfcp.cluster.members import WorkerStart, keep_alive
 from rayfcp.cluster.planners import Planners, PlanQueue
 from rayfcp.cluster.recruits import Recruits
 from rayfcp.cluster.resuming import Resume
@@ -301,6 +301,61 @@ def _lossless_resize() -> AbstractContextManager[Any]:
     return patch.object(Transitions, "at_boundary", same)
 
 
+def _unwatched() -> AbstractContextManager[Any]:
+    """Nobody asks after a device whose own call has ended, though others wait for it (found by this simulation)."""
+    look = Gathering._look
+
+    def pending_only(self: Gathering) -> None:
+        everybody = self._asked
+        idle = set(range(len(everybody))) - set(self._waiting.values())
+        self._asked = [_Silent(each) if number in idle else each for number, each in enumerate(everybody)]
+        look(self)
+        self._asked = everybody
+
+    return patch.object(Gathering, "_look", pending_only)
+
+
+class _Silent:
+    """Is not asked."""
+
+    def __init__(self, asked: Any) -> None:
+        self._asked = asked
+
+    def ask(self) -> None: ...
+
+    def pulse(self, number: int, *, is_busy: bool) -> Any:
+        return replace(self._asked.pulse(number, is_busy=is_busy), silent_s=0.0)
+
+
+def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
+    """Stores of a lost controller are kept alive only once workers have started (found by this simulation)."""
+    init, cover = Keeping.__init__, Keeping.cover
+
+    def late(self: Keeping, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self._alive.close()
+
+    def covering(self: Keeping, *args: Any, **kwargs: Any) -> None:
+        self._alive.close()
+        self._alive = keep_alive(self._runtime, self._orphan_s, handles=lambda: list(self.keepers.values()))
+        cover(self, *args, **kwargs)
+
+    return _all(patch.object(Keeping, "__init__", late), patch.object(Keeping, "cover", covering))
+
+
+def _request_stays() -> AbstractContextManager[Any]:
+    """What a lost controller asked of the autoscaler outlives the run (found by this simulation)."""
+    import rayfcp.cluster.following as following
+
+    end_leftovers = following.end_leftovers
+
+    def without(runtime: Any, key: str) -> None:
+        with patch.object(runtime, "request", lambda *_, **__: None):
+            end_leftovers(runtime, key)
+
+    return patch.object(following, "end_leftovers", without)
+
+
 def _resumes_wrong_step() -> AbstractContextManager[Any]:
     """Steps after a fall back are planned from one step too far."""
     fall_back = Resume.fall_back
@@ -355,6 +410,9 @@ PLANTED: tuple[Plant, ...] = (
     _dead_nodes_keep,
     _lost_save,
     _lossless_resize,
+    _unwatched,
+    _copies_die_as_workers_start,
+    _request_stays,
     _stays_on_leaving_nodes,
     _resumes_wrong_step,
     _no_recovery_counted,
@@ -366,6 +424,9 @@ RARE = (_forgotten_step, _start_on_standby)
 
 BY_SCENARIO = {
     _lossless_resize: "test_a_resize_that_loses_steps_goes_on_from_the_state_that_is_left",
+    _copies_die_as_workers_start: "test_copies_outlive_a_driver_while_new_workers_are_slow_to_start",
+    _request_stays: "test_the_autoscaler_makes_no_room_for_a_run_that_is_over",
+    _unwatched: "test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_for_it",
     _dead_nodes_keep: "test_no_store_is_started_where_a_device_that_stood_by_is_dead",
     _early_checkpoint: "test_checkpoints_of_every_step_are_whole",
     _lost_save: "test_without_copies_it_goes_on_from_the_checkpoint",

@@ -203,6 +203,35 @@ def test_a_driver_that_is_started_again_adopts_the_workers() -> None:
     assert adopted == {True, False}
 
 
+def test_copies_outlive_a_driver_while_new_workers_are_slow_to_start() -> None:
+    """All workers are dead, and one of the new ones hangs for longer than a store waits for a controller."""
+    for seed in range(6):
+        result = ran(
+            fault(Kind.START_HANGS, 10),
+            fault(Kind.ALL_WORKERS_DIE, 0, 0.0),
+            fault(Kind.DRIVER_DIES, 0, 0.0),
+            nodes=(4, 4),
+            elastic={"grow": False},
+            seed=seed,
+        )
+        ended_well(result)
+        if of(result, EventKind.START)[1].step > 0:
+            return
+    raise AssertionError("no schedule is of this kind")
+
+
+def test_a_device_that_dies_after_its_own_call_ended_is_found_while_others_wait_for_it() -> None:
+    """It dies while the devices of a generation meet."""
+    for number in range(20):
+        again = fault(Kind.NEWEST_WORKER_DIES, 0, 0.09 + 0.002 * number)
+        ended_well(ran(fault(Kind.WORKER_DIES, 5), again, workers=(1, 8), nodes=(4, 4), steps=8, seed=4), steps=8)
+
+
+def test_the_autoscaler_makes_no_room_for_a_run_that_is_over() -> None:
+    """Not even that which a controller that was lost asked for. Checked at the end of every run."""
+    ended_well(ran(fault(Kind.WORKER_DIES, 10), fault(Kind.CONTROLLER_DIES, 0, 1.0)))
+
+
 def test_a_controller_is_not_started_again_for_ever() -> None:
     result = ran(*(fault(Kind.CONTROLLER_DIES, step) for step in (5, 10, 15)))
     assert result.outcome.finished is None
