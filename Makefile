@@ -1,7 +1,7 @@
 # make quickstart   sets up .venv and trains a small model on 4 CPU ranks
 # make test         sets up .venv and runs all tests
 # make explore      searches for counterexamples, others in every run: 100,000 fault schedules of the simulated cluster
-#                   (make explore SCHEDULES=1000 for fewer), ten times as many examples of properties
+#                   (make explore SCHEDULES=1000 for fewer), far more examples of properties
 # make chaos        long runs that lose processes, nodes, messages and disks (half an hour)
 # make dashboards   writes boards and rules again from their code
 # make check        format, lint, types, import rules, sizes

@@ -187,6 +187,7 @@ def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
     older, newer = CheckpointFolder(Path(run.config.run_dir) / "checkpoints", keep=1).complete()
     (newer / "__1_0.distcp").write_bytes(bytes(100) + b"x")
     run.step(6)
+    run.saver.abandon()
     assert run.saver.fall_back(run.crew, metrics=run.metrics) == 2
     assert run.crew.each(lambda _, worker: worker.loaded.remote()) == [str(older)] * 2
     assert len(run.said) == 1 and str(newer / "__1_0.distcp") in run.said[0]
