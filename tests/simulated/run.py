@@ -102,9 +102,11 @@ MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended, its log, what happened to it and what the user read. `kinds`: faults that came about;
-    `num_planned`: plans that planners were asked for; `digest`: of all events of the simulation; `checkpoints`: steps
-    of those in the folder at the end."""
+    """How a run ended, its log, what happened to it and what the user read.
+
+    `kinds`: faults that came about; `num_planned`: plans that planners were asked for; `most_requested`: devices
+    that the autoscaler was asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the folder.
+    """
 
     outcome: Outcome
     reports: tuple[StepReport, ...]
@@ -113,6 +115,7 @@ class Result:
     lines: tuple[str, ...]
     kinds: tuple[Kind, ...]
     num_planned: int
+    most_requested: int
     digest: int
     num_events: int
     virtual_s: float
@@ -220,6 +223,7 @@ class SimulatedRun:
             lines=tuple(self.watcher.lines),
             kinds=tuple(self.injector.happened),
             num_planned=self.num_planned,
+            most_requested=self.world.most_requested,
             digest=self.world.digest,
             num_events=self.world.num_events,
             virtual_s=self.world.now_s - 1000,
@@ -392,6 +396,12 @@ class SimulatedRun:
             found = (self.folder / "config.yaml").read_text()
             if found != repr(self.config):
                 self._violated(f"config.yaml is {found[:80]}")
+        self._check_nothing_left()
+        self._check_outcome(outcome)
+        if not outcome.wrong_input:
+            self._check_checkpoints()
+
+    def _check_nothing_left(self) -> None:
         left = [actor.process.label for kind in Role for actor in self.world.living(kind.value)]
         if left:
             self._violated(f"still alive after the end: {', '.join(left)}")
@@ -401,15 +411,13 @@ class SimulatedRun:
             self._violated(f"the autoscaler still makes room for {self.world.requested} devices")
         if (self.folder / "run.lock").exists():
             self._violated("the lock of the folder is left")
-        self._check_outcome(outcome)
-        self._check_checkpoints()
 
     def _check_outcome(self, outcome: Outcome) -> None:
         reports = read_steps(self.folder / "steps.jsonl")
         happened = self.injector.happened
         if outcome.finished is not None:
             last = outcome.finished.last_step
-            stopped = Kind.USER_STOPS in happened
+            stopped = Kind.USER_STOPS in happened or any("again stops at once" in line for line in self.watcher.lines)
             if last != self.schedule.num_steps and not stopped:
                 self._violated(f"finished after step {last} of {self.schedule.num_steps}")
             if len(reports) < last:
@@ -442,7 +450,7 @@ class SimulatedRun:
             "could not be written": bool(count[Kind.DISK_FULL]) or len(happened) > 0,
             "cannot be written": bool(count[Kind.DISK_FULL]),
             "the controller was lost once more": self.deaths > 3,
-            "is whole": bool(count[Kind.CHECKPOINT_DAMAGED]),
+            "is whole": bool(count[Kind.CHECKPOINT_DAMAGED]) or self._goes_on,
             "could not start": bool(happened),
             "did not open within": bool(happened),
             "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
@@ -563,9 +571,10 @@ def simulate(
     trace: list[str] | None = None,
     folder: Path | None = None,
     never_starts: frozenset[Role] = frozenset(),
+    interrupts: int = 0,
 ) -> Result:
     """Run a schedule in `folder`, where a run may have been before, or in one that is gone afterwards. `trace` is
-    filled with its events. `never_starts`: roles for whose actors there is no room.
+    filled with its events. `never_starts`, `interrupts`: of `Hooks`.
 
     Raises:
         ViolationError: something that must hold does not.
@@ -574,7 +583,7 @@ def simulate(
     base = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="rayfcp-simulated-", dir=base) as own:
         run = SimulatedRun(schedule, folder or Path(own), keep_trace=trace is not None)
-        run.hooks.never_starts = never_starts
+        run.hooks.never_starts, run.hooks.interrupts = never_starts, interrupts
         try:
             return run.go()
         finally:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rayfcp.cluster.facts import LOOPBACK, Rendezvous
+from rayfcp.cluster.following import POLL_S
 from rayfcp.cluster.runtime import (
     ActorLostError,
     ActorSpec,
@@ -34,11 +35,13 @@ Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], An
 class Hooks:
     """What a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`: workers that
     will be stopped before they open, for ever; `never_starts`: roles for whose actors there is no room; `cpu_s`: clock
-    of CPU time, which stands still unless somebody measures."""
+    of CPU time, which stands still unless somebody measures; `interrupts`: Ctrl-C at the driver, as soon as it waits
+    for the run."""
 
     never_opens: int = 0
     hangs_opening: int = 0
     never_starts: frozenset[Role] = frozenset()
+    interrupts: int = 0
     start_s: tuple[float, float] = START_S
     cpu_s: Callable[[], float] = float
 
@@ -84,6 +87,9 @@ class SimulatedRuntime:
     # Calls.
 
     def wait(self, refs: Sequence[Ref], *, timeout_s: float | None = None) -> list[Ref]:
+        if self.process.kind == "driver" and timeout_s == POLL_S and self.hooks.interrupts:
+            self.hooks.interrupts -= 1
+            raise KeyboardInterrupt
         done = self._wait(refs, enough=1, timeout_s=timeout_s)
         if done and len(refs) > MANY:
             done = self._wait(refs, enough=len(refs), timeout_s=LINGER_S)
@@ -158,6 +164,7 @@ class SimulatedRuntime:
     def request(self, resources: Mapping[str, float], *, count: int) -> None:
         self._check()
         self.world.requested = count
+        self.world.most_requested = max(self.world.most_requested, count)
 
     def nodes(self) -> NodeView:
         self._check()

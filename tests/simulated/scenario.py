@@ -33,6 +33,7 @@ def ran(
     push_s: float = 0.05,
     folder: Path | None = None,
     never_starts: frozenset[Role] = frozenset(),
+    interrupts: int = 0,
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""
@@ -57,6 +58,7 @@ def ran(
         ),
         folder=folder,
         never_starts=never_starts,
+        interrupts=interrupts,
     )
 
 

@@ -88,6 +88,15 @@ def test_a_run_that_goes_on_from_a_named_checkpoint_falls_back_to_it(tmp_path: P
     assert of(result, EventKind.RECOVERY)[0].step == 4
 
 
+def test_a_run_whose_only_checkpoint_is_damaged_does_not_start_over_by_itself(tmp_path: Path) -> None:
+    ran(steps=4, folder=tmp_path)
+    only = tmp_path / "run" / "checkpoints" / "step-00000004"
+    for part in only.glob("part-*.bin"):
+        part.rename(part.with_suffix(".moved"))
+    result = ran(steps=8, folder=tmp_path)
+    assert result.outcome.wrong_input and not result.outcome.error.startswith("checkpoint.resume"), result.outcome
+
+
 def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path: Path) -> None:
     ran(steps=10, checkpoint={"every_steps": 4, "keep": 3}, folder=tmp_path)
     named = tmp_path / "step-00000004"

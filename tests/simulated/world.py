@@ -261,8 +261,8 @@ class World:
         self.actors: list[Actor] = []
         self.reservations: dict[str, Reservation] = {}
         self.delay_s = 0.001
-        self.requested = 0
-        """Devices that the autoscaler was asked to make room for."""
+        self.requested = self.most_requested = 0
+        """Devices that the autoscaler was asked to make room for: now, and at most."""
         self.controller_since_s: float | None = None
         self.after_event: Callable[[], None] = lambda: None
         self.violation: ViolationError | None = None
