@@ -105,7 +105,8 @@ class Result:
     """How a run ended, its log, what happened to it and what the user read.
 
     `kinds`: faults that came about; `num_planned`: plans that planners were asked for; `most_requested`: devices
-    that the autoscaler was asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the folder.
+    that the autoscaler was asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the
+    folder.
     """
 
     outcome: Outcome
