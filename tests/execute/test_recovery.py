@@ -30,8 +30,12 @@ SCRIPT = (
 )
 KILLED = {3, 4, 5}
 LAST = SCRIPT[-1].steps[-1]
-TIMEOUT_S = 600.0
-"""Of exchanges: far more than the test takes."""
+PATIENCE_S, TIMEOUT_S = 600.0, 120.0
+"""For devices to meet, and of exchanges: far more than either takes."""
+
+FORGOTTEN = 2
+"""Waiters of the whole script that may stay until that timeout: gloo forgets a message whose connection breaks as it is
+sent (see `Meeting.abort`); in a cluster the controller ends such a device after `elastic.hang_min_s`."""
 
 
 def config_of(folder: Path) -> Config:
@@ -42,7 +46,7 @@ def config_of(folder: Path) -> Config:
         model={"architecture": architecture | {"ffn_size": 100, "tied_embeddings": True}, "dtype": "float64"},
         data={"max_seqlen": 64, "global_batch_sequences": 4},
         train={"steps": LAST, "grad_clip": 0.5},
-        elastic={"start_timeout_s": TIMEOUT_S, "collective_timeout_s": TIMEOUT_S},
+        elastic={"start_timeout_s": PATIENCE_S, "collective_timeout_s": TIMEOUT_S},
     )
 
 
@@ -63,7 +67,7 @@ def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     for process in processes.values():
         process.start()
     for me, process in processes.items():
-        process.join(1.2 * TIMEOUT_S)
+        process.join(PATIENCE_S)
         process.kill()
         process.join()
         assert process.exitcode == (-9 if me in KILLED else 0), me
@@ -71,7 +75,7 @@ def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def _process(me: int, port: int, folder: str) -> None:
-    faulthandler.dump_traceback_later(0.9 * TIMEOUT_S)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(0.9 * PATIENCE_S)  # where it hangs, if it does
     torch.set_num_threads(1)
     config = config_of(Path(folder))
     data = open_dataset(config, data_dir=str(Path(folder) / "shards"))
@@ -110,6 +114,7 @@ def test_steps_are_those_of_the_undisturbed_run(found: dict[int, list[dict[str, 
 
 
 def test_survivors_are_free_soon_after_the_abort(found: dict[int, list[dict[str, Any]]]) -> None:
+    late = []
     for me, facts in found.items():
         for index, generation in enumerate(SCRIPT):
             mine = [fact for fact in facts if fact["generation"] == index]
@@ -117,13 +122,14 @@ def test_survivors_are_free_soon_after_the_abort(found: dict[int, list[dict[str,
                 assert not [fact for fact in mine if "failed" in fact]
                 continue
             (abort,) = [fact for fact in mine if "aborted" in fact]
-            assert abort["took"] < 0.1 * TIMEOUT_S
+            assert abort["took"] < 0.25 * TIMEOUT_S
             failed = [fact for fact in mine if "failed" in fact]
             idle = generation.end == "hang" and me == generation.members[-1]
             assert len(failed) == (0 if idle else 1) or generation.end == "update", (me, index)
             for fact in failed:
                 assert fact["failed"].startswith("exchange between devices"), fact
-                assert fact["at"] - abort["aborted"] < 0.1 * TIMEOUT_S
+                late += [(me, index)] if fact["at"] - abort["aborted"] > 0.25 * TIMEOUT_S else []
+    assert len(late) <= FORGOTTEN, late
 
 
 def test_few_copies_are_held_and_beats_tell_the_step(found: dict[int, list[dict[str, Any]]]) -> None:
