@@ -34,6 +34,7 @@ def ran(
     folder: Path | None = None,
     never_starts: frozenset[Role] = frozenset(),
     interrupts: int = 0,
+    trace: list[str] | None = None,
     **sections: dict[str, Any],
 ) -> Result:
     """A run of steps of half a second, a copy after each."""
@@ -59,6 +60,7 @@ def ran(
         folder=folder,
         never_starts=never_starts,
         interrupts=interrupts,
+        trace=trace,
     )
 
 

@@ -370,6 +370,25 @@ def test_a_worker_that_does_not_start_is_asked_for_again() -> None:
     assert result.reports[-1].world_size == 4
 
 
+def test_workers_that_do_not_start_are_asked_for_at_growing_intervals() -> None:
+    """Three fail to start, so there are pauses of 1, 2 and 4 s."""
+    again = [fault(Kind.START_FAILS, 0, 0.0) for _ in range(2)]
+    result = ran(fault(Kind.START_FAILS, 5), *again, nodes=(4,), steps=80)
+    ended_well(result, steps=80)
+    (recovery,), whole = of(result, EventKind.RECOVERY), of(result, EventKind.RESIZE)[-1]
+    assert (recovery.devices, whole.devices) == (1, 4) and 4.3 <= whole.at_s - recovery.at_s < 20.0
+
+
+def test_a_device_that_stands_by_leaves_its_node_before_that_goes() -> None:
+    trace: list[str] = []
+    result = ran(
+        fault(Kind.NODE_DRAINS, 5), cluster={"tensor_parallel": 2}, workers=(2, 3), nodes=(2, 1), steps=80, trace=trace
+    )
+    ended_well(result, steps=80)
+    assert any("n001 dies" in line for line in trace)
+    assert not [line for line in trace if "dies: worker" in line and "(node)" in line]
+
+
 def test_a_worker_that_hangs_while_it_starts_gives_its_device_back() -> None:
     result = ran(fault(Kind.START_HANGS, 5), nodes=(4,), steps=300)
     ended_well(result, steps=300)
