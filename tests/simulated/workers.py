@@ -227,6 +227,7 @@ class SimulatedWorker:
         ours = [each for each in sources if each.holder_id == self.id]
         order = [*ours, *(each for each in sources if each.holder_id != self.id)]
         start, stop = self._interval(self.generation)
+        order = [each for each in order if _overlaps(each, start, stop)]
         found, left = np.zeros(stop - start, np.uint64), [(start, stop)]
         result = self._begin()
 
@@ -238,7 +239,7 @@ class SimulatedWorker:
                 if at == len(order):
                     if left:
                         raise ValueError(f"elements {left} are in no source")
-                    self.shard, self.version = found, int(order[0].header.scalars["version"])
+                    self.shard, self.version = found, int(sources[0].header.scalars["version"])
                     self._behavior.observe(self.id, self.version, found, start)
                     self._end(result)
                     return
@@ -510,3 +511,10 @@ class SimulatedWorker:
     def _died(self) -> None:
         if self.generation is not None:
             self.generation.breaks()
+
+
+def _overlaps(source: Source, start: int, stop: int) -> bool:
+    return any(
+        box.offsets[0] < stop and start < box.offsets[0] + box.sizes[0]
+        for box in (each.box for each in source.header.entries)
+    )
