@@ -2,6 +2,7 @@
 likewise, the profiles of properties, how tests are split over processes, and one thread per process for the arithmetic
 of small models: more of them wait for each other longer than they work."""
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -38,6 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return WITH_PROCESSES.index(top) if top in WITH_PROCESSES else len(WITH_PROCESSES) + (top == "simulated")
 
     items.sort(key=rank)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # all that is imported by now stays: no collection of a test has to look at it again
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -107,7 +107,10 @@ class Series:
 
     def value(self, name: str, **labels: str) -> float | None:
         """Of one series, None if there is none."""
-        return self.registry.get_sample_value(PREFIX + name, self._run | labels)
+        families = self.registry.restricted_registry([PREFIX + name]).collect()
+        sought = (PREFIX + name, self._run | labels)
+        found = [each.value for family in families for each in family.samples if (each.name, each.labels) == sought]
+        return found[0] if found else None
 
     def close(self) -> None:
         self._mirror.close()

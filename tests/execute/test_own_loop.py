@@ -34,23 +34,19 @@ def test_a_documented_loop_equals_dense_attention(name: str, by_torchrun: bool, 
     assert all(float(each[3]) < 1e-5 for each in pieces)
 
 
-def test_the_documented_model_learns_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
-    script = saved("train_loop.py", tmp_path)
-    alone, together = (losses_of(run_ranks(script, num_ranks=num_ranks)) for num_ranks in (2, 3))
-    assert len(set(together)) == 1 and len(together) == 3
-    assert together[0] == pytest.approx(alone[0], rel=1e-5)
-    assert together[0][-1] < together[0][0] - 0.3
-
-
 @pytest.mark.usefixtures("ray_cluster")
-def test_the_documented_loop_inside_ray_train(tmp_path: Path) -> None:
+def test_the_documented_model_learns_the_same_on_any_number_of_processes_and_inside_ray_train(tmp_path: Path) -> None:
     import ray
 
-    losses = losses_of(run_ranks(saved("train_loop.py", tmp_path), num_ranks=2))[0]
+    script = saved("train_loop.py", tmp_path)
+    two, three = (losses_of(run_ranks(script, num_ranks=num_ranks)) for num_ranks in (2, 3))
+    assert len(set(three)) == 1 and len(three) == 3
+    assert three[0] == pytest.approx(two[0], rel=1e-5)
+    assert three[0][-1] < three[0][0] - 0.3
     address = ray.get_runtime_context().gcs_address
     found = run([saved("ray_loop.py", tmp_path).name], folder=tmp_path, RAY_ADDRESS=address)
     first, last = map(float, found.rpartition("first and last loss ")[2].split()[:2])
-    assert (first, last) == pytest.approx((losses[0], losses[-1]), rel=1e-5)
+    assert (first, last) == pytest.approx((two[0][0], two[0][-1]), rel=1e-5)
 
 
 def saved(name: str, folder: Path) -> Path:

@@ -50,6 +50,7 @@ def config_of(folder: Path, *, gather_every: str) -> Config:
         folder,
         name="worlds",
         model={"architecture": architecture | {"ffn_size": 96, "tied_embeddings": True}},
+        data={"max_seqlen": 128, "global_batch_sequences": 4},
         train={
             "steps": STEPS * len(WORLDS),
             "grad_clip": 0.5,

@@ -38,12 +38,13 @@ ARGUMENTS |= {
     "block_sizes": ("--ranks", "4", "--lengths", "dist:long-tail", "--blocks", "512", "1024", *FULL),
 }
 STAGED = ("--model", "llama3.2-1b", "--lengths", "dist:github", "--devices", "4", "--stages", "2", *SMALL)
+STAGED += ("--global-batch", "8", "--max-seqlen", "8192")
 """Options of the scripts of InfiniPipe."""
 ARGUMENTS |= {
     "pipeline_figure8": ("--models", "llama3.2-1b", "--contexts", "16384", "--tensor-parallel", "1", "3", *STAGED[2:]),
     "pipeline_figure9": STAGED,
     "pipeline_figure10": ("--contexts", "8192", "16384", "--global-batches", "8", *STAGED),
-    "pipeline_figure11": ("--global-batches", "16", *STAGED),
+    "pipeline_figure11": ("--global-batches", "8", *STAGED),
     "pipeline_table2": STAGED,
 }
 EXTREME = ("--ranks", "4", "--short", "7", "--seeds", "1", "--long", "16384", "--model", "llama3.2-1b")

@@ -95,8 +95,7 @@ def run_seeing(
     return sum(each.loss_sum for each in done.values()) / shown.num_targets, gradients
 
 
-@pytest.mark.parametrize("freeze", [False, True], ids=["trained", "frozen"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "freeze"), [("float32", False), ("float64", False), ("float64", True)])
 @pytest.mark.parametrize("family", ROWS)
 def test_on_any_ranks_as_the_library_computes_it(family: str, dtype: str, freeze: bool) -> None:
     shown = Shown(family=family, rows=ROWS[family])
@@ -122,11 +121,11 @@ STRATEGIES = sorted(set(names()) - {"elastic-pipeline", "seq1f1b", "dapple"})
 @pytest.mark.parametrize("family", ROWS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_without_stages(strategy: str, family: str) -> None:
-    """Planned, proven, lowered and run on 1, 2 and 3 ranks; little memory makes groups and microbatches."""
+    """Planned, proven, lowered and run on 1 and 3 ranks; little memory makes groups and microbatches."""
     shown = Shown(family=family, rows=ROWS[family])
     freeze = family == "internvl"
     want = by_library(shown, dtype="float64", freeze=freeze)
-    for num_ranks in (1, 2, 3):
+    for num_ranks in (1, 3):
         cost = cost_of(shown, num_ranks=num_ranks, freeze=freeze)
         cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=60 if freeze else 150)
         options = PlanConfig(search_moves=300, primitives=("ring", "ulysses"))

@@ -530,3 +530,20 @@ def test_what_is_missing_of_newer_states_is_said() -> None:
     ended_well(result)
     lines = [line for line in result.lines if "going on from the beginning" in line]
     assert len(lines) == 1 and "no state in memory is complete: the state after step" in lines[0], lines
+
+
+def test_three_planners_may_die_one_after_the_other_also_before_the_first_plan() -> None:
+    deaths = [fault(Kind.PLANNER_DIES, 0, 4.0) for _ in range(3)]
+    result = ran(*deaths, plan_s=30.0, steps=3, plan={"planner_actors": 1})
+    ended_well(result, steps=3)
+    assert sum("a new one plans again" in line for line in result.lines) == 3
+
+
+def test_growth_loses_no_step_where_copies_are_rare() -> None:
+    """The state that devices leave with is copied, whether or not a copy of it is due."""
+    for every in (0, 7):
+        elastic = {"snapshot_every_steps": every}
+        result = ran(fault(Kind.NODE_COMES, 5), workers=(1, 8), nodes=(2,), steps=40, seed=3, elastic=elastic)
+        ended_well(result, steps=40)
+        grown = of(result, EventKind.RESIZE)
+        assert grown and not any(each.lost_steps for each in grown), grown

@@ -60,24 +60,20 @@ def last_step(run_dir: Path) -> int:
 
 
 def test_a_run_of_three_jobs_on_a_cluster_that_grows_and_shrinks(head: Head, run_dir: Path) -> None:
-    """`ray job submit` trains to the end. `rayfcp submit` goes on, on one node, for there are no others to have; once
-    there are, its demand brings one; it takes that device, its first worker's process all along, and gives the node
-    back as Ctrl-C at the one who follows stops it. The third job is stopped by `--stop` while it starts."""
-    job = head.folder / "job"
+    """`ray job submit` begins it on one node, for there are no others to have; once there are, its demand brings one;
+    it takes that device, its first worker's process all along, and gives the node back as Ctrl-C at the one who follows
+    stops it. `rayfcp submit` goes on to the end. The third job is stopped by `--stop` while it starts."""
+    job, longer = head.folder / "job", f"train.steps={ENDLESS}"
     by_ray = ("ray", "job", "submit", "--address", head.url, "--submission-id", "first", "--working-dir", str(job))
-    code, output = head.run(*by_ray, "--", "python", "train.py", "run.yaml")
-    assert code == 0, output
-    assert last_step(run_dir) == 2
-    code, output = head.run("rayfcp", "submit", "--follow", "first", "--address", head.url)
-    assert code == 0 and "step 1/2" in output and "job first succeeded" in output, output
-
-    words = ("rayfcp", "submit", str(job / "run.yaml"), f"train.steps={ENDLESS}", "--working-dir", str(job))
-    submit = (*words, "--address", head.url, "--no-package")
     assert head.num_nodes() == 1
-    following = head.start(*submit, "cluster.num_workers=[1,2]")
-    until(lambda: len(sizes(run_dir)) > 2 or following.poll() is not None, what="no step")
+    code, output = head.run(
+        *by_ray, "--no-wait", "--", "python", "train.py", "run.yaml", longer, "cluster.num_workers=[1,2]"
+    )
+    assert code == 0, output
+    following = head.start("rayfcp", "submit", "--follow", "first", "--address", head.url)
+    until(lambda: len(sizes(run_dir)) > 1 or following.poll() is not None, what="no step")
     first = head.workers()
-    assert sizes(run_dir)[2] == len(first) == head.num_nodes() == 1, following.poll()
+    assert sizes(run_dir)[0] == len(first) == head.num_nodes() == 1, following.poll()
     head.allow(nodes=1)
     until(lambda: 2 in sizes(run_dir) or following.poll() is not None, what="never two devices")
     assert first <= head.workers() and head.num_nodes() == 2, following.poll()
@@ -85,16 +81,21 @@ def test_a_run_of_three_jobs_on_a_cluster_that_grows_and_shrinks(head: Head, run
     output, _ = following.communicate(timeout=PATIENCE_S)
     assert following.returncode == 1, output
     assert "saves a checkpoint after the step under way" in output and "was stopped before the end" in output
-    assert f"step 3/{ENDLESS}" in output, "the job's own output is followed"
+    assert f"step 1/{ENDLESS}" in output, "the job's own output is followed"
     grown = last_step(run_dir)
     assert sizes(run_dir) == sorted(sizes(run_dir))
     assert not any(report.recovered for report in read_steps(run_dir / "steps.jsonl"))
 
-    code, output = head.run(*submit, "--no-wait", "--job-id", "third")
+    submit = ("rayfcp", "submit", str(job / "run.yaml"), "--working-dir", str(job), "--address", head.url)
+    submit = (*submit, "--no-package")
+    code, output = head.run(*submit, f"train.steps={grown + 1}")
+    assert code == 0 and f"step {grown + 1}/{grown + 1}" in output and " succeeded" in output, output
+    assert last_step(run_dir) == grown + 1
+    code, output = head.run(*submit, longer, "--no-wait", "--job-id", "third")
     assert code == 0 and "stop it:   rayfcp submit --stop third" in output, output
     code, output = head.run("rayfcp", "submit", "--stop", "third", "--address", head.url)
     assert code == 0 and "job third ended: STOPPED" in output, output
-    assert last_step(run_dir) >= grown
+    assert last_step(run_dir) >= grown + 1
     until(lambda: head.num_nodes() == 1, what=lambda: f"{head.num_nodes()} nodes are still there")
     assert not head.workers()
 
