@@ -547,3 +547,9 @@ def test_growth_loses_no_step_where_copies_are_rare() -> None:
         ended_well(result, steps=40)
         grown = of(result, EventKind.RESIZE)
         assert grown and not any(each.lost_steps for each in grown), grown
+
+
+def test_planners_may_die_ever_again_with_plans_in_between() -> None:
+    result = ran(*[fault(Kind.PLANNER_DIES, step) for step in (5, 10, 15, 20, 25)], plan={"planner_actors": 1})
+    ended_well(result)
+    assert sum("a new one plans again" in line for line in result.lines) == 5
