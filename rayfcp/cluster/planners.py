@@ -37,14 +37,13 @@ class Planners:
         self._deaths = 0
 
     def await_ready(self) -> None:
-        """Until all of them run; one that dies meanwhile is replaced.
+        """Until all of them run, or have died and are replaced when they are asked for a plan.
 
         Raises:
             CapacityError: Ray has no CPU for them beside the workers.
-            CannotGoOnError: they die again and again.
         """
-        for number, ready in enumerate([planner.ready.remote() for planner in self._actors]):
-            self._await(number, ready)
+        for ready in [planner.ready.remote() for planner in self._actors]:
+            self._await(ready)
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -71,7 +70,7 @@ class Planners:
         self._say(f"planner {number} died; a new one plans again what it had in hand")
         self.runtime.end(self._actors[number])
         self._actors[number] = self._new()
-        self._await(number, self._actors[number].ready.remote())
+        self._await(self._actors[number].ready.remote())
 
     def end(self) -> None:
         """Kill them by handle."""
@@ -81,12 +80,12 @@ class Planners:
     def _new(self) -> Any:
         return self.runtime.start(ActorSpec(role=Role.PLANNER), self._config, self._model, device=self._device)
 
-    def _await(self, number: int, ready: Any) -> None:
+    def _await(self, ready: Any) -> None:
         timeout_s = self._config.elastic.start_timeout_s
         try:
             self.runtime.get(ready, timeout_s=timeout_s)
-        except ActorLostError as error:
-            self.replace(number, cause=str(error))
+        except ActorLostError:
+            pass  # whoever asks it for a plan has it replaced
         except NoAnswerError as error:
             raise CapacityError(
                 f"{len(self)} planners (plan.planner_actors) did not all start within {timeout_s:.0f} s: each needs a "

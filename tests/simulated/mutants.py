@@ -54,6 +54,7 @@ TELLING = {
     "exception",
     "say",
     "set_standing_by",
+    "set_checkpoint",
     "set_snapshot",
     "set_process_groups",
 }

@@ -267,7 +267,7 @@ def _planner_not_asked_again() -> AbstractContextManager[Any]:
 def _planner_dies_starting() -> AbstractContextManager[Any]:
     """A planner that dies while it starts ends the run (found by this simulation)."""
 
-    def wait(self: Planners, number: int, ready: Any) -> None:
+    def wait(self: Planners, ready: Any) -> None:
         self.runtime.get(ready, timeout_s=self._config.elastic.start_timeout_s)
 
     return patch.object(Planners, "_await", wait)

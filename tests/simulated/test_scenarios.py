@@ -93,6 +93,7 @@ def test_the_run_grows_when_a_node_comes() -> None:
     grown = of(result, EventKind.RESIZE)
     assert grown and all(each.devices > each.devices_before for each in grown)
     assert result.reports[0].world_size == 2 < result.reports[-1].world_size
+    assert result.most_requested == 8, "of the autoscaler"
     assert not any(each.recovered for each in result.reports)
 
 
