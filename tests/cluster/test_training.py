@@ -115,17 +115,6 @@ class Heard:
         """Steps are read from the file."""
 
 
-def test_same_losses_where_heads_are_shared_out(folder: Path, alone: tuple[StepReport, ...]) -> None:
-    """Passes of Ulysses groups are timed at start, so that plans have them for what they cost."""
-    config = run_config(folder, name="heads", plan={"primitives": ["ulysses"]}, train={"recompute_layers": 1})
-    FlexTrainer(config).fit()
-    assert_same_run(steps_of(config), alone)
-    profile = json.loads((folder / "heads" / "profile.json").read_text())
-    timed = {(each["primitive"], each["degree"]) for each in profile["passes"]}
-    assert timed == {("ring", 1), ("ring", 2), ("ulysses", 2)}
-    assert profile["cost"]["ulysses_intra_s_per_token"] > 0
-
-
 class Scraper:
     """Reads the run's own metrics endpoint while it trains."""
 
@@ -142,18 +131,23 @@ class Scraper:
                 self.text = answer.read().decode()
 
 
-def test_four_ranks_with_recomputation(folder: Path, alone: tuple[StepReport, ...]) -> None:
-    """Metrics are served meanwhile."""
-    changed = {"steps": 5, "recompute_layers": 1}
-    config = run_config(folder, name="moved", cluster={"device": "cpu", "num_workers": 4}, train=changed)
+def test_same_losses_where_heads_are_shared_out_and_layers_recomputed(
+    folder: Path, alone: tuple[StepReport, ...]
+) -> None:
+    """Passes of Ulysses groups are timed at start, so that plans have them for what they cost. Metrics are served."""
+    config = run_config(folder, name="heads", plan={"primitives": ["ulysses"]}, train={"recompute_layers": 1})
     scraper = Scraper(Path(config.run_dir))
     result = FlexTrainer(config).fit(watcher=scraper)
-    assert result.metrics["step"] == 5
-    assert 'rayfcp_world_size{run="moved"} 4.0' in scraper.text
-    assert 'rayfcp_process_groups{run="moved"} 4.0' in scraper.text
-    assert 'rayfcp_sequences_skipped_total{reason="bad_json",run="moved"} 1.0' in scraper.text
-    assert scraper.text.count("rayfcp_worker_step_seconds{") == 4
-    assert_same_run(steps_of(config), alone[:5])
+    assert result.metrics["step"] == 10
+    assert_same_run(steps_of(config), alone)
+    profile = json.loads((folder / "heads" / "profile.json").read_text())
+    timed = {(each["primitive"], each["degree"]) for each in profile["passes"]}
+    assert timed == {("ring", 1), ("ring", 2), ("ulysses", 2)}
+    assert profile["cost"]["ulysses_intra_s_per_token"] > 0
+    assert 'rayfcp_world_size{run="heads"} 2.0' in scraper.text
+    assert 'rayfcp_process_groups{run="heads"} 4.0' in scraper.text
+    assert 'rayfcp_sequences_skipped_total{reason="bad_json",run="heads"} 1.0' in scraper.text
+    assert scraper.text.count("rayfcp_worker_step_seconds{") == 2
 
 
 def test_resume_refuses_another_seed(folder: Path, alone: tuple[StepReport, ...]) -> None:
