@@ -259,7 +259,9 @@ class SimulatedRun:
                 parts[-1].write_bytes(content)
 
     def keep_folder(self) -> None:
-        """As it is when the controller dies."""
+        """As it is when the controller dies in the run."""
+        if self.world.controller_since_s is None:
+            return
         with self.disk.paused():
             shutil.rmtree(self._kept, ignore_errors=True)
             if self.folder.exists():
