@@ -11,7 +11,7 @@ from rayfcp.cluster.profiled import Profiled, profile_table
 from rayfcp.cluster.profiling import profile_run
 from rayfcp.config import Config
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.values import StepReport
+from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -60,19 +60,6 @@ def test_compare_reads_the_hardware_profile(profiled: Profiled) -> None:
     )
 
 
-class Heard:
-    """What a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def update(self, report: StepReport) -> None:
-        """Steps are read from the file."""
-
-
 def test_progress_is_told(profiled: Profiled, said: list[str]) -> None:
     assert profiled.measured.passes
     assert [line for line in said if "round 2 of 2" in line] and [line for line in said if "warming up" in line]
@@ -80,7 +67,7 @@ def test_progress_is_told(profiled: Profiled, said: list[str]) -> None:
 
 def test_a_run_goes_by_its_profile_and_refits_it(profiled: Profiled, config: Config) -> None:
     """Without measuring again; what steps taught stands beside the profile, which stays."""
-    heard = Heard()
+    heard = Trouble()
     FlexTrainer(config).fit(watcher=heard)
     assert [line for line in heard.lines if line.startswith("cost model of rayfcp profile")]
     written = json.loads(profiled.profile_path.read_text())

@@ -8,7 +8,7 @@ import pytest
 from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.checkpoints import CheckpointFolder
 from rayfcp.config import Config
-from rayfcp.values import StepReport
+from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.waiting import PATIENCE_S
 
@@ -37,19 +37,6 @@ def again(trained: Config, *, name: str, steps: int) -> Config:
     return run_config(folder, name=name, train={"steps": steps}, checkpoint={"keep": 3})
 
 
-class Heard:
-    """What a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def update(self, report: StepReport) -> None:
-        """Steps are read from the file."""
-
-
 def checkpoints_of(config: Config) -> CheckpointFolder:
     return CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=1)
 
@@ -61,9 +48,9 @@ def test_a_changed_checkpoint_is_refused_and_the_one_before_taken(trained: Confi
     flip_a_bit(newer / "__1_0.distcp")
     said: list[str] = []
     assert export_run(config.run_dir, out_dir=folder / "exported", say=said.append) == older
-    heard = Heard()
+    heard = Trouble()
     FlexTrainer(config).fit(watcher=heard)
-    assert said == [line for line in heard.lines if "damaged" in line]
+    assert said == heard.said("damaged")
     assert said[0].startswith(f"checkpoint {newer.name} is damaged: {newer / '__1_0.distcp'} has checksum ")
     repeated = steps_of(config)
     assert [report.step for report in repeated] == list(range(1, 8))

@@ -13,6 +13,7 @@ from rayfcp.cluster.checkpoints import CheckpointFolder
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import StepReport
+from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.waiting import PATIENCE_S
 
@@ -86,10 +87,10 @@ def test_same_losses_on_stages_and_split_layers_each_resumed_on_the_next(
             },
             elastic={"start_timeout_s": PATIENCE_S},
         )
-        heard = Heard()
+        heard = Trouble()
         FlexTrainer(config).fit(watcher=heard)
         stand_by = ["1 of 5 devices stand by: 2 ranks need the others"] if num_devices == 4 else []
-        assert [line for line in heard.lines if "stand by" in line] == stand_by
+        assert heard.said("stand by") == stand_by
     reports = steps_of(config)
     assert_same_run(reports, alone)
     assert [report.world_size for report in reports] == [4] * 4 + [2] * 3 + [2] * 3
@@ -100,19 +101,6 @@ def test_same_losses_on_stages_and_split_layers_each_resumed_on_the_next(
     assert any(report.num_microbatches >= 3 for report in reports[:4]), "slices"
     export_run(folder / "layouts", out_dir=folder / "exported from stages")
     assert (folder / "exported from stages" / "model.safetensors").exists()
-
-
-class Heard:
-    """What a run says."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def update(self, report: StepReport) -> None:
-        """Steps are read from the file."""
 
 
 class Scraper:
