@@ -64,7 +64,7 @@ class Keeper:
 
         Raises:
             ValueError: as `begin`.
-            LookupError: the copy was dropped meanwhile.
+            CopyGoneError: the copy was dropped meanwhile.
         """
         self._watch.heard()
         return self._copies.write(state, number, offset=offset, data=data, checksum=checksum)

@@ -188,6 +188,7 @@ class RankWorker:
 
         Raises:
             ValueError: something is missing, there twice, or of another model.
+            CollectiveFailedError: a copy is gone from where it was.
         """
         from rayfcp.execute import snapshots
 

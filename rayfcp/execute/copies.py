@@ -18,6 +18,10 @@ _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Raw elements by their size: whose numbers they are does not matter here."""
 
 
+class CopyGoneError(LookupError):
+    """A copy that was asked for is not held any more, or not complete: states go while somebody looks for them."""
+
+
 class _Copy:
     """One shard. Its buffer is used again once it is dropped and `users`, threads that read or write it, are gone."""
 
@@ -82,7 +86,7 @@ class HeldCopies:
         """Take one chunk, in any order; whether the copy is complete now. A chunk that is here already changes nothing.
 
         Raises:
-            LookupError: no such copy is expected; it was dropped since.
+            CopyGoneError: no such copy is expected; it was dropped since.
             ValueError: the checksum is wrong, and the copy is dropped; or the chunk reaches outside, or into another.
         """
         view = memoryview(data).cast("B")
@@ -95,7 +99,7 @@ class HeldCopies:
             copy.buffer[offset : offset + len(view)] = np.frombuffer(view, np.uint8)
             with self._lock:
                 if copy.is_dropped:
-                    raise LookupError(f"{_label(copy.header)} was dropped while it came")
+                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it came")
                 copy.num_written += len(view)
                 copy.is_complete = copy.num_written == copy.header.num_bytes
                 return copy.is_complete
@@ -127,7 +131,7 @@ class HeldCopies:
         """Each part as a contiguous array of the box's shape, of unsigned integers as large as the elements.
 
         Raises:
-            LookupError: the copy is not held, or not complete.
+            CopyGoneError: the copy is not held, or not complete.
             ValueError: a part is not within one entry.
         """
         with self._using(state, number, complete=True) as copy:
@@ -137,13 +141,13 @@ class HeldCopies:
         """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next one.
 
         Raises:
-            LookupError: the copy is not held, not complete, or was dropped meanwhile.
+            CopyGoneError: the copy is not held, not complete, or was dropped meanwhile.
         """
         with self._using(state, number, complete=True) as copy:
             view = memoryview(copy.buffer)
             for start in range(0, len(view), chunk_bytes):
                 if copy.is_dropped:
-                    raise LookupError(f"{_label(copy.header)} was dropped while it was sent")
+                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it was sent")
                 chunk = view[start : start + chunk_bytes]
                 yield start, chunk, zlib.crc32(chunk)
 
@@ -171,7 +175,7 @@ class HeldCopies:
         with self._lock:
             copy = self._copies.get((state, number))
             if copy is None or (complete and not copy.is_complete):
-                raise LookupError(
+                raise CopyGoneError(
                     f"no {'complete ' if complete else ''}copy of device {number} in {state} is held here"
                 )
             copy.users += 1

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayfcp.execute.copies import HeldCopies, Wanted
+from rayfcp.execute.copies import CopyGoneError, HeldCopies, Wanted
 from rayfcp.execute.groups import Place
+from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.shards import PARAMETER, Part, entries_of, own_box, parts_of, scalars_of, wanted_parts
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
@@ -149,6 +150,7 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
 
     Raises:
         ValueError: the copies are of different states, or together do not hold each element wanted exactly once.
+        CollectiveFailedError: a copy is gone from where it was; what the model holds now is no state.
     """
     states = {source.header.state for source in sources}
     if len(states) != 1:
@@ -165,8 +167,16 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
             for at, wanted in orders.items()
         }
         for at, wanted in orders.items():
-            for (part, box), piece in zip(wanted, asked[at].result(), strict=True):
+            for (part, box), piece in zip(wanted, _answer(asked[at]), strict=True):
                 _put(part, box, piece=piece)
+
+
+def _answer(asked: "Future[Sequence[np.ndarray[Any, Any]]]") -> Sequence[np.ndarray[Any, Any]]:
+    try:
+        return asked.result()
+    except CopyGoneError as error:
+        # It was dropped for a newer one since its holder was asked: others may hold what is left.
+        raise CollectiveFailedError(f"a copy went while it was read: {error}") from error
 
 
 def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.groups import Place
+from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.snapshots import Snapshots, Source, fill
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
@@ -124,3 +125,12 @@ def test_numbers_that_differ_between_parameters_are_refused() -> None:
     optimizer.state[module[0].weight]["step"] += 1
     with pytest.raises(RuntimeError, match=r"step of the optimizer is \[1.0, 2.0\]"):
         taken(module, optimizer)
+
+
+def test_a_copy_that_is_gone_when_it_is_read_is_a_failed_exchange() -> None:
+    """Not an error of the program: others may hold what is left."""
+    module, optimizer = make(seed=0, steps=1)
+    copies, header = taken(module, optimizer)
+    copies.drop_all()
+    with pytest.raises(CollectiveFailedError, match="no complete copy of device 0"):
+        fill(module, optimizer, sources=[source(copies, header)])

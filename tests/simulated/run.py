@@ -345,7 +345,8 @@ class SimulatedRun:
         if self.deaths == 0 and counted != lost:
             self._violated(f"lost_steps_total is {counted}, the events tell of {lost}")
         happened = [each for each in events if each.kind is not EventKind.END]
-        if happened and metrics.value("world_size") != happened[-1].devices:
+        formed = metrics.value("world_size") is not None or self.deaths == 0  # by this controller, not one before
+        if happened and formed and metrics.value("world_size") != happened[-1].devices:
             self._violated(f"world_size is {metrics.value('world_size')}, the last event says {happened[-1].devices}")
         self._check_recoveries([each for each in events if each.kind is EventKind.RECOVERY], metrics)
         if self.deaths == 0:

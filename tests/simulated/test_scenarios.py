@@ -451,6 +451,26 @@ def test_copies_of_steps_that_are_lost_keep_nothing_safe() -> None:
         assert all(each.lost_steps <= 2 for each in of(result, EventKind.RECOVERY)[1:]), of(result, EventKind.RECOVERY)
 
 
+def test_a_copy_that_goes_while_it_is_read_ends_no_run() -> None:
+    """A push that is late drops an old copy that a recovery was about to read, where newer ones lack a shard."""
+    for seed in range(30):
+        result = ran(
+            fault(Kind.CHECKPOINT_DAMAGED, 5),
+            fault(Kind.STORE_STOPS, 2, lasts_s=0.3),
+            fault(Kind.NEWEST_WORKER_DIES, 3, 0.5),
+            workers=(1, 3),
+            nodes=(1, 1, 1),
+            seed=seed,
+            plan_s=1.0,
+            push_s=0.8,
+            plan={"planner_actors": 1},
+        )
+        if any("a copy went while it was read" in line for line in result.lines):
+            ended_well(result)
+            return
+    raise AssertionError("no schedule is of this kind")
+
+
 def test_checkpoints_of_every_step_are_whole() -> None:
     """Parts that some devices have written are reported while others still write theirs."""
     result = ran(steps=120, checkpoint={"every_steps": 1, "keep": 200})
