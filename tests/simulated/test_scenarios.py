@@ -507,6 +507,8 @@ def test_no_store_is_started_where_a_device_that_stood_by_is_dead() -> None:
         )
         ended_well(result, steps=40)
         assert all(each.lost_steps <= 2 for each in of(result, EventKind.RECOVERY))
+        reasons = [each.reason for each in of(result, EventKind.RECOVERY)]
+        assert not any("n001, which is dead" in each and "standing by" in each for each in reasons), reasons
 
 
 def test_a_stop_before_the_first_step_ends_without_a_checkpoint() -> None:
