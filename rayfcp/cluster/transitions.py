@@ -172,6 +172,7 @@ class Transitions:
             reason=decision.reason,
             cluster=self._fleet.cluster,
         )
+        self._journal.metrics.keep_ranks(event.devices)
         self._journal.record.happened(event)
 
     def _rescue(self, failure: Failure) -> str:
@@ -219,7 +220,6 @@ class Transitions:
 
     def _note(self, formed: Formed) -> None:
         metrics = self._journal.metrics
-        metrics.keep_ranks(formed.cluster.num_devices)
         metrics.set_standing_by(len(self._fleet.crew.waiting))
         seconds = max(each.process_group_s for each in formed.joined)
         metrics.set_process_groups(formed.joined[0].process_groups, seconds=seconds)

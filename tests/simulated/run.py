@@ -142,7 +142,7 @@ class SimulatedController:
 
     def run(self) -> Any:
         world = self._run.world
-        world.controller_since_s = world.now_s
+        began_s = world.controller_since_s = world.now_s
         try:
             outcome = self.controller.run()
         except ProcessKilledError:
@@ -151,7 +151,7 @@ class SimulatedController:
         finally:
             world.controller_since_s = None
         self._run.check_ended()
-        self._run.check_metrics(self.controller)
+        self._run.check_metrics(self.controller, began_s=began_s)
         return outcome
 
 
@@ -330,7 +330,7 @@ class SimulatedRun:
         if self.deaths == 0 and (left or self.world.reservations):
             self._violated(f"the controller left {', '.join(left)} and devices {sorted(self.world.reservations)}")
 
-    def check_metrics(self, controller: Controller) -> None:
+    def check_metrics(self, controller: Controller, *, began_s: float) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
         journal = getattr(controller._run, "_journal", None)
         if journal is None:
@@ -345,9 +345,9 @@ class SimulatedRun:
         if self.deaths == 0 and counted != lost:
             self._violated(f"lost_steps_total is {counted}, the events tell of {lost}")
         happened = [each for each in events if each.kind is not EventKind.END]
-        formed = metrics.value("world_size") is not None or self.deaths == 0  # by this controller, not one before
-        if happened and formed and metrics.value("world_size") != happened[-1].devices:
-            self._violated(f"world_size is {metrics.value('world_size')}, the last event says {happened[-1].devices}")
+        own = [each.devices for each in happened if each.at_s >= began_s]
+        if metrics.value("world_size") != (own[-1] if own else None):
+            self._violated(f"world_size is {metrics.value('world_size')}, events of this controller say {own}")
         self._check_recoveries([each for each in events if each.kind is EventKind.RECOVERY], metrics)
         if self.deaths == 0:
             for direction, is_so in (("up", _grew), ("down", _shrank)):
