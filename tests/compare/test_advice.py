@@ -42,10 +42,10 @@ def advice(tmp_path_factory: pytest.TempPathFactory) -> Advice:
 
 def test_the_recommendation_is_the_best_of_all(tmp_path: Path) -> None:
     """Bounds leave out nothing that is faster: a search that simulates all else finds what simulating all finds."""
-    asked, names = question(tmp_path, hardware="a800", memory_gib=10.0), NAMES
+    asked = question(tmp_path, hardware="a800", memory_gib=10.0)
     adviser = Adviser(asked, effort=Effort(finalists=100, margin=float("inf")))
     all_s = {}
-    for name, layout in ((name, layout) for layout in adviser.layouts for name in names if suits(name, layout)):
+    for name, layout in ((name, layout) for layout in adviser.layouts for name in NAMES if suits(name, layout)):
         all_s[name, layout] = exhaustive(adviser, name, layout)
     found_s = {key: seconds for key, seconds in all_s.items() if seconds is not None}
     best = adviser.advise().best
@@ -53,7 +53,7 @@ def test_the_recommendation_is_the_best_of_all(tmp_path: Path) -> None:
     assert best.iteration_s == min(found_s.values()) == found_s[best.strategy, best.layout]
     quick = Adviser(asked).advise()
     assert quick.best is not None and quick.best.iteration_s <= 1.01 * best.iteration_s
-    left = [trial for trial in quick.trials if not trial.split_vocabulary and trial.strategy in names]
+    left = [trial for trial in quick.trials if not trial.split_vocabulary and trial.strategy in NAMES]
     assert {(each.strategy, each.layout) for each in left} == set(all_s)
     for trial in left:
         seconds = all_s[trial.strategy, trial.layout]
