@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rayfcp.cluster.facts import Waited
-from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.copies import CopyGoneError, HeldCopies
 from rayfcp.values import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Pusher:
             except RayError as error:  # dead, silent, or on a node that is gone before it started
                 logger.warning("the keeper of this device's copies is lost: %s", error)
                 return False
-            except LookupError:
+            except CopyGoneError:
                 return False  # dropped here meanwhile: a newer one waits
             except Exception:
                 logger.exception("a copy of state %s cannot be sent", header.state)
@@ -140,7 +140,7 @@ class Pusher:
 
         Raises:
             RayTaskError, RayError: the keeper refused a chunk; it died, did not answer, cannot start.
-            LookupError: the copy is not held here any more.
+            CopyGoneError: the copy is not held here any more.
         """
         state, number = header.state, header.number
         flying: deque[Any] = deque()

@@ -156,7 +156,7 @@ class Transitions:
         before: int = 0,
         cause: str = "",
     ) -> None:
-        """Write it down, with the steps that were lost."""
+        """Write it down, with the steps that were lost; the gauge of devices in use changes with it."""
         lost_steps, self._lost_steps = self._lost_steps, 0
         if lost_steps:
             self._journal.metrics.count_lost_steps(lost_steps)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 Wanted = tuple[str, str, Box]
@@ -20,6 +21,20 @@ _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 class CopyGoneError(LookupError):
     """A copy that was asked for is not held any more, or not complete: states go while somebody looks for them."""
+
+
+@contextmanager
+def reading(header: ShardHeader) -> Iterator[None]:
+    """Reading pieces of a copy, here or in another process. That it is gone is no error of the program: it was dropped
+    for a newer one since its holder was asked, and others may hold what is left.
+
+    Raises:
+        CollectiveFailedError: it is gone; in one line, without the traceback of the process that held it.
+    """
+    try:
+        yield
+    except CopyGoneError as error:
+        raise CollectiveFailedError(f"a copy went while it was read: no complete {_label(header)} is held") from error
 
 
 class _Copy:

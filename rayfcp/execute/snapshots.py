@@ -5,7 +5,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rayfcp.execute.copies import CopyGoneError, HeldCopies, Wanted
+from rayfcp.execute.copies import HeldCopies, Wanted, reading
 from rayfcp.execute.groups import Place
-from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.shards import PARAMETER, Part, entries_of, own_box, parts_of, scalars_of, wanted_parts
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
@@ -167,16 +166,10 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
             for at, wanted in orders.items()
         }
         for at, wanted in orders.items():
-            for (part, box), piece in zip(wanted, _answer(asked[at]), strict=True):
+            with reading(sources[at].header):
+                pieces = asked[at].result()
+            for (part, box), piece in zip(wanted, pieces, strict=True):
                 _put(part, box, piece=piece)
-
-
-def _answer(asked: "Future[Sequence[np.ndarray[Any, Any]]]") -> Sequence[np.ndarray[Any, Any]]:
-    try:
-        return asked.result()
-    except CopyGoneError as error:
-        # It was dropped for a newer one since its holder was asked: others may hold what is left.
-        raise CollectiveFailedError(f"a copy went while it was read: {error}") from error
 
 
 def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:

@@ -17,7 +17,8 @@ from rayfcp.cluster.keeping import Keeping, ring
 from rayfcp.cluster.pushing import Pusher
 from rayfcp.cluster.restoring import restorable
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.copies import HeldCopies, reading
+from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import Box, StateId
 from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard
 from tests.cluster.processes import lives
@@ -71,6 +72,15 @@ def test_a_copy_arrives_whole(kept: tuple[object, Keeping], num_bytes: int) -> N
     for piece in found:
         np.testing.assert_array_equal(piece, bytes_of(header))
     assert [each.header for each in copies_at({"w": worker})] == [header]
+
+
+def test_a_copy_that_is_gone_when_it_is_read_is_told_in_one_line(kept: tuple[object, Keeping]) -> None:
+    """Without the traceback of the keeper."""
+    _, keeping = kept
+    (keeper,), header = keeping.keepers.values(), shard(10)
+    with pytest.raises(CollectiveFailedError, match="a copy went while it was read") as caught, reading(header):
+        ray.get(keeper.pieces.remote(header.state, header.number, wanted=WHOLE))
+    assert "\n" not in str(caught.value)
 
 
 def started_members(worker: object) -> list[object]:

@@ -7,7 +7,7 @@ Each is a fault that the project's history mended (the commit stands beside it) 
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -259,6 +259,11 @@ def _dead_members() -> AbstractContextManager[Any]:
     return patch.object(Crew, "_forget", lambda self, ids: None)
 
 
+def _gone_copy_ends_run() -> AbstractContextManager[Any]:
+    """A copy that goes while it is read counts as an error of the program (found by this simulation)."""
+    return patch("tests.simulated.workers.reading", lambda _: nullcontext())
+
+
 def _planner_not_asked_again() -> AbstractContextManager[Any]:
     """A planner that died is replaced, but what it had in hand is not planned again (240c44a)."""
     return patch.object(PlanQueue, "_ask_again", lambda self, number: None)
@@ -405,6 +410,7 @@ PLANTED: tuple[Plant, ...] = (
     _unread_checkpoint,
     _forgotten_step,
     _dead_members,
+    _gone_copy_ends_run,
     _planner_not_asked_again,
     _planner_dies_starting,
     _dead_nodes_keep,
@@ -430,6 +436,7 @@ BY_SCENARIO = {
     _dead_nodes_keep: "test_no_store_is_started_where_a_device_that_stood_by_is_dead",
     _early_checkpoint: "test_checkpoints_of_every_step_are_whole",
     _lost_save: "test_without_copies_it_goes_on_from_the_checkpoint",
+    _gone_copy_ends_run: "test_a_copy_that_goes_while_it_is_read_ends_no_run",
     _orphans: "test_a_controller_is_not_started_again_for_ever",
     _planner_dies_starting: "test_a_planner_that_dies_while_it_starts_is_replaced",
     _resumes_wrong_step: "test_without_copies_it_goes_on_from_the_checkpoint",

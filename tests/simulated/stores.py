@@ -8,7 +8,7 @@ import numpy as np
 from rayfcp.cluster.facts import Waited
 from rayfcp.cluster.keeper import Keeper
 from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
-from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.copies import CopyGoneError, HeldCopies
 from rayfcp.values import ShardHeader, StateId
 from tests.simulated.world import Actor, Deferred, Ref
 
@@ -99,7 +99,7 @@ class Push:
                 (offset, bytes(part), checksum)
                 for offset, part, checksum in copies.chunks(header.state, header.number, chunk_bytes=half)
             ]
-        except LookupError:
+        except CopyGoneError:
             self._finish(header, turn, is_done=False)
             return
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rayfcp.cluster.facts import DeviceFacts, Rendezvous, Source
 from rayfcp.cluster.runtime import CallError
-from rayfcp.execute.copies import CopyGoneError, HeldCopies
+from rayfcp.execute.copies import HeldCopies, reading
 from rayfcp.execute.integrity import FileSum, find_damage, sum_files
 from rayfcp.execute.reports import Beat, CollectiveFailedError, Joined, RankReport, SavedPart
 from rayfcp.values import Box, GlobalBatch, ShardHeader, Span, SpanKind, StateId
@@ -441,14 +441,14 @@ class SimulatedWorker:
         return rest
 
     def _read(self, source: Source, box: Box) -> Any:
-        holder = source.holder.actor
-        if source.holder_id != self.id and (not holder.process.alive or holder.process.frozen or not holder.instance):
-            raise CallError(f"{holder.process.label} does not give its copy")
-        copies = self._copies if source.holder_id == self.id else holder.instance
-        try:
-            return copies.pieces(source.header.state, source.header.number, wanted=[(states.NAME, states.KIND, box)])[0]
-        except CopyGoneError as error:
-            raise CollectiveFailedError(f"a copy went while it was read: {error}") from error
+        copies, holder = self._copies, source.holder.actor
+        if source.holder_id != self.id:
+            if not holder.process.alive or holder.process.frozen or holder.instance is None:
+                raise CallError(f"{holder.process.label} does not give its copy")
+            copies = holder.instance
+        header = source.header
+        with reading(header):
+            return copies.pieces(header.state, header.number, wanted=[(states.NAME, states.KIND, box)])[0]
 
     def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> RankReport:
         assert self.shard is not None and self.generation is not None
