@@ -17,7 +17,7 @@ _HOMES = {
     "lower": "rayfcp.program",
     "lower_reshuffle": "rayfcp.program",
     "simulate": "rayfcp.simulate",
-    "attention": "rayfcp.execute.attention",
+    "attention": "rayfcp.execute.attention.function",
     "FlexTrainer": "rayfcp.cluster",
 }
 

@@ -10,7 +10,7 @@ from rayfcp.compare.arguments import not_negative, positive
 from rayfcp.config import ConfigError
 
 if TYPE_CHECKING:
-    from rayfcp.bench.asked import Asked
+    from rayfcp.bench.request import Asked
 
 TEXT = "measure one device, without a cluster"
 ATTENTION = "run all ranks' attention of real plans on one device, against one kernel"
@@ -66,8 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None and Path(arguments.json).is_dir():
         raise ConfigError(f"--json is {arguments.json!r}, a folder; give the path of a file")
     from rayfcp.bench.attention import bench_attention
-    from rayfcp.bench.table import format_found
-    from rayfcp.compare.progress import Progress
+    from rayfcp.bench.results import format_found
+    from rayfcp.compare.command import Progress
 
     asked = asked_of(arguments)
     with Progress(1 + len(asked.block_lengths) + len(asked.strategies) * (2 + asked.rounds)) as progress:
@@ -86,9 +86,9 @@ def asked_of(arguments: argparse.Namespace) -> "Asked":
     Raises:
         ConfigError: arguments that cannot be used.
     """
-    from rayfcp.bench.asked import LARGE, SMALL, Asked, contenders
-    from rayfcp.bench.machine import base_hardware
-    from rayfcp.execute.device import device_kind, resolve_device
+    from rayfcp.bench.alone import base_hardware
+    from rayfcp.bench.request import LARGE, SMALL, Asked, contenders
+    from rayfcp.execute.devices.device import device_kind, resolve_device
     from rayfcp.execute.kernels import KernelUnavailableError, pick_kernel
 
     kind = device_kind(arguments.device)

@@ -210,7 +210,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _declared_plan(arguments: argparse.Namespace) -> str:
     """Neither data nor devices nor weights need be here."""
-    from rayfcp.cluster.declared import Declared, describe
+    from rayfcp.cluster.planning.preview import Declared, describe
     from rayfcp.config import load_config
 
     config = load_config(arguments.config, overrides=arguments.overrides)

@@ -76,14 +76,14 @@ def gather(arguments: argparse.Namespace) -> "Facts":
             f"--address is {arguments.address!r}, must be auto or HOST:PORT, on a node of the cluster; from outside: "
             f"ray job submit --address {arguments.address} --working-dir . -- python -m rayfcp doctor --address auto"
         )
-    from rayfcp.cluster.doctor.across import cluster_facts
+    from rayfcp.cluster.doctor.gather import cluster_facts
 
     nodes, cluster = cluster_facts(arguments.address, needs=needs)
     return Facts(nodes=nodes, cluster=cluster, needs=needs, access=access)
 
 
 def _needs(words: list[str]) -> "Needs":
-    from rayfcp.cluster.doctor.needs import needs_of
+    from rayfcp.cluster.doctor.facts import needs_of
     from rayfcp.config import load_config
 
     path, *overrides = words

@@ -44,18 +44,18 @@ def run(arguments: argparse.Namespace, *, on_cluster: "Callable[[Config], Config
     Raises:
         ConfigError: the configuration cannot be used.
     """
-    from rayfcp.cluster.profiled import profile_table
+    from rayfcp.cluster.planning.costs import profile_table
     from rayfcp.config import check_paths
     from rayfcp.telemetry.progress import Progress
 
     config = config_of(arguments)
     profile: Any
     if arguments.alone:
-        from rayfcp.bench.profile import profile_alone as profile
+        from rayfcp.bench.alone import profile_alone as profile
     else:
         check_paths(config)
         config = on_cluster(config)
-        from rayfcp.cluster.profiling import profile_run as profile
+        from rayfcp.cluster.planning.profiling import profile_run as profile
     with Progress(1) as progress:
         profiled = profile(
             config,

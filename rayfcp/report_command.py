@@ -44,8 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _with_baseline(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.baselines import baseline_of
-    from rayfcp.compare.progress import Progress
+    from rayfcp.cluster.planning.baselines import baseline_of
+    from rayfcp.compare.command import Progress
     from rayfcp.config import ConfigError
     from rayfcp.telemetry.report import write_report
     from rayfcp.values import InfeasiblePlanError

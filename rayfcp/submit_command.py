@@ -11,7 +11,7 @@ from rayfcp.config import ConfigError
 
 if TYPE_CHECKING:
     from rayfcp.cluster.jobs.following import JobEnd
-    from rayfcp.cluster.jobs.request import JobOptions
+    from rayfcp.cluster.jobs.jobs import JobOptions
 
 TEXT = "train on a cluster as a job, follow it, or stop it"
 
@@ -90,8 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _new(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.jobs.client import job_client, submit, told_size
-    from rayfcp.cluster.jobs.request import job_request
+    from rayfcp.cluster.jobs.jobs import job_client, job_request, submit, told_size
     from rayfcp.config import load_config
 
     if not arguments.overrides:
@@ -117,7 +116,7 @@ def _new(arguments: argparse.Namespace) -> None:
 
 
 def _options(arguments: argparse.Namespace) -> "JobOptions":
-    from rayfcp.cluster.jobs.request import JobOptions, read_requirements
+    from rayfcp.cluster.jobs.jobs import JobOptions, read_requirements
 
     working_dir = Path(arguments.working_dir).expanduser()
     if not working_dir.is_dir():
@@ -144,8 +143,8 @@ def _variable(text: str) -> tuple[str, str]:
 
 
 def _existing(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.jobs.client import clear_errors, job_client
     from rayfcp.cluster.jobs.following import await_end
+    from rayfcp.cluster.jobs.jobs import clear_errors, job_client
 
     client = job_client(arguments.address)
     if arguments.follow:

@@ -15,7 +15,7 @@ from tests.examples import register_profiles
 from tests.waiting import PATIENT_RAY
 
 if TYPE_CHECKING:
-    from rayfcp.data.vision.loading import PictureTokenizer
+    from rayfcp.data.vision.processors import PictureTokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also for processes that tests start
 os.environ.update(PATIENT_RAY)  # before Ray is imported, likewise

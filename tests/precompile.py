@@ -7,7 +7,7 @@ tests, and on a busy machine take longer than a test may.
 import multiprocessing
 from dataclasses import replace
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch, strategy_names
 from rayfcp.simulate import simulate_plan
 from rayfcp.values import ClusterSpec

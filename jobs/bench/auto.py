@@ -17,16 +17,16 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from rayfcp.compare.automatic import plan_auto_timed
-from rayfcp.compare.families import family_of
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import plan_auto_timed
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
-from rayfcp.compare.measure import timeline_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
-from rayfcp.compare.setting import Setting
+from rayfcp.compare.results import timeline_of
+from rayfcp.compare.settings import Setting, family_of
 from rayfcp.plan import hardware_profile, model_profile, strategy_names
-from rayfcp.program import check_plan, lower
+from rayfcp.program import lower
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
+from rayfcp.verify import check_plan
 
 DISTRIBUTIONS = ("lognormal", "bimodal", "long-tail", "github")
 SHOWN = ("lengths", "devices", "stages", "best single", "s", "auto s", "auto/best", "planning ms", "took")

@@ -14,13 +14,11 @@ import time
 
 import numpy as np
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.compare.distributions import DISTRIBUTIONS, distribution
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.blocks.columns import batch_of
 from rayfcp.plan.blocks.kernels.traffic import loads_of
-from rayfcp.plan.blocks.planner import BlockPlan, plan_blocks
-from rayfcp.plan.blocks.size import block_tokens
-from rayfcp.plan.distributions import DISTRIBUTIONS, distribution
+from rayfcp.plan.blocks.planner import BlockPlan, batch_of, block_tokens, plan_blocks
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rayfcp.compare.lengths import draw_batches
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 

@@ -28,10 +28,9 @@ import ray_train
 from clusters import Ground
 from faults import Cost, FaultyDay, cost_of, read_moments
 
-from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.local import CONTROLLER_CPUS
+from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 SIDES = ("ray-train", "rayfcp")

@@ -77,8 +77,8 @@ def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
         from gpu_sections import SECTIONS
         from gpu_sizes import FULL, LITTLE, Bench
 
-        from rayfcp.bench.machine import one_thread
-        from rayfcp.execute.device import device_kind
+        from rayfcp.bench.alone import one_thread
+        from rayfcp.execute.devices.device import device_kind
         from rayfcp.execute.kernels import pick_kernel
 
         device = torch.device(device_kind(args.device))
@@ -99,8 +99,8 @@ def _machine(device: Any) -> dict[str, Any]:
     import torch
     import transformers
 
-    from rayfcp.bench.machine import device_name, peak_of
-    from rayfcp.execute.device import total_memory_bytes
+    from rayfcp.bench.alone import device_name, peak_of
+    from rayfcp.execute.devices.device import total_memory_bytes
 
     return {
         "device": device_name(device),

@@ -11,17 +11,14 @@ import torch
 from gpu_sizes import LITTLE, Bench, Found, attempt
 from gpu_training import contest
 
-from rayfcp.bench.alone import Alone, alone
-from rayfcp.bench.attention import bench_attention
+from rayfcp.bench.alone import Alone, alone, profile_alone
+from rayfcp.bench.attention import bench_attention, dense, random_batch
 from rayfcp.bench.conformance import CASES, TINY, conform, kernels_of
-from rayfcp.bench.overhead import overhead
-from rayfcp.bench.planned import attention_only
-from rayfcp.bench.profile import profile_alone
-from rayfcp.bench.sms import copier_of, time_beside
-from rayfcp.bench.tensors import dense, random_batch
-from rayfcp.bench.training import predicted_bytes, train_steps
+from rayfcp.bench.overhead import copier_of, overhead, time_beside
+from rayfcp.bench.plain import predicted_bytes, train_steps
+from rayfcp.bench.request import attention_only
 from rayfcp.bench.turns import Stopwatch
-from rayfcp.execute.backends import spare_sms
+from rayfcp.execute.devices.device import spare_sms
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from rayfcp.bench.asked import CONTENDERS, Asked
-from rayfcp.bench.machine import base_hardware
-from rayfcp.bench.planned import lengths_of
+from rayfcp.bench.alone import base_hardware
+from rayfcp.bench.request import CONTENDERS, Asked, lengths_of
 from rayfcp.config import Config, config_of_keys
 from rayfcp.values import InfeasiblePlanError
 

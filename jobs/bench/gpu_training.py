@@ -8,11 +8,18 @@ from functools import partial
 import torch
 from gpu_sizes import Bench, Found, attempt
 
-from rayfcp.bench.alone import Alone, alone, random_rows
-from rayfcp.bench.machine import peak_of
-from rayfcp.bench.plain import KERNEL, Loss, PlainTrainer
-from rayfcp.bench.training import Steps, fewest_recomputed, flops_of, predicted_bytes, train_steps
-from rayfcp.execute.device import total_memory_bytes
+from rayfcp.bench.alone import Alone, alone, peak_of, random_rows
+from rayfcp.bench.plain import (
+    KERNEL,
+    Loss,
+    PlainTrainer,
+    Steps,
+    fewest_recomputed,
+    flops_of,
+    predicted_bytes,
+    train_steps,
+)
+from rayfcp.execute.devices.device import total_memory_bytes
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 

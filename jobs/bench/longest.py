@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from bounds import parser, print_ratios
 
+from rayfcp.cost.model import Terms
 from rayfcp.plan import CostModel
-from rayfcp.plan.costs.terms import Terms
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 Floats = npt.NDArray[np.float64]

@@ -32,14 +32,12 @@ from urllib.request import urlopen
 
 from clusters import Ground
 
-from rayfcp.cluster import reporting
+from rayfcp.cluster.controller.training import TrainingRun, reporting
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.local import CONTROLLER_CPUS
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.training import TrainingRun
+from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.telemetry.metrics import MetricsExporter
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.noise import degree_match, noisy
+from rayfcp.cost.placement import node_of_ranks
+from rayfcp.cost.refit import Observation, Part, Refit
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
-from rayfcp.plan.placement import node_of_ranks
-from rayfcp.plan.profiles.noise import degree_match, noisy
-from rayfcp.plan.profiles.refit import Observation, Part, Refit
-from rayfcp.plan.reprice import reprice
+from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 
 LEVELS = (5, 10, 20, 30, 50)

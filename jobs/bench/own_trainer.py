@@ -7,7 +7,7 @@ import ray
 from faults import BEGAN, ENDED, Moments
 
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.program import RankProgram

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rayfcp.config.plan import PipelineOptions, PlanConfig
+from rayfcp.compare.distributions import DISTRIBUTIONS, distribution
+from rayfcp.config.models import PipelineOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.distributions import DISTRIBUTIONS, distribution
-from rayfcp.plan.pipelines.bound import pipeline_bound
-from rayfcp.plan.pipelines.planner import Found, plan_pipelines
+from rayfcp.plan.pipeline.bound import pipeline_bound
+from rayfcp.plan.pipeline.planner import Found, plan_pipelines
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 ANY = 1 << 40

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.data import TokenReader
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.inputs import BatchTokens
-from rayfcp.execute.interfaces import IGNORED, PictureSource, Pixels, Tokens, TokenSource
+from rayfcp.execute.interpreter import IGNORED, BatchTokens, PictureSource, Pixels, Tokens, TokenSource
 from rayfcp.values import Pictures, SequenceSpec, VisionProfile
 
 BETWEEN = 6

@@ -11,18 +11,22 @@ from typing import Any
 import torch.distributed as dist
 from predict_batches import Batch
 
-from rayfcp.cluster.measured import analytic_cost, combine, measure_cost
-from rayfcp.cluster.simulated import without_shards
+from rayfcp.cluster.planning.measured import analytic_cost, combine, measure_cost, without_shards
 from rayfcp.config import Config
+from rayfcp.cost.device import measured_hardware
+from rayfcp.cost.fit import (
+    PartTimings,
+    Timing,
+    attention_half_tokens,
+    half_tokens,
+    many_picture_shapes,
+    many_shapes,
+    slowest,
+)
 from rayfcp.execute.calibrate import time_passes
 from rayfcp.execute.engine import RankEngine
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.profiles.device import measured_hardware
-from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, slowest
-from rayfcp.plan.profiles.pictures import many_picture_shapes
-from rayfcp.plan.profiles.shapes import many_shapes
-from rayfcp.plan.profiles.timing import Timing
-from rayfcp.plan.reprice import reprice
+from rayfcp.plan.auto import reprice
 from rayfcp.program import RankProgram, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rayfcp.compare.lengths import draw_batches
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
 

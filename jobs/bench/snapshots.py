@@ -27,11 +27,10 @@ from faults import BEGAN, read_moments
 from own_trainer import MOMENTS_DIR, train
 from turns import EvenTurns, OddTurns, TakesTurns
 
-from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.local import CONTROLLER_CPUS
-from rayfcp.cluster.profiling import profile_run
+from rayfcp.cluster.planning.profiling import profile_run
+from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart.yaml"
 GOAL = 1.05

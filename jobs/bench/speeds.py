@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.program import RankProgram, check_programs, lower
+from rayfcp.program import RankProgram, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
+from rayfcp.verify import check_programs
 
 SLOW = ((0.5,), (0.8,), (0.5, 0.5), (0.8, 0.8), (0.5, 0.8))
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from tables import lengths_name, parser_of_draws, say
 
+from rayfcp.compare.distributions import distribution
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
 from rayfcp.compare.planning import OPTIONS, plan_timed
-from rayfcp.compare.setting import Setting
+from rayfcp.compare.settings import Setting
 from rayfcp.config import ConfigError
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.distributions import distribution
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.simulate import Timeline, simulate

@@ -27,8 +27,8 @@ import numpy as np
 from attention import PAPERS_OWN, Bench, Lengths, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
 from tables import exit_code, lengths_name, say, show, table, write_json
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.plan.placement import node_of_ranks
+from rayfcp.config.models import BlockOptions
+from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import BatchPlan, Layout, Pacing, Round, Transfer
 
 STEPS = ("base", "#1", "#2", "#3", "#4", "ours")

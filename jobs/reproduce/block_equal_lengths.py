@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from attention import CONTENDERS, LENGTHS, SHOWN, bench_of, contest, parser_of
 from tables import exit_code, show, table, write_json
 
+from rayfcp.compare.distributions import distribution
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths
-from rayfcp.plan.distributions import distribution
 
 SAMPLE = 1 << 20
 COLUMNS = (

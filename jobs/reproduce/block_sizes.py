@@ -15,7 +15,7 @@ from typing import Any
 from attention import PAPERS_OWN, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
 from tables import exit_code, lengths_name, say, show, table, write_json
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
 
 K = 1024
 COLUMNS = (

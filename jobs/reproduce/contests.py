@@ -7,8 +7,8 @@ baseline that the paper does not have: the same static schemes with packs balanc
 import dataclasses
 from dataclasses import dataclass
 
-from rayfcp.compare.contest import Comparison, compare
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.results import Entry
 from rayfcp.values import BatchPlan, InfeasiblePlanError
 

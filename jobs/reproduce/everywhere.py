@@ -13,15 +13,15 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.baselines.static_cp import best_static, divisors
 from rayfcp.compare.lengths import Batch
-from rayfcp.compare.measure import timeline_of
-from rayfcp.compare.setting import Setting
-from rayfcp.config.plan import PlanConfig
+from rayfcp.compare.results import timeline_of
+from rayfcp.compare.settings import Setting
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel
-from rayfcp.plan.encoding.planned import with_pictures
-from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.rivals.static import best_static, divisors
-from rayfcp.plan.strategies.interface import Proposal, Strategy
+from rayfcp.plan.assembly import columns_of
+from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.vision.encoding import with_pictures
 from rayfcp.program import ALL_PRIMITIVES, Encode, EncodedPictures, RankProgram, ReshuffleProgram, lower
 from rayfcp.values import (
     BatchPlan,

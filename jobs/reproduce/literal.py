@@ -11,10 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.assembly import Draft, assemble
-from rayfcp.plan.joint.degrees import dynamic_program
-from rayfcp.plan.microbatches import Columns, columns_of
-from rayfcp.plan.packing import best_fit_decreasing, bins_of
+from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
+from rayfcp.plan.groups.two_stage import dynamic_program
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 
 Bins = list[list[int]]

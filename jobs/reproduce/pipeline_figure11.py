@@ -16,7 +16,7 @@ from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, say, show, table, write_json
 
 from rayfcp.compare.results import Entry
-from rayfcp.config.plan import PipelineOptions
+from rayfcp.config.models import PipelineOptions
 
 VARIANTS = {
     "whole": PipelineOptions(),

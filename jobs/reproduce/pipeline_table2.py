@@ -18,9 +18,9 @@ import numpy as np
 from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, say, show, table, write_json
 
-from rayfcp.compare.families import family_of
-from rayfcp.config.plan import PipelineOptions
-from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
+from rayfcp.compare.settings import family_of
+from rayfcp.config.models import PipelineOptions
+from rayfcp.cost.microbatches import chunk_passes, chunks_of
 
 PAPER: list[dict[str, Any]] = [
     {"lengths": "paper", "chunks": "balance time", "time": 5.9, "length": 35.2, "even": None, "count": None},

@@ -17,18 +17,17 @@ from typing import Any
 
 from tables import inputs_of, parser_of, say
 
-from rayfcp.compare.contest import Comparison, compare
-from rayfcp.compare.families import family_of
-from rayfcp.compare.inputs import Inputs
+from rayfcp.baselines.static_cp import best_static
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, options_of
 from rayfcp.compare.results import Entry
-from rayfcp.compare.setting import Setting, rank_profile
+from rayfcp.compare.settings import Setting, family_of, rank_profile
 from rayfcp.config import ConfigError
-from rayfcp.config.plan import PipelineOptions
+from rayfcp.config.models import PipelineOptions
 from rayfcp.plan import hardware_profile, model_profile
-from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.rivals.static import best_static
+from rayfcp.plan.assembly import columns_of
 from rayfcp.simulate import simulate_plan
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, Primitive
 

@@ -28,10 +28,10 @@ from typing import Any
 from everywhere import everywhere_s
 from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
 
-from rayfcp.compare.contest import Comparison, compare
-from rayfcp.compare.families import family_of
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.lengths import lengths_of
+from rayfcp.compare.settings import family_of
 from rayfcp.values import InfeasiblePlanError
 
 MODELS = ("internvl3-2b", "internvl2.5-4b", "internvl3-8b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b")

@@ -23,11 +23,11 @@ from typing import Any
 
 from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.contest import model_of
+from rayfcp.compare.comparison import model_of
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
-from rayfcp.compare.measure import timeline_of
 from rayfcp.compare.planning import best_setting, plan_timed
-from rayfcp.compare.setting import Setting, settings_of
+from rayfcp.compare.results import timeline_of
+from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.plan import hardware_profile
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile

@@ -21,10 +21,10 @@ from typing import Any
 
 from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
-from rayfcp.compare.contest import model_of
+from rayfcp.compare.comparison import model_of
 from rayfcp.compare.lengths import draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
-from rayfcp.compare.setting import settings_of
+from rayfcp.compare.settings import settings_of
 from rayfcp.plan import hardware_profile
 from rayfcp.program import ALL_PRIMITIVES, lower
 

@@ -28,11 +28,11 @@ from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
 
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import best_setting, plan_timed
-from rayfcp.compare.setting import Setting, settings_of
-from rayfcp.config.plan import PlanConfig
+from rayfcp.compare.settings import Setting, settings_of
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.noise import degree_match, noisy
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.profiles.noise import degree_match, noisy
-from rayfcp.plan.reprice import reprice
+from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan
 
 STRATEGY = "flex-ring"

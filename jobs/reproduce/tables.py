@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
 from rayfcp.config import ConfigError
 from rayfcp.values import InfeasiblePlanError
 

@@ -1,12 +1,21 @@
-"""One device as a whole run's only rank, in this process: the engine that workers have, on random tokens."""
+"""The device that is measured: its name, its peak, the shipped profile that is nearest to it.
+
+One device as a whole run's only rank, in this process: the engine that workers have, on random tokens.
+
+`rayfcp profile --alone`: one device times itself, without Ray.
+"""
 
 import os
+import platform
+import re
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +25,88 @@ import torch.distributed as dist
 from pyarrow import parquet
 from transformers import PreTrainedConfig
 
+from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
+from rayfcp.cluster.planning.costs import Profiled, Profiler, Rounds, Say
+from rayfcp.cluster.planning.measured import BASE_HARDWARE
+from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
+from rayfcp.cost.fit import PartTimings, PassShape
 from rayfcp.data import prepare_local, tokenizer_of
+from rayfcp.execute.calibrate import time_passes
+from rayfcp.execute.devices.device import device_kind, measure_flops, peak_flops, resolve_device, total_memory_bytes
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.groups import Place
+from rayfcp.execute.kernels import pick_kernel
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import check_limits, model_config, profile_of
 from rayfcp.models.library import text_of
+from rayfcp.plan import HARDWARE
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
+
+SIZE, WINDOWS, WINDOW_S = 512, 3, 0.2
+"""Of the products that tell a CPU's peak."""
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def device_name(device: torch.device) -> str:
+    """As its driver, or the kernel for a CPU, gives it."""
+    if device.type != "cpu":
+        return str(getattr(torch, device.type).get_device_name(device))
+    text = CPU_INFO.read_text() if CPU_INFO.exists() else ""
+    found = re.search(r"(?m)^model name\s*:\s*(.+)$", text)
+    return found.group(1) if found else platform.machine()
+
+
+def base_hardware(device: torch.device) -> str:
+    """The shipped profile that is nearest to a device."""
+    return nearest_hardware(device_name(device), kind=device.type)
+
+
+def nearest_hardware(name: str, *, kind: str) -> str:
+    """The shipped profile that an accelerator's name holds as a word, else that of its kind.
+
+    >>> nearest_hardware("NVIDIA H200", kind="cuda"), nearest_hardware("NVIDIA L4", kind="cuda")
+    ('h200', 'h100')
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower()) if kind != "cpu" else []
+    return next((known for known in HARDWARE if known in words), BASE_HARDWARE[kind])
+
+
+def peak_of(device: torch.device, *, dtype: str) -> float | None:
+    """FLOP/s: of the table for 16-bit numbers on accelerators, of matrix products in single precision on a thread of a
+    CPU; None for others."""
+    if device.type == "cpu":
+        return _thread_flops() if dtype == "float32" else None
+    return peak_flops(device) if dtype in ("bfloat16", "float16") else None
+
+
+def _thread_flops() -> float:
+    """The best of some windows, by this thread's own seconds, as attention is measured."""
+    left, right = (torch.randn(SIZE, SIZE) for _ in range(2))
+    rates = []
+    with one_thread(torch.device("cpu")):
+        for _ in range(WINDOWS):
+            products, start_s = 0, time.thread_time()
+            while time.thread_time() - start_s < WINDOW_S:
+                torch.mm(left, right)
+                products += 1
+            rates.append(2.0 * SIZE**3 * products / (time.thread_time() - start_s))
+    return max(rates)
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, so that ranks are what they are where each has a core."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 ONE_RANK = ("pipeline_stages", "tensor_parallel", "max_workers")
 
@@ -111,3 +193,78 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
         hidden_size=text_of(library).hidden_size,
         layers_of_stage=(text_of(library).num_hidden_layers,),
     )
+
+
+def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, say: Say) -> Profiled:
+    """Time the run's model on one device of this machine, fit, and write `profile.json` and `hardware.yaml`.
+
+    Links between devices stay those of the nearest named profile. Passes hold up to `max_tokens` tokens: as many as
+    memory permits, at most `data.max_seqlen`, if absent. `say` hears what is being done.
+
+    Raises:
+        ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
+    """
+    kind = device_kind(config.cluster.device)
+    pick_kernel(kind)  # first: it says what to install
+    device = resolve_device(kind)
+    say(f"one device alone: {device_name(device)}")
+    with alone(config, device=device) as rank:
+        timed = TimedAlone(config, rank, say=say)
+        cluster = cluster_spec(config, rank.model, facts=(timed.facts,), generation=0)
+        most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
+        folder = Path(out_dir or config.run_dir).absolute()
+        profiler = Profiler(config, timed, model=rank.model, cluster=cluster, folder=folder, say=say)
+        return profiler.run(rounds, max_tokens=most)
+
+
+class TimedAlone:
+    """One device in a world of its own; see `Timed`."""
+
+    def __init__(self, config: Config, rank: Alone, *, say: Say = lambda _: None) -> None:
+        self._config, self._engine, self._say = config, rank.engine, say
+        device = rank.engine.device
+        self.device = device.type
+        self.base = base_hardware(device)
+        self.facts = DeviceFacts(
+            node_id="here",
+            device=device.type,
+            memory_bytes=total_memory_bytes(device),
+            peak_flops=peak_flops(device),
+        )
+
+    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        return self._engine.time_parts(model, max_tokens=max_tokens)
+
+    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
+        found: Rounds = []
+        for number in range(rounds + 1):
+            self._say(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
+            found.append([time_passes(self._engine, shapes, clock=device_clock(self._engine.device))])
+        return found[1:]
+
+    def peak_flops(self) -> float:
+        peak = self._config.metrics.peak_flops or self.facts.peak_flops
+        if peak is not None:
+            return peak
+        if self.device != "cpu":
+            raise ConfigError(
+                f"metrics.peak_flops is not set and no table knows {device_name(self._engine.device)}; set it to the "
+                "device's dense FLOP/s in model.dtype"
+            )
+        return measure_flops(self._engine.device)
+
+    def memory_bytes(self) -> int:
+        return device_memory(self._config, (self.facts,))
+
+
+def device_clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, told once the device has done all that it was given."""
+    if device.type == "cpu":
+        return time.perf_counter
+    module: Any = getattr(torch, device.type)
+
+    def clock() -> float:
+        module.synchronize()
+        return time.perf_counter()
+
+    return clock

@@ -1,25 +1,214 @@
-"""`rayfcp bench attention`: one kernel, blocks, and all ranks of every strategy's plan, on one device."""
+"""Queries, keys and values of a whole batch, and what one kernel over whole sequences makes of them.
+
+All ranks' programs of a plan, one after the other on one device: what comes of them and how long each takes.
+
+How fast the kernel is on short blocks: FCP with blocks (Zhao et al., 2026), Figure 3.
+
+`rayfcp bench attention`: one kernel, blocks, and all ranks of every strategy's plan, on one device.
+"""
 
 import dataclasses
+import itertools
+import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from rayfcp.bench.asked import Asked, contenders
-from rayfcp.bench.blocks import time_blocks
-from rayfcp.bench.machine import device_name, one_thread, peak_of
-from rayfcp.bench.planned import Planned, attention_only, lengths_of, planned
-from rayfcp.bench.ranks import run_ranks
-from rayfcp.bench.results import Entry, Found, Kernel, median_of
-from rayfcp.bench.tensors import Batch, Outcome, dense, random_batch
-from rayfcp.bench.turns import Stopwatch
+from rayfcp.bench.alone import device_name, one_thread, peak_of
+from rayfcp.bench.request import Asked, Part, Planned, attention_only, contenders, lengths_of, planned
+from rayfcp.bench.results import BlockRow, Entry, Found, Kernel, RankSeconds, median_of
+from rayfcp.bench.turns import Stopwatch, TurnTransport, in_turns
 from rayfcp.compare.lengths import sequences_of_rows
-from rayfcp.execute.kernels import AttentionKernel, pick_kernel
+from rayfcp.cost.analytic import FORWARD_AND_BACKWARD
+from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.schedule import make_ready
+from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 from rayfcp.plan import attention_flops, hardware_profile, model_profile
-from rayfcp.values import InfeasiblePlanError
+from rayfcp.values import InfeasiblePlanError, ModelProfile
+
+ROWS = 8192
+"""Tokens that are compared at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Sequences of `lengths` end to end, causal. `query`, `gradient` (of the output): `[tokens, heads, head_dim]`;
+    `key`, `value`: `[tokens, kv_heads, head_dim]`."""
+
+    lengths: tuple[int, ...]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gradient: Tensor
+
+    @property
+    def scale(self) -> float:
+        return float(self.query.shape[-1] ** -0.5)
+
+    def pairs(self, *, causal: bool) -> Pairs:
+        """Each sequence on itself."""
+        return Pairs(query_lengths=self.lengths, key_lengths=self.lengths, causal=causal, scale=self.scale)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Output and gradients, as long as the batch."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+    def error(self, truth: "Outcome") -> float:
+        """The largest difference of any tensor, as a share of its largest number, at least of 1, as inputs are about 1;
+        infinite if there is a NaN."""
+        return max(_difference(getattr(self, name), getattr(truth, name)) for name in ("out", "dq", "dk", "dv"))
+
+
+def _difference(own: Tensor, wanted: Tensor) -> float:
+    """Some rows at a time: in fp64 all of a long batch would need much memory."""
+    pairs = list(zip(own.split(ROWS), wanted.split(ROWS), strict=True))
+    # torch's maximum is NaN where one number is, Python's may not be
+    worst = float(torch.stack([(some.double() - true.double()).abs().max() for some, true in pairs]).max())
+    largest = float(wanted.abs().max())
+    return math.inf if math.isnan(worst) else worst / max(largest, 1.0)
+
+
+def random_batch(
+    lengths: Sequence[int], *, model: ModelProfile, device: torch.device, dtype: torch.dtype, seed: int
+) -> Batch:
+    """Normal numbers; the same for the same device and seed."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        shape = (sum(lengths), heads, model.head_dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    query, gradient = draw(model.num_heads), draw(model.num_heads)
+    key, value = draw(model.num_kv_heads), draw(model.num_kv_heads)
+    return Batch(lengths=tuple(lengths), query=query, key=key, value=value, gradient=gradient)
+
+
+def dense(batch: Batch, kernel: AttentionKernel, *, watch: Stopwatch) -> tuple[Outcome, float, float]:
+    """The kernel once over all whole sequences: what comes of it, seconds forward and seconds backward."""
+    tensors = (batch.query, batch.key, batch.value)
+    pairs = batch.pairs(causal=True)
+    watch.start()
+    out, lse = kernel.forward(*tensors, pairs=pairs)
+    watch.stop()
+    forward_s = watch.seconds()
+    watch.start()
+    dq, dk, dv = kernel.backward(batch.gradient, *tensors, out, lse, pairs=pairs)
+    watch.stop()
+    return Outcome(out=out, dq=dq, dk=dk, dv=dv), forward_s, watch.seconds()
+
+
+def rows_of(part: Part, starts: Sequence[int], *, device: torch.device) -> Tensor:
+    """Where a rank's tokens are in the batch, whose sequences start at `starts`; the first one for padding."""
+    rows = [torch.arange(starts[each.sequence] + each.start, starts[each.sequence] + each.stop) for each in part.pieces]
+    return torch.cat(rows or [torch.zeros(1, dtype=torch.int64)]).to(device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksOutcome:
+    """`seconds`: of every rank in every microbatch."""
+
+    outcome: Outcome
+    seconds: RankSeconds
+
+
+def run_ranks(parts: tuple[tuple[Part, ...], ...], batch: Batch, *, kernel: AttentionKernel) -> RanksOutcome:
+    """One pass, forward and backward, of every microbatch. Messages are those of the programs; what each rank takes
+    is measured while no other computes, without the copying of messages."""
+    found = Outcome(
+        out=torch.full_like(batch.query, torch.nan),
+        dq=torch.full_like(batch.query, torch.nan),
+        dk=torch.full_like(batch.key, torch.nan),
+        dv=torch.full_like(batch.value, torch.nan),
+    )
+    seconds = [_run_microbatch(each, batch, kernel=kernel, found=found) for each in parts]
+    forward_s, backward_s = (tuple(tuple(each[at] for each in row) for row in seconds) for at in (0, 1))
+    return RanksOutcome(outcome=found, seconds=RankSeconds(forward_s=forward_s, backward_s=backward_s))
+
+
+def _run_microbatch(
+    parts: tuple[Part, ...], batch: Batch, *, kernel: AttentionKernel, found: Outcome
+) -> list[tuple[float, float]]:
+    """(forward, backward) seconds of each rank; what comes of it is written to `found`."""
+    starts = list(itertools.accumulate(batch.lengths, initial=0))
+    ready = [make_ready(each.attention) for each in parts]
+
+    def work(transport: TurnTransport, watch: Stopwatch) -> tuple[float, float]:
+        part = parts[transport.rank]
+        rows = rows_of(part, starts, device=batch.query.device)
+        query, key, value = (each[rows].requires_grad_() for each in (batch.query, batch.key, batch.value))
+        gradient = batch.gradient[rows]
+        context = AttentionContext(program=ready[transport.rank], transport=transport, kernel=kernel)
+        watch.start()
+        out = attention(query, key, value, context, scale=batch.scale)
+        watch.stop()
+        forward_s = watch.seconds()
+        watch.start()
+        grads = torch.autograd.grad(out, (query, key, value), gradient)
+        watch.stop()
+        backward_s = watch.seconds()
+        if part.pieces:
+            for target, source in zip((found.out, found.dq, found.dk, found.dv), (out.detach(), *grads), strict=True):
+                target[rows] = source
+        return forward_s, backward_s
+
+    return in_turns(len(parts), work, device=batch.query.device)
+
 
 Say = Callable[[str], None]
+
+
+def time_blocks(
+    asked: Asked, model: ModelProfile, *, kernel: AttentionKernel, device: torch.device, say: Say
+) -> tuple[BlockRow, ...]:
+    """`asked.context_tokens` tokens in blocks of each length, in one call: each block on itself, causally as the paper
+    has it, and wholly as between two blocks of one sequence. `model` has one layer."""
+    rows = []
+    for block_tokens in asked.block_lengths:
+        say(f"kernel on blocks of {block_tokens}")
+        rows += [
+            _row(asked, model, kernel=kernel, device=device, block_tokens=block_tokens, causal=causal)
+            for causal in (True, False)
+        ]
+    return tuple(rows)
+
+
+def _row(
+    asked: Asked,
+    model: ModelProfile,
+    *,
+    kernel: AttentionKernel,
+    device: torch.device,
+    block_tokens: int,
+    causal: bool,
+) -> BlockRow:
+    count = asked.context_tokens // block_tokens
+    lengths = (block_tokens,) * count
+    batch = random_batch(lengths, model=model, device=device, dtype=getattr(torch, asked.dtype), seed=asked.seed)
+    tensors = (batch.query, batch.key, batch.value)
+    pairs, watch, seconds = batch.pairs(causal=causal), Stopwatch(device), []
+    for _ in range(asked.rounds + 1):
+        watch.start()
+        out, lse = kernel.forward(*tensors, pairs=pairs)
+        kernel.backward(batch.gradient, *tensors, out, lse, pairs=pairs)
+        watch.stop()
+        seconds.append(watch.seconds())
+    cells = count * (block_tokens * (block_tokens + 1) // 2 if causal else block_tokens**2)
+    return BlockRow(
+        context_tokens=count * block_tokens,
+        block_tokens=block_tokens,
+        causal=causal,
+        seconds=statistics.median(seconds[1:]),
+        flops=FORWARD_AND_BACKWARD * model.attention_flops_per_cell * cells,
+    )
 
 
 def bench_attention(asked: Asked, *, say: Say = lambda _: None) -> Found:

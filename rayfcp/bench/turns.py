@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rayfcp.execute.transport import Envelope, Fabric, FabricAbortedError, Pending, Transport
+from rayfcp.execute.parallel.transport import Envelope, Fabric, FabricAbortedError, Pending, Transport
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ from typing import Any
 _HOMES = {
     "FlexTrainer": "rayfcp.cluster.trainer",
     "RunFailedError": "rayfcp.cluster.trainer",
-    "export_run": "rayfcp.cluster.files",
-    "plan_step": "rayfcp.cluster.preview",
-    "prepare_data": "rayfcp.cluster.files",
+    "export_run": "rayfcp.cluster.trainer",
+    "plan_step": "rayfcp.cluster.planning.preview",
+    "prepare_data": "rayfcp.cluster.trainer",
 }
 
 __all__ = sorted(_HOMES)  # noqa: PLE0605

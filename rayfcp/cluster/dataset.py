@@ -61,7 +61,7 @@ def _check_sight(config: Config, model: ModelProfile, *, has_pictures: bool) -> 
         )
     if config.data.processor is None:
         raise ConfigError("data.processor is not set, must be what data.paths were prepared with; set it")
-    from rayfcp.data.vision.loading import load_processor
+    from rayfcp.data.vision.processors import load_processor
 
     found = load_processor(config.data.processor).family.patch_values
     if found != model.vision.patch_values:

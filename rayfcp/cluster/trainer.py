@@ -1,28 +1,159 @@
-"""`FlexTrainer`: a run from a user's process, with Ray Train's types outside."""
+"""Ray for a run: the cluster that is there, or one of our own on this machine.
 
+What a run does with files before and after it: preparing data, exporting a checkpoint.
+
+`FlexTrainer`: a run from a user's process, with Ray Train's types outside.
+"""
+
+import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.capacity import configured_bound
-from rayfcp.cluster.controller import Outcome
-from rayfcp.cluster.files import prepared_data, with_absolute_paths
-from rayfcp.cluster.following import Watcher, follow
-from rayfcp.cluster.layout import check_layout
-from rayfcp.cluster.local import connect
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_whole
+from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
+from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.lock import check_free
+from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.signals import sigterm_interrupts
-from rayfcp.cluster.worker import RankWorker
-from rayfcp.config import Config, ConfigError, parse_config
-from rayfcp.data import tokenizer_of
-from rayfcp.telemetry.loggers.known import check_loggers
+from rayfcp.cluster.workers.facts import check_layout
+from rayfcp.cluster.workers.placement import RESOURCES
+from rayfcp.cluster.workers.worker import RankWorker
+from rayfcp.config import Config, ConfigError, load_config, parse_config
+from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
+from rayfcp.execute.reports import find_damage
+from rayfcp.telemetry.loggers.interface import check_loggers
 from rayfcp.values import StepReport
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig, ScalingConfig
+
+
+CONTROLLER_CPUS = 1
+
+
+def connect(config: Config) -> bool:
+    """Make Ray usable; True if it was started here and should be shut down at the end.
+
+    A Ray that this process already uses is taken. Otherwise `cluster.address` is joined, or a local
+    Ray is started with as many logical CPUs as the run's actors ask for, whatever the machine has.
+
+    Raises:
+        ConfigError: nothing answers at `cluster.address`.
+    """
+    if ray.is_initialized():
+        return False
+    if config.cluster.address is not None:
+        try:
+            ray.init(address=config.cluster.address, logging_level=logging.WARNING, log_to_driver=False)
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(
+                f"cluster.address is {config.cluster.address!r}, no Ray lets us in there ({error}); start one with "
+                "'ray start --head', set RAY_AUTH_MODE=token if it wants a token, or leave the address out"
+            ) from error
+        return True
+    workers = config.cluster.max_workers * config.train.threads_per_worker
+    decoders = config.data.decoder_actors if config.data.processor else 0
+    ray.init(
+        address="local",
+        num_cpus=workers + config.plan.planner_actors + decoders + CONTROLLER_CPUS,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    _check_local(config)
+    return True
+
+
+def _check_local(config: Config) -> None:
+    """This machine gets no further devices, so waiting for them would be in vain.
+
+    Raises:
+        ConfigError: fewer accelerators than the run needs.
+    """
+    name = RESOURCES.get(config.cluster.device)
+    have = int(ray.cluster_resources().get(name, 0)) if name else 0
+    if name and have < config.cluster.min_workers:
+        ray.shutdown()
+        raise ConfigError(
+            f"cluster.num_workers is {config.cluster.min_workers} with cluster.device={config.cluster.device}, this "
+            f"machine has {have} {name}; ask for fewer, set cluster.device=cpu, or name a cluster in cluster.address"
+        )
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Local paths that exist, made absolute: actors run in other folders than the user."""
+    tokenizer, resume, metrics = config.data.tokenizer, config.checkpoint.resume, config.metrics
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
+            "data": config.data.model_copy(
+                update={
+                    "paths": tuple(_absolute(path) for path in config.data.paths),
+                    "tokenizer": tokenizer if tokenizer == "bytes" else _absolute(tokenizer),
+                    "processor": _absolute(config.data.processor),
+                }
+            ),
+            "checkpoint": config.checkpoint.model_copy(
+                update={"resume": resume if resume in ("auto", "never") else _absolute(resume)}
+            ),
+            "metrics": metrics.model_copy(update={"token_file": _absolute(metrics.token_file)}),
+        }
+    )
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
+
+
+def prepared_data(config: Config, *, say: Callable[[str], None]) -> str:
+    """The folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache,
+    which is `data.cache_dir` or `.data` beside the run's folder."""
+    cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
+    manifest = cached_prepare(
+        config.data, cache_dir=cache, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+    )
+    say(f"data in {manifest}")
+    return manifest.folder
+
+
+def prepare_data(config: Config, *, out_dir: str, say: Callable[[str], None]) -> PreparedManifest:
+    """Tokenise `config.data` into shards in `out_dir`, on the cluster of the configuration.
+
+    Raises:
+        ConfigError: as `rayfcp.data.prepare`.
+    """
+    started_here = connect(config)
+    try:
+        return prepare(
+            config.data, out_dir=out_dir, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+        )
+    finally:
+        if started_here:
+            ray.shutdown()
+
+
+def export_run(run_dir: str | Path, *, out_dir: str | Path, say: Callable[[str], object] = lambda _: None) -> Path:
+    """Write the newest whole checkpoint of a run as a Hugging Face folder; the checkpoint that was taken. `say` hears
+    of damaged ones that are newer.
+
+    Raises:
+        ConfigError: no run or no whole checkpoint in `run_dir`, or `out_dir` is not empty.
+    """
+    from rayfcp.models.export import export_checkpoint
+
+    config = load_config(Path(run_dir) / "config.yaml")
+    folder = Path(run_dir) / "checkpoints"
+    candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
+    found = newest_whole(candidates, check=find_damage, say=say)
+    if found is None:
+        raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
+    checkpoint, manifest = found
+    export_checkpoint(config, checkpoint, out_dir=out_dir, vocab_size=int(manifest.model["vocab_size"]))
+    return checkpoint
 
 
 class RunFailedError(RuntimeError):

@@ -1,6 +1,101 @@
-"""The arguments of `rayfcp compare`. Nothing heavy is imported before they are known to be sound."""
+"""Which strategies a comparison knows, and what those are that cannot take part yet.
+
+What a comparison is asked for, as plain values.
+
+The arguments of `rayfcp compare`. Nothing heavy is imported before they are known to be sound.
+"""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rayfcp.config import ConfigError
+from rayfcp.cost.profiles import pick
+from rayfcp.plan import strategy_names
+
+OURS = ("flex-ring", "flex-block", "elastic-pipeline", "auto")
+"""What rayfcp itself runs by; all others are baselines."""
+
+PIPELINES = ("elastic-pipeline", "seq1f1b", "dapple")
+"""Strategies that split the layers over stages."""
+
+IN_ORDER = (
+    *("flex-ring", "flex-block", "elastic-pipeline", "auto", "static-cp", "dynamic-cp", "ulysses", "ring"),
+    *("bytescale", "wlb", "flexsp", "magi", "seq1f1b", "dapple"),
+)
+"""All strategies in the order in which a comparison shows them."""
+
+
+def chosen(asked: Sequence[str]) -> tuple[str, ...]:
+    """The strategies asked for, each once, `all` spelt out.
+
+    Raises:
+        ConfigError: a name that is not known; the message has the nearest.
+    """
+    known = [*IN_ORDER, *(name for name in strategy_names() if name not in IN_ORDER)]
+    names: list[str] = []
+    for name in asked:
+        try:
+            names += known if name == "all" else [pick(name, known, what="--strategies")]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+    if not names:
+        raise ConfigError("--strategies names none, must name at least one; e.g. flex-ring,static-cp or all")
+    return tuple(dict.fromkeys(names))
+
+
+def missing(name: str, *, num_stages: int) -> str | None:
+    """Why the strategy cannot be planned at all, if so."""
+    if name in PIPELINES and num_stages == 1:
+        return f"{name} splits the layers over pipeline stages and --stages is 1; give it 2 or more"
+    if name not in strategy_names():
+        return f"this version has no planner for {name}"
+    return None
+
+
+ReduceEvery = Literal["microbatch", "step"]
+Packing = Literal["joint", "bfd"]
+Degrees = Literal["exact", "dp"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The arguments of `rayfcp compare`.
+
+    `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the model's vision
+    encoder is not trained. None: `memory_gib` of the hardware, no fixed `max_tokens_per_rank`, the best
+    `recompute_layers`, `reduce_every` and (with stages) `gather_every` for each strategy.
+    `packing`, `degrees`: as `plan.packing` and `plan.degrees` of a run; bfd and dp are the paper's two stages.
+    """
+
+    lengths: str
+    model: str
+    frozen_vision: bool = False
+    hardware: str
+    devices: int
+    stages: int = 1
+    tensor_parallel: int = 1
+    global_batch: int
+    batches: int
+    max_seqlen: int
+    memory_gib: float | None = None
+    max_tokens_per_rank: int | None = None
+    recompute_layers: int | None = None
+    reduce_every: ReduceEvery | None = None
+    gather_every: ReduceEvery | None = None
+    packing: Packing = "joint"
+    degrees: Degrees = "exact"
+    strategies: tuple[str, ...] = ("all",)
+    seed: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name, `auto` for what each strategy chooses."""
+        given = {name: getattr(self, name) for name in self.__slots__}
+        for name in ("recompute_layers", "reduce_every", "gather_every"):
+            given[name] = "auto" if given[name] is None else given[name]
+        return {**given, "strategies": list(self.strategies)}
+
 
 EXAMPLES = """\
 Lengths: one whole number a line, a .json list, .npy, or .parquet with a column `length`; or dist:NAME for a synthetic

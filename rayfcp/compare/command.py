@@ -1,24 +1,47 @@
-"""`rayfcp compare` from checked arguments to table, JSON and page."""
+"""What a person sees on stderr while strategies are compared.
+
+`rayfcp compare` from checked arguments to table, JSON and page.
+"""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rayfcp.compare.advice import Adviser
-from rayfcp.compare.contest import compare
-from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.layout_table import format_layouts, layout_section
-from rayfcp.compare.names import chosen
+from rayfcp.compare.advice import Adviser, Question, format_layouts, layout_section
+from rayfcp.compare.arguments import Inputs, chosen
+from rayfcp.compare.comparison import compare
 from rayfcp.compare.page import render
-from rayfcp.compare.progress import Progress
-from rayfcp.compare.question import Question
 from rayfcp.compare.run_config import run_config_text
 from rayfcp.compare.table import format_table
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.files import write_whole
+from rayfcp.telemetry.progress import Terminal
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+
+class Progress(Terminal):
+    """`progress(text)` tells what comes next. `total`: how often it will be told, about."""
+
+    def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
+        super().__init__(total, columns=_columns, stream=stream)
+        self._told = 0
+
+    def __call__(self, text: str) -> None:
+        if self.move(self._told, text):
+            self._told += 1
+        else:
+            self.say(text)
+
+
+def _columns() -> "Sequence[ProgressColumn]":
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+
+    return (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -9,13 +9,12 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.pictured import Row, WrongRowsError, check_seen, cut, is_row, row_of
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.distributions import DISTRIBUTIONS
+from rayfcp.compare.image_lengths import Row, WrongRowsError, check_seen, cut, is_row, row_of
+from rayfcp.compare.videos import PICTURES_PER_SECOND, VIDEOS, frames_of
 from rayfcp.config import ConfigError
-from rayfcp.plan.distributions import DISTRIBUTIONS
-from rayfcp.plan.frames import PICTURES_PER_SECOND, frames_of
-from rayfcp.plan.profiles.words import pick
-from rayfcp.plan.videos import VIDEOS
+from rayfcp.cost.profiles import pick
 from rayfcp.values import ModelProfile, SequenceSpec, Windows
 
 Lengths = npt.NDArray[np.int64]

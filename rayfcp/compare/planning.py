@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.lengths import Batch
-from rayfcp.compare.setting import Setting
-from rayfcp.config.plan import PlanConfig
+from rayfcp.compare.settings import Setting
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import lower_bound
-from rayfcp.plan.pipelines.bound import pipeline_bound
+from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies import get
 from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 

@@ -3,15 +3,14 @@
 from textwrap import wrap
 from typing import Any
 
-from rayfcp.compare.advice import Advice
-from rayfcp.compare.advice_words import recommendation
-from rayfcp.compare.inputs import Inputs
-from rayfcp.compare.trials import Trial
+from rayfcp.compare.advice import Advice, recommendation
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.layouts import Trial
 from rayfcp.config import ConfigError, parse_config
-from rayfcp.config.yaml_text import write_yaml
+from rayfcp.config.loading import write_yaml
+from rayfcp.cost.analytic import device_model
+from rayfcp.cost.stages import split_by_cost
 from rayfcp.plan import HARDWARE, hardware_profile, model_profile
-from rayfcp.plan.costs.stages import split_by_cost
-from rayfcp.plan.costs.tensor_parallel import device_model
 from rayfcp.values import ModelProfile
 
 DATA, MODEL = "PATH/OF/YOUR/DATA", "PATH/OF/YOUR/MODEL"

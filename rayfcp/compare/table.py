@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from rayfcp.compare.contest import Comparison
+from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.results import Entry, best_baseline
 from rayfcp.telemetry.summary import number, percent, seconds
 

@@ -1,21 +1,265 @@
-"""What a user writes: the sections of a run's configuration, each key with its meaning and bounds."""
+"""Before a value is checked: the short forms that a user may write.
+
+What all sections of a configuration share.
+
+The shape of a model that starts from random weights, as a user writes it.
+
+The section `plan`: how a global batch becomes a plan.
+
+The section `elastic`: what a run does when devices come and go.
+
+What a user writes: the sections of a run's configuration, each key with its meaning and bounds.
+"""
 
 import sysconfig
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    BaseModel,
     BeforeValidator,
+    ConfigDict,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     field_validator,
     model_validator,
 )
 
-from rayfcp.config.architecture import ArchitectureConfig
-from rayfcp.config.elastic import ElasticConfig
-from rayfcp.config.plan import PlanConfig
-from rayfcp.config.section import Beta, Count, Fraction, Section, Words
-from rayfcp.config.words import as_list, workers_or_range
+
+def as_list(value: Any) -> Any:
+    """One word stands for a list of one."""
+    return (value,) if isinstance(value, str) else value
+
+
+def workers_or_range(value: Any) -> Any:
+    """A count `D` or a range `[min, max]` of devices, checked as a whole so that one message covers both.
+
+    Raises:
+        ValueError: Neither form, a number below 1, or min above max.
+    """
+    numbers = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers) or len(numbers) > 2:
+        raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
+    if isinstance(value, list | tuple) and len(numbers) != 2:
+        raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
+    if min(numbers) < 1:
+        raise ValueError("must be at least 1; add a worker")
+    if numbers[0] > numbers[-1]:
+        raise ValueError("must have min no greater than max; swap them")
+    return tuple(numbers) if len(numbers) == 2 else numbers[0]
+
+
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Words = Annotated[tuple[str, ...], BeforeValidator(as_list)]
+
+
+class Section(BaseModel):
+    """A frozen section; a key that is not declared is an error.
+
+    A message raised by a validator of a section starts with the section's own key; one raised by a
+    validator of a field starts with `must`. `rayfcp.config.loading` puts the rest in front.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+
+class VisionConfig(Section):
+    """Shape of a vision encoder; 2 x 2 patches become one token of the language model."""
+
+    num_layers: Count = 4
+    hidden_size: Count = 64
+    num_heads: Count = 4
+    ffn_size: Count = 256
+    patch_size: Count = Field(default=16, description="pixels along a side")
+    image_size: Count = Field(
+        default=256, description="pixels along a side: of a tile (internvl), of the table of places (qwen3_vl)"
+    )
+    deepstack_layers: tuple[int, ...] = Field(
+        default=(), description="encoder layers whose features the first layers of a qwen3_vl add, one each"
+    )
+    image_token: int | None = Field(
+        default=None, ge=0, description="id that stands for an image; the vocabulary's last if absent"
+    )
+    video_token: int | None = Field(default=None, ge=0, description="id that stands for a video (qwen3_vl)")
+
+    @model_validator(mode="after")
+    def _patches_fit(self) -> "VisionConfig":
+        if self.hidden_size % (4 * self.num_heads):
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, must be a multiple of 4 x num_heads ({self.num_heads}) for rotary "
+                "positions in two dimensions; change one"
+            )
+        if self.image_size % (2 * self.patch_size):
+            raise ValueError(
+                f"image_size is {self.image_size}, must be a multiple of 2 x patch_size ({self.patch_size}); change one"
+            )
+        if any(not 0 <= layer < self.num_layers for layer in self.deepstack_layers):
+            raise ValueError(
+                f"deepstack_layers is {self.deepstack_layers}, must lie in [0, {self.num_layers}); change it"
+            )
+        return self
+
+
+class ArchitectureConfig(Section):
+    """Shape of a model that starts from random weights (any `model_type` that transformers knows)."""
+
+    model_type: str = "qwen3"
+    num_layers: Count = 4
+    hidden_size: Count = 128
+    num_heads: Count = 4
+    num_kv_heads: Count = 2
+    head_dim: Count = 32
+    ffn_size: Count = 384
+    vocab_size: Count | None = Field(default=None, description="the tokenizer's if absent")
+    max_positions: Count = 8192
+    tied_embeddings: bool = True
+    num_experts: Count = Field(default=1, description="MLPs of a layer, each of ffn_size, where a family has several")
+    experts_per_token: Count = Field(default=1, description="those that a token passes, chosen by a router")
+    vision: VisionConfig | None = Field(default=None, description="of a qwen3_vl or internvl; the default if absent")
+
+    @model_validator(mode="after")
+    def _heads_and_experts_fit(self) -> "ArchitectureConfig":
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}, must be even for rotary positions; try {self.head_dim + 1}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads is {self.num_heads}, must be a multiple of num_kv_heads ({self.num_kv_heads}); change one"
+            )
+        if self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}, must be at most num_experts ({self.num_experts}); "
+                "change one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sees_if_its_family_does(self) -> "ArchitectureConfig":
+        if self.vision is not None and self.model_type not in SEEING_FAMILIES:
+            raise ValueError(
+                f"vision is set, must be absent for model_type {self.model_type!r}; drop it, or set model_type to one "
+                f"of {', '.join(SEEING_FAMILIES)}"
+            )
+        layers = self.vision.deepstack_layers if self.vision is not None else ()
+        if layers and (self.model_type != "qwen3_vl" or len(layers) > self.num_layers):
+            raise ValueError(
+                f"vision.deepstack_layers is {layers}, must be none but for qwen3_vl, and there at most num_layers "
+                f"({self.num_layers}); shorten it"
+            )
+        return self
+
+
+SEEING_FAMILIES = ("qwen3_vl", "internvl")
+"""Values of `model_type` with a vision encoder."""
+
+
+class BlockOptions(Section):
+    """Of `flex-block` (FCP with blocks, Zhao et al., 2026).
+
+    `alpha`, `beta`: weights of memory and compute in Algorithm 1. A rank may hold 1 + `tolerance` times the mean
+    tokens, if memory permits. `search_moves`: moves and swaps after `lpt`, 0 for none. `paced`: transfers
+    come when their target has computed those before, else in the order of the colouring alone.
+    """
+
+    block_tokens: Count | None = Field(default=None, description="of a block; from the cost model if absent")
+    placement: Literal["shares", "lpt"] = Field(
+        default="shares",
+        description="equal tokens and cells with the fewest cuts, or blocks of one size, longest first",
+    )
+    pairing: Literal["zigzag", "free"] = Field(
+        default="zigzag", description="of lpt: a block goes with its mirror image"
+    )
+    alpha: NonNegativeFloat = 1.0
+    beta: NonNegativeFloat = 1.0
+    tolerance: NonNegativeFloat = 0.02
+    search_moves: int = Field(default=2000, ge=0)
+    heads: Count | None = Field(
+        default=None, description="ranks of a node that share heads; the best that plan.primitives allow if absent"
+    )
+    coalesce: Count | None = Field(default=None, description="rounds that run as one; the fewest that hide if absent")
+    num_buffers: int = Field(default=3, ge=2, description="stages of received transfers that a rank holds at once")
+    paced: bool = True
+
+
+class PipelineOptions(Section):
+    """Of `elastic-pipeline` (InfiniPipe, Wang et al., 2025).
+
+    The defaults are the whole method; the others are its ablations. `recompute`: as memory asks of each stage and
+    chunk, one number of layers for all, nothing, or everything. `order` 1f1b: the window never shrinks.
+    """
+
+    chunking: Literal["balanced", "fixed"] = Field(
+        default="balanced", description="slices of equal backward time, or of equal tokens"
+    )
+    recompute: Literal["adaptive", "uniform", "none", "full"] = "adaptive"
+    order: Literal["elastic", "1f1b"] = Field(
+        default="elastic", description="fewer microbatches in flight as sequences get shorter, or as many all along"
+    )
+    slices: Count | None = Field(default=None, description="of the longest sequence; searched if absent")
+    max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
+    pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
+    candidates: Count = Field(default=12, description="of all tried, how many are replayed exactly")
+    milp_nodes: int = Field(
+        default=100,
+        ge=0,
+        description="of the search that betters recomputation beyond 2 % of its bound; 0: rounded only",
+    )
+
+
+class PlanConfig(Section):
+    """How a global batch becomes a plan."""
+
+    strategy: str = "flex-ring"
+    auto_candidates: int = Field(
+        default=3, ge=1, le=16, description="of plan.strategy=auto: how many of the best by prediction are simulated"
+    )
+    lookahead_steps: Count = 4
+    planner_actors: Count = 1
+    packing: Literal["joint", "bfd"] = Field(
+        default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
+    )
+    degrees: Literal["exact", "dp"] = Field(
+        default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
+    )
+    primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
+        default=("ring",), min_length=1, description="how groups may exchange what attention needs"
+    )
+    max_microbatches: Count = Field(default=8, description="how many more than the fewest are tried")
+    refit: bool = Field(default=True, description="the cost model follows what steps take; losses do not change")
+    blocks: BlockOptions = BlockOptions()
+    pipeline: PipelineOptions = PipelineOptions()
+    search_moves: Count = Field(
+        default=300_000,
+        description="trials of a sequence in a group by the joint search, for up to 512 sequences; more for more",
+    )
+
+
+class ElasticConfig(Section):
+    """How long the run waits for what it lacks, and what it keeps against losses."""
+
+    start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
+    collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
+    snapshot_every_steps: int = Field(
+        default=1, ge=0, description="steps from one copy of all shards on other nodes to the next; 0: none"
+    )
+    snapshot_chunk_mib: Count = Field(default=32, description="of a copy that travels at once")
+    min_workers: Count | None = Field(
+        default=None, description="devices to go on with; the least of num_workers' range, or of one rank, if absent"
+    )
+    wait_s: PositiveFloat = Field(default=600.0, description="for a replacement when too few devices are left")
+    max_recoveries: Count = Field(default=5, description="without a finished step in between; one more ends the run")
+    hang_factor: PositiveFloat = Field(default=10.0, description="times the usual step, after which a rank is hung")
+    hang_min_s: PositiveFloat = Field(default=30.0, description="and never sooner than this")
+    grow: bool = Field(default=True, description="take devices that appear, up to num_workers, at the next step")
+    look_every_s: PositiveFloat = Field(default=1.0, description="for nodes that came, leave or are drained")
+    balance_speeds: bool = Field(default=True, description="ranks that are slower than others get less work")
+    slow_ratio: Fraction = Field(default=0.8, description="speed over the usual one below which a rank is reported")
+    orphan_s: PositiveFloat = Field(default=300.0, description="that workers wait for a controller that is gone")
+    controller_restarts: int = Field(default=2, ge=0, description="of the controller after its process was lost")
+
 
 STDLIB_PLACEHOLDER = "{stdlib}"
 

@@ -5,9 +5,9 @@ from rayfcp.data.manifest import PreparedManifest, read_manifest
 from rayfcp.data.prepare import cached_prepare, prepare, prepare_local
 from rayfcp.data.rows import BadReason, BadRow
 from rayfcp.data.sampler import Sampler
+from rayfcp.data.shards import TokenReader
 from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from rayfcp.data.tokens import TokenReader
-from rayfcp.data.vision.loading import tokenizer_of
+from rayfcp.data.vision.processors import tokenizer_of
 
 __all__ = [
     "BadReason",

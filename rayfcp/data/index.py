@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import MAX_NAMED_ROWS, PreparedManifest, check_bad_fraction, read_manifest
-from rayfcp.data.pieces import Pieces, around_pictures, cut_rows, drop_rows, split_rows
-from rayfcp.data.rows import IGNORED, BadReason, BadRow
-from rayfcp.data.shard_reader import ShardReader
+from rayfcp.data.rows import IGNORED, BadReason, BadRow, Pieces, around_pictures, cut_rows, drop_rows, split_rows
+from rayfcp.data.shards import ShardReader
 from rayfcp.data.vision.layout import Ragged, items_of, pictures_of
 from rayfcp.values import Pictures, Sample
 

@@ -10,7 +10,7 @@ import fsspec
 
 from rayfcp.config import ConfigError
 from rayfcp.config.models import DataConfig
-from rayfcp.data.storage import name_of, resolve
+from rayfcp.data.manifest import name_of, resolve
 
 CHUNK_BYTES = 16 << 20
 PIECE_BYTES = 64 << 20

@@ -1,9 +1,20 @@
-"""What elastic choices go by: devices, what was lost, what is announced, what the run may do."""
+"""Numbers in reasons.
+
+What elastic choices go by: devices, what was lost, what is announced, what the run may do.
+"""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rayfcp.config import Config
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "device"), counted(2, "device")
+    ('1 device', '2 devices')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Cause(StrEnum):

@@ -1,7 +1,6 @@
 """Which failures it is no use to go on after."""
 
-from rayfcp.elastic.facts import Cause, Facts, Failure
-from rayfcp.elastic.words import counted
+from rayfcp.elastic.facts import Cause, Facts, Failure, counted
 
 
 def hopeless(facts: Facts) -> str | None:

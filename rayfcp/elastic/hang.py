@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rayfcp.config.elastic import ElasticConfig
+from rayfcp.config.models import ElasticConfig
 from rayfcp.elastic.facts import Cause, Failure
 
 REMEMBERED = 16

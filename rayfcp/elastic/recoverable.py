@@ -1,9 +1,86 @@
-"""Which state a run can go on from, and where its parts are."""
+"""Which state is safe from losses, and which step may run before the next one is.
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+Which state a run can go on from, and where its parts are.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rayfcp.values import ShardHeader, StateId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What each device of a generation said that its keeper holds: a value, `after` gives the next one.
+
+    The generation starts from version `first`, of which it takes a snapshot, and of every version that is a
+    multiple of `every` (0: of none at all). `safe`: the newest state kept for all devices of its generation;
+    that of an earlier generation, whose copies live on, until this one has one. `seen`: for each device the states
+    that it reported, those older than `safe` left out.
+    """
+
+    generation: int
+    first: int
+    every: int
+    safe: StateId | None = None
+    seen: tuple[tuple[str, frozenset[StateId]], ...] = ()
+
+    @classmethod
+    def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "Kept":
+        """Nothing is kept yet."""
+        return cls(generation=generation, first=first, every=every, seen=tuple((each, frozenset()) for each in devices))
+
+    def again(self, devices: Iterable[str], *, generation: int, first: int) -> "Kept":
+        """A new generation, from version `first`. What was safe is no longer if that is of later steps: it was lost."""
+        begun = Kept.start(devices, generation=generation, first=first, every=self.every)
+        return replace(begun, safe=self.safe if self.safe is not None and self.safe.version <= first else None)
+
+    def after(self, reports: Mapping[str, StateId | None]) -> "Kept":
+        """Devices said that a state of theirs is kept. A state that one device skipped is not safe, whatever newer one
+        it has; states of other generations and of devices that are no part of this one change nothing."""
+        seen = {device: states | _own(reports.get(device), self.generation) for device, states in self.seen}
+        whole = frozenset.intersection(*seen.values()) if seen else frozenset()
+        best = max(whole, default=None)
+        safe = best if best is not None and (self.safe is None or best > self.safe) else self.safe
+        return replace(
+            self,
+            safe=safe,
+            seen=tuple(
+                (device, frozenset(each for each in states if safe is None or each >= safe))
+                for device, states in seen.items()
+            ),
+        )
+
+    def due(self, version: int) -> bool:
+        """Whether a snapshot is taken of this version."""
+        return self.every > 0 and version >= self.first and (version == self.first or version % self.every == 0)
+
+    def needed(self, step: int) -> StateId | None:
+        """What must be safe before `step` is dispatched: the newest snapshot of versions up to `step` - 2. So a loss
+        makes the run execute at most `every` finished steps again. None: nothing."""
+        if self.every == 0 or step - 2 < self.first:
+            return None
+        version = max(self.first, (step - 2) // self.every * self.every)
+        return StateId(version=version, generation=self.generation)
+
+    def may_dispatch(self, step: int) -> bool:
+        """Whether what `step` needs is safe."""
+        needed = self.needed(step)
+        if needed is None:
+            return True
+        return self.safe is not None and self.safe >= needed
+
+    def without_copies(self, devices: Collection[str]) -> "Kept":
+        """The keeper of these devices is gone: what it held has to be kept anew before the next steps."""
+        seen = tuple((device, frozenset() if device in devices else states) for device, states in self.seen)
+        mine = self.safe is not None and self.safe.generation == self.generation
+        affected = any(device in devices for device, _ in self.seen)
+        return replace(self, seen=seen, safe=None if mine and affected else self.safe)
+
+
+def _own(state: StateId | None, generation: int) -> frozenset[StateId]:
+    return frozenset() if state is None or state.generation != generation else frozenset((state,))
+
 
 NAMED = 3
 """States that a reason speaks of."""

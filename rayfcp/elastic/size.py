@@ -1,14 +1,150 @@
-"""With which devices a run goes on: a pure function of facts and time."""
+"""Which stages and ranks a number of devices makes.
 
-from collections.abc import Sequence
+Which device gets which number in a generation.
 
-from rayfcp.elastic.facts import Device, Facts
+Devices that come and go: a place that lost several lately has to stay calm before the run grows by it.
+
+With which devices a run goes on: a pure function of facts and time.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rayfcp.elastic.facts import Device, Facts, counted
 from rayfcp.elastic.failure import hopeless, what_failed
-from rayfcp.elastic.flapping import unsteady
-from rayfcp.elastic.seating import seated
-from rayfcp.elastic.shapes import Shape, current_shape, fewest_devices, shape_of
-from rayfcp.elastic.words import counted
 from rayfcp.values import Decision, Move
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Shape:
+    """Of two shapes the larger has more stages, or as many and more ranks."""
+
+    num_stages: int
+    num_ranks: int
+
+    def __str__(self) -> str:
+        ranks = counted(self.num_ranks, "rank")
+        return f"{ranks} in {self.num_stages} stages" if self.num_stages > 1 else ranks
+
+
+def shape_of(num_devices: int, *, facts: Facts, most: int | None = None) -> Shape | None:
+    """The configured number of stages if the devices, at most `most` of them, make a rank with it, the next lower
+    one that fits if not; as many ranks as they make. None if they are too few."""
+    limits = facts.limits
+    if num_devices < limits.min_devices:
+        return None
+    usable = min(num_devices, limits.max_devices, num_devices if most is None else most)
+    for fit in sorted(facts.fits, key=lambda fit: -fit.num_stages):
+        if fit.num_stages <= limits.num_stages:
+            num_ranks = usable // (fit.num_stages * limits.tensor_parallel)
+            if num_ranks >= max(fit.min_ranks, 1):
+                return Shape(num_stages=fit.num_stages, num_ranks=num_ranks)
+    return None
+
+
+def current_shape(facts: Facts) -> Shape:
+    """Of the active generation."""
+    per_rank = facts.num_stages * facts.limits.tensor_parallel
+    return Shape(num_stages=facts.num_stages, num_ranks=len(facts.active) // per_rank)
+
+
+def fewest_devices(facts: Facts) -> int:
+    """To go on with."""
+    limits = facts.limits
+    ranks = min(max(fit.min_ranks, 1) * fit.num_stages for fit in facts.fits if fit.num_stages <= limits.num_stages)
+    return max(limits.min_devices, ranks * limits.tensor_parallel)
+
+
+Unit = tuple[str, ...]
+"""The tensor-parallel devices of a rank's stage, in order."""
+
+
+def seated(
+    devices: Sequence[Device], *, shape: Shape, tensor_parallel: int, active: Sequence[str], before: Shape
+) -> tuple[str, ...]:
+    """Ids of `shape`'s devices in the order of their numbers; `active` were those of the shape `before`.
+
+    Devices that hold parts of a stage stay in it, in their order, at their places where there are as many ranks as
+    before or more; devices of one node are neighbours within a stage, and make up a unit where there are enough. A
+    stage that lacks units gets those of its own nodes first, active ones before others, others in the order given.
+    """
+    node_of = {device.id: device.node_id for device in devices}
+    if shape == before and all(each in node_of for each in active):
+        return tuple(active)
+    units = [tuple(active[start : start + tensor_parallel]) for start in range(0, len(active), tensor_parallel)]
+    whole = {index: unit for index, unit in enumerate(units) if all(each in node_of for each in unit)}
+    stages: list[list[Unit | None]] = [[] for _ in range(shape.num_stages)]
+    spare: list[Unit] = []
+    in_place = shape.num_stages == before.num_stages and shape.num_ranks >= before.num_ranks
+    for index, unit in enumerate(units):
+        stage = stages[index // before.num_ranks * shape.num_stages // before.num_stages]
+        if index not in whole:
+            stage.extend([None] * in_place)
+        elif len(stage) < shape.num_ranks:
+            stage.append(unit)
+        else:
+            spare.append(unit)
+    spare += _grouped(
+        devices, active=active, taken={each for unit in whole.values() for each in unit}, size=tensor_parallel
+    )
+    return tuple(
+        each
+        for stage in stages
+        for unit in _filled(stage, spare, num_ranks=shape.num_ranks, node_of=node_of)
+        for each in unit
+    )
+
+
+def _grouped(devices: Sequence[Device], *, active: Sequence[str], taken: Iterable[str], size: int) -> list[Unit]:
+    """Devices that are not taken as units, of one node first, then of what is left over on all nodes."""
+    place = {each: number for number, each in enumerate(active)}
+    free = sorted(
+        (device for device in devices if device.id not in set(taken)),
+        key=lambda device: place.get(device.id, len(place)),
+    )
+    on_node: dict[str, list[str]] = {}
+    for device in free:
+        on_node.setdefault(device.node_id, []).append(device.id)
+    units, rest = [], []
+    for ids in on_node.values():
+        end = len(ids) - len(ids) % size
+        units += [tuple(ids[start : start + size]) for start in range(0, end, size)]
+        rest += ids[end:]
+    return units + [tuple(rest[start : start + size]) for start in range(0, len(rest) - size + 1, size)]
+
+
+def _filled(stage: Sequence[Unit | None], spare: list[Unit], *, num_ranks: int, node_of: dict[str, str]) -> list[Unit]:
+    """The stage's units and as many of the spare ones, which are used up, as it lacks: of its own nodes first."""
+    nodes = {node_of[unit[0]] for unit in stage if unit}
+    units: list[Unit] = []
+    for held in [*stage, *([None] * (num_ranks - len(stage)))]:
+        unit = held
+        if unit is None:
+            unit = next((each for each in spare if node_of[each[0]] in nodes), spare[0])
+            spare.remove(unit)
+            nodes.add(node_of[unit[0]])
+        units.append(unit)
+    order = list(dict.fromkeys(node_of[unit[0]] for unit in units))
+    return sorted(units, key=lambda unit: order.index(node_of[unit[0]]))
+
+
+def unsteady(facts: Facts, *, now_s: float) -> dict[str, float]:
+    """Ids of devices standing by that should not be taken yet, and the seconds each has to stay calm for still."""
+    limits = facts.limits
+    times: dict[str, list[float]] = {}
+    for loss in facts.losses:
+        if now_s - loss.at_s < limits.flap_window_s:
+            times.setdefault(loss.place, []).append(loss.at_s)
+    found = {}
+    for device in facts.devices:
+        lost = times.get(device.place or device.node_id, [])
+        if device.id in facts.active or len(lost) < limits.flap_losses:
+            continue
+        calm_s = limits.flap_calm_s * 2.0 ** (len(lost) - limits.flap_losses)
+        left_s = max(device.ready_s, *lost) + calm_s - now_s
+        if left_s > 0:
+            found[device.id] = left_s
+    return found
 
 
 def decide(facts: Facts, *, now_s: float) -> Decision:

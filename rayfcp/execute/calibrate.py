@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rayfcp.cost.fit import PassShape, Timing, pass_plan
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.interfaces import IGNORED, Pixels, Tokens
-from rayfcp.plan.profiles.shapes import PassShape, pass_plan
-from rayfcp.plan.profiles.timing import Timing
+from rayfcp.execute.interpreter import IGNORED, Pixels, Tokens
 from rayfcp.program import RankProgram, lower
 from rayfcp.values import Action, BatchPlan, PipelinePlan
 
@@ -85,7 +84,7 @@ def through_stages(plan: BatchPlan, *, layers_of_stage: Sequence[int]) -> BatchP
     """A plan of one microbatch, as that passes all stages alone: forward to the last, backward to the first. The
     layers that it recomputes, the model's first, are recomputed where they are.
 
-    >>> from rayfcp.plan.profiles.shapes import PassShape, pass_plan
+    >>> from rayfcp.cost.fit import PassShape, pass_plan
     >>> plan, _ = pass_plan(PassShape(degree=1, lengths=(4,)), num_ranks=1, recomputed_layers=3)
     >>> through_stages(plan, layers_of_stage=(2, 2)).pipelines[0].recomputed_layers
     ((2,), (1,))

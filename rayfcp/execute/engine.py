@@ -10,27 +10,21 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.config import Config
+from rayfcp.cost.fit import PartTimings
 from rayfcp.data import TokenReader
-from rayfcp.execute.backends import spare_sms
-from rayfcp.execute.checkpoint import CheckpointWriter, load
-from rayfcp.execute.copies import HeldCopies
-from rayfcp.execute.device import host_buffers, memory_bytes
-from rayfcp.execute.faults import collective
-from rayfcp.execute.groups import Place, World
-from rayfcp.execute.interfaces import Execution, PictureSource, Pixels, TokenSource
-from rayfcp.execute.interpreter import Interpreter
+from rayfcp.execute.devices.device import host_buffers, memory_bytes, spare_sms
+from rayfcp.execute.interpreter import Execution, Interpreter, PictureSource, Pixels, Ready, Seen, Sight, TokenSource
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.membership import Membership
 from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gradients, totals, update_span
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.membership import Membership, collective
+from rayfcp.execute.parallel.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
+from rayfcp.execute.parallel.transport import DistributedTransport, make_pipes
 from rayfcp.execute.parts import PartTimer
-from rayfcp.execute.pipes import make_pipes
-from rayfcp.execute.progress import Progress
-from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart
-from rayfcp.execute.seen import Ready, Seen, Sight
-from rayfcp.execute.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
-from rayfcp.execute.snapshots import Snapshots, Source, fill
-from rayfcp.execute.transport import DistributedTransport
-from rayfcp.plan.profiles.parts import PartTimings
+from rayfcp.execute.reports import Beat, Joined, Progress, RankReport, SavedPart
+from rayfcp.execute.state.checkpoint import CheckpointWriter, load
+from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile, Span
 from rayfcp.values.state import ShardHeader, StateId

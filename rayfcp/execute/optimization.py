@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
-from rayfcp.execute.device import moved, numbers_dtype
-from rayfcp.execute.groups import Place, World
-from rayfcp.execute.sharding import StageModule
+from rayfcp.execute.devices.device import moved, numbers_dtype
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.values import Span, SpanKind
 
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rayfcp.cost.fit import PartTimings
 from rayfcp.execute.kernels import Pairs, pick_kernel
-from rayfcp.execute.transport import DistributedTransport
-from rayfcp.plan.profiles.parts import PartTimings
+from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.values import ModelProfile
 
 REPEATS = 5

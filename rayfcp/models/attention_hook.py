@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from rayfcp.execute.attention import AttentionContext, attention
+from rayfcp.execute.attention.function import AttentionContext, attention
 
 IMPLEMENTATION = "rayfcp"
 """Name under which the library finds our attention; it builds no mask for names that it does not know."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.models.tiny import with_layers
+from rayfcp.models.library import with_layers
 
 _LAYERS = "layers.*."
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

@@ -1,17 +1,103 @@
-"""From degrees and members to microbatch plans: ranks, predicted seconds, order."""
+"""A global batch as columns, in the order in which all planners walk it.
+
+Stage 1: sequences into atomic groups by best-fit decreasing (Flexible Context Parallelism, section 4.4).
+
+Which primitives a planner may use.
+
+From degrees and members to microbatch plans: ranks, predicted seconds, order.
+"""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.costs.speeds import group_speeds, idle_passes_s
-from rayfcp.plan.microbatches import Columns
-from rayfcp.plan.placement import fastest_first, place_in, ranks_of_nodes
-from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
+from rayfcp.cost.placement import fastest_first, place_in, ranks_of_nodes
+from rayfcp.values import ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """A batch as columns, most tokens first, ids ascending among equals: position p is sequence `ids[p]`."""
+
+    ids: list[int]
+    num_tokens: list[int]
+    cells: list[float]
+    compute_s: list[float]
+
+
+def columns_of(sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Columns:
+    """The batch in the order in which all planners walk it."""
+    ordered = sorted(sequences, key=attrgetter("id"))
+    ordered.sort(key=attrgetter("num_tokens"), reverse=True)
+    cells = [sequence.attention_cells for sequence in ordered]
+    num_tokens = [sequence.num_tokens for sequence in ordered]
+    return Columns(
+        ids=[sequence.id for sequence in ordered],
+        num_tokens=num_tokens,
+        cells=cells,
+        compute_s=cost.compute_s(np.array(cells, np.float64), np.array(num_tokens, np.float64)).tolist(),
+    )
+
+
+def best_fit_decreasing(
+    lengths: Sequence[int], *, capacity_tokens: int, max_bins: int | None = None
+) -> list[int] | None:
+    """Pack `lengths`, longest first, into bins; returns the bin of each, numbered in order of opening.
+
+    A sequence goes to the bin with the least room that holds it (the earliest among equals), or opens
+    one of `ceil(length / capacity_tokens) * capacity_tokens` tokens: the room of its least degree.
+    None if more than `max_bins` would open.
+
+    >>> best_fit_decreasing([9, 4, 3, 2, 1], capacity_tokens=5)
+    [0, 1, 2, 2, 0]
+    """
+    from rayfcp.plan.groups.kernels.cut import Bins, best_fit
+
+    bins = Bins(float(capacity_tokens), len(lengths) if max_bins is None else max_bins)
+    owners: list[int] = best_fit(np.array(lengths, np.float64), bins).tolist()
+    return owners if len(owners) == len(lengths) else None
+
+
+def bins_of(owners: Sequence[int]) -> list[list[int]]:
+    """Positions in each bin, ascending.
+
+    >>> bins_of([0, 1, 2, 2, 0])
+    [[0, 4], [1], [2, 3]]
+    """
+    bins: list[list[int]] = [[] for _ in range(max(owners, default=-1) + 1)]
+    for position, owner in enumerate(owners):
+        bins[owner].append(position)
+    return bins
+
+
+def require(primitive: Primitive, *, options: PlanConfig, strategy: str) -> None:
+    """`options.primitives` allows the one primitive that a strategy is made of.
+
+    Raises:
+        InfeasiblePlanError: it does not; names the strategy, the primitive and the remedy.
+    """
+    if primitive.value not in options.primitives:
+        raise InfeasiblePlanError(
+            f"strategy {strategy} needs primitive {primitive.value}, plan.primitives is "
+            f"{', '.join(options.primitives)}; add {primitive.value} to plan.primitives"
+        )
+
+
+def exchange_degrees(cost: CostModel, *, num_ranks: int, primitives: Collection[str]) -> list[int]:
+    """Degrees above 1 that Ulysses groups may have, which share out the model's heads; none where plans have no such
+    groups."""
+    if Primitive.ULYSSES.value not in primitives:
+        return []
+    degrees = np.arange(2, num_ranks + 1)
+    found: list[int] = degrees[np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s)].tolist()
+    return found
+
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rayfcp.config.plan import PlanConfig
-from rayfcp.plan.bound import check_ids, check_longest, lower_bound
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.pipelines.bound import pipeline_bound
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.bound import check_ids, check_longest, lower_bound
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies import AUTO, Proposal, get, ranked, slices
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+from rayfcp.cost.compiled import is_kept
 from rayfcp.plan.blocks.kernels.improve import improve as improve_blocks
-from rayfcp.plan.compiled import is_kept
-from rayfcp.plan.joint.kernels.kick import kick
-from rayfcp.plan.joint.kernels.ruin import ruin
+from rayfcp.plan.groups.kernels.ruin import kick, ruin
 
 COMPILES = "planners are compiled first, once for this installation: about a minute"
 

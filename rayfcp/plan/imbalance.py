@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.costs.volumes import exchanged_heads, hop_heads, ring_tokens, round_tokens
-from rayfcp.plan.encoding.pictures import PictureColumns
-from rayfcp.plan.encoding.price import encoded_seconds
+from rayfcp.cost.images import PictureColumns
+from rayfcp.cost.layout import exchanged_heads, hop_heads, ring_tokens, round_tokens
+from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import layouts_of
+from rayfcp.plan.vision.encoding import encoded_seconds
 from rayfcp.values import BatchPlan, Group, Imbalance, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]

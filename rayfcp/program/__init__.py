@@ -1,7 +1,6 @@
 """Programs of ranks: instructions, lowering of plans, text round trip, static checks."""
 
-from rayfcp.program.deadlock import check_progress
-from rayfcp.program.encode import Encode, EncodedPictures
+from rayfcp.program.columns import Attends
 from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
 from rayfcp.program.instructions import (
     Attend,
@@ -9,6 +8,8 @@ from rayfcp.program.instructions import (
     AttentionRound,
     Backward,
     ContextSlot,
+    Encode,
+    EncodedPictures,
     Flow,
     Forward,
     Free,
@@ -17,18 +18,20 @@ from rayfcp.program.instructions import (
     LayerKind,
     Load,
     Message,
+    Parcel,
     Payload,
     Piece,
+    Range,
     RankProgram,
     Receive,
+    ReshuffleProgram,
+    ReshuffleRound,
     Send,
 )
 from rayfcp.program.lower import ALL_PRIMITIVES, RUNTIME_PRIMITIVES, lower
-from rayfcp.program.parcels import Parcel, Range, ReshuffleProgram, ReshuffleRound
+from rayfcp.program.progress import check_progress
 from rayfcp.program.reshuffle import lower_reshuffle
-from rayfcp.program.table import Attends
 from rayfcp.program.text import from_text, to_text
-from rayfcp.program.validate import check_plan, check_programs
 
 __all__ = [
     "ALL_PRIMITIVES",
@@ -58,8 +61,6 @@ __all__ = [
     "ReshuffleProgram",
     "ReshuffleRound",
     "Send",
-    "check_plan",
-    "check_programs",
     "check_progress",
     "exchange_rounds",
     "from_text",

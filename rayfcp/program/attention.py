@@ -1,4 +1,8 @@
-"""Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
+"""Keys and values that a microbatch leaves for later ones: where they lie, and what must be kept.
+
+The slots of all ranks while a layout is lowered: what lies in them, and where it came from.
+
+Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
 
 Blocks of a context lie in slots of their own from the start, their home like slot 0 is that of own blocks. A
 transfer fills a new slot at its target (one for each home of its blocks), which attends to it in the next round. In
@@ -23,17 +27,172 @@ receive from several ranks.
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from rayfcp.program.attends import Attending, Queries
-from rayfcp.program.banded import BandedQueries, PictureQueries
-from rayfcp.program.context import Order, context_slots, kept_ranges
-from rayfcp.program.instructions import Attend, AttentionProgram, Message, Payload
+from rayfcp.program.attends import Attending, BandedQueries, PictureQueries, Queries
+from rayfcp.program.columns import Attends, BlockTable, Placed, RoundDrafts, merged
+from rayfcp.program.instructions import Attend, AttentionProgram, ContextSlot, Message, Payload, Range
 from rayfcp.program.paced import Brought, paced
-from rayfcp.program.placed import BlockTable, Placed
-from rayfcp.program.slots import Lot, Lots, RankSlots, Slot, blocks_of_ranks, own_slots
-from rayfcp.program.table import Attends
-from rayfcp.program.windowed import Bands
+from rayfcp.program.windows import Bands
 from rayfcp.values import Block, Layout, Mask, Pacing, Transfer
+
+Order = Mapping[tuple[int, int], int]
+"""Where (sequence, start) of a block lies in a slot 0."""
+
+
+def order_of(blocks: Sequence[Block]) -> Order:
+    """Of the blocks of a slot 0, in its order.
+
+    >>> order_of([Block(sequence=0, start=4, stop=6, rank=0), Block(sequence=2, start=0, stop=1, rank=0)])
+    {(0, 4): 0, (2, 0): 2}
+    """
+    order, at = {}, 0
+    for block in blocks:
+        order[block.sequence, block.start] = at
+        at += block.num_tokens
+    return order
+
+
+def context_slots(
+    layout: Layout, *, num_ranks: int, earlier: Mapping[int, Sequence[Order]]
+) -> list[tuple[ContextSlot, ...]]:
+    """Slots 1.. of each rank that has blocks of the layout's contexts.
+
+    Raises:
+        ValueError: a context's microbatch does not have its blocks on the same rank, in the same order, side by side.
+    """
+    slots: list[list[ContextSlot]] = [[] for _ in range(num_ranks)]
+    for number, context in enumerate(layout.context, start=1):
+        of_rank: dict[int, list[Block]] = {}
+        for block in context.blocks:
+            of_rank.setdefault(block.rank, []).append(block)
+        for rank, mine in of_rank.items():
+            order = earlier[context.microbatch][rank] if context.microbatch in earlier else {}
+            joined = merged([_span(block, order, microbatch=context.microbatch) for block in mine])
+            if len(joined) > 1:
+                raise ValueError(
+                    f"context of microbatch {context.microbatch}: blocks of sequence {mine[0].sequence} on rank {rank} "
+                    f"lie at {joined}, must lie side by side in their order; plan the batch again"
+                )
+            slots[rank].append(ContextSlot(slot=number, microbatch=context.microbatch, span=joined[0]))
+    return [tuple(each) for each in slots]
+
+
+def _span(block: Block, order: Order, *, microbatch: int) -> Range:
+    start = order.get((block.sequence, block.start))
+    if start is None:
+        raise ValueError(
+            f"context of microbatch {microbatch}: tokens [{block.start}, {block.stop}) of sequence {block.sequence} "
+            f"are not on rank {block.rank} there; keep a sequence's slices on the same ranks, with the same primitive"
+        )
+    return start, start + block.num_tokens
+
+
+def kept_ranges(held: Placed, blocks: Sequence[Block], *, needed: Collection[tuple[int, int]]) -> tuple[Range, ...]:
+    """What of a slot 0 later microbatches need, in ascending ranges."""
+    if not needed:
+        return ()
+    spans = (span for at, span in held.ranges.items() if (blocks[at].sequence, blocks[at].start) in needed)
+    return merged(sorted(spans))
+
+
+Lot = tuple[int, ...]
+"""Blocks that travel or lie together, as indices into `Layout.all_blocks`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Slot:
+    """Blocks of one owner that lie together on a rank; the owner has them in slot `home`, 0 or one of context.
+    `arrived` is below 0 there. `passed`: (rank, its slot, round), where it went on to."""
+
+    held: Placed
+    arrived: int
+    owner: int
+    home: int = 0
+    passed: tuple[int, int, int] | None = None
+
+    @property
+    def at_home(self) -> bool:
+        return self.arrived < 0
+
+
+@dataclass(slots=True, kw_only=True)
+class RankSlots:
+    """What a rank has and does. `numbers[owner, home]`: its slots with blocks that lie there, ascending."""
+
+    slots: list[Slot]
+    forward: RoundDrafts
+    backward: RoundDrafts
+    numbers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def add(self, slot: Slot) -> int:
+        """The number of the new slot."""
+        self.slots.append(slot)
+        self.numbers.setdefault((slot.owner, slot.home), []).append(len(self.slots) - 1)
+        return len(self.slots) - 1
+
+
+class Lots:
+    """Blocks that travel or lie together. `home[b]`: the slot in which block b's owner has it."""
+
+    def __init__(self, layout: Layout, *, table: BlockTable) -> None:
+        self.table = table
+        self.home = [0] * len(layout.blocks)
+        self.rank = [block.rank for block in layout.all_blocks]
+        self.num_contexts = len(layout.context)
+        for number, context in enumerate(layout.context, start=1):
+            self.home += [number] * len(context.blocks)
+        self._parts: dict[Lot, list[Lot]] = {}
+        self._placed: dict[Lot, Placed] = {}
+
+    def of(self, blocks: Lot) -> list[Lot]:
+        """The blocks of a transfer as one lot for each slot that its owner has them in."""
+        if not self.num_contexts:
+            return [blocks]
+        found = self._parts.get(blocks)
+        if found is None:
+            parts: dict[int, list[int]] = {}
+            for block in blocks:
+                parts.setdefault(self.home[block] if 0 <= block < len(self.home) else 0, []).append(block)
+            found = self._parts[blocks] = [tuple(parts[home]) for home in sorted(parts)]
+        return found
+
+    def placed(self, blocks: Lot) -> Placed:
+        """The blocks laid end to end."""
+        found = self._placed.get(blocks)
+        if found is None:
+            found = self._placed[blocks] = Placed(blocks, self.table)
+        return found
+
+    def of_context(self, num_ranks: int) -> list[list[Lot]]:
+        """Of each context, the blocks of each rank."""
+        found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(self.num_contexts)]
+        for block, (home, rank) in enumerate(zip(self.home, self.rank, strict=True)):
+            if home:
+                found[home - 1][rank].append(block)
+        return [[tuple(blocks) for blocks in lot] for lot in found]
+
+
+def own_slots(own: Sequence[Sequence[int]], lots: Lots, *, num_stages: int, hold: int) -> list[RankSlots]:
+    """Each rank with the slot of its own blocks and those of its context; `hold`: rounds from a slot's coming to its
+    partial gradient's going home."""
+    ranks = []
+    contexts = lots.of_context(len(own))
+    for number, blocks in enumerate(own):
+        rank = RankSlots(slots=[], forward=RoundDrafts(num_stages + 1), backward=RoundDrafts(num_stages + hold))
+        rank.add(Slot(held=lots.placed(tuple(blocks)), arrived=-1, owner=number))
+        for home, lot in enumerate(contexts, start=1):
+            rank.add(Slot(held=lots.placed(lot[number]), arrived=-1, owner=number, home=home))
+        ranks.append(rank)
+    return ranks
+
+
+def blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
+    """Blocks of each rank, in the order of the layout."""
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, block in enumerate(layout.blocks):
+        own[block.rank].append(index)
+    return own
 
 
 def lower_attention(
@@ -48,7 +207,7 @@ def lower_attention(
     needed: Collection[tuple[int, int]] = (),
 ) -> tuple[AttentionProgram, ...]:
     """The attention program of each rank for one microbatch. `bands`: what the queries of each sequence see, where
-    layers have windows; no more has to travel then than is seen (`rayfcp.program.windowed`). `mutual`: without `bands`,
+    layers have windows; no more has to travel then than is seen (`rayfcp.program.windows`). `mutual`: without `bands`,
     what queries of pictures see beyond their masks. `own`: the blocks of each rank in the order of its slot 0, that of
     the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in
     microbatch m of the layout's context. `needed`: (sequence, start) of blocks whose keys and values later microbatches

@@ -5,11 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rayfcp.plan.encoding.pictures import Ints, PictureColumns
-from rayfcp.program.encode import Encode, EncodedPictures
-from rayfcp.program.instructions import Piece
-from rayfcp.program.parcels import Range
-from rayfcp.program.placed import merged
+from rayfcp.cost.images import Ints, PictureColumns
+from rayfcp.program.columns import merged
+from rayfcp.program.instructions import Encode, EncodedPictures, Piece, Range
 from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.values import BatchPlan, Block, EncoderShare, Layout, SequenceSpec
 

@@ -10,11 +10,9 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from rayfcp.program.attention import lower_attention
-from rayfcp.program.context import Order, order_of
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload
-from rayfcp.program.parcels import Range
-from rayfcp.program.windowed import Bands
+from rayfcp.program.attention import Order, lower_attention, order_of
+from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
+from rayfcp.program.windows import Bands
 from rayfcp.values import Block, Layout, Mask, Round, SequenceSpec, Transfer, bands_of
 
 Run = tuple[int, ...]

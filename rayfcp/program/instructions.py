@@ -1,4 +1,8 @@
-"""The instructions of a rank: what it loads, passes forward and backward, and which keys and values travel.
+"""Rows on their way from one order over the ranks to another, as `rayfcp.program.reshuffle` plans it.
+
+The instruction for a vision encoder: which pictures a rank encodes, and where their features go.
+
+The instructions of a rank: what it loads, passes forward and backward, and which keys and values travel.
 
 A `RankProgram` is the whole of one rank's work on one global batch. Shapes are in it, so that nothing
 about shapes ever travels on the wire. The simulator and the executor run the same program.
@@ -8,12 +12,105 @@ were loaded; every further slot holds what one message brought. Ranges are half-
 from the start of their slot (queries: from the start of slot 0).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rayfcp.program.encode import Encode
-from rayfcp.program.parcels import Range
+Range = tuple[int, int]
+
+Pair = tuple[Range, Range]
+"""The same tokens in the loop's order and in the plan's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """All tokens that travel between this rank and rank `peer` in one direction, in the order of the plan's side.
+
+    `ranges` count in the loop's order on the rank that brings the tokens, in slot 0 on the rank that attends.
+    """
+
+    peer: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshuffleRound:
+    """What one rank sends and receives in a round on the way in. On the way out the round runs transposed: what was
+    received is sent back."""
+
+    send: Parcel | None = None
+    receive: Parcel | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the larger parcel: links carry both directions at once."""
+        return max(each.num_tokens if each else 0 for each in (self.send, self.receive))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshuffleProgram:
+    """One rank's part in bringing a loop's tokens to the plan's ranks and their outputs back.
+
+    The rank brings `num_tokens` tokens and attends with `num_placed`; either may be 0. `kept` are those that stay,
+    ascending in slot 0. Every rank has the same number of rounds; over all ranks each round is a matching.
+    """
+
+    rank: int
+    num_ranks: int
+    num_tokens: int
+    num_placed: int
+    kept: tuple[Pair, ...]
+    rounds: tuple[ReshuffleRound, ...]
+
+    @property
+    def is_identity(self) -> bool:
+        """The rank brings tokens, and all stay where they are, in their order; it attends with no others."""
+        whole = (0, self.num_tokens)
+        return self.num_placed == self.num_tokens and self.kept == ((whole, whole),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPictures:
+    """Pictures `[first, last)` of `sequence`, counted over all its runs: each `num_patches` patches, which become
+    `num_tokens` rows of features."""
+
+    sequence: int
+    first: int
+    last: int
+    num_patches: int
+    num_tokens: int
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """Encode `pictures`, in this order, and hand the features, a row for each of their tokens, to the ranks that hold
+    the tokens.
+
+    `features` brings rows from the order in which the rank encodes them to the order of its own tokens: those that
+    arrive take the place of the rows `rows` (ascending) of what was loaded. All ranks have an `Encode` for a microbatch
+    if any has; without pictures a rank encodes one that weighs nothing, so that the encoder's shards are gathered
+    everywhere. Where any microbatch has one the last one has, whose backward pass sums gradients over ranks.
+    `Backward` takes the gradients of the features the same way back and then, unless the encoder is frozen, through it.
+    """
+
+    microbatch: int
+    pictures: tuple[EncodedPictures, ...]
+    features: ReshuffleProgram
+    rows: tuple[Range, ...]
+
+
+def wanted_pictures(instructions: Iterable[object]) -> tuple[tuple[int, int, int], ...]:
+    """Sequence, first and last of all pictures that a program encodes, in order, each once."""
+    encodes = (item for item in instructions if isinstance(item, Encode))
+    return tuple(dict.fromkeys((each.sequence, each.first, each.last) for item in encodes for each in item.pictures))
 
 
 class Payload(StrEnum):

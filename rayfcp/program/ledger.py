@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from rayfcp.plan.costs.memory import LayerBytes
+from rayfcp.cost.memory import LayerBytes
 from rayfcp.program.instructions import AttentionProgram, Forward, HeadProgram, Payload
 
 

@@ -1,20 +1,279 @@
-"""What the instructions of all ranks and stages must be, before their messages are looked at."""
+"""That keys and values which a microbatch keeps for later ones are there while these read them, and no longer.
 
-from collections.abc import Sequence
+What an `Encode` must be: in its place, on all ranks, of sizes that agree, in rounds that meet.
 
-from rayfcp.program.encode_order import check_encodes
+All ranks encode a microbatch together, for they gather the encoder's shards, and then run the rounds of the exchange
+one after the other. In each both ends of a parcel have it, so nobody waits for ever; the gradients take the same rounds
+back inside the backward pass.
+
+That a stage takes from its neighbours what it needs, and hands on what they need, once each and in its place.
+
+What the instructions of all ranks and stages must be, before their messages are looked at.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rayfcp.program.columns import union
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
+    Encode,
+    Flow,
     Forward,
+    Free,
     HeadProgram,
     Load,
+    Parcel,
     Payload,
+    Range,
     RankProgram,
+    Receive,
+    Send,
 )
-from rayfcp.program.kinds import check_likeness, check_loads, check_windows, windows_of
-from rayfcp.program.neighbours import check_neighbours
-from rayfcp.program.reuse import check_frees, check_reuse
+from rayfcp.program.windows import check_likeness, check_loads, check_windows, windows_of
+
+
+def check_reuse(program: RankProgram) -> None:
+    """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each window; and the
+    backward pass of every reader comes before that microbatch's own: only then are its gradients whole. `check_order`
+    found each pass once, with the same windows.
+
+    Raises:
+        ValueError: names the rank and the microbatch.
+    """
+    backward = [item.microbatch for item in program.instructions if isinstance(item, Backward)]
+    turn = {number: at for at, number in enumerate(backward)}
+    forwards = [item for item in program.instructions if isinstance(item, Forward)]
+    for at in range(len(forwards[0].kinds)):
+        attention = {item.microbatch: item.kinds[at].attention.inner for item in forwards}
+        _check_kind(attention, turn, place=program.place)
+
+
+def _check_kind(attention: Mapping[int, AttentionProgram], turn: Mapping[int, int], *, place: str) -> None:
+    read: dict[int, set[Range]] = {number: set() for number in turn}
+    for number, here in attention.items():
+        for slot in here.context:
+            where = f"{place}, microbatch {number}: slot {slot.slot} is context of {slot.microbatch}"
+            if not 0 <= slot.microbatch < number or slot.num_tokens < 1:
+                raise ValueError(
+                    f"{where}, tokens {slot.span}; must be at least one token of an earlier microbatch; lower the plan "
+                    "again"
+                )
+            if turn[slot.microbatch] < turn[number]:
+                raise ValueError(
+                    f"{where}, whose Backward comes before this one's, must come after it: otherwise it lacks the "
+                    "gradients of its keys and values; reverse them"
+                )
+            read[slot.microbatch].add(slot.span)
+    for number, here in attention.items():
+        if here.kept != (due := union(read[number])):
+            raise ValueError(
+                f"{place}, microbatch {number}: kept is {here.kept}, must be what later microbatches read of it, "
+                f"{due}; lower the plan again"
+            )
+
+
+def check_frees(program: RankProgram) -> None:
+    """What a microbatch keeps is freed once, after its backward pass; nothing else is.
+
+    Raises:
+        ValueError: names the rank and the microbatch.
+    """
+    freed = [item.microbatch for item in program.instructions if isinstance(item, Free)]
+    forwards = [item for item in program.instructions if isinstance(item, Forward)]
+    due = [item.microbatch for item in forwards if any(kind.attention.inner.kept for kind in item.kinds)]
+    if sorted(freed) != due:
+        raise ValueError(f"{program.place}: Free names microbatches {freed}, must name {due} once: those that keep")
+    done: set[int] = set()
+    for item in program.instructions:
+        if isinstance(item, Backward):
+            done.add(item.microbatch)
+        elif isinstance(item, Free) and item.microbatch not in done:
+            raise ValueError(
+                f"{program.place}: Free of microbatch {item.microbatch} comes before its Backward, must come after it"
+            )
+
+
+def check_encodes(programs: Sequence[RankProgram]) -> None:
+    """Each `Encode` stands between its microbatch's Load and Forward, all ranks have it, its sizes agree, and parcels
+    meet round by round.
+
+    Raises:
+        ValueError: names the rank and the microbatch.
+    """
+    encoded = [encodes_of(program) for program in programs]
+    if not any(encoded):
+        return
+    if programs[0].num_stages > 1:
+        raise ValueError(
+            f"programs encode pictures on {programs[0].num_stages} stages, must have 1; plan with "
+            "cluster.pipeline_stages=1"
+        )
+    last = max(item.microbatch for item in programs[0].instructions)
+    for program, mine in zip(programs, encoded, strict=True):
+        if mine.keys() != encoded[0].keys() or last not in mine:
+            raise ValueError(
+                f"{program.place}: Encode names microbatches {sorted(mine)}, must name those of rank 0, "
+                f"{sorted(encoded[0])}, with the last one, {last}; lower one plan for all"
+            )
+        _check_places(program)
+    for microbatch in encoded[0]:
+        _check_rounds([each[microbatch] for each in encoded])
+
+
+def encodes_of(program: RankProgram) -> dict[int, Encode]:
+    """By microbatch."""
+    return {item.microbatch: item for item in program.instructions if isinstance(item, Encode)}
+
+
+def _check_places(program: RankProgram) -> None:
+    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+    for at, item in enumerate(program.instructions):
+        if not isinstance(item, Encode):
+            continue
+        number, where = item.microbatch, f"{program.place}, microbatch {item.microbatch}"
+        if not place[Load, number] < at < place[Forward, number] or place[Encode, number] != at:
+            raise ValueError(f"{where}: Encode must stand once between Load and Forward; lower the plan again")
+        features = item.features
+        if (features.rank, features.num_ranks) != (program.rank, program.num_ranks):
+            raise ValueError(
+                f"{where}: features are of rank {features.rank} of {features.num_ranks}, must be of "
+                f"{program.rank} of {program.num_ranks}; lower the plan again"
+            )
+        _check_sizes(item, where=where)
+
+
+def _check_sizes(item: Encode, *, where: str) -> None:
+    """Every row that is made leaves once or stays, every row that is due arrives once or is there."""
+    features = item.features
+    made = sum(each.count * each.num_tokens for each in item.pictures)
+    taken = sum(stop - start for start, stop in item.rows)
+    if (features.num_tokens, features.num_placed) != (made, taken):
+        raise ValueError(
+            f"{where}: features bring {features.num_tokens} rows and place {features.num_placed}, must be the {made} "
+            f"of its pictures and the {taken} of rows; lower the plan again"
+        )
+    leaving, arriving = ([pair[side] for pair in features.kept] for side in (0, 1))
+    for step in features.rounds:
+        leaving += step.send.ranges if step.send else ()
+        arriving += step.receive.ranges if step.receive else ()
+    _check_tiles(leaving, made, what=f"{where}: rows of features that leave the encoder")
+    _check_tiles(arriving, taken, what=f"{where}: rows of features that arrive")
+
+
+def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
+    """Each of so many rows is in exactly one of the ranges."""
+    at = 0
+    for start, stop in sorted(ranges):
+        if start != at or stop <= start:
+            raise ValueError(f"{what}: [{start}, {stop}) where row {at} is due; each of {num_rows} must be there once")
+        at = stop
+    if at != num_rows:
+        raise ValueError(f"{what}: {at} of {num_rows} are there; each must be, once")
+
+
+def _check_rounds(items: Sequence[Encode]) -> None:
+    counts = {len(item.features.rounds) for item in items}
+    if len(counts) > 1:
+        raise ValueError(
+            f"microbatch {items[0].microbatch}: features travel in {sorted(counts)} rounds, must be as many on all "
+            "ranks; lower one plan for all"
+        )
+    for rank, index, parcel, other in _parcels(items):
+        if other is None or other.peer != rank or other.num_tokens != parcel.num_tokens:
+            raise ValueError(
+                f"microbatch {items[0].microbatch} round {index}: rank {rank} and rank {parcel.peer} disagree on the "
+                f"{parcel.num_tokens} rows of features between them, one would wait for ever; lower one plan for all"
+            )
+
+
+def _parcels(items: Sequence[Encode]) -> Iterator[tuple[int, int, Parcel, Parcel | None]]:
+    """(rank, round, parcel, the same on the other rank) of all parcels, from both ends."""
+    for rank, item in enumerate(items):
+        for index, step in enumerate(item.features.rounds):
+            for parcel, sends in ((step.send, True), (step.receive, False)):
+                if parcel is None:
+                    continue
+                if not 0 <= parcel.peer < len(items) or parcel.peer == rank:
+                    raise ValueError(
+                        f"microbatch {item.microbatch} round {index}: rank {rank} has a parcel with rank "
+                        f"{parcel.peer}, must be with another of {len(items)}; lower the plan again"
+                    )
+                there = items[parcel.peer].features.rounds[index]
+                yield rank, index, parcel, there.receive if sends else there.send
+
+
+_NeighbourHandOver = tuple[type[Send] | type[Receive], Flow, int]
+"""Kind, flow, neighbouring stage."""
+
+
+def check_neighbours(program: RankProgram) -> None:
+    """Each microbatch is received before its pass and sent on after it, where there is a stage to do so with.
+
+    Activations go from stage p to p + 1 and their gradients back, all tokens of the microbatch at once. The first
+    stage receives no activations and sends no gradients, the last one the other way round. `check_order` found each
+    pass once.
+
+    Raises:
+        ValueError: a Send or Receive is missing, double, out of place, of another size or with another stage.
+    """
+    due = set(_due(program.stage, num_stages=program.num_stages))
+    tokens: dict[int, int] = {}
+    passes: dict[tuple[int, Flow], int] = {}
+    found: dict[tuple[int, _NeighbourHandOver], int] = {}
+    for at, item in enumerate(program.instructions):
+        if isinstance(item, Forward):
+            tokens[item.microbatch] = item.attention.num_tokens
+            passes[item.microbatch, Flow.ACTIVATION] = at
+        elif isinstance(item, Backward):
+            passes[item.microbatch, Flow.GRADIENT] = at
+        elif isinstance(item, Send | Receive):
+            key = item.microbatch, (type(item), item.flow, item.stage)
+            if key[1] not in due or key in found:
+                raise ValueError(
+                    f"{program.place}: {_words(*key)} is {'double' if key in found else 'not due'}; must be one of "
+                    f"{[_words(item.microbatch, each) for each in sorted(due, key=str)]}, once; lower the plan again"
+                )
+            found[key] = at
+    for microbatch, num_tokens in tokens.items():
+        for each in due:
+            if (microbatch, each) not in found:
+                raise ValueError(f"{program.place}: {_words(microbatch, each)} is missing; lower the plan again")
+            passed = passes[microbatch, each[1]]
+            _check_place(program, found[microbatch, each], passed, num_tokens=num_tokens)
+    if strange := [_words(*key) for key in found if key[0] not in tokens]:
+        raise ValueError(f"{program.place}: {strange[0]} belongs to no Forward; lower the plan again")
+
+
+def _due(stage: int, *, num_stages: int) -> Iterator[_NeighbourHandOver]:
+    if stage > 0:
+        yield Receive, Flow.ACTIVATION, stage - 1
+        yield Send, Flow.GRADIENT, stage - 1
+    if stage + 1 < num_stages:
+        yield Send, Flow.ACTIVATION, stage + 1
+        yield Receive, Flow.GRADIENT, stage + 1
+
+
+def _check_place(program: RankProgram, at: int, passed: int, *, num_tokens: int) -> None:
+    item = program.instructions[at]
+    assert isinstance(item, Send | Receive)
+    words = _words(item.microbatch, (type(item), item.flow, item.stage))
+    if (at < passed) is isinstance(item, Send):
+        raise ValueError(
+            f"{program.place}: {words} is {'before' if at < passed else 'after'} the pass that it belongs to; receive "
+            "before, send after it"
+        )
+    if item.num_tokens != num_tokens:
+        raise ValueError(
+            f"{program.place}: {words} is of {item.num_tokens} tokens, must be the microbatch's {num_tokens}; "
+            "lower the plan again"
+        )
+
+
+def _words(microbatch: int, hand_over: _NeighbourHandOver) -> str:
+    kind, flow, stage = hand_over
+    way = "to" if kind is Send else "from"
+    return f"{kind.__name__} of the {flow.value} of microbatch {microbatch} {way} stage {stage}"
 
 
 def check_order(programs: Sequence[RankProgram]) -> None:

@@ -1,7 +1,7 @@
 """Attends over phases: an equal share of cells in each, what arrived first, then what is own.
 
 Ranks whose loads are balanced then go through the rounds at one pace, and none waits for another that has
-more to do in one phase (`rayfcp.plan.blocks.kernels.flow` predicts the same).
+more to do in one phase (`rayfcp.cost.kernels.flow` predicts the same).
 """
 
 import math
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.program.table import FLIPPED, WHOLE, Attends
+from rayfcp.program.columns import FLIPPED, WHOLE, Attends
 
 TILE = 128
 """Queries: attends are cut at multiples of this, and are not cut shorter."""

@@ -7,8 +7,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from rayfcp.simulate.plans import simulate_plan
-from rayfcp.simulate.simulate import simulate
+from rayfcp.simulate.simulate import simulate, simulate_plan
 from rayfcp.simulate.timeline import Breakdown, Loads, Timeline
 
 __all__ = ["Breakdown", "Loads", "Timeline", "simulate", "simulate_plan"]

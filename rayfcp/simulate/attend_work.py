@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.compiled import compiled
-from rayfcp.program.table import WHOLE
+from rayfcp.cost.compiled import compiled
+from rayfcp.program.columns import WHOLE
 
 
 @compiled

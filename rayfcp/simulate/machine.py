@@ -6,8 +6,8 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.plan.costs.analytic import REDUCED_BYTES
-from rayfcp.plan.costs.stages import check_layers, outer_parameters, split_layers
+from rayfcp.cost.analytic import REDUCED_BYTES
+from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
 from rayfcp.values import HardwareProfile, ModelProfile
 
 Floats = npt.NDArray[np.float64]

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rayfcp.plan.costs.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
+from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
 from rayfcp.program.ledger import Ledger
 from rayfcp.simulate.machine import Floats, Machine
-from rayfcp.simulate.plots import Instants
+from rayfcp.simulate.script import Instants
 from rayfcp.simulate.steady import Outcome
 from rayfcp.simulate.timeline import Sample
 

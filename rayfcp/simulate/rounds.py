@@ -1,4 +1,7 @@
-"""The rounds and messages of all devices' attention, as flat arrays: the same on every stage."""
+"""The rounds and messages of all devices' attention, as flat arrays: the same on every stage.
+
+What passes between stages: one message for each hop and rank.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,13 +9,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
-from rayfcp.program import AttentionProgram, AttentionRound, Encode, Forward, HeadProgram, Message, Payload, RankProgram
-from rayfcp.program.kinds import attention_by_window, check_likeness, windows_of
-from rayfcp.program.table import Attends
-from rayfcp.simulate.arrays import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
+from rayfcp.cost.analytic import ATTENTION_BACKWARD
+from rayfcp.program import (
+    AttentionProgram,
+    AttentionRound,
+    Encode,
+    Forward,
+    HeadProgram,
+    Message,
+    Payload,
+    RankProgram,
+    Send,
+)
+from rayfcp.program.columns import Attends
+from rayfcp.program.windows import attention_by_window, check_likeness, windows_of
 from rayfcp.simulate.attend_work import attend_work
 from rayfcp.simulate.machine import Machine
+from rayfcp.simulate.replay import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
+from rayfcp.simulate.script import HopKey
 
 Pair = tuple[int, int]
 
@@ -257,3 +271,29 @@ def messages_of(pairs: Ints, moved: Floats, *, machine: Machine) -> Messages:
             [own_s, own_s, moved / links.uplink_bandwidth[from_node], moved / links.uplink_bandwidth[to_node]], axis=1
         ),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hops:
+    """`number[key]` is the message of rank 0; that of rank r comes r later."""
+
+    number: dict[HopKey, int]
+    messages: Messages
+
+
+def hops_of(programs: Sequence[RankProgram], *, machine: Machine) -> Hops:
+    """The hops that programs send, `programs[device]`."""
+    num_ranks = machine.num_ranks
+    number: dict[HopKey, int] = {}
+    pairs: list[tuple[int, int]] = []
+    tokens: list[int] = []
+    for stage in range(machine.num_stages):
+        own = programs[stage * num_ranks : (stage + 1) * num_ranks]
+        by_rank = [[item for item in program.instructions if isinstance(item, Send)] for program in own]
+        for items in zip(*by_rank, strict=True):
+            first = items[0]
+            number[first.flow, first.microbatch, stage] = len(pairs)
+            pairs += [(stage * num_ranks + rank, first.stage * num_ranks + rank) for rank in range(num_ranks)]
+            tokens += [item.num_tokens for item in items]
+    moved = machine.hidden_bytes_per_token * np.array(tokens, np.float64)
+    return Hops(number=number, messages=messages_of(np.array(pairs, np.int64).reshape(-1, 2), moved, machine=machine))

@@ -1,23 +1,70 @@
-"""`simulate`: programs of all ranks on a machine, as a timeline."""
+"""Of several plans of a batch the one that is fastest when simulated: what `auto` takes.
 
-from collections.abc import Sequence
-from dataclasses import replace
+`simulate`: programs of all ranks on a machine, as a timeline.
+
+`simulate_plan`: a plan of a global batch, lowered and simulated.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from rayfcp.plan.costs.analytic import LINEAR_BACKWARD
-from rayfcp.plan.costs.flops import FORWARD_AND_BACKWARD
-from rayfcp.program import Forward, Free, Load, RankProgram
-from rayfcp.simulate.arrays import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats, Ints
-from rayfcp.simulate.encoder import EncoderWork, encoder_flops, encoder_seconds, work_of
+from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
+from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.batch import taken
+from rayfcp.program import ALL_PRIMITIVES, Forward, Free, Load, RankProgram, lower
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
+from rayfcp.simulate.replay import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats, Ints
 from rayfcp.simulate.rounds import Traffic, flatten
-from rayfcp.simulate.spans import spans_of
+from rayfcp.simulate.script import EncoderWork, encoder_flops, encoder_seconds, work_of
 from rayfcp.simulate.steady import Outcome, run
-from rayfcp.simulate.timeline import Breakdown, Loads, PerRank, Timeline
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.simulate.timeline import Breakdown, Loads, PerRank, Timeline, spans_of
+from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, SequenceSpec
+
+CLEARLY = 1.1
+"""Times the prediction of the best: plans beyond that are not simulated. Prediction and simulation are rarely as much
+as 3 % apart."""
+
+Programs = tuple[RankProgram, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A plan, its programs, and what every simulated plan takes, in the order of `plans`."""
+
+    plan: BatchPlan
+    programs: Programs
+    simulated: tuple[tuple[str, float], ...]
+
+
+def choose(
+    plans: Sequence[BatchPlan],
+    *,
+    lowered: Callable[[BatchPlan], Programs],
+    seconds: Callable[[Programs], float],
+) -> Choice:
+    """The fastest of `plans`, which are sorted by prediction, as `seconds` says of its programs; of equals the first.
+
+    One that is alone, or better by prediction than all others by far, is not simulated. The plan says why it was taken.
+    """
+    close = [plan for plan in plans if plan.predicted_s <= CLEARLY * plans[0].predicted_s]
+    if len(close) == 1:
+        plan = taken(plans[0], [(each.strategy, each.predicted_s) for each in plans], how="predicted")
+        return Choice(plan=plan, programs=_of(plan, lowered(plans[0])), simulated=())
+    programs = [lowered(plan) for plan in close]
+    simulated = [(plan.strategy, seconds(each)) for plan, each in zip(close, programs, strict=True)]
+    best = min(range(len(close)), key=lambda at: simulated[at][1])
+    plan = taken(close[best], simulated, how="simulated")
+    return Choice(plan=plan, programs=_of(plan, programs[best]), simulated=tuple(simulated))
+
+
+def _of(plan: BatchPlan, programs: Programs) -> Programs:
+    """Programs name their plan by its hash, of which the reason is a part."""
+    plan_hash = plan.plan_hash
+    return tuple(replace(program, plan_hash=plan_hash) for program in programs)
 
 
 def simulate(
@@ -196,3 +243,36 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
 
 def _rows(values: Floats) -> tuple[PerRank, ...]:
     return tuple(tuple(row) for row in values.tolist())
+
+
+def simulate_plan(
+    plan: BatchPlan,
+    sequences: Sequence[SequenceSpec],
+    *,
+    model: ModelProfile | str,
+    hardware: HardwareProfile | str,
+    node_of_rank: tuple[int, ...] = (),
+    bytes_per_element: int | None = None,
+    reduce_every: Literal["microbatch", "step"] = "step",
+    layers_of_stage: tuple[int, ...] = (),
+    gather_every: Literal["microbatch", "step"] = "microbatch",
+    detail: bool = False,
+) -> Timeline:
+    """The timeline of a plan; also `rayfcp.simulate`. `sequences` are those that were planned.
+
+    `model` and `hardware` are profiles or names of profiles; the other arguments are those of `lower` and
+    `rayfcp.simulate.simulate`. Every primitive is simulated.
+
+    Raises:
+        ValueError: an unknown name, or what `lower` and `simulate` refuse.
+    """
+    return simulate(
+        lower(plan, sequences, reduce_every=reduce_every, primitives=ALL_PRIMITIVES),
+        model=model_profile(model) if isinstance(model, str) else model,
+        hardware=hardware_profile(hardware) if isinstance(hardware, str) else hardware,
+        node_of_rank=node_of_rank,
+        bytes_per_element=bytes_per_element,
+        layers_of_stage=layers_of_stage,
+        gather_every=gather_every,
+        detail=detail,
+    )

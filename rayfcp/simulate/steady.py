@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.program import RankProgram
-from rayfcp.simulate.arrays import Floats, Record, Script, State, Wires, new_record, new_state
-from rayfcp.simulate.hops import Hops, hops_of
 from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.plots import Plot, Row, RowKey
-from rayfcp.simulate.replay import replay
-from rayfcp.simulate.rounds import Traffic
-from rayfcp.simulate.script import write_script
+from rayfcp.simulate.replay import Floats, Record, Script, State, Wires, new_record, new_state, replay
+from rayfcp.simulate.rounds import Hops, Traffic, hops_of
+from rayfcp.simulate.script import Plot, Row, RowKey, write_script
 
 SAME = 1e-9
 """Relative difference up to which two layers take the same time."""

@@ -1,14 +1,81 @@
-"""Charts as inline SVG: lines over steps, and shares stacked over steps. They are whole without any script; the page's
-own adds a hairline and a box with the values of the step that is pointed at."""
+"""From values to places on a chart: round ticks, linear scales, thinning of long series.
+
+Charts as inline SVG: lines over steps, and shares stacked over steps. They are whole without any script; the page's
+own adds a hairline and a box with the values of the step that is pointed at.
+
+Which charts a report shows of a run's steps.
+"""
 
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 
-from rayfcp.telemetry.scales import Scale, runs_of, thin, ticks
-from rayfcp.telemetry.summary import number, percent
+from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.values import StepReport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """Maps `[low, high]` of values onto `[start, stop]` of pixels; a range of no width maps to the middle."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        if self.high <= self.low:
+            return (self.start + self.stop) / 2
+        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+
+def ticks(low: float, high: float, *, count: int = 4) -> tuple[float, ...]:
+    """About `count` round numbers (1, 2 or 5 times a power of ten apart) whose ends cover `[low, high]`.
+
+    >>> ticks(0.0, 0.93)
+    (0.0, 0.5, 1.0)
+    >>> ticks(3.1, 5.6)
+    (3.0, 4.0, 5.0, 6.0)
+    """
+    size = max(abs(low), abs(high))
+    if high - low <= max(1e-9 * size, 1e-100):
+        high = low + (abs(low) if size > 1e-100 else 1.0)
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * power for unit in (1.0, 2.0, 5.0, 10.0) if unit * power >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    digits = max(0, 1 - math.floor(math.log10(step)))
+    return tuple(round(index * step, digits) for index in range(first, last + 1))
+
+
+def runs_of(values: Sequence[T], *, limit: int) -> list[Sequence[T]]:
+    """Cut into at most `limit` runs of equal length, but for the last.
+
+    >>> runs_of((1, 2, 3, 4, 5), limit=3)
+    [(1, 2), (3, 4), (5,)]
+    """
+    run = max(1, math.ceil(len(values) / limit))
+    return [values[start : start + run] for start in range(0, len(values), run)]
+
+
+def thin(values: Sequence[float], *, limit: int) -> tuple[float, ...]:
+    """Means of equal runs so that at most `limit` values are left; non-finite values stay out of a mean.
+
+    >>> thin((1.0, 3.0, 5.0, 7.0), limit=2)
+    (2.0, 6.0)
+    """
+    chunks = runs_of(values, limit=limit)
+    return tuple(_mean([value for value in chunk if math.isfinite(value)]) for chunk in chunks)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
 
 WIDTH, HEIGHT = 560, 236
 LEFT, RIGHT, TOP, BOTTOM = 60, 12, 14, 34
@@ -184,4 +251,134 @@ def _figure(chart: Chart, *, body: str, legend: Mapping[str, str], tips: str, ra
         f'<ul class="legend">{entries}</ul>'
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{title}: {note}" '
         f'data-tips="{escape(tips)}">{body}<line class="hair" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg></figure>'
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """A line chart in words: what each of its lines reads from a report."""
+
+    title: str
+    note: str
+    series: dict[str, Callable[[StepReport], float]]
+    format: Format = number
+    from_zero: bool = True
+    stepped: bool = False
+    level: float | None = None
+
+
+def _tokens_per_s(report: StepReport) -> float:
+    return report.num_tokens / report.step_s if report.step_s > 0 else 0.0
+
+
+def _error(report: StepReport) -> float:
+    return report.predicted_s / report.step_s if report.step_s > 0 else math.nan
+
+
+LEARNING = (
+    Lines(title="Loss", note="Nats per target token", series={"loss": lambda r: r.loss}, from_zero=False),
+    Lines(title="Throughput", note="Tokens per second, over all devices", series={"tokens per second": _tokens_per_s}),
+    Lines(
+        title="MFU",
+        note="Model FLOPs over time and peak; of attention alone likewise",
+        series={"all": lambda r: r.mfu, "attention": lambda r: r.attention_mfu},
+        format=percent,
+    ),
+    Lines(title="Gradient norm", note="Before clipping", series={"norm": lambda r: r.grad_norm}),
+)
+PREDICTION = (
+    Lines(
+        title="Step time",
+        note="What the plan promised and what the clock said",
+        series={"measured": lambda r: r.step_s, "predicted": lambda r: r.predicted_s},
+        format=seconds,
+    ),
+    Lines(
+        title="Predicted over measured",
+        note="1 is right; below, steps took longer than foretold",
+        series={"ratio": _error},
+        level=1.0,
+    ),
+    Lines(
+        title="Gap",
+        note="Predicted step over its lower bound; 1 is perfect",
+        series={"gap": lambda r: r.gap},
+        from_zero=False,
+    ),
+    Lines(
+        title="Planning",
+        note="Time to plan a batch, and what the step waited for it",
+        series={"plan": lambda r: r.plan_s, "wait": lambda r: r.plan_wait_s},
+        format=seconds,
+    ),
+)
+BALANCE = (
+    Lines(
+        title="Imbalance",
+        note="(max − mean) / max over ranks, by resource, as planned",
+        series={
+            "compute": lambda r: r.imbalance.compute,
+            "attention": lambda r: r.imbalance.attention,
+            "memory": lambda r: r.imbalance.memory,
+            "communication": lambda r: r.imbalance.communication,
+            "encoder": lambda r: math.nan if r.imbalance.encoder is None else r.imbalance.encoder,
+        },
+        format=percent,
+    ),
+    Lines(
+        title="Bubble",
+        note="Share of rank time spent waiting for other ranks",
+        series={"bubble": lambda r: r.bubble},
+        format=percent,
+    ),
+)
+WORLD = Lines(
+    title="Devices",
+    note="In use at each step",
+    series={"devices": lambda r: float(r.world_size)},
+    stepped=True,
+)
+
+
+def step_charts(group: Sequence[Lines], reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()) -> str:
+    """A figure for each; what no step has a number of is left out, line by line."""
+    return "".join(
+        _draw(lines, reports, marks=marks)
+        for lines in group
+        if lines is LEARNING[0]
+        or any(math.isfinite(read(report)) for read in lines.series.values() for report in reports)
+    )
+
+
+def degrees_chart(reports: Sequence[StepReport], *, marks: tuple[Mark, ...] = ()) -> str:
+    """Degrees over time."""
+    degrees = sorted({degree for report in reports for degree in report.degrees})
+    return stacked_chart(
+        Chart(
+            title="Degrees",
+            note="Share of rank slots in groups of each degree",
+            steps=tuple(report.step for report in reports),
+            series={f"degree {d}": [float(d * report.degrees.get(d, 0)) for report in reports] for d in degrees},
+            marks=marks,
+        )
+    )
+
+
+def _draw(lines: Lines, reports: Sequence[StepReport], *, marks: tuple[Mark, ...]) -> str:
+    def known(values: Sequence[float]) -> bool:
+        return any(math.isfinite(each) for each in values)
+
+    series = {name: [read(report) for report in reports] for name, read in lines.series.items()}
+    return line_chart(
+        Chart(
+            title=lines.title,
+            note=lines.note,
+            steps=tuple(report.step for report in reports),
+            series={name: values for name, values in series.items() if known(values)} or series,
+            format=lines.format,
+            from_zero=lines.from_zero,
+            marks=marks,
+            stepped=lines.stepped,
+            level=lines.level,
+        )
     )

@@ -12,11 +12,9 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 import yaml
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.progress import LINE_EVERY_S
-from rayfcp.telemetry.serving import TOKEN_FILE, read_token
+from rayfcp.telemetry.progress import LINE_EVERY_S, Terminal
+from rayfcp.telemetry.serving import SD_FILE, TOKEN_FILE, read_token
 from rayfcp.telemetry.summary import number, percent, seconds
-from rayfcp.telemetry.targets import SD_FILE
-from rayfcp.telemetry.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn

@@ -1,12 +1,10 @@
 """The frozen values that pass between rooms. Plain Python: no tensors, no handles."""
 
-from rayfcp.values.bands import Band, Edge, Windows
 from rayfcp.values.batch import GlobalBatch, Sample
-from rayfcp.values.cluster import ClusterSpec
-from rayfcp.values.decision import Decision, Move
-from rayfcp.values.pictures import Pictures
-from rayfcp.values.pipeline import Action, PipelinePlan, Slice
+from rayfcp.values.cluster import ClusterSpec, Decision, Move
+from rayfcp.values.images import Pictures
 from rayfcp.values.plan import (
+    Action,
     BatchPlan,
     Block,
     Context,
@@ -16,14 +14,15 @@ from rayfcp.values.plan import (
     Layout,
     MicrobatchPlan,
     Pacing,
+    PipelinePlan,
     Primitive,
     Round,
+    Slice,
     Transfer,
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
-from rayfcp.values.report import Imbalance, StepReport
-from rayfcp.values.sequence import Mask, SequenceSpec, bands_of
-from rayfcp.values.span import Span, SpanKind
+from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
+from rayfcp.values.sequence import Band, Edge, Mask, SequenceSpec, Windows, bands_of
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 __all__ = [

@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 
-from rayfcp.values.pictures import Pictures
+from rayfcp.values.images import Pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayfcp.values.bands import Windows
+from rayfcp.values.sequence import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

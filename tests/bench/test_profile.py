@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rayfcp.bench.alone import random_shards
 from rayfcp.cli import main
-from rayfcp.cluster.measured import read_cost
+from rayfcp.cluster.planning.measured import read_cost
 from rayfcp.data import TokenReader, read_manifest
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import Sample

@@ -9,12 +9,10 @@ import torch
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from rayfcp.bench import tensors
-from rayfcp.bench.asked import CONTENDERS, Asked
-from rayfcp.bench.planned import attention_only, planned
-from rayfcp.bench.ranks import run_ranks
+from rayfcp.bench import attention as tensors
+from rayfcp.bench.attention import Batch, Outcome, dense, random_batch, run_ranks
+from rayfcp.bench.request import CONTENDERS, Asked, attention_only, planned
 from rayfcp.bench.results import TOLERANCE
-from rayfcp.bench.tensors import Batch, Outcome, dense, random_batch
 from rayfcp.bench.turns import Stopwatch, TurnTransport, in_turns
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile

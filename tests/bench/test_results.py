@@ -4,10 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.bench.asked import SMALL, Asked
-from rayfcp.bench.planned import lengths_of
-from rayfcp.bench.results import Entry, Found, Kernel, RankSeconds, median_of
-from rayfcp.bench.table import format_found
+from rayfcp.bench.request import SMALL, Asked, lengths_of
+from rayfcp.bench.results import Entry, Found, Kernel, RankSeconds, format_found, median_of
 from rayfcp.config import ConfigError
 
 SECONDS = st.floats(1e-4, 1e3)

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.telemetry.live import Worker
+from rayfcp.telemetry.live import Picture, PlannedGroup, Worker
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.picture import Picture, PlannedGroup
 from rayfcp.telemetry.summary import number, percent
 from rayfcp.values import Span, SpanKind
 from tests.browser.conftest import Opener

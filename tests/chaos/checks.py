@@ -13,7 +13,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfcp.telemetry.targets import SD_FILE
+from rayfcp.telemetry.serving import SD_FILE
 from rayfcp.values import StepReport
 from tests.chaos.census import all_actors, is_running, listening_ports, named_actors, reservations
 from tests.chaos.reference import Wanted

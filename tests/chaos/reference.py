@@ -9,16 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayfcp.cluster.capacity import cluster_spec
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.measured import analytic_cost
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.capacity import cluster_spec
+from rayfcp.cluster.planning.measured import analytic_cost
+from rayfcp.cluster.planning.planner import sequences_of
+from rayfcp.cluster.trainer import prepared_data
+from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config
-from rayfcp.execute.device import total_memory_bytes
+from rayfcp.execute.devices.device import total_memory_bytes
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import lower

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.cluster import FlexTrainer
+from rayfcp.cluster.controller.training import TrainingRun
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.files import prepared_data
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.training import TrainingRun
+from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.chaos.checks import POLL_S, Audience, Footprint, leaks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from jobs.bench.faults import Moment
-from rayfcp.cluster.checkpoints import CheckpointFolder
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from tests.chaos.census import living
 from tests.chaos.grounds import ManyNodes, OneNode
 from tests.chaos.orders import Order, Orders

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from rayfcp.execute.transport import DistributedTransport, Envelope, Pending
+from rayfcp.execute.parallel.transport import DistributedTransport, Envelope, Pending
 from tests.chaos.orders import Order, Orders
 
 

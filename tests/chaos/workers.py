@@ -8,8 +8,8 @@ from typing import Any
 import ray
 
 from jobs.bench.faults import BEGAN, ENDED, Moments
-from rayfcp.cluster.facts import DeviceFacts, Rendezvous
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
+from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import ray
 
-from rayfcp.cluster.facts import DeviceFacts, Source
-from rayfcp.cluster.members import WorkerStart
-from rayfcp.cluster.pushing import Pusher
-from rayfcp.cluster.restoring import Asking
+from rayfcp.cluster.recovery.pushing import Pusher
+from rayfcp.cluster.recovery.restoring import Asking
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.workers.facts import DeviceFacts, Source
+from rayfcp.cluster.workers.members import WorkerStart
+from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
-from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.reports import Beat, CollectiveFailedError
+from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
 from tests.waiting import PATIENCE_S, until

@@ -16,13 +16,13 @@ from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.facts import Waited
-from rayfcp.cluster.keeping import Keeping
-from rayfcp.cluster.losses import RanksLostError
-from rayfcp.cluster.nodes import NodeWatch
-from rayfcp.cluster.recruits import Recruits
+from rayfcp.cluster.recovery.losses import RanksLostError
+from rayfcp.cluster.recovery.stores import Keeping
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.facts import Waited
+from rayfcp.cluster.workers.fleet import NodeWatch
+from rayfcp.cluster.workers.group import Crew
+from rayfcp.cluster.workers.pending import Recruits
 from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard
 from tests.forks.patience import nodes_may_take_long
 from tests.waiting import PATIENCE_S, until

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ray._private.state import actors
 
-from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.cluster.processes import lives

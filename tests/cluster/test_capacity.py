@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.cluster.capacity import (
+from rayfcp.cluster.planning.capacity import (
     ACCELERATOR_MEMORY_SHARE,
     CPU_MEMORY_SHARE,
     GIB,
@@ -15,11 +15,10 @@ from rayfcp.cluster.capacity import (
     device_memory,
     tokens_that_fit,
 )
-from rayfcp.cluster.facts import DeviceFacts
-from rayfcp.cluster.layout import device_names, layers_of_stage
+from rayfcp.cluster.workers.facts import DeviceFacts, device_names, layers_of_stage
 from rayfcp.config import Config
+from rayfcp.cost.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.plan import model_profile
-from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.values import InfeasiblePlanError
 
 MODEL = model_profile("qwen3-1.7b")

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayfcp.cluster.checkpoints import MANIFEST, CheckpointFolder, Manifest, check_same_model, read_manifest
-from rayfcp.cluster.whole import newest_whole, shares
+from rayfcp.cluster.checkpoints.folder import (
+    MANIFEST,
+    CheckpointFolder,
+    Manifest,
+    check_same_model,
+    newest_whole,
+    read_manifest,
+    shares,
+)
 from rayfcp.config import ConfigError
-from rayfcp.execute.integrity import FileSum, find_damage, sum_files
+from rayfcp.execute.reports import FileSum, find_damage, sum_files
 
 
 def manifest_of(step: int, *, files: tuple[FileSum, ...] = ()) -> Manifest:
@@ -110,7 +117,7 @@ def test_a_complete_checkpoint_out_of_sight_comes_back(tmp_path: Path) -> None:
 
 COMMIT_FOR_EVER = """
 import sys
-from rayfcp.cluster.checkpoints import CheckpointFolder, Manifest
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, Manifest
 folder = CheckpointFolder(sys.argv[1], keep=1)
 folder.open()
 step = int(sys.argv[2])

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rayfcp.cluster.choosing import plan_as_run
-from rayfcp.cluster.measured import analytic_cost
-from rayfcp.cluster.planner import Planner, PlanRecord, sequences_of
+from rayfcp.cluster.planning.measured import analytic_cost
+from rayfcp.cluster.planning.planner import Planner, PlanRecord, plan_as_run, sequences_of
 from rayfcp.config import Config
 from rayfcp.program import RankProgram
 from rayfcp.values import ClusterSpec, GlobalBatch, Sample

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from rayfcp.cli import main
-from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
 from rayfcp.cluster.trainer import check_runnable
 from rayfcp.config import dump_config
 from rayfcp.telemetry.steps import from_line

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.placement import CapacityError
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.group import Crew
+from rayfcp.cluster.workers.placement import CapacityError
 from rayfcp.config import ConfigError
 from tests.cluster.runs import run_config
 

@@ -10,19 +10,18 @@ import ray
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.decoder import fetched
-from rayfcp.cluster.decoders import Decoders
-from rayfcp.cluster.files import prepared_data
-from rayfcp.cluster.measured import analytic_cost
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.decoders import Decoders, fetched
+from rayfcp.cluster.planning.measured import analytic_cost
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config, load_config
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import Decoded, PictureDecoder, Wanted
-from rayfcp.data.vision.loading import load_processor
+from rayfcp.data.vision.processors import load_processor
 from rayfcp.plan import plan_batch
 from rayfcp.program import RankProgram, lower
-from rayfcp.program.encode import wanted_pictures
+from rayfcp.program.instructions import wanted_pictures
 from rayfcp.values import ClusterSpec, GlobalBatch
 from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import steps_of

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError
-from rayfcp.cluster.facts import CannotGoOnError
-from rayfcp.cluster.guard import RECORD, NumberGuard
+from rayfcp.cluster.controller.stepping import RECORD, NumberGuard
+from rayfcp.cluster.workers.facts import CannotGoOnError
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
 from rayfcp.execute.reports import RankReport

@@ -1,7 +1,7 @@
 """Signs of life become verdicts."""
 
-from rayfcp.cluster.hanging import judge_progress
-from rayfcp.cluster.losses import Diagnosis, Pulse
+from rayfcp.cluster.controller.stepping import judge_progress
+from rayfcp.cluster.recovery.losses import Diagnosis, Pulse
 from rayfcp.execute.reports import Beat
 
 ASKED_EVERY_S = 0.25

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import ray
 
-from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.facts import Waited
-from rayfcp.cluster.keeper import born
-from rayfcp.cluster.keeping import Keeping, ring
-from rayfcp.cluster.pushing import Pusher
-from rayfcp.cluster.restoring import restorable
+from rayfcp.cluster.recovery.pushing import Pusher
+from rayfcp.cluster.recovery.restoring import restorable
+from rayfcp.cluster.recovery.stores import Keeping, born, ring
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.execute.copies import HeldCopies, reading
-from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.cluster.workers.facts import Waited
+from rayfcp.cluster.workers.group import Crew
+from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values import Box, StateId
 from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard
 from tests.cluster.processes import lives
@@ -54,7 +52,7 @@ def kept(started: tuple[Crew, Keeping]) -> tuple[object, Keeping]:
 def test_it_loads_no_torch() -> None:
     """It starts in no time and keeps little memory but the copies."""
     heavy = ("torch", "transformers", "scipy", "pyarrow", "numba")
-    code = f"import sys, rayfcp.cluster.keeper; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, rayfcp.cluster.recovery.stores; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -84,7 +82,7 @@ def test_a_copy_that_is_gone_when_it_is_read_is_told_in_one_line(kept: tuple[obj
 
 
 def started_members(worker: object) -> list[object]:
-    from rayfcp.cluster.members import Member
+    from rayfcp.cluster.workers.members import Member
 
     facts = ray.get(worker.facts.remote())
     return [Member(id="w", handle=worker, group=ray.get(worker.group.remote()), facts=facts)]

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.keeper import Keeper
-from rayfcp.cluster.keeping import Keeping
-from rayfcp.cluster.losses import Diagnosis, Pulse, RanksLostError, WorkerFailedError, judge_silence
-from rayfcp.cluster.members import keep_alive
-from rayfcp.cluster.orphans import OrphanWatch
-from rayfcp.cluster.recruits import Recruits
+from rayfcp.cluster.recovery.losses import Diagnosis, Pulse, RanksLostError, WorkerFailedError, judge_silence
+from rayfcp.cluster.recovery.stores import Keeper, Keeping
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.group import Crew
+from rayfcp.cluster.workers.lifetime import OrphanWatch
+from rayfcp.cluster.workers.members import keep_alive
+from rayfcp.cluster.workers.pending import Recruits
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec

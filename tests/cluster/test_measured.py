@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.cluster.measured import (
+from rayfcp.cluster.planning.measured import (
     BASE_HARDWARE,
     COMMAND,
     about_run,
@@ -20,9 +20,8 @@ from rayfcp.cluster.measured import (
     write_refitted,
 )
 from rayfcp.config import Config
+from rayfcp.cost.fit import Timing, fit_cost, mean_error, predicted_s
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.profiles.fit import fit_cost, mean_error, predicted_s
-from rayfcp.plan.profiles.timing import Timing
 from rayfcp.values import ClusterSpec
 from tests.plan.test_fit import timings_of
 

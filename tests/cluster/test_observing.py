@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from rayfcp.cluster.observing import PlannedGroups, observations, own_seconds, planned_groups, rank_seconds
-from rayfcp.config.plan import PlanConfig
+from rayfcp.cluster.controller.observing import PlannedGroups, observations, own_seconds, planned_groups, rank_seconds
+from rayfcp.config.models import PlanConfig
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import plan_batch
 from rayfcp.plan.imbalance import rank_loads

@@ -7,10 +7,10 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
-from rayfcp.cluster.ray_metrics import ray_mirror
+from rayfcp.cluster.controller.ray_metrics import ray_mirror
 from rayfcp.elastic.facts import Cause
+from rayfcp.telemetry.metrics import Series
 from rayfcp.telemetry.names import METRICS, PREFIX
-from rayfcp.telemetry.series import Series
 from tests.waiting import PATIENCE_S, until
 
 OWN_LABELS = {"run", *(label for metric in METRICS for label in metric.labels)}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from rayfcp.cluster.foretelling import foretell, run_hardware
-from rayfcp.cluster.layout import layers_of_stage
-from rayfcp.cluster.measured import analytic_cost
-from rayfcp.cluster.recording import Recorder
+from rayfcp.cluster.controller.reporting import Recorder
+from rayfcp.cluster.planning.measured import analytic_cost
+from rayfcp.cluster.planning.planner import foretell, run_hardware
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.facts import layers_of_stage
 from rayfcp.config import Config
 from rayfcp.plan import model_profile, plan_batch
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.telemetry.events import Event, EventKind, read_events
-from rayfcp.telemetry.history import history_of
+from rayfcp.telemetry.report import history_of
 from rayfcp.telemetry.steps import StepLog
 from rayfcp.values import ClusterSpec, SequenceSpec, SpanKind
 from tests.telemetry.samples import report

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayfcp.cluster.recruits import Recruits
+from rayfcp.cluster.workers.pending import Recruits
 from rayfcp.config import Config
 from tests.cluster.light import (
     free_cpus_again,

@@ -11,8 +11,8 @@ from urllib.request import urlopen
 
 import pytest
 
-from rayfcp.cluster.reporting import Journal, picture_of
-from rayfcp.cluster.resuming import put_aside
+from rayfcp.cluster.checkpoints.resuming import put_aside
+from rayfcp.cluster.controller.reporting import Journal, picture_of
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.config import Config
 from rayfcp.telemetry.steps import read_steps

@@ -8,12 +8,12 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster import FlexTrainer
-from rayfcp.cluster.baselines import NoBaselineError, baseline_of
+from rayfcp.cluster.planning.baselines import NoBaselineError, baseline_of
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.events import EventKind, read_events
-from rayfcp.telemetry.loggers import known
+from rayfcp.telemetry.loggers import interface as known
 from rayfcp.telemetry.rank_times import RankTimes
-from rayfcp.telemetry.timeline import read_trace
+from rayfcp.telemetry.trace import read_trace
 from tests.cluster.runs import run_config, steps_of, write_texts
 
 STEPS = 5

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from rayfcp.cluster.checkpoints import CheckpointFolder, read_manifest
-from rayfcp.cluster.facts import CannotGoOnError
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
+from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.saving import Saver
+from rayfcp.cluster.workers.facts import CannotGoOnError
 from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
 from rayfcp.data.prepare import prepare_local
-from rayfcp.execute.integrity import find_damage, sum_files
-from rayfcp.execute.reports import RankReport, SavedPart
+from rayfcp.execute.reports import RankReport, SavedPart, find_damage, sum_files
 from rayfcp.telemetry.metrics import MetricsExporter
 from tests.cluster.runs import run_config, write_texts
 from tests.cluster.test_guard import report_of

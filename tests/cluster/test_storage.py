@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster import FlexTrainer, export_run
-from rayfcp.cluster.checkpoints import CheckpointFolder
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from rayfcp.config import Config
 from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts

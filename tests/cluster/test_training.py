@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError, export_run
-from rayfcp.cluster.checkpoints import CheckpointFolder
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder
 from rayfcp.config import Config, ConfigError
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import StepReport

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
 
 LENGTHS = [300, 12_000, 700, 1_500, 90, 4_000, 2_200, 650, 800, 5_000, 1_100, 60, 3_000, 410, 20_000, 900]
 

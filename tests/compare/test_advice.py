@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.capacity import tokens_that_fit
-from rayfcp.compare.advice import Advice, Adviser
-from rayfcp.compare.contest import contest
-from rayfcp.compare.layout_table import format_layouts, layout_section
-from rayfcp.compare.layouts import Layout, layouts, misfit, view_of
+from rayfcp.cluster.planning.capacity import tokens_that_fit
+from rayfcp.compare.advice import Advice, Adviser, Question, format_layouts, layout_section, suits
+from rayfcp.compare.comparison import contest
+from rayfcp.compare.layouts import Effort, Layout, layouts, misfit, view_of
 from rayfcp.compare.page import render
 from rayfcp.compare.planning import best_setting
-from rayfcp.compare.question import Question, suits
 from rayfcp.compare.run_config import DATA, run_config_text
-from rayfcp.compare.search import Effort
 from rayfcp.config import ConfigError, load_config
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import InfeasiblePlanError
@@ -189,8 +186,8 @@ def tiny(folder: Path) -> Path:
 
 def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
     """Of every layout: the run accepts the configuration, and has the same room for tokens and layers of stages."""
-    from rayfcp.cluster.layout import layers_of_stage
     from rayfcp.cluster.trainer import check_runnable
+    from rayfcp.cluster.workers.facts import layers_of_stage
 
     asked = question(
         tmp_path, model=str(tiny(tmp_path)), hardware="cpu", max_seqlen=512, memory_gib=0.05, reduce_every=None
@@ -216,7 +213,7 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["qwen3-1.7b", "gpt-7b"])
 def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model: str) -> None:
-    from rayfcp.cluster.declared import model_of
+    from rayfcp.cluster.planning.preview import model_of
 
     asked = question(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from rayfcp.compare.contest import Comparison, compare
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import IN_ORDER, OURS, PIPELINES, Inputs
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.lengths import draw_batches, lengths_of
-from rayfcp.compare.names import IN_ORDER, OURS, PIPELINES
 from rayfcp.config import ConfigError
 from rayfcp.plan import strategy_names
 from tests.compare.cases import LENGTHS, small

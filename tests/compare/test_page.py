@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.compare.contest import Comparison, compare
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render, sentence
-from rayfcp.compare.pictures import cells
+from rayfcp.compare.timelines import cells
 from tests.compare.cases import LENGTHS, small
 from tests.telemetry.test_report import Balanced
 

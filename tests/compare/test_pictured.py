@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.compare.image_lengths import cut
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of, read_lengths
-from rayfcp.compare.pictured import cut
 from rayfcp.config import ConfigError
 from rayfcp.plan import model_profile
 from rayfcp.values import Pictures, SequenceSpec

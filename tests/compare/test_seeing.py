@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.compare.contest import compare
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
+from rayfcp.compare.comparison import compare
 from rayfcp.compare.results import Entry
 from rayfcp.config import ConfigError
 from tests.compare.cases import arguments, small

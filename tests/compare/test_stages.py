@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.compare.contest import Comparison, compare
-from rayfcp.compare.families import family_of
-from rayfcp.compare.measure import Scene, measure
-from rayfcp.compare.names import PIPELINES
+from rayfcp.compare.arguments import PIPELINES
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
-from rayfcp.compare.pictures import pictures
-from rayfcp.compare.stage_pictures import pass_cells
+from rayfcp.compare.results import Scene, measure
+from rayfcp.compare.settings import family_of
 from rayfcp.compare.table import format_table
+from rayfcp.compare.timelines import pass_cells, pictures
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import Slice

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config import Config, ConfigError, check_paths, dump_config, load_config, parse_config
-from rayfcp.config.problems import known_keys, nearest_key
-from rayfcp.config.yaml_text import read_yaml
+from rayfcp.config.loading import known_keys, nearest_key, read_yaml
 from tests.examples import examples
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rayfcp.telemetry.live import Worker
+from rayfcp.telemetry.live import Picture, Worker
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.picture import Picture
 from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import of_boards, substituted
 from tests.telemetry.samples import report

@@ -12,7 +12,7 @@ from rayfcp.config.models import DataConfig
 from rayfcp.data import PreparedManifest, TokenReader
 from rayfcp.data.readers import read_rows
 from rayfcp.data.rows import BadRow, Row
-from rayfcp.data.shard_reader import ShardReader
+from rayfcp.data.shards import ShardReader
 from rayfcp.data.sources import discover
 from rayfcp.data.tokenizer import ByteTokenizer
 from rayfcp.values import Sample

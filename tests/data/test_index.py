@@ -108,7 +108,7 @@ def test_remote_shards_read_alike_and_only_in_part(tmp_path: Path) -> None:
 
 
 def test_lengths_are_read_without_the_tokens(tmp_path: Path) -> None:
-    from rayfcp.data.shard_reader import ShardReader
+    from rayfcp.data.shards import ShardReader
 
     write_rows(tmp_path / "a.parquet", {"input_ids": [[1] * 1000] * 300})
     url = f"memory://{tmp_path.name}-small"

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.data.permutation import permute
-from rayfcp.data.sampler import Sampler
+from rayfcp.data.sampler import Sampler, permute
 from rayfcp.values import Sample
 from tests.data.makers import few_examples
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.elastic import ElasticConfig
+from rayfcp.config.models import ElasticConfig
 from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import REMEMBERED, Sign, StepTimes, judge
 from tests.examples import examples

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.kept import Kept
+from rayfcp.elastic.recoverable import Kept
 from rayfcp.values import StateId
 from tests.examples import examples
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.facts import Device
-from rayfcp.elastic.seating import seated
-from rayfcp.elastic.shapes import Shape
+from rayfcp.elastic.size import Shape, seated
 from tests.elastic.worlds import NODES, devices
 from tests.examples import examples
 

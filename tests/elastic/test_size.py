@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks, Starting
-from rayfcp.elastic.shapes import fewest_devices
-from rayfcp.elastic.size import decide
+from rayfcp.elastic.size import decide, fewest_devices
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices, is_calm, running, usable, worlds
 from tests.examples import examples

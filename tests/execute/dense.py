@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
-from rayfcp.execute.attention import attention
+from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram, lower
 from rayfcp.program.attention import lower_attention

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
-from rayfcp.execute.copies import HeldCopies
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.execute.reports import CollectiveFailedError, RankReport
-from rayfcp.execute.snapshots import Source
+from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.snapshots import Source
 from rayfcp.models.build import sharded_model
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan, Group, MicrobatchPlan, SequenceSpec

@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World, join_world, leave_world
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.sharding import ShardedModel
-from rayfcp.execute.transport import DistributedTransport
+from rayfcp.execute.parallel.groups import Place, World, join_world, leave_world
+from rayfcp.execute.parallel.sharding import ShardedModel
+from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import sharded_model
 from rayfcp.models.compiling import compile_parts
 from rayfcp.program import lower

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.groups import Channels, Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.pipes import Pipes
-from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
-from rayfcp.execute.transport import DistributedTransport
+from rayfcp.execute.parallel.groups import Channels, Place, World
+from rayfcp.execute.parallel.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.models.build import DTYPES, sharded_model
 from rayfcp.models.causal_lm import CausalLM
 from tests.execute.cases import SEED, CaseTokens, Gradients

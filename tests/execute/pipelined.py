@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward, run_lengths
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, run_lengths
 from rayfcp.values import Action, BatchPlan, Group, MicrobatchPlan, PipelinePlan, SequenceSpec, Slice
 
 MOST_TOKENS = 48

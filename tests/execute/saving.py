@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rayfcp.execute.checkpoint import CheckpointWriter
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.execute.reports import SavedPart
+from rayfcp.execute.state.checkpoint import CheckpointWriter
 from tests.execute.gloo import joined, on_processes
 
 ROWS, COLUMNS = 64, 257

@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedConfig
 
-from rayfcp.config.architecture import ArchitectureConfig
-from rayfcp.config.models import ModelConfig
-from rayfcp.execute.interfaces import Execution
-from rayfcp.execute.interpreter import Interpreter
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.pipes import Pipes
-from rayfcp.execute.transport import Fabric
+from rayfcp.execute.parallel.transport import Fabric, Pipes
 from rayfcp.models.build import DTYPES, random_model
 from rayfcp.models.causal_lm import CausalLM, WholeModel
 from rayfcp.models.describe import model_config, profile_of

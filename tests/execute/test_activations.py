@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 
+from rayfcp.cost.memory import layer_bytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import model_config, profile_of
-from rayfcp.plan.costs.memory import layer_bytes
 from rayfcp.program import Backward, Forward, RankProgram
 from rayfcp.program.ledger import Ledger
 from rayfcp.values import Group, Primitive, SequenceSpec, Slice

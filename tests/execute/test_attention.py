@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.attention import attention
+from rayfcp.execute.attention.function import attention
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram
 from rayfcp.program.heads import lower_heads

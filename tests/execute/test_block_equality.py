@@ -4,10 +4,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan.strategies.flex_block import propose_blocks
-from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, ClusterSpec
+from rayfcp.verify import check_plan
 from tests.execute.cases import Case
 from tests.execute.test_blocks import COST
 from tests.execute.test_equality import assert_same_on_gloo

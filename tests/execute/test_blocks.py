@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel
-from rayfcp.plan.blocks.columns import batch_of
-from rayfcp.plan.blocks.planner import plan_blocks
-from rayfcp.program import Forward, check_programs, lower
+from rayfcp.plan.blocks.planner import batch_of, plan_blocks
+from rayfcp.program import Forward, lower
 from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.execute.dense import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense
 from tests.execute.layouts import over_runs, plan_of, random_layout

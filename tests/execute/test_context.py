@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.attention import AttentionContext, attention
-from rayfcp.execute.context import ContextStore
+from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.schedule import make_ready
+from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program import Forward, RankProgram, lower
 from rayfcp.program.instructions import Backward, Free

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.copies import HeldCopies
+from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

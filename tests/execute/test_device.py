@@ -6,11 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from rayfcp.cluster.worker import RankWorker
+from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config, ConfigError
-from rayfcp.execute.device import device_kind, peak_flops, peak_flops_by_name, resolve_device, total_memory_bytes
+from rayfcp.execute.devices.device import (
+    device_kind,
+    peak_flops,
+    peak_flops_by_name,
+    resolve_device,
+    total_memory_bytes,
+)
 from rayfcp.execute.kernels import KernelUnavailableError
-from rayfcp.execute.sharding import parameter_groups
+from rayfcp.execute.parallel.sharding import parameter_groups
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": 989e12,

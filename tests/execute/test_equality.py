@@ -6,17 +6,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rayfcp.config.plan import PlanConfig
-from rayfcp.execute.interfaces import Execution
-from rayfcp.execute.interpreter import Interpreter
+from rayfcp.config.models import PlanConfig
+from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.program import Forward, HeadProgram, RankProgram, check_plan, check_programs, lower
+from rayfcp.program import Forward, HeadProgram, RankProgram, lower
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, ModelProfile
+from rayfcp.verify import check_plan, check_programs
 from tests.execute.cases import (
     ARCHITECTURE,
     CASES,

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.faults import collective, is_collective_failure
-from rayfcp.execute.groups import Place
-from rayfcp.execute.meeting import Meeting
-from rayfcp.execute.membership import Membership, abort_accelerator
+from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.membership import Meeting, Membership, abort_accelerator, collective, is_collective_failure
 from rayfcp.execute.reports import CollectiveFailedError
 from tests.execute.gloo import client_of, listening_store
 

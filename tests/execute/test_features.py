@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayfcp.execute.features import handed_out, row_numbers
-from rayfcp.execute.traffic import Traffic
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.attention.features import handed_out, row_numbers
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Traffic
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.values import Block, Layout
 from tests.examples import examples

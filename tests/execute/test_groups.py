@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.groups import Place, World
+from rayfcp.execute.parallel.groups import Place, World
 from tests.execute.gloo import joined, on_processes
 
 WORLDS = ((1, 3, 1), (1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (1, 3, 1))

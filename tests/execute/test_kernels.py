@@ -22,9 +22,9 @@ from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
 from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
+from rayfcp.execute.kernels.interface import Offsets
 from rayfcp.execute.kernels.npu import NpuKernel
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
-from rayfcp.execute.kernels.varlen import Offsets
 from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes

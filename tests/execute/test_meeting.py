@@ -5,7 +5,7 @@ import socket
 
 import torch.distributed as dist
 
-from rayfcp.execute.meeting import Meeting
+from rayfcp.execute.parallel.membership import Meeting
 
 
 def num_handles() -> int:

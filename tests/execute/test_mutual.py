@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions, PlanConfig
+from rayfcp.config.models import BlockOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies import names
 from rayfcp.values import ClusterSpec, Mask, Pictures, SequenceSpec

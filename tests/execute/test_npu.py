@@ -8,11 +8,11 @@ import pytest
 import torch
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
-from rayfcp.cluster.placement import bundle
-from rayfcp.execute.device import device_kind, memory_bytes, numbers_dtype, peak_flops, total_memory_bytes
-from rayfcp.execute.groups import BACKENDS
-from rayfcp.execute.membership import abort_accelerator
-from rayfcp.execute.transport import ACCELERATORS
+from rayfcp.cluster.workers.placement import bundle
+from rayfcp.execute.devices.device import device_kind, memory_bytes, numbers_dtype, peak_flops, total_memory_bytes
+from rayfcp.execute.parallel.groups import BACKENDS
+from rayfcp.execute.parallel.membership import abort_accelerator
+from rayfcp.execute.parallel.transport import ACCELERATORS
 
 GIB = 1 << 30
 DEVICE: Any = SimpleNamespace(type="npu", index=0)

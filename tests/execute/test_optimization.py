@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.config.models import TrainConfig
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.groups import Place, World
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.execute.reports import RankReport
-from rayfcp.execute.sharding import StageModule
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import lower

@@ -2,13 +2,14 @@
 
 import pytest
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.memory import stage_state_bytes
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.costs.memory import stage_state_bytes
-from rayfcp.program import Forward, check_plan
+from rayfcp.program import Forward
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.execute.cases import VOCAB, assert_same
 from tests.execute.staged import StagedCase, expected, run_in_process
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute import transport as transports
-from rayfcp.execute.backends import MOST_SMS, group_options
-from rayfcp.execute.clocks import EventClock, HostClock, clock_of
-from rayfcp.execute.transport import DistributedTransport
+from rayfcp.execute.devices.device import MOST_SMS, EventClock, HostClock, clock_of, group_options
+from rayfcp.execute.parallel import transport as transports
+from rayfcp.execute.parallel.transport import DistributedTransport
 
 
 class Device:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.generations import Device, Generation, Member
 from tests.execute.gloo import FORKS, client_of, listening_store

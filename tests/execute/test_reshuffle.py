@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.execute.attention import AttentionContext, attention
+from rayfcp.config.models import BlockOptions
+from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.schedule import make_ready
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport, Transport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Transport
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
@@ -135,7 +135,7 @@ def test_long_sequences_whose_local_attends_are_cut(kind: str, bring: Any, dtype
 
 def test_a_whole_result_that_appears_between_two_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 attends to its one sequence while a first round goes out, in one call, and sends it home in the second."""
-    monkeypatch.setattr("rayfcp.program.hiding._OUT", 1000)
+    monkeypatch.setattr("rayfcp.program.reshuffle._OUT", 1000)
     sequences = specs([50, 200, 90, 70], [Mask.CAUSAL])
     whole = [Piece(sequence=each.id, start=0, stop=each.num_tokens) for each in sequences]
     theirs = [[whole[1], whole[3]], [whole[2], whole[0]], [], []]

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rayfcp.execute.attention import AttentionContext, attention
-from rayfcp.execute.groups import Place
+from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.execute.attention.schedule import make_ready
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
-from rayfcp.execute.transport import DistributedTransport
+from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import Layout, Mask, SequenceSpec

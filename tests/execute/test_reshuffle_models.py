@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from rayfcp.execute.attention import AttentionContext
+from rayfcp.execute.attention.function import AttentionContext
+from rayfcp.execute.attention.schedule import make_ready
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.plan import lay_out

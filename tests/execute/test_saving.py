@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.integrity import find_damage, find_wrong_size, sum_files
+from rayfcp.execute.reports import find_damage, find_wrong_size, sum_files
 from tests.examples import examples
 from tests.execute.saving import save_where_a_file_is, save_with_one_full_disk, write_on_gloo
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rayfcp.bench.alone import Alone, alone
-from rayfcp.bench.training import one_microbatch
+from rayfcp.bench.plain import one_microbatch
 from rayfcp.config import Config
-from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.config.models import SEEING_FAMILIES
 from rayfcp.execute.engine import RankEngine
 from rayfcp.values.state import StateId
 

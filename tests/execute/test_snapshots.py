@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rayfcp.execute.copies import HeldCopies
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.execute.snapshots import Snapshots, Source, fill
+from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.examples import examples
 

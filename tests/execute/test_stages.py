@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import WholeModel
-from rayfcp.program import Flow, Send, check_programs
+from rayfcp.program import Flow, Send
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.execute.cases import CaseTokens, assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo

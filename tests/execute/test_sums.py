@@ -5,11 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.buffers import Buffers
-from rayfcp.execute.merge import Merged
-from rayfcp.execute.ranges import add_rows, copy_rows, put_rows, take_rows, without
-from rayfcp.execute.sums import RowSums
-from rayfcp.program.placed import union
+from rayfcp.execute.attention.schedule import add_rows, copy_rows, put_rows, take_rows, without
+from rayfcp.execute.attention.slots import Buffers, Merged, RowSums
+from rayfcp.program.columns import union
 from tests.examples import examples
 
 ROWS = 12

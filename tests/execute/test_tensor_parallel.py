@@ -8,14 +8,13 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.config import ConfigError
-from rayfcp.config.architecture import ArchitectureConfig
-from rayfcp.config.models import ModelConfig, TrainConfig
-from rayfcp.execute.groups import Place, World
+from rayfcp.config.models import ArchitectureConfig, ModelConfig, TrainConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies
-from rayfcp.execute.sharding import ShardedModel
-from rayfcp.execute.transport import DistributedTransport
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.sharding import ShardedModel
+from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config

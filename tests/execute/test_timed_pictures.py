@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from rayfcp.bench.alone import alone
-from rayfcp.cluster.measured import analytic_cost, measure_cost
+from rayfcp.cluster.planning.measured import analytic_cost, measure_cost
 from rayfcp.config import Config
-from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.config.models import SEEING_FAMILIES
+from rayfcp.cost.fit import few_shapes, picture_shapes
 from rayfcp.execute.calibrate import time_passes
-from rayfcp.plan.profiles.pictures import picture_shapes
-from rayfcp.plan.profiles.shapes import few_shapes
 from rayfcp.values import ClusterSpec
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.transport import default_transport
+from rayfcp.execute.parallel.transport import default_transport
 
 
 def test_a_transport_does_not_keep_a_destroyed_group() -> None:

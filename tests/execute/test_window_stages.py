@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import hardware_profile
-from rayfcp.program import check_programs
 from rayfcp.simulate import simulate
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.execute.cases import assert_same
 from tests.execute.staged import StagedCase, expected, random_case, run_in_process, typical_case, with_windows

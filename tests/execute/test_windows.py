@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.execute.attention import AttentionContext
+from rayfcp.config.models import BlockOptions
+from rayfcp.execute.attention.function import AttentionContext
+from rayfcp.execute.attention.schedule import make_kinds_ready
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_kinds_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.program import lower
 from rayfcp.values import Block, Layout, Mask, SequenceSpec
 from tests.examples import examples

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.cluster.dataset import Dataset, open_dataset
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.groups import Place
-from rayfcp.execute.sharding import parameter_groups, sharded_modules
+from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.sharding import parameter_groups, sharded_modules
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import Forward, RankProgram, lower

@@ -12,7 +12,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 import rayfcp.models.build  # noqa: F401
 import tests.execute.generations  # noqa: F401
-from rayfcp.execute import membership
+from rayfcp.execute.parallel import membership
 from rayfcp.plan import plan_batch
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of

@@ -19,10 +19,10 @@ from typing import Any
 USED = (
     "ray._private.workers",
     "pydantic.v1",  # by Ray, as it meets the first object
-    "rayfcp.cluster.choosing",
-    "rayfcp.cluster.keeper",
-    "rayfcp.cluster.training",
-    "rayfcp.cluster.worker",
+    "rayfcp.cluster.planning.planner",
+    "rayfcp.cluster.recovery.stores",
+    "rayfcp.cluster.controller.training",
+    "rayfcp.cluster.workers.worker",
     "tests.forks.preloaded",
 )
 

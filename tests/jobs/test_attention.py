@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from rayfcp.compare.lengths import sequences_of_rows
 from rayfcp.config import ConfigError
-from rayfcp.program import check_programs, lower
+from rayfcp.program import lower
+from rayfcp.verify import check_programs
 from tests.examples import examples
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs" / "reproduce"

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.bench.auto import run
-from rayfcp.compare.inputs import Inputs
+from rayfcp.compare.arguments import Inputs
 
 QUICK = ("flex-ring", "flex-block", "elastic-pipeline", "static-cp", "ulysses", "ring")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.declared import Declared
+from rayfcp.cluster.planning.preview import Declared
 from rayfcp.config import Config, ConfigError, load_config
-from rayfcp.program import check_plan
 from rayfcp.values import InfeasiblePlanError
+from rayfcp.verify import check_plan
 
 FOLDER = Path(__file__).resolve().parents[2] / "jobs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))

@@ -12,8 +12,8 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from rayfcp.cluster.local import CONTROLLER_CPUS
-from rayfcp.cluster.placement import RESOURCES, bundle
+from rayfcp.cluster.trainer import CONTROLLER_CPUS
+from rayfcp.cluster.workers.placement import RESOURCES, bundle
 from rayfcp.config import Config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]

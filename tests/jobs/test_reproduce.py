@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from rayfcp.compare.setting import Setting
-from rayfcp.config.plan import PlanConfig
+from rayfcp.compare.settings import Setting
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.program import Encode, check_plan, lower
+from rayfcp.program import Encode, lower
 from rayfcp.values import ClusterSpec, Pictures, Primitive, SequenceSpec
+from rayfcp.verify import check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "jobs" / "reproduce"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.config.models import SEEING_FAMILIES
 from rayfcp.models.library import make_library_model
 from tests.models.helpers import VOCAB
 from tests.models.seeing import seeing_config

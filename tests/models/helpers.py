@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from rayfcp.config.architecture import ArchitectureConfig
-from rayfcp.config.models import ModelConfig
-from rayfcp.execute.attention import AttentionContext
+from rayfcp.config.models import ArchitectureConfig, ModelConfig
+from rayfcp.cost.fit import PassShape, pass_plan
+from rayfcp.execute.attention.function import AttentionContext
+from rayfcp.execute.attention.schedule import make_kinds_ready
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.schedule import make_kinds_ready
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
-from rayfcp.plan.profiles.shapes import PassShape, pass_plan
 from rayfcp.program import Forward, lower
 from rayfcp.values import Windows
 

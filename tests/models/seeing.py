@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, PreTrainedConfig
 
-from rayfcp.execute.interfaces import Pixels, Tokens
+from rayfcp.execute.interpreter import Pixels, Tokens
 from rayfcp.models.build import random_model
+from rayfcp.models.causal_lm import VisionLM
 from rayfcp.models.library import make_library_model
-from rayfcp.models.vision_lm import VisionLM
 from rayfcp.values import Pictures, SequenceSpec
 from tests.execute.cases import SEED, Gradients
 from tests.models.families import disturb

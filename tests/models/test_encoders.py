@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayfcp.execute.interfaces import Pixels
-from rayfcp.models.vision_lm import VisionLM
+from rayfcp.execute.interpreter import Pixels
+from rayfcp.models.causal_lm import VisionLM
 from tests.examples import examples
 from tests.models.seeing import PATCH, seeing_config, seeing_model
 

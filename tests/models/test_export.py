@@ -10,14 +10,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.architecture import SEEING_FAMILIES
+from rayfcp.config.models import SEEING_FAMILIES
 from rayfcp.models import export
 from rayfcp.models.build import empty_model, random_model
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
-from rayfcp.models.export import export_checkpoint
+from rayfcp.models.export import StoredTensors, export_checkpoint
 from rayfcp.models.pretrained import check_weights, fill_pretrained
-from rayfcp.models.stored import StoredTensors
 from tests.models.folders import ALL_FOLDERS, saved
 from tests.models.helpers import VOCAB
 

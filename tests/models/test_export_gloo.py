@@ -10,9 +10,9 @@ from transformers import AutoConfig
 
 from rayfcp.config import Config
 from rayfcp.config.models import ModelConfig, TrainConfig
-from rayfcp.execute.checkpoint import CheckpointWriter
-from rayfcp.execute.groups import Place, World
 from rayfcp.execute.optimization import make_optimizer
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.state.checkpoint import CheckpointWriter
 from rayfcp.models.build import sharded_model
 from rayfcp.models.export import export_checkpoint
 from tests.execute.gloo import joined, on_processes

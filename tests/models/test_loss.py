@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayfcp.execute.interfaces import IGNORED
-from rayfcp.models.loss import cross_entropy_sum, head_loss
-from rayfcp.plan.costs.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
+from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_bytes, loss_chunk_tokens
+from rayfcp.execute.interpreter import IGNORED
+from rayfcp.models.causal_lm import cross_entropy_sum, head_loss
 from rayfcp.values import ModelProfile
 from tests.examples import examples
 from tests.execute.live import LiveBytes

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World
-from rayfcp.execute.shards import own_box
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.build import sharded_model
 from rayfcp.models.lazy import read
 from rayfcp.models.library import vision_of

@@ -11,15 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rayfcp.cluster.planner import sequences_of
+from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config.models import ModelConfig
 from rayfcp.data import LengthIndex, Sampler, TokenReader
-from rayfcp.data.vision.loading import PictureTokenizer
-from rayfcp.execute.interfaces import IGNORED
-from rayfcp.execute.interpreter import Interpreter
+from rayfcp.data.vision.processors import PictureTokenizer
+from rayfcp.execute.interpreter import IGNORED, Interpreter, Seen, Sight
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.seen import Seen, Sight
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import model_config

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from rayfcp.config.plan import PlanConfig
-from rayfcp.execute.interfaces import Execution
-from rayfcp.execute.interpreter import Interpreter
+from rayfcp.config.models import PlanConfig
+from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.transport import Fabric, InProcessTransport
+from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.strategies import names
-from rayfcp.program import RankProgram, check_plan, check_programs, lower
+from rayfcp.program import RankProgram, lower
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive
+from rayfcp.verify import check_plan, check_programs
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.architecture import SEEING_FAMILIES, ArchitectureConfig
-from rayfcp.config.models import ModelConfig
+from rayfcp.config.models import SEEING_FAMILIES, ArchitectureConfig, ModelConfig
 from rayfcp.models import describe
 from rayfcp.models.describe import check_limits, model_config, profile_of
 from rayfcp.models.library import make_library_model

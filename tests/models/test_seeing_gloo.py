@@ -7,13 +7,12 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place, World
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.sharding import ShardedModel, keep_gathered, release
-from rayfcp.execute.transport import DistributedTransport
-from rayfcp.models.build import sharded_model
-from rayfcp.models.weights import put
+from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.parallel.transport import DistributedTransport
+from rayfcp.models.build import put, sharded_model
 from rayfcp.program import lower
 from rayfcp.values import BatchPlan
 from tests.execute.cases import SEED, Case, Gradients, assert_same

@@ -9,9 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3
 
 from rayfcp.config import ConfigError
-from rayfcp.config.architecture import SEEING_FAMILIES, ArchitectureConfig
-from rayfcp.config.models import ModelConfig
-from rayfcp.models import vision_lm
+from rayfcp.config.models import SEEING_FAMILIES, ArchitectureConfig, ModelConfig
+from rayfcp.models import causal_lm as vision_lm
 from rayfcp.models.describe import model_config
 from rayfcp.models.selfcheck import check_supported
 from tests.models.helpers import FAMILIES, library_config

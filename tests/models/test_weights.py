@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.groups import Place
+from rayfcp.execute.parallel.groups import Place
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rayfcp.plan.costs.layout_work import work_of
+from rayfcp.cost.work import work_of
 from rayfcp.program import Forward, Payload, lower
 from rayfcp.values import Layout, SequenceSpec
 from tests.execute.layouts import plan_of

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch, strategy_names
-from rayfcp.plan.auto.ranking import MIXED
+from rayfcp.plan.auto import MIXED, reprice
 from rayfcp.plan.batch import plan_candidates
-from rayfcp.plan.reprice import reprice
-from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches
 

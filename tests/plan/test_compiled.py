@@ -9,16 +9,16 @@ import pytest
 
 from rayfcp.plan import plan_batch
 from rayfcp.plan.first import compiles_first
-from rayfcp.plan.joint.kernels.price import _price
+from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of
 
-SOURCE = "from rayfcp.plan.compiled import compiled\n\n\n@compiled\ndef doubled(number):\n    return 2 * number\n"
+SOURCE = "from rayfcp.cost.compiled import compiled\n\n\n@compiled\ndef doubled(number):\n    return 2 * number\n"
 SCRIPT = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from kernel import doubled
-from rayfcp.plan.compiled import is_kept
+from rayfcp.cost.compiled import is_kept
 print(is_kept(doubled), doubled(21), sum(doubled.stats.cache_hits.values()))
 """
 

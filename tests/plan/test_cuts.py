@@ -2,9 +2,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.joint.cuts import Cuts
-from rayfcp.plan.joint.world import world_of
-from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.assembly import columns_of
+from rayfcp.plan.groups.planner import world_of
+from rayfcp.plan.groups.two_stage import Cuts
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, partitions

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.joint.degrees import dynamic_program, least_makespan
+from rayfcp.plan.groups.two_stage import dynamic_program, least_makespan
 from rayfcp.values import InfeasiblePlanError
 
 ENTRIES = st.one_of(st.integers(0, 12).map(float), st.just(float("inf")))

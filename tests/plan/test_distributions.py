@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rayfcp.plan.distributions import DISTRIBUTIONS, K, distribution
+from rayfcp.compare.distributions import DISTRIBUTIONS, K, distribution
 
 COUNT = 400_000
 

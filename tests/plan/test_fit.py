@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.primitives import exchange_degrees
-from rayfcp.plan.profiles.fit import fit_cost, predicted_s
-from rayfcp.plan.profiles.timing import Timing
+from rayfcp.cost.fit import Timing, fit_cost, predicted_s
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.assembly import exchange_degrees
 from rayfcp.values import Primitive
 from tests.examples import examples
 from tests.plan.helpers import UNIT

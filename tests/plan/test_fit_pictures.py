@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.encoder import EncoderCost
-from rayfcp.plan.profiles.pictures import LEAST_SHARE, fit_encoder, many_picture_shapes, picture_shapes, pictures_s
-from rayfcp.plan.profiles.shapes import PassShape, pass_plan
-from rayfcp.plan.profiles.timing import Timing
-from rayfcp.program import Encode, check_programs, lower
+from rayfcp.cost.encoder import EncoderCost
+from rayfcp.cost.fit import (
+    LEAST_ENCODER_SHARE,
+    PassShape,
+    Timing,
+    fit_encoder,
+    many_picture_shapes,
+    pass_plan,
+    picture_shapes,
+    pictures_s,
+)
+from rayfcp.program import Encode, lower
 from rayfcp.values import VisionProfile
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.program.pictures import VISION
 
@@ -65,7 +73,7 @@ def test_a_fit_gives_back_what_was_put_in(
 def test_what_noise_hides_is_not_free() -> None:
     shapes = picture_shapes(VISION, max_tokens=1000)
     nothing = fit_encoder(GUESS, [dataclasses.replace(each, seconds=1.0) for each in timings_of(GUESS, shapes)])
-    assert nothing.s_per_patch == pytest.approx(LEAST_SHARE * GUESS.s_per_patch)
+    assert nothing.s_per_patch == pytest.approx(LEAST_ENCODER_SHARE * GUESS.s_per_patch)
     linear = fit_encoder(GUESS, timings_of(dataclasses.replace(GUESS, s_per_cell=0.0), shapes))
     assert linear.s_per_cell / linear.s_per_patch == pytest.approx(GUESS.s_per_cell / GUESS.s_per_patch)
 

@@ -8,13 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.joint.cuts import Cuts
-from rayfcp.plan.joint.degrees import dynamic_program, least_degrees
-from rayfcp.plan.joint.search import JointSearch
-from rayfcp.plan.joint.world import world_of
-from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.assembly import columns_of
+from rayfcp.plan.groups.planner import JointSearch, world_of
+from rayfcp.plan.groups.two_stage import Cuts, dynamic_program, least_degrees
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled

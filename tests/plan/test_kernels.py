@@ -8,21 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.joint.degrees import least_makespan
-from rayfcp.plan.joint.kernels.allocate import _allocate
-from rayfcp.plan.joint.kernels.bins import _num_bins, _packed
-from rayfcp.plan.joint.kernels.cut import Cut, cut_by_time, floor_s
-from rayfcp.plan.joint.kernels.improve import improve
-from rayfcp.plan.joint.kernels.kick import kick
-from rayfcp.plan.joint.kernels.pack import pack
-from rayfcp.plan.joint.kernels.price import _price
-from rayfcp.plan.joint.kernels.ruin import ruin
-from rayfcp.plan.joint.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _join, _open, copied, total_s
-from rayfcp.plan.joint.kernels.take import Take, _take
-from rayfcp.plan.joint.kernels.trials import _bottleneck
-from rayfcp.plan.joint.kernels.turns import _queue, fill_in_turn
-from rayfcp.plan.joint.world import Seat, prices_of, table_of, world_of
-from rayfcp.plan.microbatches import columns_of
+from rayfcp.plan.assembly import columns_of
+from rayfcp.plan.groups.kernels.cut import Cut, _num_bins, _packed, cut_by_time, floor_s
+from rayfcp.plan.groups.kernels.fill import Take, _queue, _take, fill_in_turn
+from rayfcp.plan.groups.kernels.improve import _bottleneck, improve
+from rayfcp.plan.groups.kernels.pack import pack
+from rayfcp.plan.groups.kernels.price import _price
+from rayfcp.plan.groups.kernels.ranks import _allocate
+from rayfcp.plan.groups.kernels.ruin import kick, ruin
+from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _join, _open, copied, total_s
+from rayfcp.plan.groups.planner import Seat, prices_of, table_of, world_of
+from rayfcp.plan.groups.two_stage import least_makespan
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
 from tests.plan.helpers import MEETING, UNIT, batch_of, profiled

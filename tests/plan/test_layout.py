@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
-from rayfcp.plan.zigzag import zigzag
+from rayfcp.plan.layout import zigzag
 from rayfcp.values import Block, Group, Layout, MicrobatchPlan, Primitive, Round, SequenceSpec
 from tests.plan.helpers import batch_of
 

@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.bound import lower_bound
+from rayfcp.cost.work import work_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.bound import lower_bound
-from rayfcp.plan.costs.layout_work import work_of
-from rayfcp.plan.pipelines.pool import Pool, Work
+from rayfcp.plan.pipeline.chunks import Pool, Work
 from rayfcp.plan.strategies import names
-from rayfcp.program import Load, RankProgram, check_plan, lower
-from rayfcp.program.kinds import attention_by_window
+from rayfcp.program import Load, RankProgram, lower
+from rayfcp.program.windows import attention_by_window
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Pictures, Primitive, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.execute.layouts import random_layout, ring
 from tests.masks import pictured, seen

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rayfcp.cost.noise import LEAST, NOISY, degree_match, noisy
 from rayfcp.plan import plan_batch
-from rayfcp.plan.profiles.noise import LEAST, NOISY, degree_match, noisy
 from rayfcp.values import ClusterSpec
 from tests.plan.helpers import UNIT, batch_of
 

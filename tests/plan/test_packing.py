@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.packing import best_fit_decreasing, bins_of
+from rayfcp.plan.assembly import best_fit_decreasing, bins_of
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=40).map(lambda each: sorted(each, reverse=True))
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.placement import node_of_ranks, place_groups
+from rayfcp.cost.placement import node_of_ranks, place_groups
 from rayfcp.values import ClusterSpec
 
 

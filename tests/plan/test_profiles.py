@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.config import ConfigError
-from rayfcp.config.yaml_text import write_yaml
+from rayfcp.config.loading import write_yaml
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.profiles.refit import COEFFICIENTS, Observation, Part, Refit
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.refit import COEFFICIENTS, Observation, Part, Refit
 from rayfcp.values import Primitive
 from tests.examples import examples
 from tests.plan.helpers import UNIT, profiled

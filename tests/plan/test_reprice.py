@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import lower_bound, plan_batch
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan
-from rayfcp.plan.reprice import reprice
+from rayfcp.plan.auto import reprice
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.values import ClusterSpec, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches

@@ -7,13 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.cost.device import measured_hardware
+from rayfcp.cost.fit import (
+    PartTimings,
+    attention_half_tokens,
+    exchange_shapes,
+    few_shapes,
+    fit_cost,
+    half_tokens,
+    line,
+    many_shapes,
+    pass_plan,
+    slowest,
+)
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.profiles.device import measured_hardware
-from rayfcp.plan.profiles.fit import fit_cost
-from rayfcp.plan.profiles.parts import PartTimings, attention_half_tokens, half_tokens, line, slowest
-from rayfcp.plan.profiles.shapes import exchange_shapes, few_shapes, many_shapes, pass_plan
-from rayfcp.program import check_programs, lower
+from rayfcp.program import lower
 from rayfcp.values import Primitive
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.test_fit import timing_of
 

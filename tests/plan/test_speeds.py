@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import idle_passes_s, slowed
 from rayfcp.plan import CostModel, imbalance, lower_bound, plan_batch
+from rayfcp.plan.auto import reprice
 from rayfcp.plan.blocks.distributor import shares_of
-from rayfcp.plan.costs.speeds import idle_passes_s, slowed
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
-from rayfcp.plan.reprice import reprice
-from rayfcp.program import check_programs, lower
+from rayfcp.program import lower
 from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions, profiled
 from tests.plan.pipelines.helpers import staged_cost

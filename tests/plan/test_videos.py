@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.compare.videos import FRAME_PIXELS, TOKENS_PER_WORD, VIDEOS, frames_of, videos
 from rayfcp.plan import model_profile
-from rayfcp.plan.frames import FRAME_PIXELS, frames_of
-from rayfcp.plan.videos import TOKENS_PER_WORD, VIDEOS, videos
 
 COUNT = 400_000
 MODELS = ("internvl3-2b", "qwen3-vl-8b")

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.work import work_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.costs.layout_work import work_of
 from rayfcp.plan.imbalance import rank_loads
-from rayfcp.plan.pipelines.chunks import balanced_ends
-from rayfcp.plan.pipelines.pool import Work
-from rayfcp.program import check_plan, lower
+from rayfcp.plan.pipeline.chunks import Work, balanced_ends
+from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.plan.counted import assert_cells_counted, assert_moves_counted, of_windows

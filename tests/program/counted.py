@@ -5,18 +5,9 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from rayfcp.program import (
-    ALL_PRIMITIVES,
-    HeadProgram,
-    Load,
-    Payload,
-    RankProgram,
-    check_programs,
-    from_text,
-    lower,
-    to_text,
-)
+from rayfcp.program import ALL_PRIMITIVES, HeadProgram, Load, Payload, RankProgram, from_text, lower, to_text
 from rayfcp.values import BatchPlan, SequenceSpec
+from rayfcp.verify import check_programs
 from tests.masks import sees, with_windows
 from tests.program.helpers import assert_one_change_is_found, forwards
 

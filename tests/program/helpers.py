@@ -8,9 +8,9 @@ from functools import cache
 
 import pytest
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.program import Forward, HeadProgram, RankProgram, check_programs
+from rayfcp.program import Forward, HeadProgram, RankProgram
 from rayfcp.values import (
     BatchPlan,
     Block,
@@ -24,6 +24,7 @@ from rayfcp.values import (
     SequenceSpec,
     Transfer,
 )
+from rayfcp.verify import check_programs
 from tests.masks import specs
 from tests.program.random_changes import mutate
 

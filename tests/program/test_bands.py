@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program.bands import Edges, Side, decomposed
-from rayfcp.program.table import CAUSAL, FLIPPED, WHOLE
+from rayfcp.program.attends import Edges, Side, decomposed
+from rayfcp.program.columns import CAUSAL, FLIPPED, WHOLE
 from rayfcp.values import Band, Edge
 
 Pair = tuple[int, int, int, int, int, int, Band]

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.program import ALL_PRIMITIVES, Encode, Load, RankProgram, check_plan, check_programs, from_text, to_text
+from rayfcp.program import ALL_PRIMITIVES, Encode, Load, RankProgram, from_text, to_text
 from rayfcp.program import lower as lower_plan
 from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Pictures, SequenceSpec
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.program.pictures import batches_with_pictures, seeing_cost
 

@@ -17,8 +17,6 @@ from rayfcp.program import (
     Forward,
     HeadProgram,
     RankProgram,
-    check_plan,
-    check_programs,
     check_progress,
     from_text,
     head_rounds,
@@ -26,6 +24,7 @@ from rayfcp.program import (
     to_text,
 )
 from rayfcp.values import BatchPlan, Group, Primitive, Round, SequenceSpec, Transfer
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.program.helpers import heads_of, one_group, random_plan, with_primitives
 from tests.program.mutations import explicit

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import check_plan, check_programs, lower
+from rayfcp.program import lower
 from rayfcp.values import Layout, Mask
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.program.counted import counted, due, members_of
 from tests.program.helpers import assert_one_change_is_found, random_plan, scattered

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.cost.microbatches import chunk_bytes, chunks_of
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.costs.chunks import chunks_of
-from rayfcp.plan.costs.stage_bytes import chunk_bytes
-from rayfcp.plan.pipelines.makespan import peak_bytes
-from rayfcp.plan.pipelines.schedule import order_of
-from rayfcp.program import RankProgram, check_plan, lower
-from rayfcp.program.memory import check_memory, most_held
+from rayfcp.plan.pipeline.schedule import order_of, peak_bytes
+from rayfcp.program import RankProgram, lower
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Primitive, SequenceSpec, Slice
+from rayfcp.verify import check_plan
+from rayfcp.verify.memory import check_memory, most_held
 from tests.examples import examples
 from tests.program.pipelines import chunk, pipeline, plan_of, split_split_hybrid
 

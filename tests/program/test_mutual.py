@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import ALL_PRIMITIVES, check_plan, check_programs, lower
+from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.values import Pictures, SequenceSpec
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
 from tests.masks import pictured, uncut, with_windows

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import Attend, AttentionProgram, Forward, Payload, check_plan, lower
+from rayfcp.program import Attend, AttentionProgram, Forward, Payload, lower
 from rayfcp.program.attention import lower_attention
-from rayfcp.program.buffers import check_buffers
+from rayfcp.program.columns import Attends
 from rayfcp.program.paced import TILE, Brought, paced
-from rayfcp.program.table import Attends
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pacing, Round, SequenceSpec, Transfer
+from rayfcp.verify import check_plan
+from rayfcp.verify.memory import check_buffers
 from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import random_plan, scattered

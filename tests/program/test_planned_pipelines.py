@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.masks import specs
 

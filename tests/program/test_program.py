@@ -8,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
-from rayfcp.program import (
-    Backward,
-    Forward,
-    Payload,
-    check_plan,
-    check_programs,
-    check_progress,
-    from_text,
-    lower,
-    to_text,
-)
+from rayfcp.program import Backward, Forward, Payload, check_progress, from_text, lower, to_text
 from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Round, Transfer
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import assert_one_change_is_found, random_plan

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionRound, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.program.attention import lower_attention
-from rayfcp.program.hiding import HiddenRounds, hide
+from rayfcp.program.reshuffle import HiddenRounds, hide
 from rayfcp.values import Block, Layout, Mask, SequenceSpec
 from tests.examples import examples
 from tests.execute.layouts import random_layout, ring

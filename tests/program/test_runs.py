@@ -16,14 +16,13 @@ from rayfcp.program import (
     HeadProgram,
     Message,
     RankProgram,
-    check_plan,
-    check_programs,
     check_progress,
     from_text,
     lower,
     to_text,
 )
 from rayfcp.values import BatchPlan, ClusterSpec, Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.execute.layouts import over_runs, plan_of, random_layout
 from tests.masks import specs

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.program import Backward, Forward, RankProgram, Send, check_progress, lower
-from rayfcp.program.deadlock import hand_overs_end
-from rayfcp.program.staged import staged
+from rayfcp.program.lower import staged
+from rayfcp.program.progress import hand_overs_end
 from rayfcp.values import BatchPlan, Group, SequenceSpec
 from tests.examples import examples
 from tests.masks import specs

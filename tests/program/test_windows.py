@@ -8,17 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import (
-    Forward,
-    Instruction,
-    LayerKind,
-    RankProgram,
-    check_plan,
-    check_programs,
-    lower,
-    to_text,
-)
+from rayfcp.program import Forward, Instruction, LayerKind, RankProgram, lower, to_text
 from rayfcp.values import PipelinePlan, SequenceSpec
+from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
 from tests.masks import with_windows

@@ -3,12 +3,12 @@
 import pytest
 
 from rayfcp.compare.lengths import draw_batches, lengths_of
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.simulate import simulate
-from rayfcp.simulate.choosing import Choice, choose
+from rayfcp.simulate.simulate import Choice, choose
 from rayfcp.values import BatchPlan, ClusterSpec
 from tests.masks import specs
 from tests.simulate.helpers import MACHINE, MODEL

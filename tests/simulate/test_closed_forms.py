@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from rayfcp.cost.analytic import ATTENTION_BACKWARD
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.costs.analytic import ATTENTION_BACKWARD
 from rayfcp.program import (
     Attend,
     AttentionProgram,

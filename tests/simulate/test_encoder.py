@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.memory import state_bytes
 from rayfcp.plan import CostModel, max_tokens_per_rank, model_flops, plan_batch
-from rayfcp.plan.costs.memory import state_bytes
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, Pictures, SequenceSpec, SpanKind

@@ -6,12 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
 from rayfcp.plan import CostModel
-from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
-from rayfcp.plan.costs.stage_bytes import chunk_bytes
-from rayfcp.plan.costs.stage_times import stage_times
-from rayfcp.plan.pipelines.makespan import peak_bytes, run
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward, pipeline_plan, run_lengths
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes, pipeline_plan, run, run_lengths
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import Primitive, Slice

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.program import ALL_PRIMITIVES, lower
 from rayfcp.simulate import simulate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
-from rayfcp.plan.pipelines.bound import pipeline_bound
+from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.program import lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, Primitive, SequenceSpec, Slice

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rayfcp.plan.costs.memory import layer_bytes, stage_state_bytes
+from rayfcp.cost.memory import layer_bytes, stage_state_bytes
 from rayfcp.program import RankProgram, Send, lower
 from rayfcp.simulate import simulate, simulate_plan
 from rayfcp.values import Action, HardwareProfile, PipelinePlan, Primitive, Slice, SpanKind

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.memory import state_bytes, token_bytes
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.costs.memory import state_bytes, token_bytes
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
-from rayfcp.simulate import simulate, writer
+from rayfcp.simulate import script as writer
+from rayfcp.simulate import simulate
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,

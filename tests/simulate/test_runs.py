@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from rayfcp.cost.layout import layout_s
 from rayfcp.plan import lay_out
-from rayfcp.plan.costs.layout_cost import layout_s
 from rayfcp.plan.imbalance import imbalance
 from rayfcp.program import lower
 from rayfcp.simulate.machine import machine_of

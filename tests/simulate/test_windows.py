@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.flops import attention_flops, model_flops
+from rayfcp.cost.analytic import attention_flops, model_flops
 from rayfcp.program import AttentionProgram, Forward, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import ModelProfile, SequenceSpec, SpanKind

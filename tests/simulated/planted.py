@@ -12,20 +12,19 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from rayfcp.cluster.crew import Crew
-from rayfcp.cluster.fleet import Fleet
-from rayfcp.cluster.gathering import Gathering
-from rayfcp.cluster.keeping import Keeping
-from rayfcp.cluster.members import WorkerStart, keep_alive
-from rayfcp.cluster.planners import Planners, PlanQueue
-from rayfcp.cluster.recruits import Recruits
-from rayfcp.cluster.resuming import Resume
-from rayfcp.cluster.saving import Saver
-from rayfcp.cluster.stepping import Stepper
-from rayfcp.cluster.transitions import Transitions
-from rayfcp.elastic.kept import Kept
-from rayfcp.execute.copies import HeldCopies
+from rayfcp.cluster.checkpoints.resuming import Resume
+from rayfcp.cluster.checkpoints.saving import Saver
+from rayfcp.cluster.controller.stepping import Stepper
+from rayfcp.cluster.controller.transitions import Transitions
+from rayfcp.cluster.planning.queue import Planners, PlanQueue
+from rayfcp.cluster.recovery.stores import Keeping
+from rayfcp.cluster.workers.fleet import Fleet
+from rayfcp.cluster.workers.group import Crew, Gathering
+from rayfcp.cluster.workers.members import WorkerStart, keep_alive
+from rayfcp.cluster.workers.pending import Recruits
+from rayfcp.elastic.recoverable import Kept
 from rayfcp.execute.reports import RankReport
+from rayfcp.execute.state.copies import HeldCopies
 from tests.simulated.run import simulate
 from tests.simulated.schedule import draw
 from tests.simulated.world import ViolationError
@@ -50,8 +49,8 @@ def _incomplete_copies() -> AbstractContextManager[Any]:
 
 def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
-    import rayfcp.cluster.fleet as fleet
-    from rayfcp.cluster.restoring import Asking
+    import rayfcp.cluster.workers.fleet as fleet
+    from rayfcp.cluster.recovery.restoring import Asking
 
     listen, restorable = Asking.listen, fleet.restorable
     told: list[Any] = []
@@ -190,7 +189,7 @@ def _orphans() -> AbstractContextManager[Any]:
     def end(self: Crew) -> None:
         self.drop([member.id for member in self.members])
 
-    import rayfcp.cluster.following as following
+    import rayfcp.cluster.controller.following as following
 
     return _all(patch.object(Crew, "end", end), patch.object(following, "end_leftovers", lambda runtime, key: None))
 
@@ -202,7 +201,7 @@ def _leaked_devices() -> AbstractContextManager[Any]:
         self._start.let_go(launched.id)
         self._runtime.end(launched.handle)
 
-    import rayfcp.cluster.following as following
+    import rayfcp.cluster.controller.following as following
 
     return _all(
         patch.object(Recruits, "_give_up", give_up), patch.object(following, "end_leftovers", lambda runtime, key: None)
@@ -239,7 +238,7 @@ def _early_checkpoint() -> AbstractContextManager[Any]:
 
 def _unread_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is taken for whole by the sizes of its files."""
-    import rayfcp.cluster.resuming as resuming
+    import rayfcp.cluster.checkpoints.resuming as resuming
 
     return patch.object(resuming, "_read_by", lambda crew: resuming.find_wrong_size)
 
@@ -350,7 +349,7 @@ def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
 
 def _request_stays() -> AbstractContextManager[Any]:
     """What a lost controller asked of the autoscaler outlives the run (found by this simulation)."""
-    import rayfcp.cluster.following as following
+    import rayfcp.cluster.controller.following as following
 
     end_leftovers = following.end_leftovers
 

@@ -15,21 +15,21 @@ from unittest.mock import patch
 
 import numpy as np
 
-import rayfcp.cluster.costs
+import rayfcp.cluster.controller.reporting
+import rayfcp.cluster.controller.training
 import rayfcp.cluster.dataset
-import rayfcp.cluster.reporting
-import rayfcp.cluster.training
-from rayfcp.cluster.checkpoints import read_manifest
-from rayfcp.cluster.controller import Controller, Outcome
+import rayfcp.cluster.planning.costs
+from rayfcp.cluster.checkpoints.folder import read_manifest
+from rayfcp.cluster.controller.following import follow
+from rayfcp.cluster.controller.training import Controller, Outcome
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.following import follow
-from rayfcp.cluster.measured import Measured
+from rayfcp.cluster.planning.measured import Measured
 from rayfcp.cluster.runtime import Role
 from rayfcp.config import Config
+from rayfcp.cost.fit import Fit
 from rayfcp.data import Sampler
 from rayfcp.elastic.facts import Cause
 from rayfcp.plan import model_profile
-from rayfcp.plan.profiles.fit import Fit
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.steps import read_steps
@@ -562,9 +562,9 @@ def _surroundings(open_dataset: Any) -> Iterator[None]:
 
     with (
         patch.object(rayfcp.cluster.dataset, "open_dataset", open_dataset),
-        patch.object(rayfcp.cluster.costs, "start_cost", start_cost),
-        patch.object(rayfcp.cluster.reporting, "write_report", lambda _: None),
-        patch.object(rayfcp.cluster.training, "dump_config", repr),
+        patch.object(rayfcp.cluster.planning.costs, "start_cost", start_cost),
+        patch.object(rayfcp.cluster.controller.reporting, "write_report", lambda _: None),
+        patch.object(rayfcp.cluster.controller.training, "dump_config", repr),
     ):
         yield
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from rayfcp.cluster.facts import LOOPBACK, Rendezvous
-from rayfcp.cluster.following import POLL_S
+from rayfcp.cluster.controller.following import POLL_S
 from rayfcp.cluster.runtime import (
     ActorLostError,
     ActorSpec,
@@ -16,6 +15,7 @@ from rayfcp.cluster.runtime import (
     NodeView,
     Role,
 )
+from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
 from rayfcp.values import ClusterSpec
 from tests.simulated.world import HEAD, Actor, Handle, Process, ProcessKilledError, Ref, Reservation, World, named
 

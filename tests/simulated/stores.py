@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayfcp.cluster.facts import Waited
-from rayfcp.cluster.keeper import Keeper
+from rayfcp.cluster.recovery.stores import Keeper
 from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
-from rayfcp.execute.copies import CopyGoneError, HeldCopies
+from rayfcp.cluster.workers.facts import Waited
+from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values import ShardHeader, StateId
 from tests.simulated.world import Actor, Deferred, Ref
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulated.workers import SimulatedWorker
 
 TRIES = 3
-"""As `rayfcp.cluster.pushing.TRIES`."""
+"""As `rayfcp.cluster.recovery.pushing.TRIES`."""
 
 
 class Orphan:
@@ -42,7 +42,7 @@ class Orphan:
 
 
 class Push:
-    """Sends the newest copy to the snapshot store in two chunks; `rayfcp.cluster.pushing.Pusher` without a thread."""
+    """Sends the newest copy to the snapshot store in two chunks; the real `Pusher` without a thread."""
 
     def __init__(self, worker: "SimulatedWorker") -> None:
         self._worker = worker

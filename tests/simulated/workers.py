@@ -8,11 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.cluster.facts import DeviceFacts, Rendezvous, Source
 from rayfcp.cluster.runtime import CallError
-from rayfcp.execute.copies import HeldCopies, reading
-from rayfcp.execute.integrity import FileSum, find_damage, sum_files
-from rayfcp.execute.reports import Beat, CollectiveFailedError, Joined, RankReport, SavedPart
+from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Source
+from rayfcp.execute.reports import (
+    Beat,
+    CollectiveFailedError,
+    FileSum,
+    Joined,
+    RankReport,
+    SavedPart,
+    find_damage,
+    sum_files,
+)
+from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
 from rayfcp.values import Box, GlobalBatch, ShardHeader, Span, SpanKind, StateId
 from tests.simulated import state as states
 from tests.simulated.planners import Program

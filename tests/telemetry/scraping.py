@@ -7,7 +7,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.telemetry.names import PREFIX
-from rayfcp.telemetry.targets import SD_FILE
+from rayfcp.telemetry.serving import SD_FILE
 from tests.waiting import PATIENCE_S
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.telemetry.counters import KeptCounters
+from rayfcp.telemetry.events import KeptCounters
 from rayfcp.telemetry.names import METRICS, Kept
 from tests.examples import examples
 

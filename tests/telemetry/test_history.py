@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.events import MAX_REASON, Event, EventKind, append_event, read_events
-from rayfcp.telemetry.history import history_of, marks_of
-from rayfcp.telemetry.rank_charts import rank_charts
-from rayfcp.telemetry.rank_times import RankTimes
+from rayfcp.telemetry.rank_times import RankTimes, rank_charts
+from rayfcp.telemetry.report import history_of, marks_of
 from rayfcp.values import ClusterSpec
 from tests.telemetry.samples import report
 

@@ -9,9 +9,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.telemetry.live import COLUMNS, MAX_EVENTS, History, Live, Worker
-from rayfcp.telemetry.page import live_page
-from rayfcp.telemetry.picture import MAX_BARS, NARROWEST, Picture, PlannedGroup, picture_json
+from rayfcp.telemetry.live import (
+    COLUMNS,
+    MAX_BARS,
+    MAX_EVENTS,
+    NARROWEST,
+    History,
+    Live,
+    Picture,
+    PlannedGroup,
+    Worker,
+    live_page,
+    picture_json,
+)
 from rayfcp.values import Span, SpanKind, StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports, spans

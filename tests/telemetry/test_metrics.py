@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.live import Worker
+from rayfcp.telemetry.live import Picture, Worker
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.names import METRICS, PREFIX, Kind
-from rayfcp.telemetry.picture import Picture
 from rayfcp.values import StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from rayfcp.telemetry.metrics_page import metrics_page
-from rayfcp.telemetry.names import METRICS, PREFIX
+from rayfcp.telemetry.names import METRICS, PREFIX, metrics_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def test_the_page_is_what_the_code_makes() -> None:
-    assert PAGE.read_text() == metrics_page(), "run python -m rayfcp.telemetry.metrics_page > docs/metrics.md"
+    assert PAGE.read_text() == metrics_page(), "run python -m rayfcp.telemetry.names > docs/metrics.md"
 
 
 def test_every_metric_has_one_row() -> None:

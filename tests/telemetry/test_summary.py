@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry import progress as progress_module
+from rayfcp.telemetry.charts import ticks
 from rayfcp.telemetry.progress import Progress
-from rayfcp.telemetry.scales import ticks
 from rayfcp.telemetry.summary import format_summary, mean_degree, summarize
 from rayfcp.values import StepReport
 from tests.examples import examples

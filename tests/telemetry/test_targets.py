@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.telemetry.targets import announce, target_files, withdraw
+from rayfcp.telemetry.serving import announce, target_files, withdraw
 
 
 def test_runs_side_by_side_have_a_file_each_until_they_end(tmp_path: Path) -> None:

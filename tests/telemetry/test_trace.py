@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.telemetry.timeline import Trace, read_trace, timeline_view
-from rayfcp.telemetry.trace import TracedStep, write_steps, write_trace
+from rayfcp.telemetry.trace import Trace, TracedStep, read_trace, timeline_view, write_steps, write_trace
 from rayfcp.values import Span, SpanKind
 from tests.examples import examples
 from tests.telemetry.samples import spans

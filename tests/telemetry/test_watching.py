@@ -10,7 +10,7 @@ import pytest
 from rayfcp.cli import main
 from rayfcp.config import ConfigError
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.targets import SD_FILE
+from rayfcp.telemetry.serving import SD_FILE
 from rayfcp.telemetry.watching import RunPage, watch
 from tests.telemetry.samples import report
 

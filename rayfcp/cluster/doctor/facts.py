@@ -1,9 +1,61 @@
-"""What a doctor knows before it judges: facts of each node, of the cluster, of the way in, and what a run needs."""
+"""What rayfcp needs of a Python environment: as `pyproject.toml` says, for nodes that run it from its files.
+
+What a doctor knows before it judges: facts of each node, of the cluster, of the way in, and what a run needs.
+
+What a configuration asks of machines, as far as it can be told without them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from types import MappingProxyType
+
+from rayfcp.config import Config, ConfigError
+
+PYTHON = (3, 11)
+
+REQUIRED = {
+    "fsspec": "2024.6",
+    "highspy": "1.10",
+    "numba": "0.61",
+    "numpy": "1.26",
+    "prometheus-client": "0.20",
+    "pyarrow": "15",
+    "pydantic": "2.7",
+    "pyyaml": "6",
+    "ray": "2.50",
+    "rich": "13",
+    "safetensors": "0.4",
+    "scipy": "1.11",
+    "torch": "2.9",
+    "transformers": "5",
+}
+"""The least version of each."""
+
+DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry")
+"""Without which Ray starts no dashboard, and with it no job server and no metrics: the extra `default`."""
+
+SAME_EVERYWHERE = ("ray", "torch")
+"""Of one version on all nodes; Python to its minor version too."""
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version.
+
+    >>> numbers("2.13.0+cpu"), numbers("5.0rc1")
+    ((2, 13, 0), (5, 0))
+    """
+    found: list[int] = []
+    for part in version.split("+", maxsplit=1)[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        found.append(int(digits))
+        if digits != part:
+            break
+    return tuple(found)
+
 
 GIB = 1 << 30
 
@@ -134,3 +186,41 @@ class Facts:
 
 
 NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+CHECKPOINT_BYTES = 12
+"""A parameter: its fp32 value and Adam's two moments."""
+
+
+def needs_of(config: Config) -> Needs:
+    """Of a run; local paths only."""
+    data = config.data
+    named = [*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir]
+    return Needs(
+        device=config.cluster.device,
+        min_workers=config.cluster.min_workers,
+        max_workers=config.cluster.max_workers,
+        threads_per_worker=config.train.threads_per_worker,
+        planner_actors=config.plan.planner_actors,
+        run_dir=config.run_dir,
+        paths=tuple(dict.fromkeys(path for path in named if path is not None and _is_local(path))),
+        checkpoint_bytes=_checkpoint_bytes(config),
+        kept_checkpoints=config.checkpoint.keep,
+        metrics_host=config.metrics.host,
+        metrics_port=config.metrics.port,
+    )
+
+
+def _is_local(path: str) -> bool:
+    """Neither a URL, nor a name that the hub of models or rayfcp itself knows."""
+    return "://" not in path and (path.startswith(("/", ".", "~")) or Path(path).exists())
+
+
+def _checkpoint_bytes(config: Config) -> int | None:
+    """None where the model's shape cannot be told here, for want of its folder or of torch."""
+    from rayfcp.cluster.planning.preview import model_of
+
+    try:
+        return CHECKPOINT_BYTES * model_of(config).num_parameters
+    except (ConfigError, ImportError):
+        return None

@@ -1,4 +1,7 @@
-"""Facts of the machine on which this runs. Nothing heavy is imported: a node may lack it."""
+"""Facts of the machine on which this runs. Nothing heavy is imported: a node may lack it.
+
+Facts of a cluster, gathered by one task on each of its nodes.
+"""
 
 import glob
 import importlib.util
@@ -10,12 +13,29 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from rayfcp.cluster.doctor.facts import Accelerators, NodeFacts, Storage
-from rayfcp.cluster.doctor.required import DASHBOARD_MODULES, REQUIRED
+import ray
+from ray.exceptions import RayError
+from ray.experimental.internal_kv import _internal_kv_get
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rayfcp.cluster.doctor.facts import (
+    DASHBOARD_MODULES,
+    REQUIRED,
+    Accelerators,
+    ClusterFacts,
+    Needs,
+    NodeFacts,
+    Storage,
+)
+from rayfcp.config import ConfigError
 
 PROBE_S = 180
 CONNECT_S = 5.0
@@ -108,3 +128,119 @@ def _connects(address: tuple[str, int]) -> bool:
     except OSError:
         return False
     return True
+
+
+NODE_S = 300.0
+"""For the slowest node to answer; torch is imported there."""
+
+
+def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...], ClusterFacts]:
+    """The nodes, the driver's first, and the cluster as a whole. Leaves nothing behind.
+
+    Raises:
+        ConfigError: no Ray lets us in at `address`.
+    """
+    url = _join(address)
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        here = ray.get_runtime_context().get_node_id()
+        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerHostname"], node["NodeID"]))
+        with ExitStack() as ending:
+            found, broken = _ask(nodes, needs=needs, ending=ending)
+        cluster = ClusterFacts(
+            address=address,
+            resources=ray.cluster_resources(),
+            autoscales=_autoscales(),
+            dashboard=bool(url),
+            broken=broken,
+        )
+    finally:
+        ray.shutdown()
+    return found, cluster
+
+
+def _join(address: str) -> str | None:
+    """The dashboard's address, if it has one."""
+    import logging
+
+    try:
+        context = ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"--address is {address!r}, no Ray lets us in there ({why}); check it on a node of the cluster with "
+            "'ray status', and set RAY_AUTH_MODE=token if it wants a token"
+        ) from error
+    shown: str | None = context.dashboard_url
+    return shown
+
+
+def _ask(
+    nodes: list[dict[str, Any]], *, needs: Needs, ending: ExitStack
+) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
+    """Facts by one task on each node; of nodes that could not be asked, why."""
+    listener = ending.enter_context(socket.create_server((ray.util.get_node_ip_address(), 0)))
+    asked = {
+        "device": needs.device,
+        "run_dir": needs.run_dir,
+        "paths": needs.paths,
+        "marker": _marker(needs, ending),
+        "driver": listener.getsockname()[:2],
+    }
+    task = ray.remote(machine_facts)
+    refs = [
+        task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(**asked, name=_name(node, nodes))
+        for node in nodes
+    ]
+    found: list[NodeFacts] = []
+    broken: dict[str, str] = {}
+    for node, ref in zip(nodes, refs, strict=True):
+        try:
+            facts: NodeFacts = ray.get(ref, timeout=NODE_S)
+            found.append(_with_clock(replace(facts, devices=node["Resources"]), node))
+        except RayError as error:
+            broken[_name(node, nodes)] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return tuple(found), broken
+
+
+def _marker(needs: Needs, ending: ExitStack) -> str | None:
+    """A file where the run's folder would be, for the others to see; None where none can be written."""
+    if needs.run_dir is None:
+        return None
+    try:
+        return ending.enter_context(
+            tempfile.NamedTemporaryFile(dir=home_of(needs.run_dir), prefix=".rayfcp-doctor-")
+        ).name
+    except OSError:
+        return None
+
+
+def _with_clock(facts: NodeFacts, node: dict[str, Any]) -> NodeFacts:
+    """By a task that does nothing else, on a node whose processes run by now."""
+    tell = ray.remote(_now_s).options(num_cpus=0, scheduling_strategy=_on(node))
+    before_s = time.time()
+    there_s = ray.get(tell.remote(), timeout=NODE_S)
+    after_s = time.time()
+    return replace(facts, clock_ahead_s=there_s - (before_s + after_s) / 2, clock_within_s=(after_s - before_s) / 2)
+
+
+def _now_s() -> float:
+    return time.time()
+
+
+def _on(node: dict[str, Any]) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
+def _name(node: dict[str, Any], nodes: list[dict[str, Any]]) -> str:
+    """The host's name, with the start of the node's id where several nodes are on one host."""
+    host: str = node["NodeManagerHostname"]
+    alone = sum(each["NodeManagerHostname"] == host for each in nodes) == 1
+    return host if alone else f"{host}/{node['NodeID'][:6]}"
+
+
+def _autoscales() -> bool:
+    """Whether an autoscaler has reported to this cluster."""
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
+
+    return bool(_internal_kv_get(b"__autoscaling_status")) or is_autoscaler_v2()

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from rayfcp.cluster.doctor.facts import GIB, Facts, Finding, NodeFacts, Verdict, size
-from rayfcp.cluster.doctor.required import PYTHON, REQUIRED, numbers
+from rayfcp.cluster.doctor.facts import GIB, PYTHON, REQUIRED, Facts, Finding, NodeFacts, Verdict, numbers, size
 
 LEAST_SHM_BYTES = 2 * GIB
 LEAST_SHM_SHARE = 0.1

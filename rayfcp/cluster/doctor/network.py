@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 
-from rayfcp.cluster.doctor.facts import Facts, Finding, NodeFacts, Verdict
-from rayfcp.cluster.doctor.required import SAME_EVERYWHERE
+from rayfcp.cluster.doctor.facts import SAME_EVERYWHERE, Facts, Finding, NodeFacts, Verdict
 
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
 TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"

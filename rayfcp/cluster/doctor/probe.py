@@ -9,7 +9,7 @@ def look(kind: str) -> dict[str, object]:
     """Devices of a kind (`auto`: what is here) and the attention kernel for it."""
     import torch
 
-    from rayfcp.execute.device import device_kind
+    from rayfcp.execute.devices.device import device_kind
     from rayfcp.execute.kernels import pick_kernel
 
     error, kernel = "", None

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from rayfcp.cluster.facts import Rendezvous
-from rayfcp.telemetry.series import Mirror
+from rayfcp.cluster.workers.facts import Rendezvous
+from rayfcp.telemetry.metrics import Mirror
 from rayfcp.telemetry.serving import Page
 from rayfcp.values import ClusterSpec
 

@@ -23,7 +23,6 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayfcp.cluster.facts import LOOPBACK
 from rayfcp.cluster.runtime.interface import (
     ActorLostError,
     ActorSpec,
@@ -34,7 +33,8 @@ from rayfcp.cluster.runtime.interface import (
     Role,
     TaskFailedError,
 )
-from rayfcp.telemetry.series import Mirror
+from rayfcp.cluster.workers.facts import LOOPBACK
+from rayfcp.telemetry.metrics import Mirror
 from rayfcp.telemetry.serving import Page, RunServer
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class RayRuntime:
         return ray.get_runtime_context().get_node_id()
 
     def rendezvous(self, *, alone: bool) -> RendezvousServer:
-        from rayfcp.cluster.rendezvous import RendezvousStore
+        from rayfcp.cluster.workers.rendezvous import RendezvousStore
 
         return RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
 
@@ -185,29 +185,29 @@ class RayRuntime:
         return RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
 
     def mirror(self) -> Mirror | None:
-        from rayfcp.cluster.ray_metrics import ray_mirror
+        from rayfcp.cluster.controller.ray_metrics import ray_mirror
 
         return ray_mirror()
 
     def _class_of(self, role: Role) -> type:
         """Imported here, since each of these modules uses this one or loads much."""
         if role is Role.WORKER:
-            from rayfcp.cluster.worker import RankWorker
+            from rayfcp.cluster.workers.worker import RankWorker
 
             return self._worker or RankWorker
         if role is Role.STORE:
-            from rayfcp.cluster.keeper import Keeper
+            from rayfcp.cluster.recovery.stores import Keeper
 
             return Keeper
         if role is Role.PLANNER:
-            from rayfcp.cluster.planner import Planner
+            from rayfcp.cluster.planning.planner import Planner
 
             return Planner
         if role is Role.DECODER:
-            from rayfcp.cluster.decoder import Decoder
+            from rayfcp.cluster.planning.decoders import Decoder
 
             return Decoder
-        from rayfcp.cluster.controller import Controller
+        from rayfcp.cluster.controller.training import Controller
 
         return Controller
 
@@ -234,11 +234,11 @@ class _ThreadTimer:
 def _class_options(role: Role) -> dict[str, Any]:
     """Options of `ray.remote` for the actors of a role."""
     if role is Role.WORKER:
-        from rayfcp.cluster.worker import GROUPS
+        from rayfcp.cluster.workers.worker import GROUPS
 
         return {"concurrency_groups": GROUPS}
     if role is Role.STORE:
-        from rayfcp.cluster.keeper import THREADS
+        from rayfcp.cluster.recovery.stores import THREADS
 
         return {"num_cpus": 0, "max_concurrency": THREADS}
     if role is Role.DECODER:

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.data.tokens import TokenReader
+from rayfcp.data.shards import TokenReader
 from rayfcp.data.vision.images import decoded
 from rayfcp.data.vision.layout import Item
-from rayfcp.data.vision.loading import PictureTokenizer
-from rayfcp.data.vision.processors import Values
+from rayfcp.data.vision.processors import PictureTokenizer, Values
 from rayfcp.values import GlobalBatch, Sample
 
 logger = logging.getLogger(__name__)

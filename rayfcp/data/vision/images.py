@@ -1,15 +1,26 @@
-"""Pictures as bytes: their size from the header, their pixels when they are needed. All by Pillow."""
+"""Pictures as bytes: their size from the header, their pixels when they are needed. All by Pillow.
 
+The file of pictures beside a shard: their bytes end to end, so that any of them is one read of a range.
+"""
+
+import hashlib
 import io
 import warnings
+from contextlib import ExitStack
 from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
+import fsspec
+import numpy as np
+import pyarrow as pa
+
 from rayfcp.config import ConfigError
-from rayfcp.data.rows import BadReason, BadRowError
+from rayfcp.data.manifest import whole_file
+from rayfcp.data.rows import BadReason, BadRowError, RowPictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _ORIENTATION = 0x0112
@@ -83,3 +94,43 @@ def _orientation(image: "Image") -> int:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
+
+
+class PictureFile:
+    """Written row by row, beside its shard and with the same life, that of `stack`."""
+
+    def __init__(self, stack: ExitStack, fs: fsspec.AbstractFileSystem, *, path: str) -> None:
+        self._file: IO[bytes] = stack.enter_context(whole_file(fs, path))
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._rows: list[tuple[list[int], list[int], list[int]]] = []
+        self.num_bytes = 0
+
+    @property
+    def digest(self) -> bytes:
+        """Of all rows so far and their bytes."""
+        return self._hash.digest()
+
+    def add(self, pictures: RowPictures | None) -> None:
+        """Write the files of the next row, which may have none."""
+        items, runs = (
+            ([], []) if pictures is None else (pictures.items.ravel().tolist(), pictures.runs.ravel().tolist())
+        )
+        places: list[int] = []
+        for part in () if pictures is None else pictures.parts:
+            self._file.write(part)
+            self._hash.update(part)
+            places += [self.num_bytes, len(part)]
+            self.num_bytes += len(part)
+        self._hash.update(repr((items, runs, places)).encode())
+        self._rows.append((items, runs, places))
+
+    def take(self) -> dict[str, pa.Array]:
+        """Columns `items`, `runs` and `parts` of the rows since the last call."""
+        rows, self._rows = self._rows, []
+        return {name: _lists([row[at] for row in rows]) for at, name in enumerate(("items", "runs", "parts"))}
+
+
+def _lists(rows: list[list[int]]) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
+    values = np.array([number for row in rows for number in row], dtype=np.int64)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))

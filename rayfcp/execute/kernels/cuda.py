@@ -17,9 +17,8 @@ from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
 from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs
+from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs, padded
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
-from rayfcp.execute.kernels.varlen import padded
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ import logging
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import AttentionKernel, Pairs
-from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
+from rayfcp.execute.kernels.interface import AttentionKernel, Offsets, Pairs, repeated, summed
 
 logger = logging.getLogger(__name__)
 

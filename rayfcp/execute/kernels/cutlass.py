@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.device import moved
-from rayfcp.execute.kernels.interface import Lengths, Pairs
-from rayfcp.execute.kernels.varlen import Offsets, repeated, summed
+from rayfcp.execute.devices.device import moved
+from rayfcp.execute.kernels.interface import Lengths, Offsets, Pairs, repeated, summed
 
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1
 _LSE_ALIGNMENT = 32

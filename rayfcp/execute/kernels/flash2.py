@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Pairs
-from rayfcp.execute.kernels.varlen import Offsets
+from rayfcp.execute.kernels.interface import Offsets, Pairs
 
 _PLAIN = {
     "window_size_left": -1,

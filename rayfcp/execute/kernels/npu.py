@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.device import moved
+from rayfcp.execute.devices.device import moved
 from rayfcp.execute.kernels.interface import KernelUnavailableError, Lengths, Pairs
 
 MOST_PAIRS = 1024

@@ -8,8 +8,7 @@ contiguous, are taken as they are. Source: torch's `native/transformers/cuda/att
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Pairs
-from rayfcp.execute.kernels.varlen import Offsets, repeated
+from rayfcp.execute.kernels.interface import Offsets, Pairs, repeated
 
 
 class TorchFlashKernel:

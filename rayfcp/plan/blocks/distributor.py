@@ -5,12 +5,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.plan.blocks.kernels.assign import Items, Rule, longest_first
+from rayfcp.config.models import BlockOptions
+from rayfcp.plan.blocks.kernels.distribute import (
+    Floats,
+    Ints,
+    Items,
+    Pieces,
+    Pool,
+    Rule,
+    Shares,
+    Sweep,
+    longest_first,
+    rows_of,
+    slices_of,
+    sweep,
+)
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
-from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
-from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
-from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
 from rayfcp.plan.blocks.kernels.traffic import cells_of, loads_of, sides_by_sequence
 
 PARTNERS = 12  # ranks with the least load that the fullest tries

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.costs.speeds import speeds_of
-from rayfcp.plan.placement import node_of_ranks
+from rayfcp.cost.model import CostModel, speeds_of
+from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
 
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree
-from rayfcp.plan.blocks.kernels.flow import Flow, finish_s
-from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
+from rayfcp.config.models import BlockOptions
+from rayfcp.cost.kernels.flow import Flow, finish_s
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.blocks.kernels.distribute import Floats, Ints, Pieces, Pool
+from rayfcp.plan.blocks.kernels.rounds import Graph, Wishes, colours_of, max_degree
 from rayfcp.plan.blocks.kernels.traffic import Needs, Packing, Parcels, loads_of, needs_of, own_sides, parcels_of
-from rayfcp.plan.costs.model import CostModel
 from rayfcp.values import Pacing
 
 GOOD_ENOUGH = 1e-3  # of the attention of the rank that has most

@@ -2,28 +2,15 @@
 
 from collections.abc import Sequence
 
-from rayfcp.config.plan import PlanConfig
-from rayfcp.plan.auto.ranking import SLICING, Candidate, Ranking
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.encoding.planned import with_pictures
-from rayfcp.plan.profiles.words import pick
-from rayfcp.plan.strategies import (
-    bytescale,
-    dapple,
-    dynamic_cp,
-    elastic_pipeline,
-    flex_block,
-    flex_ring,
-    flexsp,
-    magi,
-    ring,
-    seq1f1b,
-    static_cp,
-    ulysses,
-    wlb,
-)
-from rayfcp.plan.strategies.interface import Proposal, Strategy
-from rayfcp.plan.strategies.staged import in_stages
+from rayfcp.baselines import bytescale, dapple, dynamic_cp, flexsp, magi, ring, seq1f1b, static_cp, ulysses, wlb
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.profiles import pick
+from rayfcp.plan.auto import SLICING, Candidate, Ranking
+from rayfcp.plan.strategies import elastic_pipeline, flex_block, flex_ring
+from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.strategies.stages import in_stages
+from rayfcp.plan.vision.encoding import with_pictures
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 AUTO = "auto"

@@ -9,11 +9,10 @@ chunk, by the faster of the primitives that are allowed (the paper: Ulysses).
 
 from collections.abc import Sequence
 
-from rayfcp.config.plan import PipelineOptions, PlanConfig
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.costs.speeds import slowed, speeds_of
-from rayfcp.plan.strategies.interface import Proposal
-from rayfcp.plan.strategies.staged import check_stages
+from rayfcp.config.models import PipelineOptions, PlanConfig
+from rayfcp.cost.model import CostModel, slowed, speeds_of
+from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.stages import check_stages
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 
@@ -33,7 +32,7 @@ def propose_pipelines(
 ) -> Proposal:
     """The pipeline planner's answer, with options of `options.pipeline`. Chunks pass through all ranks of a stage, so
     that a slow rank slows every one of them: seconds are those of the slowest rank, work cannot be balanced."""
-    from rayfcp.plan.pipelines.planner import plan_pipelines  # compiled: loaded where a plan is made
+    from rayfcp.plan.pipeline.planner import plan_pipelines
 
     if cost.pipeline is None:
         raise InfeasiblePlanError(

@@ -8,12 +8,11 @@ The paper leaves microbatches open: as few as memory permits, each on all ranks.
 
 from collections.abc import Iterable, Sequence
 
-from rayfcp.config.plan import BlockOptions, PlanConfig
-from rayfcp.plan.costs.layout_cost import layout_s
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.costs.speeds import speeds_of
-from rayfcp.plan.primitives import require
-from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.config.models import BlockOptions, PlanConfig
+from rayfcp.cost.layout import layout_s
+from rayfcp.cost.model import CostModel, speeds_of
+from rayfcp.plan.assembly import require
+from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Timed = tuple[float, tuple[int, ...], Layout]
@@ -62,8 +61,7 @@ def _of_room(
     allowed: Iterable[Primitive],
 ) -> Proposal:
     """Microbatches of at most `room` tokens, on all ranks."""
-    from rayfcp.plan.blocks.columns import batch_of, microbatches_of  # compiled: loaded where a plan is made
-    from rayfcp.plan.blocks.planner import plan_blocks
+    from rayfcp.plan.blocks.planner import batch_of, microbatches_of, plan_blocks
 
     batch, by_id = batch_of(sequences), {sequence.id: sequence for sequence in sequences}
     timed: list[Timed] = []

@@ -5,16 +5,15 @@
 4.4, stage 1), the dynamic programme gives them ranks (stage 2). The paper leaves open how a batch becomes
 microbatches and lets memory alone fill the bins; we search over the number of microbatches and, in each,
 over the capacity of the bins. Groups use the fastest of the primitives that are allowed. Ranks of unequal speeds get
-work in proportion (`rayfcp.plan.joint.unequal`).
+work in proportion (`rayfcp.plan.groups.unequal`).
 """
 
 from collections.abc import Sequence
 
-from rayfcp.config.plan import PlanConfig
-from rayfcp.plan.assembly import assemble
-from rayfcp.plan.costs.model import CostModel
-from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.strategies.interface import Proposal
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.assembly import assemble, columns_of
+from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 
@@ -22,10 +21,10 @@ def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
     """The cheapest that was found, each microbatch with exact degrees."""
-    from rayfcp.plan.joint.planner import Planner  # compiled: loaded where a plan is made, not where names are listed
+    from rayfcp.plan.groups.planner import Planner
 
     if any(speed != 1.0 for speed in cluster.speed_of_rank):
-        from rayfcp.plan.joint.unequal import propose_unequal
+        from rayfcp.plan.groups.unequal import propose_unequal
 
         return propose_unequal(sequences, cluster=cluster, cost=cost, options=options)
     batch = columns_of(sequences, cost=cost)

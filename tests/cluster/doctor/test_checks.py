@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from rayfcp.cluster.doctor import examine, is_well
 from rayfcp.cluster.doctor.facts import (
     GIB,
+    PYTHON,
+    REQUIRED,
     Accelerators,
     AccessFacts,
     ClusterFacts,
@@ -22,7 +24,6 @@ from rayfcp.cluster.doctor.facts import (
     Storage,
     Verdict,
 )
-from rayfcp.cluster.doctor.required import PYTHON, REQUIRED
 from rayfcp.execute.kernels.cuda import CudaKernel
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel

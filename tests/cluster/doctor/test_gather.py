@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.doctor.facts import Needs
+from rayfcp.cluster.doctor.facts import Needs, needs_of
 from rayfcp.cluster.doctor.gather import accelerators, home_of, machine_facts, storage_facts
-from rayfcp.cluster.doctor.needs import needs_of
 from rayfcp.config import load_config
 from rayfcp.doctor_command import access_facts
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.jobs import package
-from rayfcp.cluster.jobs.package import LEFT_OUT, brings_rayfcp, own_files, write_package
+from rayfcp.cluster.jobs import jobs as package
+from rayfcp.cluster.jobs.jobs import LEFT_OUT, brings_rayfcp, own_files, write_package
 from rayfcp.config import ConfigError
 
 NAMES = st.sampled_from(["a", "b.py", "runs", ".venv", "__pycache__", "data", "c.yaml"])

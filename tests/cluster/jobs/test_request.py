@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cli import main
-from rayfcp.cluster.jobs.request import STOP_WAIT, JobOptions, job_request, read_requirements
+from rayfcp.cluster.jobs.jobs import STOP_WAIT, JobOptions, job_request, read_requirements
 from rayfcp.config import ConfigError, load_config, parse_config
 from rayfcp.submit_command import ADDRESS
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rayfcp.data.vision.loading import PictureTokenizer, load_processor
+from rayfcp.data.vision.processors import PictureTokenizer, load_processor
 
 ROOT = Path(__file__).resolve().parents[3]
 TILE = 28

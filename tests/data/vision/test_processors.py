@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 
 from rayfcp.data.rows import BadReason, BadRowError
 from rayfcp.data.vision.layout import Grid
-from rayfcp.data.vision.loading import PictureTokenizer
+from rayfcp.data.vision.processors import PictureTokenizer
 from tests.data.makers import few_examples
 from tests.data.vision.makers import image
 

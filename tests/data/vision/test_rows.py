@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
-from rayfcp.data.pieces import clear_pieces
-from rayfcp.data.rows import IGNORED
+from rayfcp.data.rows import IGNORED, clear_pieces
 from rayfcp.data.vision.decoding import PictureDecoder, Positions
-from rayfcp.data.vision.loading import PictureTokenizer
+from rayfcp.data.vision.processors import PictureTokenizer
 from rayfcp.values import Sample
 from tests.data.makers import data_config, few_examples, write_rows
 from tests.data.vision.makers import image, saved

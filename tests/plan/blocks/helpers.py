@@ -4,12 +4,11 @@ import random
 
 import numpy as np
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.compare.distributions import DISTRIBUTIONS
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel
-from rayfcp.plan.blocks.columns import batch_of
-from rayfcp.plan.blocks.kernels.table import Pool
-from rayfcp.plan.blocks.planner import BlockPlan, plan_blocks
-from rayfcp.plan.distributions import DISTRIBUTIONS
+from rayfcp.plan.blocks.kernels.distribute import Pool
+from rayfcp.plan.blocks.planner import BlockPlan, batch_of, plan_blocks
 from rayfcp.values import ClusterSpec, Mask, SequenceSpec
 
 TOKENS_PER_RANK = 32_768

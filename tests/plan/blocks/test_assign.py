@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.blocks.kernels.assign import Items, Rule, longest_first
+from rayfcp.plan.blocks.kernels.distribute import Items, Rule, longest_first
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
 from tests.examples import examples
 

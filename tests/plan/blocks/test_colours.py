@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.blocks.kernels.colours import Graph, Wishes, colours_of, max_degree
+from rayfcp.plan.blocks.kernels.rounds import Graph, Wishes, colours_of, max_degree
 from tests.examples import examples
 
 Edge = tuple[int, int]

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions, PlanConfig
+from rayfcp.config.models import BlockOptions, PlanConfig
+from rayfcp.cost.bound import lower_bound
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.blocks.columns import batch_of as columns_of
-from rayfcp.plan.blocks.columns import microbatches_of
 from rayfcp.plan.blocks.kernels.traffic import loads_of
-from rayfcp.plan.bound import lower_bound
+from rayfcp.plan.blocks.planner import batch_of as columns_of
+from rayfcp.plan.blocks.planner import microbatches_of
 from rayfcp.plan.strategies.flex_block import propose_blocks
-from rayfcp.program import check_plan
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, imbalance, planned, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, batches, profiled

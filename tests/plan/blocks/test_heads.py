@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions, PlanConfig
+from rayfcp.config.models import BlockOptions, PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
-from rayfcp.program import check_plan
 from rayfcp.values import Block, ClusterSpec, InfeasiblePlanError, Primitive
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, planned, small
 from tests.plan.helpers import batch_of, profiled

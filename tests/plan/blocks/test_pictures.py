@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
+from rayfcp.cost.work import work_of
 from rayfcp.plan.blocks.distributor import Space, distribute
-from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
+from rayfcp.plan.blocks.kernels.distribute import Shares, slices_of
 from rayfcp.plan.blocks.kernels.traffic import Packing, loads_of, needs_of, own_sides, parcels_of
 from rayfcp.plan.blocks.planner import plan_blocks
-from rayfcp.plan.costs.layout_work import work_of
 from rayfcp.values import ClusterSpec, Pictures, SequenceSpec
 from tests.examples import examples
 from tests.masks import pictured, sees

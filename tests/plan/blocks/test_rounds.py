@@ -7,13 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
-from rayfcp.plan.blocks.kernels.flow import Flow, finish_s, phases_of
+from rayfcp.config.models import BlockOptions
+from rayfcp.cost.kernels.flow import Flow, finish_s, phases_of
+from rayfcp.cost.layout import layout_s, round_tokens
 from rayfcp.plan.blocks.kernels.traffic import own_sides
-from rayfcp.plan.blocks.planner import plan_blocks
-from rayfcp.plan.blocks.size import block_tokens, sizes
-from rayfcp.plan.costs.layout_cost import layout_s
-from rayfcp.plan.costs.volumes import round_tokens
+from rayfcp.plan.blocks.planner import block_tokens, plan_blocks, sizes
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program.attention import lower_attention
 from rayfcp.values import ClusterSpec, Mask

@@ -4,11 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import BlockOptions
+from rayfcp.config.models import BlockOptions
 from rayfcp.plan.blocks.distributor import Space, distribute
-from rayfcp.plan.blocks.kernels.slices import Shares, slices_of
-from rayfcp.plan.blocks.kernels.sweep import Sweep, rows_of, sweep
-from rayfcp.plan.blocks.kernels.table import Pieces, Pool
+from rayfcp.plan.blocks.kernels.distribute import Pieces, Pool, Shares, Sweep, rows_of, slices_of, sweep
 from rayfcp.plan.blocks.kernels.traffic import loads_of
 from rayfcp.values import SequenceSpec
 from tests.examples import examples

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.observing import own_seconds
+from rayfcp.cluster.controller.observing import own_seconds
+from rayfcp.cost.encoder import EncoderCost
+from rayfcp.cost.images import PictureColumns, homes_of
 from rayfcp.plan import CostModel, imbalance, plan_batch
-from rayfcp.plan.costs.encoder import EncoderCost
-from rayfcp.plan.encoding.kernels.longest_first import Pictures as Columns
-from rayfcp.plan.encoding.kernels.longest_first import Ranks, longest_first
-from rayfcp.plan.encoding.pictures import PictureColumns, homes_of
+from rayfcp.plan.auto import reprice
 from rayfcp.plan.imbalance import rank_loads
-from rayfcp.plan.reprice import reprice
-from rayfcp.program import check_plan
+from rayfcp.plan.vision.kernels.longest_first import Pictures as Columns
+from rayfcp.plan.vision.kernels.longest_first import Ranks, longest_first
 from rayfcp.values import Block, ClusterSpec, EncoderShare, InfeasiblePlanError, Pictures, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT
 from tests.program.pictures import batches_with_pictures, seeing_cost

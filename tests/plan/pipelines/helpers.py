@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.pipelines.schedule import Order
+from rayfcp.plan.pipeline.schedule import Order
 
 
 def staged_cost(*, num_ranks: int = 2, num_stages: int = 2, model: str = "gpt-7b", **keywords: object) -> CostModel:

@@ -8,14 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.cost.microbatches import StageBytes, StageTimes, WholeCosts
 from rayfcp.plan import CostModel
-from rayfcp.plan.costs.stage_bytes import StageBytes
-from rayfcp.plan.costs.stage_times import StageTimes
-from rayfcp.plan.costs.whole import WholeCosts
-from rayfcp.plan.pipelines.arrange import AHEAD, Arrangement, Arranger, Recompute, Shortfall
-from rayfcp.plan.pipelines.kernels.fitting import fit
-from rayfcp.plan.pipelines.makespan import peak_bytes, run
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward
+from rayfcp.plan.pipeline.kernels.recompute import fit
+from rayfcp.plan.pipeline.schedule import (
+    AHEAD,
+    Arrangement,
+    Arranger,
+    Recompute,
+    Shortfall,
+    one_forward_one_backward,
+    peak_bytes,
+    run,
+)
 from tests.examples import examples
 from tests.plan.pipelines.helpers import staged_cost
 

@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.memory import GIB
+from rayfcp.cost.microbatches import (
+    Chunks,
+    WholeCosts,
+    beside_traffic,
+    chunk_bytes,
+    chunk_passes,
+    computed_times,
+    whole_costs,
+)
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.costs.chunks import Chunks, chunk_passes
-from rayfcp.plan.costs.memory import GIB
-from rayfcp.plan.costs.stage_bytes import chunk_bytes
-from rayfcp.plan.costs.stage_times import beside_traffic, computed_times
-from rayfcp.plan.costs.whole import WholeCosts, whole_costs
-from rayfcp.plan.pipelines.makespan import peak_bytes
-from rayfcp.plan.pipelines.schedule import Order, one_forward_one_backward, order_of
+from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, order_of, peak_bytes
 from rayfcp.program import lower
 from rayfcp.program.lower import ALL_PRIMITIVES
-from rayfcp.program.validate import check_plan
 from rayfcp.simulate import simulate
 from rayfcp.values import (
     ClusterSpec,
@@ -30,6 +33,7 @@ from rayfcp.values import (
     Primitive,
     SequenceSpec,
 )
+from rayfcp.verify.plan import check_plan
 from tests.examples import examples
 from tests.plan.helpers import batch_of, partitions
 from tests.plan.pipelines.helpers import replay, staged_cost

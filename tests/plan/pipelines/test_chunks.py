@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.chunks import chunks_of
-from rayfcp.plan.pipelines.assemble import microbatches_of
-from rayfcp.plan.pipelines.chunks import Chunked, Recipe, balanced_ends, chunk, equal_ends, split
-from rayfcp.plan.pipelines.kernels.packing import pack_balanced, pack_equal
-from rayfcp.plan.pipelines.pool import Pool, Work
-from rayfcp.plan.pipelines.schedule import run_lengths
+from rayfcp.cost.microbatches import chunks_of
+from rayfcp.plan.pipeline.chunks import Chunked, Pool, Recipe, Work, balanced_ends, chunk, equal_ends, split
+from rayfcp.plan.pipeline.kernels.packing import pack_balanced, pack_equal
+from rayfcp.plan.pipeline.planner import microbatches_of
+from rayfcp.plan.pipeline.schedule import run_lengths
 from rayfcp.values import Primitive, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import batches

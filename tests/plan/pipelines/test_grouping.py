@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.pipelines.grouping import best_groups, kinds_of
-from rayfcp.plan.pipelines.kernels.eager import eager_leads
-from rayfcp.plan.pipelines.makespan import peak_bytes, run
-from rayfcp.plan.pipelines.schedule import Order, backward_order, leads_of_stages, least_leads, order_of_leads
+from rayfcp.plan.pipeline.kernels.passes import eager_leads
+from rayfcp.plan.pipeline.planner import best_groups, kinds_of
+from rayfcp.plan.pipeline.schedule import (
+    Order,
+    backward_order,
+    leads_of_stages,
+    least_leads,
+    order_of_leads,
+    peak_bytes,
+    run,
+)
 from tests.examples import examples
 from tests.plan.pipelines.helpers import descending
 from tests.plan.pipelines.test_recompute import held_bytes

@@ -7,15 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PipelineOptions, PlanConfig
+from rayfcp.config.models import PipelineOptions, PlanConfig
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
-from rayfcp.plan.costs.stage_bytes import chunk_bytes
-from rayfcp.plan.costs.stage_times import stage_times
-from rayfcp.plan.pipelines.makespan import peak_bytes, run
-from rayfcp.plan.pipelines.schedule import order_of, run_lengths
-from rayfcp.program import check_programs, lower
+from rayfcp.plan.pipeline.schedule import order_of, peak_bytes, run, run_lengths
+from rayfcp.program import lower
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Mask, Primitive, SequenceSpec
+from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.helpers import batch_of, batches
 from tests.plan.pipelines.helpers import staged_cost

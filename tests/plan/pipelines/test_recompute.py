@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.costs.stage_bytes import StageBytes
-from rayfcp.plan.pipelines.makespan import peak_bytes
-from rayfcp.plan.pipelines.recompute import on_stages, recompute, uniform
-from rayfcp.plan.pipelines.schedule import Order, one_forward_one_backward
+from rayfcp.cost.microbatches import StageBytes
+from rayfcp.plan.pipeline.recompute import on_stages, recompute, uniform
+from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, peak_bytes
 from rayfcp.values import InfeasiblePlanError
 from tests.examples import examples
 from tests.plan.pipelines.helpers import descending

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.pipelines.makespan import run
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward, order_of, pipeline_plan, run_lengths
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, order_of, pipeline_plan, run, run_lengths
 from rayfcp.values import Group, MicrobatchPlan, Slice
 from tests.plan.pipelines.helpers import descending, replay, runs_of_chunks
 

@@ -5,14 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.cost.memory import layer_bytes
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
+from rayfcp.cost.stages import outer_parameters, split_by_cost, split_layers, stage_parameters
 from rayfcp.plan import model_profile
-from rayfcp.plan.costs.chunks import chunk_passes, chunks_of
-from rayfcp.plan.costs.memory import layer_bytes
-from rayfcp.plan.costs.stage_bytes import chunk_bytes
-from rayfcp.plan.costs.stage_times import stage_times
-from rayfcp.plan.costs.stages import outer_parameters, split_by_cost, split_layers, stage_parameters
-from rayfcp.plan.pipelines.makespan import peak_bytes
-from rayfcp.plan.pipelines.schedule import one_forward_one_backward
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes
 from rayfcp.values import Group, InfeasiblePlanError, MicrobatchPlan, Primitive, Slice
 from tests.plan.helpers import batch_of
 from tests.plan.pipelines.helpers import descending, staged_cost

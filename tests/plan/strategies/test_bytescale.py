@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, SequenceSpec
 from tests.examples import examples

@@ -6,13 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.baselines.dynamic_cp import Opened, balanced, packed
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.plan.rivals.balanced import balanced
-from rayfcp.plan.rivals.opened import Opened
-from rayfcp.plan.rivals.packed import packed
-from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.baselines import flexsp
+from rayfcp.baselines.flexsp import consecutive
+from rayfcp.baselines.milp import GAP, Assignment, buckets_of, makespan_of, slots_of
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
-from rayfcp.plan.rivals.blaster import consecutive
-from rayfcp.plan.rivals.buckets import buckets_of
-from rayfcp.plan.rivals.milp import GAP, Assignment
-from rayfcp.plan.rivals.slots import makespan_of, slots_of
-from rayfcp.plan.strategies import flexsp
-from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions, profiled
 

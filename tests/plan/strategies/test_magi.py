@@ -10,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.baselines.magi import blocks_of, cast, cut_chunks, dispatch, needs
+from rayfcp.cost.layout import layout_passes, layout_s
+from rayfcp.cost.work import work_of
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.costs.layout_cost import layout_passes, layout_s
-from rayfcp.plan.costs.layout_work import work_of
-from rayfcp.plan.reprice import reprice
-from rayfcp.plan.rivals.cast import cast, needs
-from rayfcp.plan.rivals.chunks import blocks_of, cut_chunks
-from rayfcp.plan.rivals.dispatch import dispatch
+from rayfcp.plan.auto import reprice
 from rayfcp.program import lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound

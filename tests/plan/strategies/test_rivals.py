@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.program import check_plan
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.config.plan import PlanConfig
+from rayfcp.baselines.static_cp import best_static, divisors
+from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, lower_bound, plan_batch
-from rayfcp.plan.microbatches import columns_of
-from rayfcp.plan.rivals.static import best_static, divisors
+from rayfcp.plan.assembly import columns_of
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions

@@ -11,10 +11,16 @@ from pathlib import Path
 import pytest
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.loggers import known
-from rayfcp.telemetry.loggers.background import MAX_WAITING, Background, Loggers
-from rayfcp.telemetry.loggers.interface import About, values_of
-from rayfcp.telemetry.loggers.known import check_loggers, open_logger
+from rayfcp.telemetry.loggers import interface as known
+from rayfcp.telemetry.loggers.interface import (
+    MAX_WAITING,
+    About,
+    Background,
+    Loggers,
+    check_loggers,
+    open_logger,
+    values_of,
+)
 from tests.telemetry.samples import report
 from tests.waiting import PATIENCE_S
 

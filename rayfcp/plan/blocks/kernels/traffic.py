@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.plan.blocks.kernels.pictures import cells_between, heads_of
-from rayfcp.plan.blocks.kernels.table import Floats, Ints, Pieces, Pool
-from rayfcp.plan.compiled import compiled
+from rayfcp.cost.compiled import compiled
+from rayfcp.plan.blocks.kernels.distribute import Floats, Ints, Pieces, Pool, cells_between, heads_of
 
 
 class Needs(NamedTuple):

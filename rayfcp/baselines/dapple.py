@@ -1,0 +1,90 @@
+"""DAPPLE (Fan et al., 2021): batch-level 1F1B, every microbatch on all ranks of each stage.
+
+Source: sections 3.2 and 4, early backward scheduling (1F1B) of microbatches of equal size, with recomputation as an
+option for all of them. It has samples of one length; InfiniPipe, which compares itself with it (section 2.1),
+runs whole sequences of any length over the ranks of a stage. Chosen here, what both are silent on: sequences go,
+longest first, to the microbatch with the fewest tokens, one group of all N ranks each, over the fastest of
+`plan.primitives`. Tuned: the number of microbatches, their order, and none, half or all layers recomputed,
+the least that memory permits.
+"""
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
+from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.stages import as_if_whole, counts
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """The best microbatch count, over several stages.
+
+    Raises:
+        InfeasiblePlanError: one stage; heads that all ranks cannot share; stages that do not have the memory.
+    """
+    if cluster.num_stages == 1:
+        raise InfeasiblePlanError(
+            "dapple splits the layers over pipeline stages and cluster.pipeline_stages is 1; set it to 2 or more"
+        )
+    from rayfcp.plan.pipeline.batch_level import best_pipeline
+
+    candidates = _candidates(sequences, cluster=cluster, cost=cost, options=options)
+    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute="none, half or full")
+    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
+
+
+def _candidates(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Iterator[Proposal]:
+    """
+    Raises:
+        InfeasiblePlanError: all ranks can share no heads, and rings are not allowed.
+    """
+    whole, degree = as_if_whole(cost, num_stages=cluster.num_stages), cluster.num_ranks
+    primitives = [Primitive(name) for name in options.primitives]
+    usable = [each for each in primitives if np.isfinite(whole.terms(degree, primitive=each)[0].moved_s)]
+    if not usable:
+        raise InfeasiblePlanError(
+            f"dapple runs each microbatch on all {degree} ranks, which do not share out {cost.num_heads} heads; "
+            "add ring to plan.primitives"
+        )
+    batch = columns_of(sequences, cost=whole)
+    for parts in _packings(batch, counts(sequences, cluster=cluster), room=degree * cluster.max_tokens_per_rank):
+        for primitive in usable:
+            drafts = [[Draft(members=tuple(part), degree=degree, primitive=primitive)] for part in parts]
+            microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=whole)
+            yield Proposal(microbatches=microbatches, reason=f"about equal tokens over all {degree} ranks")
+
+
+def _packings(batch: Columns, numbers: Sequence[int], *, room: int) -> Iterator[list[list[int]]]:
+    """Into each number of microbatches at which none holds more than `room` tokens; into the least one if there is
+    none."""
+    found = False
+    for number in (*numbers, *range(numbers[-1] + 1, len(batch.ids) + 1)):
+        if found and number > numbers[-1]:
+            break
+        parts = _longest_first(batch.num_tokens, number, room=room)
+        if parts is not None:
+            found = True
+            yield parts
+
+
+def _longest_first(lengths: Sequence[int], number: int, *, room: int) -> list[list[int]] | None:
+    """Positions in each of at most `number` microbatches; None if one would hold more than `room` tokens."""
+    held = [(0, index) for index in range(number)]
+    heapify(held)
+    parts: list[list[int]] = [[] for _ in range(number)]
+    for at, length in enumerate(lengths):
+        tokens, index = heappop(held)
+        if tokens + length > room:
+            return None
+        parts[index].append(at)
+        heappush(held, (tokens + length, index))
+    return [part for part in parts if part]

@@ -1,0 +1,402 @@
+"""Groups of one degree for one microbatch: what a mixture of degrees has to beat.
+
+Static context parallelism: one degree for the whole batch, and the best one.
+
+N ranks are N / d groups of d ranks. Sequences are packed, packs are dealt to the groups, and all groups run
+the same number of microbatches; those without a pack left run one padding token.
+
+One degree for the whole batch on several pipeline stages: batch-level 1F1B, degree and microbatch count tuned.
+
+Static context parallelism as in Megatron-LM: one degree for the whole batch, zig-zag rings.
+
+Source: Megatron-LM's `context_parallel_size`, which must divide the ranks; groups of consecutive ranks, the
+others in data parallelism; sequences packed, up to degree x tokens per rank; per-rank work halves zig-zag.
+Tuned as its authors would: every divisor of N is tried as degree and every number of microbatches, up to
+`plan.max_microbatches` above the fewest.
+
+The source packs sequences before training or, in the order in which they come, into bins of the
+capacity, by tokens alone; it is silent on which packing suits a batch. `plan.packing: bfd` is that standard,
+at its best: best-fit decreasing by length, at the least capacity that needs no more microbatches. Otherwise
+packs are also balanced by time, which Megatron-LM does not do, and the better is taken. Packs are dealt
+by time, so that groups that wait for each other hold packs of like time.
+The degree is chosen per batch, not once for a run: the strongest that a static planner could be.
+Over several pipeline stages, packs pass by 1F1B; degree and microbatch count are chosen by the pipeline's makespan.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel, Terms
+from rayfcp.cost.placement import node_of_ranks, place_groups
+from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of, require
+from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.stages import as_if_whole, counts
+from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
+
+
+def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> float:
+    """Seconds of a microbatch without what shards add, links as the degree has them as a rule."""
+    passes_s = [
+        cost.passes_s(
+            sum(batch.cells[at] for at in draft.members),
+            sum(batch.num_tokens[at] for at in draft.members),
+            degree=draft.degree,
+            primitive=draft.primitive,
+        )
+        for draft in drafts
+    ]
+    return cost.makespan_s(*zip(*passes_s, strict=True))
+
+
+def of_one_degree(
+    members: Sequence[int],
+    *,
+    degree: int,
+    primitive: Primitive,
+    batch: Columns,
+    cluster: ClusterSpec,
+) -> list[list[Draft]]:
+    """Up to two ways to run `members` (longest first) in one microbatch on groups of `degree` ranks: longest time first
+    to the group with the least, and best-fit decreasing by length; those of them that fit."""
+    lengths = [batch.num_tokens[at] for at in members]
+    room, num_groups = degree * cluster.max_tokens_per_rank, cluster.num_ranks // degree
+    if not num_groups or max(lengths) > room:
+        return []
+    work_s = [batch.compute_s[at] for at in members]
+    ways = [_by_time(lengths, work_s, room=room, num_groups=num_groups)]
+    owners = best_fit_decreasing(lengths, capacity_tokens=room, max_bins=num_groups)
+    ways.append(bins_of(owners) if owners is not None else None)
+    return [
+        [Draft(members=tuple(members[at] for at in each), degree=degree, primitive=primitive) for each in way if each]
+        for way in ways
+        if way is not None
+    ]
+
+
+def _by_time(lengths: Sequence[int], work_s: Sequence[float], *, room: int, num_groups: int) -> list[list[int]] | None:
+    heap = [(0.0, index) for index in range(num_groups)]
+    groups: list[list[int]] = [[] for _ in range(num_groups)]
+    rooms = [room] * num_groups
+    for at in sorted(range(len(lengths)), key=lambda at: -work_s[at]):
+        passed = []
+        while heap and rooms[heap[0][1]] < lengths[at]:
+            passed.append(heappop(heap))
+        if not heap:
+            return None
+        load_s, index = heappop(heap)
+        groups[index].append(at)
+        rooms[index] -= lengths[at]
+        for each in [*passed, (load_s + work_s[at], index)]:
+            heappush(heap, each)
+    return groups
+
+
+Owners = Sequence[int]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Static:
+    """The best static plan, and among how many it was found."""
+
+    degree: int
+    microbatches: tuple[MicrobatchPlan, ...]
+    num_packings: int
+
+    @property
+    def predicted_s(self) -> float:
+        return sum(microbatch.predicted_s for microbatch in self.microbatches)
+
+
+def divisors(num_ranks: int) -> tuple[int, ...]:
+    """Degrees that cut the ranks into whole groups.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(degree for degree in range(1, num_ranks + 1) if num_ranks % degree == 0)
+
+
+def best_static(
+    batch: Columns,
+    *,
+    degrees: Iterable[int],
+    primitive: Primitive,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Static | None:
+    """The cheapest over all degrees and microbatch counts; None if at no degree a group holds the longest sequence.
+
+    Degrees divide `cluster.num_ranks`. For each, counts go from the fewest that memory permits to
+    `options.max_microbatches` above, and stop where the sum of all work and of the fixed costs alone passes
+    the best found: no larger count can be better. Sequences are packed by length, best-fit decreasing, at
+    the least capacity that needs no more packs than there are places (`options.packing` bfd: the standard); else
+    also longest time first into the pack with the least time, and the better of both is taken.
+    """
+    best: Static | None = None
+    num_packings = 0
+    for degree in degrees:
+        if batch.num_tokens[0] > degree * cluster.max_tokens_per_rank:
+            continue
+        search = _Search(batch, degree=degree, primitive=primitive, cluster=cluster, cost=cost)
+        owners = search.run(options, limit_s=best.predicted_s if best else np.inf)
+        num_packings += search.num_packings
+        if owners is None:
+            continue
+        found = Static(degree=degree, microbatches=search.dealt(owners), num_packings=0)
+        if best is None or found.predicted_s < best.predicted_s:
+            best = found
+    if best is None:
+        return None
+    return Static(degree=best.degree, microbatches=best.microbatches, num_packings=num_packings)
+
+
+def dealt_into(
+    batch: Columns,
+    *,
+    degree: int,
+    primitive: Primitive,
+    counts: Iterable[int],
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Iterator[tuple[MicrobatchPlan, ...]]:
+    """Plans of at most so many microbatches at one degree, at which a group holds the longest sequence, packed as
+    `best_static` does; where memory does not permit so few, of the fewest."""
+    search = _Search(batch, degree=degree, primitive=primitive, cluster=cluster, cost=cost)
+    for count in sorted({max(count, search.fewest) for count in counts}):
+        for owners in search.packings(count, by_time=options.packing != "bfd"):
+            yield search.dealt(owners)
+
+
+class _Search:
+    """Packings of a batch at one degree."""
+
+    def __init__(
+        self, batch: Columns, *, degree: int, primitive: Primitive, cluster: ClusterSpec, cost: CostModel
+    ) -> None:
+        self.batch, self.cluster, self.cost = batch, cluster, cost
+        # a group of one rank exchanges nothing: it is a ring of one
+        self.degree, self.primitive = degree, primitive if degree > 1 else Primitive.RING
+        self.num_groups = cluster.num_ranks // degree
+        self.room = degree * cluster.max_tokens_per_rank
+        self.num_packings = 0
+        self._tokens = np.array(batch.num_tokens, np.float64)
+        self._cells = np.array(batch.cells, np.float64)
+        self._crosses = _crossing(degree, num_groups=self.num_groups, cluster=cluster, cost=cost)
+        # no primitive's compute depends on the links
+        forward, backward = cost.terms(degree, primitive=self.primitive)
+        self._work_s = _work_s(forward, cells=self._cells, tokens=self._tokens) + _work_s(
+            backward, cells=self._cells, tokens=self._tokens
+        )
+
+    def run(self, options: PlanConfig, *, limit_s: float) -> Owners | None:
+        """The pack of each sequence in the cheapest packing; None if none can be below `limit_s`."""
+        best_s, best = limit_s, None
+        for count in range(self.fewest, min(self.fewest + options.max_microbatches, len(self.batch.ids)) + 1):
+            if self._least_s(count) >= best_s:
+                break
+            for owners in self.packings(count, by_time=options.packing != "bfd"):
+                self.num_packings += 1
+                seconds = self.cost.batch_s(self._makespans(owners))
+                if seconds < best_s:
+                    best_s, best = seconds, owners
+        return best
+
+    @functools.cached_property
+    def fewest(self) -> int:
+        """Microbatches that best-fit decreasing needs."""
+        packed = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=self.room) or []
+        return -(-(max(packed) + 1) // self.num_groups)
+
+    def dealt(self, owners: Owners) -> tuple[MicrobatchPlan, ...]:
+        """Packs of like time side by side: the longest of all groups in one microbatch, and so on."""
+        packs: list[list[int]] = [[] for _ in range(max(owners) + 1)]
+        for at, owner in enumerate(owners):
+            packs[owner].append(at)
+        seconds = self._seconds(owners)[0]
+        order = sorted(range(len(packs)), key=lambda index: (-seconds[index], packs[index]))
+        drafts = [
+            Draft(members=tuple(packs[index]), degree=self.degree, primitive=self.primitive)
+            for index in order
+            if packs[index]
+        ]
+        dealt = [drafts[start : start + self.num_groups] for start in range(0, len(drafts), self.num_groups)]
+        return assemble(dealt, batch=self.batch, cluster=self.cluster, cost=self.cost)
+
+    def packings(self, count: int, *, by_time: bool) -> Iterator[Owners]:
+        yield self._by_length(count * self.num_groups)
+        balanced = self._by_time(count * self.num_groups) if by_time else None
+        if balanced is not None:
+            yield balanced
+
+    def _by_length(self, max_packs: int) -> Owners:
+        low, high = max(self.batch.num_tokens[0], -(-int(self._tokens.sum()) // max_packs)), self.room
+        best = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=high, max_bins=max_packs)
+        while low < high:
+            middle = (low + high) // 2
+            owners = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=middle, max_bins=max_packs)
+            low, high, best = (middle + 1, high, best) if owners is None else (low, middle, owners)
+        return best or []
+
+    def _by_time(self, num_packs: int) -> Owners | None:
+        heap = [(0.0, index) for index in range(num_packs)]
+        rooms = [self.room] * num_packs
+        owners = [0] * len(self.batch.ids)
+        for at in np.argsort(-self._work_s, kind="stable").tolist():
+            passed = []
+            while heap and rooms[heap[0][1]] < self.batch.num_tokens[at]:
+                passed.append(heappop(heap))
+            if not heap:
+                return None
+            load_s, index = heappop(heap)
+            owners[at] = index
+            rooms[index] -= self.batch.num_tokens[at]
+            for each in [*passed, (load_s + float(self._work_s[at]), index)]:
+                heappush(heap, each)
+        return owners
+
+    def _least_s(self, count: int) -> float:
+        """At most the seconds of any plan of `count` microbatches at this degree: all groups share all work, and
+        one of them works on the longest sequence."""
+        cost, batch = self.cost, self.batch
+        alone_s = min(
+            self._group_s(batch.cells[0], batch.num_tokens[0], crosses=crosses)[()] for crosses in set(self._crosses)
+        )
+        work_s = max(float(self._work_s.sum()) / self.num_groups, float(alone_s) - cost.fixed_s)
+        exposed_s = count * cost.exposed_s + cost.reduce_exposed_s
+        return max(work_s + count * cost.fixed_s + exposed_s, count * cost.shard_s + cost.reduce_s)
+
+    def _makespans(self, owners: Owners) -> list[float]:
+        """Of the microbatches that `dealt` makes, where the longest pack of each gets the first ranks."""
+        usual_s, inside_s, across_s = self._seconds(owners)
+        order = np.argsort(-usual_s, kind="stable")
+        crosses = np.resize(self._crosses, len(order))
+        placed_s = np.where(crosses, across_s[:, order], inside_s[:, order])
+        longest_s = np.maximum.reduceat(placed_s, np.arange(0, len(order), self.num_groups), axis=1)
+        makespans: list[float] = longest_s.sum(axis=0).tolist()
+        return makespans
+
+    def _seconds(self, owners: Owners) -> tuple[Floats, Floats, Floats]:
+        """Seconds of each pack with links as the degree has them as a rule; [pass, pack] inside a node, and across."""
+        cells, tokens = np.bincount(owners, self._cells), np.bincount(owners, self._tokens)
+        held = tokens > 0
+        inside_s, across_s = (self._passes_s(cells, tokens, crosses=crosses) * held for crosses in (False, True))
+        usual_s = across_s if self.degree > self.cost.ranks_per_node else inside_s
+        return np.asarray(usual_s.sum(axis=0)), inside_s, across_s
+
+    def _passes_s(self, cells: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
+        """[pass, pack]."""
+        passes_s = self.cost.passes_s(cells, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
+        return np.stack(passes_s)
+
+    def _group_s(self, cells: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
+        return self.cost.group_s(cells, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
+
+
+def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostModel) -> list[bool]:
+    """Whether the first, second, ... group of a microbatch spans nodes."""
+    nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
+    placed = place_groups([degree] * num_groups, cluster=cluster, ranks_per_node=cost.ranks_per_node)
+    return [len({nodes[rank] for rank in ranks}) > 1 for ranks in placed]
+
+
+def _work_s(terms: Terms, *, cells: Floats, tokens: Floats) -> Floats:
+    """Seconds of each sequence in a group, without what is fixed and what communication adds."""
+    return np.asarray(
+        cells * terms.attention_s_per_cell + tokens * (terms.attention_s_per_token + terms.linear_s_per_token)
+    )
+
+
+def static_in_stages(
+    sequences: Sequence[SequenceSpec],
+    *,
+    degrees: Iterable[int],
+    primitive: Primitive,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Proposal | None:
+    """The best over all degrees and a few microbatch counts; None if at no degree a group holds the longest sequence.
+
+    As in Megatron-LM one number of layers is recomputed on every stage, the least that memory permits.
+
+    Raises:
+        InfeasiblePlanError: none fits the memory of all stages.
+    """
+    from rayfcp.plan.pipeline.batch_level import best_pipeline
+
+    longest = max(sequence.num_tokens for sequence in sequences)
+    fitting = [degree for degree in degrees if longest <= degree * cluster.max_tokens_per_rank]
+    if not fitting:
+        return None
+    found = best_pipeline(
+        _staged_candidates(sequences, fitting, primitive=primitive, cluster=cluster, cost=cost, options=options),
+        sequences,
+        cluster=cluster,
+        cost=cost,
+    )
+    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
+
+
+def _staged_candidates(
+    sequences: Sequence[SequenceSpec],
+    degrees: Iterable[int],
+    *,
+    primitive: Primitive,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Iterator[Proposal]:
+    whole = as_if_whole(cost, num_stages=cluster.num_stages)
+    batch = columns_of(sequences, cost=whole)
+    for degree in degrees:
+        for microbatches in dealt_into(
+            batch,
+            degree=degree,
+            primitive=primitive,
+            counts=counts(sequences, cluster=cluster),
+            cluster=cluster,
+            cost=whole,
+            options=options,
+        ):
+            yield Proposal(microbatches=microbatches, reason=f"degree {degree} is the best static one")
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """The cheapest degree; N itself always holds the longest sequence.
+
+    Raises:
+        InfeasiblePlanError: rings are not allowed; or stages do not have the memory.
+    """
+    require(Primitive.RING, options=options, strategy="static-cp")
+    degrees = divisors(cluster.num_ranks)
+    if cluster.num_stages > 1:
+        staged = static_in_stages(
+            sequences, degrees=degrees, primitive=Primitive.RING, cluster=cluster, cost=cost, options=options
+        )
+        assert staged is not None
+        return staged
+    batch = columns_of(sequences, cost=cost)
+    found = best_static(
+        batch,
+        degrees=degrees,
+        primitive=Primitive.RING,
+        cluster=cluster,
+        cost=cost,
+        options=options,
+    )
+    assert found is not None
+    return Proposal(
+        microbatches=found.microbatches,
+        reason=f"degree {found.degree} is the best static one of {found.num_packings} ways to pack the batch",
+    )

@@ -1,0 +1,75 @@
+"""DeepSpeed-Ulysses (Jacobs et al., 2023): one degree for the whole batch, all-to-all over heads.
+
+Source: section 3.1, and DeepSpeed's `sequence_parallel_size`: each rank holds 1/d of the tokens, exchanges them for
+1/d of the heads before attention and back after it. The degree divides the query heads and the ranks; key and
+value heads are replicated where there are fewer than d, which the paper leaves open (it has no grouped heads).
+The paper runs sequences of one length. We pack those of many as `static-cp` does, and search degree and
+microbatch count likewise. A group of one rank has nothing to exchange and is a ring of one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rayfcp.baselines.static_cp import best_static, divisors, static_in_stages
+from rayfcp.config.models import PlanConfig
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.assembly import columns_of, require
+from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """The cheapest degree that heads permit.
+
+    Raises:
+        InfeasiblePlanError: Ulysses is not allowed; or the longest sequence does not fit the largest group
+            that heads and ranks permit.
+    """
+    require(Primitive.ULYSSES, options=options, strategy="ulysses")
+    batch = columns_of(sequences, cost=cost)
+    degrees = [
+        degree
+        for degree in divisors(cluster.num_ranks)
+        if np.isfinite(cost.terms(degree, primitive=Primitive.ULYSSES)[0].moved_s)
+    ]
+    proposal = _best(sequences, degrees, cluster=cluster, cost=cost, options=options)
+    if proposal is None:
+        room = cluster.max_tokens_per_rank
+        raise InfeasiblePlanError(
+            f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest Ulysses group holds "
+            f"{degrees[-1] * room} ({degrees[-1]} ranks of {room} tokens: the degree must divide {cost.num_heads} "
+            f"heads, agree with {cost.num_kv_heads} key/value heads and divide {cluster.num_ranks} ranks); lower "
+            "data.max_seqlen, add memory, or use a strategy of rings"
+        )
+    return proposal
+
+
+def _best(
+    sequences: Sequence[SequenceSpec],
+    degrees: Sequence[int],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,
+) -> Proposal | None:
+    if cluster.num_stages > 1:
+        return static_in_stages(
+            sequences, degrees=degrees, primitive=Primitive.ULYSSES, cluster=cluster, cost=cost, options=options
+        )
+    found = best_static(
+        columns_of(sequences, cost=cost),
+        degrees=degrees,
+        primitive=Primitive.ULYSSES,
+        cluster=cluster,
+        cost=cost,
+        options=options,
+    )
+    if found is None:
+        return None
+    return Proposal(
+        microbatches=found.microbatches,
+        reason=f"degree {found.degree} over heads is the best of {found.num_packings} ways to pack the batch",
+    )

@@ -1,0 +1,96 @@
+"""A run's metrics through `ray.util.metrics`, so that Ray's own Prometheus and Grafana have them."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rayfcp.telemetry.metrics import Mirror
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Kind, Metric
+
+logger = logging.getLogger(__name__)
+
+TELL_EVERY_S = 4.0
+"""Ray's agents forget a gauge that was not set for two of their intervals, 20 s by default."""
+
+Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def ray_mirror() -> Mirror | None:
+    """All `METRICS` under their names, which Ray exports with `ray_` in front; None where Ray has no metrics."""
+    try:
+        return _RayMirror()
+    except Exception:
+        logger.warning("ray.util.metrics is not there; the run has its own endpoint only", exc_info=True)
+        return None
+
+
+class _RayMirror:
+    """Tells Ray from a thread of its own, so that steps wait for nothing: every gauge again and again, which keeps its
+    series alive and lets that of a rank that left end; of counters what came anew, since Ray's agents add up what they
+    are told.
+
+    The first failure is logged and ends the mirror: no training ends for a metric.
+    """
+
+    def __init__(self) -> None:
+        self._metrics = {metric.name: _made(metric) for metric in METRICS}
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._gauges: dict[Key, float] = {}
+        self._amounts: Counter[Key] = Counter()
+        self._observed: Counter[tuple[Key, float]] = Counter()
+        self._thread = threading.Thread(target=self._keep_telling, name="ray-metrics", daemon=True)
+        self._thread.start()
+
+    def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._gauges[name, tuple(labels.items())] = value
+
+    def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._amounts[name, tuple(labels.items())] += amount  # type: ignore[assignment]
+
+    def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
+        with self._lock:
+            self._observed[(name, tuple(labels.items())), value] += times
+
+    def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
+        with self._lock:
+            self._gauges.pop((name, tuple(labels.items())), None)
+
+    def close(self) -> None:
+        """Tells the last values, and no more."""
+        self._closing.set()
+        self._thread.join(timeout=TELL_EVERY_S)
+
+    def _keep_telling(self) -> None:
+        try:
+            while not self._closing.wait(TELL_EVERY_S):
+                self._tell()
+            self._tell()
+        except Exception:
+            logger.warning("ray.util.metrics failed; from here on the run has its own endpoint only", exc_info=True)
+
+    def _tell(self) -> None:
+        with self._lock:
+            gauges, amounts, observed = dict(self._gauges), self._amounts, self._observed
+            self._amounts, self._observed = Counter(), Counter()
+        for (name, labels), value in gauges.items():
+            self._metrics[name].set(value, tags=dict(labels))
+        for (name, labels), amount in amounts.items():
+            if amount > 0:  # Ray refuses 0
+                self._metrics[name].inc(amount, tags=dict(labels))
+        for ((name, labels), value), times in observed.items():
+            for _ in range(times):
+                self._metrics[name].observe(value, tags=dict(labels))
+
+
+def _made(metric: Metric) -> Any:
+    from ray.util import metrics
+
+    name, tags = PREFIX + metric.name, ("run", *metric.labels)
+    text = f"{metric.help} ({metric.unit})"
+    if metric.kind is Kind.HISTOGRAM:
+        return metrics.Histogram(name, text, boundaries=[float(bound) for bound in DEGREE_BUCKETS], tag_keys=tags)
+    return (metrics.Gauge if metric.kind is Kind.GAUGE else metrics.Counter)(name, text, tag_keys=tags)

@@ -1,0 +1,151 @@
+"""What the workers can hold: from devices and memory to the numbers that planners take."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+
+from rayfcp.cluster.planning.measured import BYTES
+from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
+from rayfcp.config import Config
+from rayfcp.cost.analytic import device_model
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
+from rayfcp.elastic.facts import Fit
+from rayfcp.plan import max_tokens_per_rank
+from rayfcp.plan.strategies import slices
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
+
+GIB = 1 << 30
+
+CPU_MEMORY_SHARE = 0.8
+"""Of a machine's memory that its workers may plan with together."""
+
+
+def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:
+    """As many ranks as the devices make, in the order of `facts`: all ranks of one stage, with their tensor-parallel
+    devices, then those of the next. Devices at the end that make no rank are not in it.
+
+    Raises:
+        InfeasiblePlanError: the model's states do not fit beside one token.
+    """
+    cluster = config.cluster
+    num_ranks = len(facts) // (cluster.pipeline_stages * cluster.tensor_parallel)
+    used = facts[: num_ranks * cluster.pipeline_stages * cluster.tensor_parallel]
+    nodes = list(dict.fromkeys(fact.node_id for fact in used))
+    return ClusterSpec(
+        num_ranks=num_ranks,
+        max_tokens_per_rank=tokens_that_fit(
+            config, model, num_ranks=num_ranks, memory_bytes=device_memory(config, used)
+        ),
+        node_of_rank=tuple(nodes.index(fact.node_id) for fact in used[:: cluster.tensor_parallel]),
+        num_stages=cluster.pipeline_stages,
+        tensor_parallel=cluster.tensor_parallel,
+        generation=generation,
+        layers_of_stage=layers_of_stage(config, model),
+    )
+
+
+def configured_bound(config: Config, model: ModelProfile) -> int | None:
+    """Tokens per rank on as many devices as the run may have, if `memory_gib_per_device` says what they hold.
+
+    Raises:
+        InfeasiblePlanError: the model's states do not fit beside one token.
+    """
+    memory_gib = config.cluster.memory_gib_per_device
+    if memory_gib is None:
+        return None
+    num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
+    return tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=int(memory_gib * GIB))
+
+
+def layouts_that_fit(
+    config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], longest_tokens: int
+) -> tuple[Fit, ...]:
+    """For each number of stages up to the configured one the fewest ranks that hold the model's states and the longest
+    sequence, on devices like these. One more than there may be, if even those are too few."""
+    found = []
+    for num_stages in range(config.cluster.pipeline_stages, 0, -1):
+        own = with_stages(config, num_stages)
+        most = max(config.cluster.max_workers // (num_stages * config.cluster.tensor_parallel), 1)
+        memory_bytes = device_memory(config, facts) if facts else None
+        fewest = 1 + bisect_left(
+            range(1, most + 1),
+            True,
+            key=lambda ranks, own=own, memory_bytes=memory_bytes: (
+                memory_bytes is None  # type: ignore[misc]
+                or _holds(own, model, num_ranks=ranks, memory_bytes=memory_bytes, longest_tokens=longest_tokens)
+            ),
+        )
+        found.append(Fit(num_stages=num_stages, min_ranks=fewest))
+    return tuple(found)
+
+
+def _holds(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int, longest_tokens: int) -> bool:
+    try:
+        tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
+    except InfeasiblePlanError:
+        return False
+    stages = config.cluster.pipeline_stages
+    return slices(strategy_on(config, stages), num_stages=stages) or num_ranks * tokens >= longest_tokens
+
+
+def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int) -> int:
+    """Tokens that one rank holds in a microbatch beside the model's states, `memory_bytes` on each device. With several
+    stages, of a microbatch alone in its pipeline that keeps only the inputs of layers: how many are under way at
+    once, and what they keep, is for the plan.
+
+    Raises:
+        InfeasiblePlanError: not even one.
+    """
+    own = device_model(model, config.cluster.tensor_parallel)
+    size = BYTES[config.model.dtype]
+    stages = layers_of_stage(config, model) or (model.num_layers,)
+    fixed = [_states(config, own, stages=stages, stage=stage, num_ranks=num_ranks) for stage in range(len(stages))]
+    if len(stages) == 1:
+        usual = _states(config, own, stages=stages, stage=0, num_ranks=num_ranks, gather_every="microbatch")
+        return max_tokens_per_rank(
+            own,
+            num_devices=num_ranks,
+            memory_bytes=memory_bytes - (fixed[0] - usual),
+            recomputed_layers=config.train.recompute_layers,
+            bytes_per_element=size,
+            reduce_every=config.train.reduce_every,
+        )
+    each = layer_bytes(own, bytes_per_element=size)
+    tokens = [each.kept * layers + each.head + each.working + each.buffers for layers in stages]
+    fits = [(memory_bytes - have) // per_token for have, per_token in zip(fixed, tokens, strict=True)]
+    if min(fits) < 1:
+        stage = fits.index(min(fits))
+        raise InfeasiblePlanError(
+            f"memory per device is {memory_bytes / GIB:.3g} GiB, stage {stage} of model {model.name} on {num_ranks} "
+            f"ranks needs {(fixed[stage] + tokens[stage]) / GIB:.3g} GiB for its states and one token; add devices or "
+            "memory, or set train.reduce_every=microbatch and train.gather_every=microbatch"
+        )
+    return min(fits)
+
+
+def _states(
+    config: Config, own: ModelProfile, *, stages: Sequence[int], stage: int, num_ranks: int, gather_every: str = ""
+) -> int:
+    """Bytes of a device of a stage that do not depend on tokens."""
+    return stage_state_bytes(
+        own,
+        layers_of_stage=stages,
+        stage=stage,
+        num_ranks=num_ranks,
+        bytes_per_element=BYTES[config.model.dtype],
+        reduce_every=config.train.reduce_every,
+        gather_every=gather_every or config.train.gather_every,  # type: ignore[arg-type]
+    )
+
+
+def device_memory(config: Config, facts: Sequence[DeviceFacts]) -> int:
+    """Bytes of the smallest device; CPU workers of one machine share its memory."""
+    if config.cluster.memory_gib_per_device is not None:
+        return int(config.cluster.memory_gib_per_device * GIB)
+    sharing = Counter(fact.node_id for fact in facts if fact.device == "cpu")
+    return min(
+        int(fact.memory_bytes * CPU_MEMORY_SHARE) // sharing[fact.node_id]
+        if fact.device == "cpu"
+        else int(fact.memory_bytes * ACCELERATOR_MEMORY_SHARE)
+        for fact in facts
+    )

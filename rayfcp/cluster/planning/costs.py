@@ -1,0 +1,302 @@
+"""From timed passes and parts to `profile.json` and `hardware.yaml`: workers of Ray timed them, or one device alone.
+
+Cost model of a run's first plans: a guess, or fitted to passes that the workers time.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from rayfcp.cluster.planning.capacity import device_memory
+from rayfcp.cluster.planning.measured import (
+    BYTES,
+    COMMAND,
+    Measured,
+    about_run,
+    analytic_cost,
+    combine,
+    measure_cost,
+    profiled_cost,
+    ranks_per_node,
+    simulation_error,
+    without_shards,
+    write_measured,
+)
+from rayfcp.cluster.workers.group import Crew
+from rayfcp.config import Config
+from rayfcp.cost.device import measured_hardware
+from rayfcp.cost.fit import (
+    PartTimings,
+    PassShape,
+    Timing,
+    attention_half_tokens,
+    exchange_shapes,
+    few_shapes,
+    half_tokens,
+    line,
+    many_picture_shapes,
+    many_shapes,
+    picture_shapes,
+)
+from rayfcp.plan import HARDWARE, CostModel, hardware_profile
+from rayfcp.plan.assembly import exchange_degrees
+from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, VisionProfile
+
+HOLD_OUT_EVERY = 4
+
+Say = Callable[[str], None]
+Rounds = list[list[list[Timing]]]
+"""`[round][rank][shape]`."""
+
+
+class Timed(Protocol):
+    """Ranks that can be timed, all at once. `device`: cpu, cuda or npu; `base`: the named profile that is nearest to
+    it."""
+
+    device: str
+    base: str
+
+    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        """Parts of a pass alone, the slowest rank's."""
+        ...
+
+    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
+        """So many passes of each shape, after one more that is thrown away."""
+        ...
+
+    def peak_flops(self) -> float:
+        """Of one device.
+
+        Raises:
+            ConfigError: an accelerator that no table knows.
+        """
+        ...
+
+    def memory_bytes(self) -> int:
+        """Of one device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What `rayfcp profile` found, and where it is kept. `simulation_error`: of the simulator, mean over passes."""
+
+    measured: Measured
+    parts: PartTimings
+    hardware: HardwareProfile
+    simulation_error: float
+    profile_path: Path
+    hardware_path: Path
+
+
+class Profiler:
+    """Ranks that can be timed, and what is to be known of them."""
+
+    def __init__(
+        self, config: Config, timed: Timed, *, model: ModelProfile, cluster: ClusterSpec, folder: Path, say: Say
+    ) -> None:
+        self._config, self._timed, self._model = config, timed, model
+        self._cluster, self._folder, self._say = cluster, folder, say
+
+    def run(self, rounds: int, *, max_tokens: int) -> Profiled:
+        """Time, fit, and write both files."""
+        timed, model, cluster = self._timed, self._model, self._cluster
+        self._say("attention, linear layers, messages and gathers alone")
+        parts = timed.parts(model, max_tokens=max_tokens)
+        guess = dataclasses.replace(
+            analytic_cost(self._config, model, device=timed.device, cluster=cluster),
+            ranks_per_node=ranks_per_node(cluster),
+            attention_half_tokens=attention_half_tokens(parts.attention_s),
+        )
+        exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
+        shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
+        shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
+        seen = many_picture_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+        shapes, seen = ([dataclasses.replace(each, windows=model.windows) for each in part] for part in (shapes, seen))
+        timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
+        measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
+        self._say("peak of the devices")
+        hardware = self._hardware(measured, parts)
+        found = simulation_error(
+            shapes, timings[: len(shapes)], cluster=cluster, model=model, hardware=hardware, cost=measured.fit.cost
+        )
+        return self._written(measured, parts, hardware=hardware, rounds=rounds, simulation_error=found)
+
+    def _hardware(self, measured: Measured, parts: PartTimings) -> HardwareProfile:
+        timed, cost = self._timed, measured.fit.cost
+        hardware = measured_hardware(
+            hardware_profile(timed.base),
+            cost,
+            model=self._model,
+            name=f"{self._config.run.name}-{timed.device}",
+            peak_flops=timed.peak_flops(),
+            memory_bytes=timed.memory_bytes(),
+            bytes_per_element=BYTES[self._config.model.dtype],
+            linear_half_tokens=half_tokens(parts.linear_s),
+            num_nodes=len(set(self._cluster.node_of_rank)),
+        )
+        return without_shards(hardware, cost, cluster=self._cluster, model=self._model)
+
+    def _written(
+        self,
+        measured: Measured,
+        parts: PartTimings,
+        *,
+        hardware: HardwareProfile,
+        rounds: int,
+        simulation_error: float,
+    ) -> Profiled:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        profile_path, hardware_path = self._folder / "profile.json", self._folder / "hardware.yaml"
+        about = about_run(self._config, self._model, device=self._timed.device, cluster=self._cluster)
+        write_measured(
+            profile_path,
+            measured,
+            about=about,
+            made_by=COMMAND,
+            rounds=rounds,
+            parts=dataclasses.asdict(parts),
+            hardware=dataclasses.asdict(hardware),
+            simulation_error=simulation_error,
+        )
+        count = self._cluster.num_ranks
+        ranks = f"{count} {self._timed.device} {'rank' if count == 1 else 'ranks'}"
+        where = f"measured on {ranks} with {self._model.name}, {rounds} rounds"
+        hardware_path.write_text(hardware_text(hardware, base=self._timed.base, where=where))
+        return Profiled(
+            measured=measured,
+            parts=parts,
+            hardware=hardware,
+            simulation_error=simulation_error,
+            profile_path=profile_path,
+            hardware_path=hardware_path,
+        )
+
+
+def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
+    """A hardware profile as YAML that `rayfcp compare --hardware` reads; each figure with where it comes from."""
+    named, told = hardware_profile(base), HARDWARE.sources(base)
+    fields = {name: value for name, value in dataclasses.asdict(hardware).items() if name != "source"}
+    same = {name for name, value in fields.items() if value == getattr(named, name)}
+    sources: dict[str, Any] = {
+        name: f"{base}: {told.get(name, 'see that profile')}" if name in same else where
+        for name in fields
+        if name != "name"
+    }
+    return str(yaml.safe_dump({**fields, "sources": sources}, sort_keys=False, width=110))
+
+
+def profile_table(profiled: Profiled) -> str:
+    """What was found, for people."""
+    cost, measured, parts = profiled.measured.fit.cost, profiled.measured, profiled.parts
+    attention_s, linear_s = parts.attention_s[0], parts.linear_s[0]
+    rows = [
+        ("passes", f"{len(measured.passes)} shapes, {len(measured.held_out)} of them held out"),
+        ("attention", f"{1e9 * cost.attention_s_per_cell:.4g} ns a cell, half tokens {cost.attention_half_tokens:.0f}"),
+        ("linear layers", f"{1e6 * cost.linear_s_per_token:.4g} us a token"),
+        ("microbatch", f"{1e3 * cost.fixed_s:.4g} ms fixed"),
+        ("kernel alone", f"{1e3 * attention_s[1]:.4g} ms for a layer over {attention_s[0]} tokens"),
+        ("linear alone", f"{1e3 * linear_s[1]:.4g} ms for a layer over {linear_s[0]} tokens"),
+    ]
+    if cost.encoder is not None:
+        patch_us, cell_ns = 1e6 * cost.encoder.s_per_patch, 1e9 * cost.encoder.s_per_cell
+        rows.append(("vision encoder", f"{patch_us:.4g} us a patch, {cell_ns:.4g} ns a cell"))
+    if parts.message_s:
+        ring_us, hop_ms = 1e6 * cost.ring_intra_s_per_token, 1e3 * cost.ring_s_per_round
+        rows.append(("ring", f"{ring_us:.4g} us a token and hop, {hop_ms:.4g} ms a hop"))
+        rows.append(("overlap", f"{cost.overlap:.2f} of the shorter of ring and attention"))
+        for label, points in (("message alone", parts.message_s), ("gather alone", parts.gather_s)):
+            found = line(points)
+            rows.append((label, f"{found.units_per_s / 1e9:.3g} GB/s, {1e6 * found.constant_s:.3g} us latency"))
+    rows.append(("fit error", f"{measured.fit.mean_error:.1%} mean over fitted passes"))
+    held = [measured.passes[at] for at in measured.held_out]
+    rows.append(("held-out error", f"{measured.held_out_error:.1%} mean" if held else "nothing was held out"))
+    rows.append(
+        ("simulator", f"{profiled.simulation_error:.1%} mean error over all passes, with the measured hardware")
+    )
+    rows += [("profile", str(profiled.profile_path)), ("hardware", str(profiled.hardware_path))]
+    return "\n".join(f"  {label:<15} {text}" for label, text in rows)
+
+
+START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
+"""Tokens of the largest pass of one rank that is timed before a run starts."""
+START_ROUNDS = 3
+
+
+def timed_rounds(crew: Crew, shapes: Sequence[PassShape], *, rounds: int, say: Say) -> Rounds:
+    """`rounds` passes of each shape, and one more before them that is thrown away; all ranks at once."""
+    found: Rounds = []
+    for number in range(rounds + 1):
+        say(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
+        found.append(crew.each(lambda _, worker: worker.time_passes.remote(shapes)))
+    return found[1:]
+
+
+def start_cost(
+    crew: Crew,
+    guess: CostModel,
+    *,
+    cluster: ClusterSpec,
+    max_seqlen: int,
+    primitives: Collection[str],
+    vision: VisionProfile | None = None,
+) -> Measured:
+    """A cost model from few short passes of the primitives that plans may use: what a run that was not profiled starts
+    with."""
+    exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
+    tokens = min(START_TOKENS[crew.facts[0].device], max_seqlen, cluster.max_tokens_per_rank)
+    if guess.pipeline:  # whose bound knows that plans recompute; these passes do not
+        tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
+    shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
+    shapes += picture_shapes(vision, max_tokens=tokens) if vision else []
+    shapes = [dataclasses.replace(each, windows=guess.windows) for each in shapes]
+    return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
+
+
+class StartCosts:
+    """A guess from profiles for any generation, and coefficients measured on one whose devices have met."""
+
+    def __init__(
+        self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, say: Callable[[str], None]
+    ) -> None:
+        self._config, self._model, self._device, self._path, self._say = config, model, device, profile_path, say
+
+    def guess(self, crew: Crew, cluster: ClusterSpec) -> CostModel:
+        """Nothing is measured."""
+        cost = analytic_cost(
+            self._config,
+            self._model,
+            device=self._device,
+            cluster=cluster,
+            memory_bytes=device_memory(self._config, crew.facts),
+        )
+        return dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
+
+    def measure(self, crew: Crew, cluster: ClusterSpec) -> CostModel:
+        """Coefficients of `rayfcp profile` for the same model and ranks, or measured now: after a resume too, since
+        the ranks may be others. Steps refit them from there.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        self._say("measuring devices")
+        config = self._config
+        about = about_run(config, self._model, device=self._device, cluster=cluster)
+        cost = profiled_cost(self._path, about=about)
+        if cost is not None:
+            self._say(f"cost model of {COMMAND} in {self._path}")
+            return cost
+        measured = start_cost(
+            crew,
+            self.guess(crew, cluster),
+            cluster=cluster,
+            max_seqlen=config.data.max_seqlen,
+            primitives=config.plan.primitives,
+            vision=self._model.vision,
+        )
+        write_measured(self._path, measured, about=about)
+        return measured.fit.cost

@@ -1,0 +1,199 @@
+"""`rayfcp plan --lengths`: what a run would do on the cluster that its configuration declares, before there is one.
+
+`rayfcp plan`: the plan that a run would make of one global batch, without starting anything.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
+from rayfcp.cluster.planning.measured import BASE_HARDWARE, analytic_cost, cost_of_layout, ranks_per_node
+from rayfcp.cluster.planning.planner import plan_as_run, sequences_of
+from rayfcp.cluster.trainer import check_runnable, prepared_data
+from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
+from rayfcp.compare.lengths import draw_batches
+from rayfcp.config import Config, ConfigError
+from rayfcp.cost.analytic import device_hardware, device_model
+from rayfcp.cost.profiles import MODELS
+from rayfcp.execute.devices.device import device_kind, total_memory_bytes
+from rayfcp.plan import CostModel, hardware_profile, model_flops, model_profile, render_grid
+from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """A batch planned on `cluster.num_workers` devices of a named kind, all there, none measured."""
+
+    config: Config
+    model: ModelProfile
+    hardware: HardwareProfile
+    cluster: ClusterSpec
+    cost: CostModel
+    sequences: tuple[SequenceSpec, ...]
+    plan: BatchPlan
+
+    @classmethod
+    def of(
+        cls, config: Config, *, lengths: str, hardware: str | None = None, model: str | None = None, step: int = 1
+    ) -> "Declared":
+        """The batch of step `step` (from 1), of lengths drawn from a file or `dist:NAME` and cut to `data.max_seqlen`.
+        `hardware`, `model`: named profiles, in place of those that the configuration says.
+
+        Raises:
+            ConfigError: names that are not known, or a layout that cannot run.
+            InfeasiblePlanError: the model or the longest sequence does not fit.
+        """
+        check_layout(config)
+        shape, machine = model_of(config, model), _hardware(config, hardware)
+        _check_shape(config, shape, machine)
+        facts = _devices(config, machine)
+        cluster = cluster_spec(config, shape, facts=facts, generation=0)
+        cost = analytic_cost(
+            config,
+            shape,
+            device=facts[0].device,
+            cluster=cluster,
+            memory_bytes=device_memory(config, facts),
+            hardware=_shared(machine, shape, tensor_parallel=config.cluster.tensor_parallel),
+        )
+        cost = dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
+        drawn = draw_batches(
+            lengths,
+            num_batches=step,
+            global_batch=config.data.global_batch_sequences,
+            max_seqlen=config.data.max_seqlen,
+            seed=config.run.seed,
+            model=shape,
+        )
+        sequences = drawn[-1]
+        plan = plan_as_run(sequences, config=config, model=shape, device=facts[0].device, cluster=cluster, cost=cost)
+        return cls(
+            config=config, model=shape, hardware=machine, cluster=cluster, cost=cost, sequences=sequences, plan=plan
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch."""
+        return sum(each.num_tokens for each in self.sequences)
+
+    @property
+    def mfu(self) -> float:
+        """Predicted, of all devices in use, optimizer and checkpoints left out."""
+        peak = self.cluster.num_devices * self.hardware.peak_flops
+        return model_flops(self.model, self.sequences) / (self.plan.predicted_s * peak)
+
+
+def describe(declared: Declared, *, width: int = 100) -> str:
+    """What the cluster is, what the step would take, and the plan as a time x rank grid."""
+    cluster, plan, hardware = declared.cluster, declared.plan, declared.hardware
+    nodes = len(set(cluster.node_of_rank))
+    layout = f"{cluster.num_ranks} ranks of {cluster.num_stages} stages x {cluster.tensor_parallel} devices"
+    return "\n".join(
+        [
+            f"{declared.model.name} on {cluster.num_devices} x {hardware.name} "
+            f"({hardware.memory_bytes / GIB:.0f} GiB) on {nodes} nodes: {layout}, "
+            f"{cluster.max_tokens_per_rank:,} tokens per rank and microbatch at most",
+            f"{len(declared.sequences)} sequences, {declared.num_tokens:,} tokens: predicted "
+            f"{declared.num_tokens / plan.predicted_s:,.0f} tokens/s, MFU {declared.mfu:.0%}",
+            render_grid(plan, declared.sequences, width=width),
+        ]
+    )
+
+
+def model_of(config: Config, name: str | None = None) -> ModelProfile:
+    """The shape of the run's model, or of the one named; a folder that is not here is known by its own name.
+
+    Raises:
+        ConfigError: the shape cannot be told.
+    """
+    if name is not None:
+        return model_profile(name)
+    path = config.model.path
+    if path is not None and not Path(path).exists():
+        known = Path(path).name.lower()
+        if known not in MODELS:
+            raise ConfigError(
+                f"model.path is {path!r}, which is not here, and no named model; name one of its shape in --model"
+            )
+        return model_profile(known)
+    if path is None and config.model.name is not None:
+        return model_profile(config.model.name)
+    from rayfcp.data import tokenizer_of
+    from rayfcp.models.describe import model_config, profile_of
+
+    declared = config.model.architecture.vocab_size  # known without the tokenizer's files
+    library = model_config(config.model, vocab_size=declared or tokenizer_of(config.data).vocab_size)
+    return profile_of(library, name=path or library.model_type, freeze_vision=config.model.freeze_vision)
+
+
+def _hardware(config: Config, name: str | None) -> HardwareProfile:
+    if name is not None:
+        return hardware_profile(name)
+    if config.cluster.device == "auto":
+        raise ConfigError("cluster.device is 'auto', must be said for a cluster that is not here; give --hardware")
+    return hardware_profile(BASE_HARDWARE[config.cluster.device])
+
+
+def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:
+    layout = config.cluster
+    if layout.pipeline_stages > model.num_layers:
+        raise ConfigError(
+            f"cluster.pipeline_stages is {layout.pipeline_stages}, must be at most the model's {model.num_layers} "
+            "layers; lower it"
+        )
+    if config.train.recompute_layers > model.num_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}, the model has {model.num_layers} layers; "
+            "lower it"
+        )
+    for what, bound in (
+        ("key/value heads of the model", model.num_kv_heads),
+        ("devices of a node", hardware.devices_per_node),
+    ):
+        if bound % layout.tensor_parallel:
+            raise ConfigError(
+                f"cluster.tensor_parallel is {layout.tensor_parallel}, must divide the {bound} {what}; lower it"
+            )
+
+
+def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
+    """As many as the run may have, node after node."""
+    device = "cpu" if hardware.name == "cpu" else "npu" if config.cluster.device == "npu" else "cuda"
+    return [
+        DeviceFacts(
+            node_id=f"node {number // hardware.devices_per_node}",
+            device=device,
+            memory_bytes=hardware.memory_bytes,
+            peak_flops=hardware.peak_flops,
+        )
+        for number in range(config.cluster.max_workers)
+    ]
+
+
+def _shared(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
+    """A device whose linear layers also take what the sums over `tensor_parallel` devices take."""
+    slowed = device_hardware(hardware, device_model(model, tensor_parallel), tensor_parallel=tensor_parallel)
+    return dataclasses.replace(hardware, linear_efficiency=slowed.linear_efficiency)
+
+
+def plan_step(config: Config, *, step: int, width: int = 100) -> str:
+    """The plan of step `step` (from 1) on `cluster.num_workers` ranks as a time x rank grid.
+
+    Costs are those that the run measured (`profile.json` in its folder) with as many stages and tensor-parallel
+    devices, else those of the device's named profile; so is the memory of a device that this machine does not have.
+    """
+    check_runnable(config)
+    data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
+    model, sequences = data.model, sequences_of(data.sampler.batch(step), windows=data.model.windows)
+    device = device_kind(config.cluster.device)
+    memory_bytes = total_memory_bytes(device) or hardware_profile(BASE_HARDWARE[device]).memory_bytes
+    here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
+    profile = Path(config.run_dir) / "profile.json"
+    facts = [here] * config.cluster.max_workers
+    cluster = cluster_spec(config, model, facts=facts, generation=0)
+    guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
+    cost = cost_of_layout(profile, cluster) or guess
+    plan = plan_as_run(sequences, config=config, model=model, device=device, cluster=cluster, cost=cost)
+    return render_grid(plan, sequences, width=width)

@@ -1,0 +1,80 @@
+"""Workers and keepers of a run whose controller is gone, found again by their names."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rayfcp.cluster.runtime import CallError, Runtime
+from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.workers.lifetime import DEVICE, KEEPER, WORKER, actor_name
+from rayfcp.cluster.workers.members import Member
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Living:
+    """`members` are idle and in no generation any more; `keepers` by node."""
+
+    members: tuple[Member, ...] = ()
+    keepers: Mapping[str, Any]
+
+
+def find_living(runtime: Runtime, run_key: str, *, timeout_s: float) -> Living:
+    """Workers and keepers that are left of a run, each free from what it was in. Those that do not answer within
+    `timeout_s`, or did not open yet, are ended, and reservations of the run without a worker are given back."""
+    workers, keepers = _named(runtime, run_key, WORKER), _named(runtime, run_key, KEEPER)
+    end_s = runtime.now_s() + timeout_s
+    for worker in workers.values():
+        worker.abort.remote()
+    asked = {id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()}
+    opened = {id: keeper.open.remote() for id, keeper in keepers.items()}
+    members = []
+    for id, refs in asked.items():
+        facts, group, idle = (_answer(runtime, ref, end_s=end_s) for ref in refs)
+        if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
+            members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
+        else:
+            _end(runtime, workers[id], what=f"worker {id}")
+    by_node = {}
+    for id, ref in opened.items():
+        node = _answer(runtime, ref, end_s=end_s)
+        if node is None or node in by_node:
+            _end(runtime, keepers[id], what=f"keeper {id}")
+        else:
+            by_node[node] = keepers[id]
+    _give_back(runtime, run_key, held={runtime.key(member.group) for member in members})
+    return Living(members=tuple(members), keepers=by_node)
+
+
+def end_leftovers(runtime: Runtime, run_key: str) -> None:
+    """End all workers and keepers of a run that has no controller and shall get none, and withdraw what a controller
+    that was lost asked of the autoscaler."""
+    for kind in (WORKER, KEEPER):
+        for handle in _named(runtime, run_key, kind).values():
+            runtime.end(handle)
+    _give_back(runtime, run_key, held=set())
+    runtime.request({}, count=0)
+
+
+def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:
+    return runtime.named(actor_name(run_key, kind, id=""))
+
+
+def _answer(runtime: Runtime, ref: Any, *, end_s: float) -> Any:
+    try:
+        return runtime.get(ref, timeout_s=max(0.0, end_s - runtime.now_s()))
+    except CallError:
+        return None
+
+
+def _end(runtime: Runtime, handle: Any, *, what: str) -> None:
+    logger.warning("%s of the run before does not answer and is ended", what)
+    runtime.end(handle)
+
+
+def _give_back(runtime: Runtime, run_key: str, *, held: set[str]) -> None:
+    for key, each in runtime.reservations(actor_name(run_key, DEVICE, id="")).items():
+        if key not in held:
+            runtime.release(each)

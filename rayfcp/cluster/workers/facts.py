@@ -1,0 +1,159 @@
+"""What controller and workers tell each other of places. Plain values: reading them needs no torch.
+
+How a run's devices make up stages, ranks and tensor-parallel devices.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rayfcp.config import Config, ConfigError
+from rayfcp.cost.analytic import device_model
+from rayfcp.cost.stages import split_by_cost, split_layers
+from rayfcp.plan import strategy_names
+from rayfcp.values import ClusterSpec, ModelProfile, ShardHeader
+
+LOOPBACK = "127.0.0.1"
+
+
+class CannotGoOnError(RuntimeError):
+    """The run must end, though nothing in it is broken: storage, numbers or the cluster do not permit it to go on. One
+    clear line."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """Where a worker is and what its device has. `peak_flops` is None where no table knows it.
+
+    `worker_id` stays the worker's for as long as it lives, whatever its number; `pid`: its process on that node. `slot`
+    names the accelerator, which a worker that comes after it may get again; CPUs have none.
+    """
+
+    node_id: str
+    device: str
+    memory_bytes: int
+    peak_flops: float | None
+    worker_id: str = ""
+    pid: int = 0
+    slot: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted=...)` gives
+    parts of it."""
+
+    header: ShardHeader
+    holder: Any
+    holder_id: str
+
+
+class Waited(StrEnum):
+    """Result of waiting until a keeper has a copy."""
+
+    KEPT = "kept"
+    LATE = "late"
+    LOST = "lost"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the devices of a generation meet: a key-value store, and what world they make. `layers_of_stage` as in
+    `ClusterSpec`."""
+
+    host: str
+    port: int
+    generation: int
+    num_ranks: int
+    num_stages: int
+    tensor_parallel: int
+    layers_of_stage: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A run that ended by itself or was stopped.
+
+    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread, and
+    `controller_s`, wall time but for waiting for plans and workers, others' pressure on the cores included.
+    """
+
+    last_step: int
+    checkpoint: str | None
+    controller_s: float = 0.0
+    controller_cpu_s: float = 0.0
+
+
+STAGED = frozenset({"elastic-pipeline", "seq1f1b", "dapple"})
+"""Strategies that pass microbatches through stages; others do so too, and run without."""
+
+
+WITHOUT_STAGES = "flex-ring"
+"""What plans for one stage where a strategy that needs several is configured, as after a loss."""
+
+
+def strategy_on(config: Config, num_stages: int) -> str:
+    """The strategy that plans for a generation of so many stages."""
+    return WITHOUT_STAGES if num_stages == 1 and config.plan.strategy in STAGED else config.plan.strategy
+
+
+def with_stages(config: Config, num_stages: int) -> Config:
+    """The same run on another number of stages."""
+    cluster = config.cluster.model_copy(update={"pipeline_stages": num_stages})
+    return config.model_copy(update={"cluster": cluster})
+
+
+def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
+    """Layers of each stage as `cluster.layer_split` says; none with one stage."""
+    stages = config.cluster.pipeline_stages
+    if stages == 1:
+        return ()
+    if config.cluster.layer_split == "even":
+        return split_layers(model.num_layers, stages)
+    return split_by_cost(device_model(model, config.cluster.tensor_parallel), stages)
+
+
+def windows_of_stages(model: ModelProfile, cluster: ClusterSpec) -> list[list[int]]:
+    """Of each stage, the windows of its layers (0: none)."""
+    layers = cluster.layers_of_stage or split_layers(model.num_layers, cluster.num_stages)
+    return [[window for window, _ in kinds] for kinds in model.stage_windows(layers)]
+
+
+def device_names(cluster: ClusterSpec) -> list[str]:
+    """What each device in use is called in messages, by its number.
+
+    >>> device_names(ClusterSpec(num_ranks=2, max_tokens_per_rank=1, num_stages=2))[3]
+    'stage 1, rank 1'
+    """
+    return [
+        ", ".join(
+            [f"stage {stage}"] * (cluster.num_stages > 1)
+            + [f"rank {rank}"]
+            + [f"tensor rank {tensor}"] * (cluster.tensor_parallel > 1)
+        )
+        for stage in range(cluster.num_stages)
+        for rank in range(cluster.num_ranks)
+        for tensor in range(cluster.tensor_parallel)
+    ]
+
+
+def check_layout(config: Config) -> None:
+    """
+    Raises:
+        ConfigError: no such strategy, one that cannot run with these stages, or a run that fixes what plans with stages
+            choose.
+    """
+    strategy, stages = config.plan.strategy, config.cluster.pipeline_stages
+    if strategy not in strategy_names():
+        known = ", ".join(strategy_names())
+        raise ConfigError(f"plan.strategy is {strategy!r}, must be one of {known}; choose one of these")
+    if stages == 1 and strategy in STAGED:
+        raise ConfigError(
+            f"cluster.pipeline_stages is 1, must be at least 2 with plan.strategy={strategy}; raise it or choose "
+            "another strategy"
+        )
+    if stages > 1 and config.train.recompute_layers:
+        raise ConfigError(
+            f"train.recompute_layers is {config.train.recompute_layers}, must be 0 with cluster.pipeline_stages "
+            f"{stages}: plans choose layers for each stage and microbatch; set it to 0"
+        )

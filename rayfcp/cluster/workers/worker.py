@@ -1,0 +1,288 @@
+"""The actor of one device: a thin shell around `RankEngine`.
+
+Driver and controller name the class, so torch and the model library are imported by its instances only.
+"""
+
+import dataclasses
+import gc
+import importlib
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from rayfcp.cluster.planning.decoders import fetched
+from rayfcp.cluster.recovery.pushing import Pusher
+from rayfcp.cluster.workers.facts import LOOPBACK, DeviceFacts, Rendezvous, Source, Waited
+from rayfcp.cluster.workers.lifetime import OrphanWatch
+from rayfcp.config import Config
+from rayfcp.cost.fit import PartTimings, PassShape, Timing
+from rayfcp.execute.reports import Beat, FileSum, Joined, RankReport, SavedPart, find_damage
+from rayfcp.execute.state.copies import Wanted
+from rayfcp.program import RankProgram
+from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+MIB = 2**20
+
+GROUPS = {"control": 2, "copies": 4}
+"""Concurrency groups by their threads: `control` always answers; `copies` may wait. All else runs in one thread."""
+
+control, copies = ray.method(concurrency_group="control"), ray.method(concurrency_group="copies")
+
+
+class RankWorker:
+    """One device of a run."""
+
+    def __init__(self, config: Config, data_dir: str, *, vocab_size: int, worker_id: str = "") -> None:
+        self._config, self._data_dir, self._vocab_size, self._worker_id = config, data_dir, vocab_size, worker_id
+        self._facts: DeviceFacts | None = None
+        self._watch = OrphanWatch(config.elastic.orphan_s)
+
+    def open(self) -> DeviceFacts:
+        """Take the device; to be called first. Not in the constructor, where Ray hides what an error was.
+
+        Raises:
+            ConfigError: the device, or what it needs installed, is not here.
+        """
+        import torch
+
+        from rayfcp.execute.devices.device import peak_flops, resolve_device, total_memory_bytes
+        from rayfcp.execute.engine import RankEngine
+        from rayfcp.execute.kernels import pick_kernel
+
+        # First: it says what to install, and loads what makes torch know the device.
+        pick_kernel(self._config.cluster.device, spared_sms=self._config.cluster.communication_sms)
+        torch.set_num_threads(self._config.train.threads_per_worker)
+        self._device = resolve_device(self._config.cluster.device)
+        self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
+        _settle_memory()
+        elastic = self._config.elastic
+        self._pusher = Pusher(
+            self._engine.copies,
+            settle=self._engine.settle,
+            chunk_bytes=elastic.snapshot_chunk_mib * MIB,
+            patience_s=elastic.hang_min_s,
+        )
+        context = ray.get_runtime_context()
+        accelerators = [id for ids in context.get_accelerator_ids().values() for id in ids]
+        self._facts = DeviceFacts(
+            node_id=context.get_node_id(),
+            device=self._device.type,
+            memory_bytes=total_memory_bytes(self._device),
+            peak_flops=peak_flops(self._device),
+            worker_id=self._worker_id,
+            pid=os.getpid(),
+            slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
+        )
+        return self._facts
+
+    @control
+    def beat(self) -> Beat | None:
+        """Sign of life, and how far the step is; None before `open` returned."""
+        self._watch.heard()
+        return None if self._facts is None else self._engine.beat()
+
+    @control
+    def facts(self) -> DeviceFacts | None:
+        """What `open` returned; None before."""
+        self._watch.heard()
+        return self._facts
+
+    @control
+    def group(self) -> PlacementGroup | None:
+        """The reservation of its device."""
+        return self._watch.group
+
+    @control
+    def abort(self) -> None:
+        """Free the main thread from whatever it waits for; its call raises `CollectiveFailedError`."""
+        self._watch.heard()
+        if self._facts is not None:
+            self._engine.abort()
+
+    @control
+    def use_keeper(self, keeper: Any) -> None:
+        """Copies go to this actor from now on, the newest first; None: to nobody."""
+        self._watch.heard()
+        self._pusher.use(keeper)
+
+    @copies
+    def headers(self) -> tuple[ShardHeader, ...]:
+        """Of the complete copies of this device's own shards."""
+        self._watch.heard()
+        return () if self._facts is None else self._engine.copies.headers()
+
+    @copies
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
+        """Parts of a copy; see `HeldCopies.pieces`."""
+        return self._engine.copies.pieces(state, number, wanted=wanted)
+
+    @copies
+    def await_kept(self, state: StateId, *, timeout_s: float) -> Waited:
+        """Until a keeper has this device's copy of this state or a newer one; see `Pusher.wait_for`."""
+        self._watch.heard()
+        return self._pusher.wait_for(state, timeout_s=timeout_s)
+
+    def idle(self) -> bool:
+        """Answers, with True, once the main thread is free."""
+        return True
+
+    def measure_flops(self) -> float:
+        """FLOP/s of a matrix product, while all other workers measure too."""
+        from rayfcp.execute.devices.device import measure_flops
+
+        return measure_flops(self._device)
+
+    def join(self, number: int, meeting: Rendezvous, *, empty: bool = False) -> Joined:
+        """Become device `number` of a generation, with first weights, or `empty`, to be filled or loaded."""
+        from rayfcp.cluster.workers.rendezvous import client_of
+        from rayfcp.execute.parallel.groups import Place
+        from rayfcp.models.build import sharded_model
+        from rayfcp.models.compiling import as_configured
+        from rayfcp.models.describe import model_config
+        from rayfcp.models.library import text_of
+
+        if meeting.host == LOOPBACK:
+            # gloo listens where the host's name points unless it is told otherwise.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+        library = model_config(self._config.model, vocab_size=self._vocab_size)
+        place = Place.of(
+            number,
+            num_ranks=meeting.num_ranks,
+            num_stages=meeting.num_stages,
+            tensor_parallel=meeting.tensor_parallel,
+        )
+        return self._engine.join(
+            place,
+            store=lambda: client_of(meeting, timeout_s=self._config.elastic.start_timeout_s),
+            make_model=lambda world: as_configured(
+                sharded_model(
+                    library,
+                    run=self._config.model,
+                    seed=self._config.run.seed,
+                    world=world,
+                    layers_of_stage=meeting.layers_of_stage,
+                    empty=empty,
+                ),
+                self._config.train,
+            ),
+            hidden_size=text_of(library).hidden_size,
+            layers_of_stage=meeting.layers_of_stage or (text_of(library).num_hidden_layers,),
+        )
+
+    def leave(self) -> None:
+        """Leave the generation in order; all its devices do."""
+        self._engine.leave()
+
+    def fill(self, sources: Sequence[Source]) -> None:
+        """Take the state from copies, all of one state: this device's own first, then in the order given.
+
+        Raises:
+            ValueError: something is missing, there twice, or of another model.
+            CollectiveFailedError: a copy is gone from where it was.
+        """
+        from rayfcp.execute.state import snapshots
+
+        def own(header: ShardHeader) -> snapshots.Source:
+            held = self._engine.copies
+            return snapshots.Source(
+                header=header, pieces=lambda wanted: held.pieces(header.state, header.number, wanted=wanted)
+            )
+
+        def others(source: Source) -> snapshots.Source:
+            header, holder = source.header, source.holder
+            return snapshots.Source(
+                header=header,
+                pieces=lambda wanted: ray.get(holder.pieces.remote(header.state, header.number, wanted=wanted)),
+            )
+
+        ours = [own(source.header) for source in sources if source.holder_id == self._worker_id]
+        self._engine.fill([*ours, *(others(source) for source in sources if source.holder_id != self._worker_id)])
+
+    def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
+        """Copy the state as it is, and send the copy."""
+        self._pusher.offer(self._engine.take_snapshot(state), safe=safe)
+
+    @copies
+    def drop_copies(self) -> None:
+        """Forget all copies; none is sent any more."""
+        self._watch.heard()
+        self._pusher.forget()
+        self._engine.copies.drop_all()
+
+    def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
+        """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
+        from rayfcp.execute.calibrate import time_passes
+
+        return time_passes(self._engine, shapes)
+
+    def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        """Attention, linear layers, messages and gathers alone, by all ranks at once."""
+        return self._engine.time_parts(model, max_tokens=max_tokens)
+
+    def step(
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        plan_hash: str,
+        snapshot: StateId | None = None,
+        safe: StateId | None = None,
+        pixels: Sequence[Any] = (),
+    ) -> RankReport:
+        """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
+        a reference of the pictures that it encodes, in a sequence, so that a lost one is no failure of the step."""
+        self._watch.heard()
+        report = self._engine.run_step(
+            program,
+            batch,
+            plan_hash=plan_hash,
+            snapshot=snapshot,
+            safe=safe,
+            on_copy=lambda header: self._pusher.offer(header, safe=safe),
+            decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
+        )
+        pushed = self._pusher.pushed
+        return dataclasses.replace(
+            report,
+            kept=pushed.kept,
+            push_s=pushed.seconds,
+            push_bytes=pushed.num_bytes,
+            keeper_lost=pushed.lost,
+        )
+
+    def begin_save(self, folder: str) -> None:
+        self._engine.begin_save(folder)
+
+    def finish_save(self) -> SavedPart | None:
+        return self._engine.finish_save()
+
+    def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
+        """What is wrong with these files of a checkpoint, None if nothing."""
+        return find_damage(folder, sums)
+
+    def load(self, folder: str) -> None:
+        self._engine.load(folder)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _settle_memory() -> None:
+    """What was imported stays. Collections of garbage, one of which is part of each recovery, need not look at it."""
+    importlib.import_module("rayfcp.models.build")
+    gc.collect()
+    gc.freeze()
+
+
+def loopback_interface() -> str:
+    """Name of the loopback interface: `lo` on Linux, `lo0` elsewhere."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next(name for name in ("lo", "lo0") if name in names)

@@ -1,0 +1,237 @@
+"""`auto` in a comparison: the best by prediction, simulated on the machine that is compared on.
+
+The comparison itself: each strategy plans the same batches; its plans are checked and simulated.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayfcp.compare.arguments import Inputs, chosen, missing
+from rayfcp.compare.lengths import Batch, batches_of, lengths_of
+from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
+from rayfcp.compare.results import Entry, Measured, Scene, averaged, best_baseline, measure, timeline_of
+from rayfcp.compare.settings import Family, Setting, family_of, rank_profile, stages_of
+from rayfcp.config import ConfigError
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.batch import plan_candidates
+from rayfcp.plan.first import COMPILES, compiles_first
+from rayfcp.plan.strategies import AUTO
+from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
+from rayfcp.simulate.simulate import choose
+from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
+from rayfcp.verify import check_plan
+
+
+def plan_auto_timed(
+    sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
+) -> tuple[BatchPlan, float]:
+    """The plan that `auto` takes, and the CPU seconds from sequences to plan, simulation included.
+
+    Raises:
+        InfeasiblePlanError: no strategy has a plan for this batch.
+    """
+    start_s = time.process_time()
+
+    def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
+        return lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+
+    def seconds(programs: Sequence[RankProgram]) -> float:
+        return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
+
+    plans = plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
+    plan = choose(plans, lowered=lowered, seconds=seconds).plan
+    return plan, time.process_time() - start_s
+
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What all strategies are given. `hardware` is that of a rank (on a stage), i.e. of `tensor_parallel` devices
+    together; `num_ranks` where there are no stages."""
+
+    model: ModelProfile
+    hardware: HardwareProfile
+    num_ranks: int
+    batches: tuple[Batch, ...]
+    options: PlanConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """All entries in the order shown, and of each feasible strategy the simulated first batch."""
+
+    inputs: Inputs
+    case: Case
+    entries: tuple[Entry, ...]
+    scenes: tuple[Scene, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON contract: inputs and one entry per strategy."""
+        best = best_baseline(self.entries)
+        best_s = best.iteration_s if best else None
+        return {
+            "inputs": {**self.inputs.as_json(), "num_ranks": self.case.num_ranks},
+            "results": [entry.as_json(best_baseline_s=best_s) for entry in self.entries],
+        }
+
+
+def compare(
+    inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | None = None, check: bool = True
+) -> Comparison:
+    """Plan, check and simulate every strategy on the same batches; `say` is told what comes next. `options` take the
+    place of what `inputs` say on how plans are made; without `check` plans are not proven, which takes as long again.
+
+    Plans, and all figures but `plan_s`, are the same for the same inputs.
+
+    Raises:
+        ConfigError: inputs that cannot be used, in one line.
+    """
+    names = chosen(inputs.strategies)
+    case = _case(inputs, say=say, options=options or options_of(inputs))
+    entries, scenes = [], []
+    for name in names:
+        entry, scene = min(
+            (
+                _contest(name, case=case, inputs=inputs, num_stages=each, say=say, check=check)
+                for each in stages_of(name, inputs)
+            ),
+            key=lambda each: math.inf if each[0].iteration_s is None else each[0].iteration_s,
+        )
+        entries.append(entry)
+        scenes += [scene] if scene else []
+    return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
+
+
+def model_of(inputs: Inputs) -> ModelProfile:
+    """The model, its vision encoder frozen where that is asked for.
+
+    Raises:
+        ConfigError: no such model, or none with an encoder to freeze.
+    """
+    model = model_profile(inputs.model)
+    if not inputs.frozen_vision:
+        return model
+    if model.vision is None:
+        raise ConfigError(f"--freeze-vision: model {model.name} has no vision encoder; drop it")
+    return replace(model, vision=replace(model.vision, frozen=True))
+
+
+def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
+    model = model_of(inputs)
+    hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=inputs.tensor_parallel)
+    if inputs.devices < inputs.stages * inputs.tensor_parallel:
+        raise ConfigError(
+            f"--devices is {inputs.devices}, must be at least --stages x --tensor-parallel "
+            f"({inputs.stages} x {inputs.tensor_parallel} = {inputs.stages * inputs.tensor_parallel}); add devices"
+        )
+    if inputs.stages > model.num_layers:
+        raise ConfigError(
+            f"--stages is {inputs.stages}, must be at most the model's {model.num_layers} layers; lower it"
+        )
+    batches = batches_of(inputs, model=model)
+    say(f"{sum(lengths_of(batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
+    return Case(
+        model=model,
+        hardware=hardware,
+        num_ranks=inputs.devices // inputs.tensor_parallel,
+        batches=batches,
+        options=options,
+    )
+
+
+def _contest(
+    name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say, check: bool
+) -> tuple[Entry, Scene | None]:
+    """The entry of one strategy on so many stages, and the scene of its first batch."""
+    longest = max(lengths_of(case.batches))
+    family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest, num_stages=num_stages)
+    place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
+    why = missing(name, num_stages=inputs.stages) or family.why_none
+    if why:
+        return Entry(strategy=name, feasible=False, reason=why, **place), None
+    try:
+        if compiles_first(name):
+            say(f"{name}: {COMPILES}")
+        say(f"{name}: choosing a setting")
+        setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
+        return contest(name, setting, case=case, family=family, say=say, check=check)
+    except InfeasiblePlanError as error:
+        return Entry(strategy=name, feasible=False, reason=str(error), **place), None
+
+
+def contest(
+    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool = True
+) -> tuple[Entry, Scene]:
+    """The entry of one strategy under one setting of its family, and the scene of its first batch, whose plan is proven
+    if `check`.
+
+    Raises:
+        InfeasiblePlanError: a batch has no plan.
+    """
+    measured, scene, reason = _run(name, setting, case=case, family=family, say=say, check=check)
+    entry = Entry(
+        strategy=name,
+        feasible=True,
+        reason=reason,
+        num_ranks=family.num_ranks,
+        num_stages=family.num_stages,
+        recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
+        reduce_every=setting.reduce_every,
+        gather_every=setting.gather_every,
+        layers_of_stage=setting.cluster.layers_of_stage,
+        max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
+        **averaged(measured),
+    )
+    return entry, scene
+
+
+def _run(
+    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool
+) -> tuple[Sequence[Measured], Scene, str]:
+    """Figures of all batches, the scene of the first, and why its plan is as it is."""
+    figures, scenes, plans = [], [], []
+    for number, batch in enumerate(case.batches):
+        say(f"{name}: batch {number + 1} of {len(case.batches)}")
+        plan, plan_s = (
+            plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
+            if name == AUTO
+            else plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        )
+        if check and number == 0:
+            _check(plan, batch, setting=setting)
+        measured, scene = measure(
+            plan,
+            batch,
+            model=case.model,
+            hardware=case.hardware,
+            setting=setting,
+            bound_s=bound_s(batch, settings=family.settings, placed_freely=_is_free(plan)),
+            plan_s=plan_s,
+        )
+        figures.append(measured)
+        scenes.append(replace(scene, strategy=name))
+        plans.append(plan)
+    return figures, scenes[0], plans[0].reason
+
+
+def _is_free(plan: BatchPlan) -> bool:
+    """Whether its blocks lie where the strategy wants them, not where groups would put them."""
+    return any(microbatch.layout is not None for microbatch in plan.microbatches)
+
+
+def _check(plan: BatchPlan, batch: Batch, *, setting: Setting) -> None:
+    """The validator's proof of one plan.
+
+    Raises:
+        RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
+    """
+    try:
+        check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
+    except ValueError as error:
+        raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error

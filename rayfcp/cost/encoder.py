@@ -1,0 +1,155 @@
+"""What a vision encoder costs: seconds and memory of pictures, of their features' way, of the encoder's shards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.cost.analytic import (
+    ATTENTION_BACKWARD,
+    LINEAR_BACKWARD,
+    REDUCED_BYTES,
+    collective_bandwidth,
+    inter_bandwidth,
+)
+from rayfcp.cost.memory import patch_bytes, token_bytes
+from rayfcp.values import HardwareProfile, ModelProfile
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderCost:
+    """Coefficients for forward and backward together; forward alone where the encoder is `frozen`.
+
+    A picture of n patches takes n `s_per_patch` + (n^2 + `half_patches` n) `s_per_cell`; a rank takes `fixed_s` more in
+    a microbatch that has pictures, whether it encodes any or not. Of linear layers the share `linear_forward` is
+    forward, of attention `attention_forward`. A row of features passes a port in `row_intra_s` or, between nodes,
+    `row_inter_s`, and a round of their exchange takes `round_s` at least. `shard_s`, `reduce_s`, `exposed_s`,
+    `reduce_exposed_s`: traffic of the encoder's shards, as `CostModel` has it for the language model.
+
+    Memory is counted in tokens of a rank's room (`ClusterSpec.max_tokens_per_rank`): from Encode to Backward a patch
+    takes `kept_tokens`, while the encoder computes `working_tokens` more.
+    """
+
+    s_per_patch: float
+    s_per_cell: float
+    half_patches: float = 0.0
+    fixed_s: float = 0.0
+    linear_forward: float = 1 / 3
+    attention_forward: float = 2 / 7
+    row_intra_s: float = 0.0
+    row_inter_s: float = 0.0
+    round_s: float = 0.0
+    shard_s: float = 0.0
+    reduce_s: float = 0.0
+    exposed_s: float = 0.0
+    reduce_exposed_s: float = 0.0
+    kept_tokens: float = 0.0
+    working_tokens: float = 0.0
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"encoder.{name} is {value}, must be finite and at least 0; measure it again")
+
+    @classmethod
+    def from_profiles(
+        cls,
+        model: ModelProfile,
+        hardware: HardwareProfile,
+        *,
+        num_ranks: int,
+        recomputed_layers: int,
+        bytes_per_element: int,
+        reduced: bool,
+    ) -> "EncoderCost | None":
+        """Of `model.vision`; None where a model has none. `reduced`: gradients are reduced in every microbatch."""
+        vision = model.vision
+        if vision is None:
+            return None
+        trained = not vision.frozen
+        linear, attention = 1 + trained * LINEAR_BACKWARD, 1 + trained * ATTENTION_BACKWARD
+        peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
+        linear_flops = linear * vision.linear_flops_per_patch(model.hidden_size)
+        s_per_patch = linear_flops / (peak * hardware.linear_efficiency)
+        row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
+        per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
+        held = patch_bytes(model, bytes_per_element=bytes_per_element)
+        return cls(
+            s_per_patch=s_per_patch,
+            s_per_cell=attention * vision.attention_flops_per_cell / (peak * hardware.attention_efficiency),
+            half_patches=hardware.attention_half_tokens,
+            fixed_s=hardware.linear_half_tokens * s_per_patch,
+            linear_forward=1 / linear,
+            attention_forward=1 / attention,
+            row_intra_s=row_bytes / hardware.intra_node_bandwidth,
+            row_inter_s=row_bytes / inter_bandwidth(hardware),
+            round_s=(1 + trained) * hardware.latency_s,
+            kept_tokens=held.kept / per_token,
+            working_tokens=held.working / per_token,
+            frozen=vision.frozen,
+            **_shards(model, hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element, reduced=reduced),
+        )
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> "EncoderCost":
+        """From `dataclasses.asdict`, also when that went through JSON."""
+        return cls(**fields)
+
+    def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:
+        """Seconds of pictures in forward and in backward."""
+        patches = np.asarray(num_patches, np.float64)
+        linear_s = self.s_per_patch * patches
+        attention_s = self.s_per_cell * patches * (patches + self.half_patches)
+        forward_s = self.linear_forward * linear_s + self.attention_forward * attention_s
+        return np.asarray(forward_s), np.asarray(linear_s + attention_s - forward_s)
+
+    @property
+    def fixed_passes_s(self) -> tuple[float, float]:
+        """The fixed seconds of a microbatch in forward and in backward."""
+        return self.linear_forward * self.fixed_s, (1 - self.linear_forward) * self.fixed_s
+
+    def microbatch_s(self, computed_s: float, *, moved_s: float, overlap: float, last: bool) -> float:
+        """Seconds that pictures add to a microbatch: the slowest rank's, forward and backward, the fixed ones included,
+        beside which shards travel, and the way of the features. `last`: of the step."""
+        exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
+        traffic_s = max(self.shard_s + (self.reduce_s if last else 0.0) - exposed_s, 0.0)
+        return computed_s + traffic_s - overlap * min(traffic_s, computed_s) + exposed_s + moved_s
+
+
+def _shards(
+    model: ModelProfile, hardware: HardwareProfile, *, num_ranks: int, bytes_per_element: int, reduced: bool
+) -> dict[str, float]:
+    """All parameters are gathered for forward, layers again for backward, gradients scattered in fp32. What embeds
+    patches, the mergers and the first layer come before anything computes, and the last gradients go when nothing
+    computes any more. Of a frozen encoder nothing goes back."""
+    assert model.vision is not None, "the model sees"
+    vision = model.vision
+    s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
+    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+    one, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
+    layers = vision.num_layers * one
+    gathers = {"shard_s": ((2 - vision.frozen) * layers + outer) * gather_s, "exposed_s": (outer + one) * gather_s}
+    if vision.frozen:
+        return gathers
+    total_s, last_s = (layers + outer) * reduce_s, (outer + one) * reduce_s
+    if reduced:
+        return {"shard_s": gathers["shard_s"] + total_s, "exposed_s": gathers["exposed_s"] + last_s}
+    return gathers | {"reduce_s": total_s, "reduce_exposed_s": last_s}
+
+
+def check_one_stage(name: str, *, num_stages: int) -> None:
+    """
+    Raises:
+        ValueError: several pipeline stages of a model with a vision encoder.
+    """
+    if num_stages > 1:
+        raise ValueError(
+            f"cluster.pipeline_stages is {num_stages}, must be 1 for {name}, which has a vision encoder; use context "
+            "parallelism instead"
+        )

@@ -1,0 +1,191 @@
+"""Seconds of a layout whose blocks lie anywhere, round by round.
+
+What a rank sends or receives, the larger of both, in heads of one token: comparable between primitives.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.cost.analytic import ATTENTION_BACKWARD
+from rayfcp.cost.model import CostModel, speeds_of
+from rayfcp.cost.placement import node_of_ranks
+from rayfcp.cost.work import Index, LayoutWork, Loads, Pass, Rounds, work_of
+from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+
+HOLD = 2
+"""Rounds from a transfer to the one in which its gradients go home, without pacing."""
+
+LAYERS = 3
+"""Layers that are walked through: the last ones repeat."""
+
+
+def layout_s(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> float:
+    """Seconds of the slowest forward and the slowest backward together (`layout_passes`)."""
+    return sum(layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost))
+
+
+def layout_passes(
+    layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> tuple[float, float]:
+    """Seconds of the slowest rank's forward, and of the slowest rank's backward, with the fixed cost.
+
+    By the coefficients of rings (Eq. 8-10 of Flexible Context Parallelism). In a round a rank attends to what the
+    round before brought, while its transfers fly; it goes on when both are over. A transfer starts when both
+    ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes
+    its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
+    gradients go home `HOLD` rounds later in the transposed rounds (with pacing, as many as it has buffers).
+    Where runs of ranks share out heads, this is the walk of runs, each rank with its share of heads and on its own
+    ports, between exchanges that cost what Ulysses' do for the most tokens of the run's ranks; infinitely much if the
+    heads cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest.
+    Recomputed layers run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their
+    gradients went the way back.
+    """
+    num_ranks = cluster.num_ranks
+    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
+    rounds = _rounds(layout, work, cluster=cluster, cost=cost)
+    if not np.isfinite(rounds.exchange_s).all():
+        return math.inf, math.inf
+    hold = layout.pacing.num_buffers if layout.pacing else HOLD
+    linear_s = (cost.linear_s_per_token * work.tokens + cost.fixed_s) / speeds_of(cluster)
+    return passes_s(rounds, linear_s, hold=hold, cost=cost)
+
+
+def passes_s(rounds: Rounds, linear_s: Loads, *, hold: int, cost: CostModel) -> tuple[float, float]:
+    """`layout_passes` of rounds as columns; `linear_s`: linear layers and fixed cost of each rank."""
+    forward, again, backward = _passes(cost, hold=hold)
+    both = (backward, again) if cost.recomputed_layers else (backward,)
+    return (
+        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
+        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
+    )
+
+
+def _passes(cost: CostModel, *, hold: int) -> tuple[Pass, Pass, Pass]:
+    """Forward, forward once more for recomputed layers, and the rest of backward."""
+    once, first = cost.passes_forward, cost.attention_forward
+    forward = Pass(attention=first, keys=cost.ring_forward, gradients=0.0, latencies=once, hold=0)
+    again = Pass(
+        attention=max(1 - (1 + ATTENTION_BACKWARD) * first, 0.0),
+        keys=max(1 - 2 * cost.ring_forward - cost.ring_returned, 0.0),
+        gradients=0.0,
+        latencies=max(1 - 2 * once, 0.0),
+        hold=0,
+    )
+    backward = Pass(
+        attention=1 - first - again.attention,
+        keys=1 - cost.ring_forward - cost.ring_returned - again.keys,
+        gradients=cost.ring_returned,
+        latencies=once,
+        hold=hold,
+    )
+    return forward, again, backward
+
+
+def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> float:
+    """Seconds by which a layer that follows equal ones puts off the slowest rank: ranks that are done early begin the
+    next one early, but none before all have begun this one, since they gather its parameters then."""
+    from rayfcp.cost.kernels.passes import finish_s
+
+    here, ends = np.zeros_like(linear_s), [0.0]
+    for _ in range(LAYERS):
+        done = here
+        for each in passes:
+            done = finish_s(rounds, each, done)
+        here = np.maximum(done + linear_s, here.max())
+        ends.append(float(here.max()))
+    return (ends[-1] - ends[1]) / (LAYERS - 1)
+
+
+def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> Rounds:
+    nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, layout.heads)
+    across = (nodes[work.source] != nodes[work.target]).any(axis=1)
+    coalesce = layout.pacing.coalesce if layout.pacing else 1
+    half, speeds = cost.attention_half_tokens, speeds_of(cluster).reshape(-1, layout.heads).min(axis=1)
+    hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
+    per_cell_s = cost.attention_s_per_cell / layout.heads
+    stage = np.arange(len(layout.rounds)) // coalesce
+    own_s = per_cell_s * (work.own_cells + half * work.own_sides) / speeds
+    brought_s = per_cell_s * (work.cells + half * work.sides) / speeds[work.target]
+    return Rounds(
+        work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
+        stage=stage,
+        bounds=np.searchsorted(work.round, np.arange(len(layout.rounds) + 1)),
+        source=work.source,
+        target=work.target,
+        across=across.astype(np.int64),
+        moved_s=cost.kv_share(layout.heads) * hop_s * work.moved_tokens,
+        latency_s=float(cost.ring_s_per_round),
+        exchange_s=_exchange_s(layout, work, nodes=nodes, cost=cost),
+        heads=layout.heads,
+        overlap=float(cost.overlap),
+    )
+
+
+def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Index, cost: CostModel) -> Loads:
+    """Seconds of each run's exchanges, those of a Ulysses group whose ranks all hold as many tokens as its fullest."""
+    tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)
+    return cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1))
+
+
+def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:
+    """Attention of each rank in each phase: all at once in the phase after it came, or as pacing shares it out."""
+    if layout.pacing and len(stage):
+        from rayfcp.cost.kernels.flow import Flow, phases_of
+
+        buffers = layout.pacing.num_buffers
+        return phases_of(Flow(stage, work.source, work.target, np.zeros(len(stage)), brought_s, own_s, buffers))
+    work_s = np.zeros((len(own_s), int(stage.max(initial=-1)) + 2))
+    work_s[:, 0] = own_s
+    np.add.at(work_s, (work.target, stage + 1), brought_s)
+    return work_s
+
+
+Volumes = npt.NDArray[np.float64]
+
+
+def hop_heads(cost: CostModel, *, heads: int = 1) -> float:
+    """Heads of one token that pass one hop of a ring forward: its keys and values, of one of `heads` shares."""
+    return 2 * max(cost.num_kv_heads / heads, 1.0)
+
+
+def ring_tokens(tokens: Volumes) -> Volumes:
+    """Tokens whose keys and values each position of a ring sends or receives; `tokens[p]` are its own.
+
+    All of the group's but those of its successor leave it, all but its own come.
+
+    >>> ring_tokens(np.array([5.0, 4.0, 4.0]))
+    array([9., 9., 9.])
+    """
+    total = tokens.sum()
+    volumes: Volumes = np.maximum(total - np.roll(tokens, -1), total - tokens) if len(tokens) > 1 else 0 * tokens
+    return volumes
+
+
+def round_tokens(layout: Layout, *, num_ranks: int) -> Volumes:
+    """Tokens whose keys and values each rank sends or receives in the rounds of a layout, of its share of heads."""
+    sizes = [block.num_tokens for block in layout.blocks]
+    num_runs = num_ranks // layout.heads
+    sent, received = np.zeros(num_runs), np.zeros(num_runs)
+    for step in layout.rounds:
+        for transfer in step.transfers:
+            num_tokens = sum(sizes[block] for block in transfer.blocks)
+            sent[transfer.source] += num_tokens
+            received[transfer.target] += num_tokens
+    return np.repeat(np.maximum(sent, received), layout.heads)
+
+
+def exchanged_heads(tokens: Volumes, cost: CostModel) -> Volumes:
+    """Heads of one token that each position of a Ulysses group sends or receives forward (DeepSpeed-Ulysses, 3.2).
+
+    Of d ranks each sends every other its own tokens' queries, keys and values of that rank's heads, and gets
+    back their outputs; keys and values are replicated beyond their count of heads.
+    """
+    degree = len(tokens)
+    outputs = cost.num_heads / degree
+    inputs = outputs + 2 * max(cost.num_kv_heads / degree, 1.0)
+    own, others = (degree - 1) * tokens, tokens.sum() - tokens
+    volumes: Volumes = np.maximum(own * inputs + others * outputs, others * inputs + own * outputs)
+    return volumes

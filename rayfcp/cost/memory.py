@@ -1,0 +1,234 @@
+"""The memory model: how many tokens a rank can hold in one microbatch (Eq. 7 turned around)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rayfcp.cost.stages import outer_parameters
+from rayfcp.values import InfeasiblePlanError, ModelProfile
+
+STATE_BYTES = 16  # per parameter: fp32 weight, gradient and Adam's two moments
+FP32_BYTES = 4
+GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
+GIB = 1 << 30
+
+ACCELERATOR_MEMORY_SHARE = 0.9
+"""Of a device's memory that a run plans with; the rest is for its context, communicators and fragmentation."""
+
+LOSS_CHUNK_TOKENS = 2048
+"""Most tokens of a rank whose logits exist at a time."""
+
+_LOSS_BYTES_PER_WORD = 2 * LOSS_CHUNK_TOKENS * FP32_BYTES
+_LEAST_CHUNK_TOKENS = 512
+"""Below, products of matrices wait for memory."""
+
+
+def max_tokens_per_rank(
+    model: ModelProfile,
+    *,
+    num_devices: int,
+    memory_bytes: int,
+    recomputed_layers: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+) -> int:
+    """Tokens that fit beside the model's states on each of `num_devices` that share them.
+
+    Raises:
+        InfeasiblePlanError: the states alone, or with one token, pass `memory_bytes`.
+    """
+    fixed_bytes = state_bytes(
+        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    )
+    per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
+    num_tokens = (memory_bytes - fixed_bytes) // per_token
+    if num_tokens < 1:
+        raise InfeasiblePlanError(
+            f"memory per device is {memory_bytes / GIB:.3g} GiB, model {model.name} on {num_devices} devices needs "
+            f"{(fixed_bytes + per_token) / GIB:.3g} GiB for its states and one token; add devices or memory, "
+            "or set train.reduce_every=microbatch"
+        )
+    return num_tokens
+
+
+def state_bytes(
+    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+) -> int:
+    """Bytes on a device that do not depend on tokens.
+
+    Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
+    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); what the loss needs (`loss_bytes`); the
+    same of a vision encoder (`encoder_state_bytes`).
+    """
+    embeddings = model.num_parameters - model.num_layers * model.layer_parameters
+    gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
+    unreduced = model.num_parameters if reduce_every == "step" else gathered
+    sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
+    loss = loss_bytes(model, bytes_per_element=bytes_per_element)
+    encoder = encoder_state_bytes(
+        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    )
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + loss + encoder
+
+
+def stage_state_bytes(
+    model: ModelProfile,
+    *,
+    layers_of_stage: Sequence[int],
+    stage: int,
+    num_ranks: int,
+    bytes_per_element: int,
+    reduce_every: Literal["microbatch", "step"],
+    gather_every: Literal["microbatch", "step"],
+) -> int:
+    """`state_bytes` of a device of one of several stages, over whose `num_ranks` ranks its parameters are sharded.
+
+    With `gather_every` step all its layers stay gathered. The embedding is on the first stage, head and logits
+    on the last; tied, both have the matrix.
+    """
+    layers, last = layers_of_stage[stage], stage == len(layers_of_stage) - 1
+    outer = outer_parameters(model, num_stages=len(layers_of_stage))[stage]
+    whole = layers * model.layer_parameters + outer
+    passing = min(GATHERED_LAYERS, layers) * model.layer_parameters + outer
+    gathered = whole if gather_every == "step" else passing
+    unreduced = whole if reduce_every == "step" else passing
+    loss = loss_bytes(model, bytes_per_element=bytes_per_element) if last else 0
+    return -(-STATE_BYTES * whole // num_ranks) + gathered * bytes_per_element + unreduced * FP32_BYTES + loss
+
+
+def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
+    """Tokens of a chunk of the loss, of which there are logits and, as wide as fp32 at least, shares of the words.
+    Beside them lies the head's gradient, made in the forward pass: a wide head leaves less room for tokens.
+
+    >>> loss_chunk_tokens(2048, bytes_per_element=2), loss_chunk_tokens(4096, bytes_per_element=2)
+    (2048, 1365)
+    """
+    left = _LOSS_BYTES_PER_WORD - bytes_per_element * hidden_size
+    return min(max(left // _logit_bytes(bytes_per_element), _LEAST_CHUNK_TOKENS), LOSS_CHUNK_TOKENS)
+
+
+def loss_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """What the loss needs: a chunk's logits and the head's gradient."""
+    tokens = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element)
+    per_word = tokens * _logit_bytes(bytes_per_element) + bytes_per_element * model.hidden_size
+    return model.vocab_size * max(per_word, _LOSS_BYTES_PER_WORD)
+
+
+def _logit_bytes(bytes_per_element: int) -> int:
+    return bytes_per_element + max(bytes_per_element, FP32_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerBytes:
+    """Bytes per token of a rank in one layer, of what stays from a forward pass to its backward pass.
+
+    `whole`: all that backward needs (`layer_token_bytes`); `kept`: what a recomputed layer keeps, its input;
+    `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
+    `kv_gradients`: gradients of these, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
+    `working`, of the one microbatch that computes, gradients of the MLP's inner activations; `buffers`, per token
+    whose keys and values travel, one round's in use and one arriving, with their gradients.
+    """
+
+    whole: int
+    kept: int
+    kv: int
+    kv_gradients: int
+    head: int
+    working: int
+    buffers: int
+
+
+def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
+    """Of a layer of `model`, e bytes an element."""
+    e = bytes_per_element
+    kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
+    return LayerBytes(
+        whole=layer_token_bytes(model, bytes_per_element=e),
+        kept=e * model.hidden_size,
+        kv=kv,
+        kv_gradients=gradients,
+        head=(FP32_BYTES + 2 * e) * model.hidden_size,
+        working=working_token_bytes(model, bytes_per_element=e),
+        buffers=2 * (kv + gradients),
+    )
+
+
+def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:
+    """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set.
+
+    A recomputed layer keeps its input; while it is computed again one layer is whole. The working set
+    holds the gradients of the MLP's two inner activations and the ring's buffers: one round's keys and
+    values in use and one arriving, with their fp32 gradients. Any token of a model that sees may have features.
+    """
+    whole = layer_token_bytes(model, bytes_per_element=bytes_per_element)
+    kept = (model.num_layers - recomputed_layers) * whole
+    kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
+    buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
+    features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
+    return kept + working_token_bytes(model, bytes_per_element=bytes_per_element) + buffers + features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchBytes:
+    """Bytes per patch that a vision encoder keeps from Encode to Backward, and needs beside while it computes."""
+
+    kept: int
+    working: int
+
+
+def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
+    """Of `model.vision`, h wide, e bytes an element.
+
+    A layer saves inputs and outputs of two norms, 4 e h; queries, keys, values, the first two also as turned, and
+    outputs, 6 e h, and fp32 logsumexp, 4 H; of the MLP two inner activations, four where it is gated. A merger saves
+    its normed input, two inner activations and its rows. A frozen encoder keeps its rows only, and needs one layer.
+    """
+    assert model.vision is not None, "the model sees"
+    vision, e = model.vision, bytes_per_element
+    layer = e * 10 * vision.hidden_size + FP32_BYTES * vision.num_heads
+    layer += (4 if vision.gated else 2) * e * vision.ffn_size
+    rows = vision.num_mergers * e * model.hidden_size // vision.merged_patches
+    if vision.frozen:
+        return PatchBytes(kept=rows, working=layer)
+    mergers = vision.num_mergers * e * (2 * vision.hidden_size + 2 * vision.merger_size // vision.merged_patches)
+    return PatchBytes(kept=vision.num_layers * layer + mergers + rows, working=layer)
+
+
+def encoder_state_bytes(
+    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
+) -> int:
+    """`state_bytes` of `model.vision` (0: none): of a frozen encoder fp32 weights and what is gathered."""
+    vision = model.vision
+    if vision is None:
+        return 0
+    whole = vision.num_parameters(model.hidden_size)
+    outer = vision.outer_parameters(model.hidden_size)
+    gathered = min(GATHERED_LAYERS, vision.num_layers) * vision.layer_parameters + outer
+    sharded = -(-(FP32_BYTES if vision.frozen else STATE_BYTES) * whole // num_devices)
+    unreduced = 0 if vision.frozen else (whole if reduce_every == "step" else gathered)
+    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES
+
+
+def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes that one layer saves for backward per token, flash attention and gated MLP, e bytes an element.
+
+    Two norms: input in fp32, normalised input, output: 2 (4 + 2e) h. Attention: query, output, keys and
+    values, fp32 logsumexp: e (2 H + 2 H_kv) D + 4 H; norms of heads, of queries and keys, their input in fp32 and
+    normalised: (4 + e) (H + H_kv) D. MLP: gate, up, activated gate, product: 4 e F. With experts F is the sum over
+    those of a token, and each of these keeps its input and its output beside, the router fp32 shares of all E.
+    """
+    e = bytes_per_element
+    norms = 2 * (FP32_BYTES + 2 * e) * model.hidden_size
+    attention = e * 2 * (model.num_heads + model.num_kv_heads) * model.head_dim + FP32_BYTES * model.num_heads
+    if model.head_norms:
+        attention += (FP32_BYTES + e) * (model.num_heads + model.num_kv_heads) * model.head_dim
+    mlp = 4 * e * model.active_ffn_size
+    if model.has_experts:
+        mlp += 2 * e * model.experts_per_token * model.hidden_size + FP32_BYTES * model.num_experts
+    return norms + attention + mlp
+
+
+def working_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
+    """Bytes per token of the gradients of an MLP's two inner activations and, with experts, of their inputs."""
+    routed = model.experts_per_token * model.hidden_size if model.has_experts else 0
+    return bytes_per_element * (2 * model.active_ffn_size + routed)

@@ -1,0 +1,223 @@
+"""Names that users give: found, or refused with the nearest known one.
+
+Profiles as YAML: those that ship with the package, and files of a user's own.
+
+Named hardware profiles: peaks, links, and the shares of them that kernels reach.
+
+Figures and their sources: `data/hardware.yaml`.
+
+Named model profiles, of multimodal models (`internvl*`, `qwen3-vl-*`) with their vision encoder. Figures and their
+sources: `data/models.yaml`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rayfcp.config import ConfigError
+from rayfcp.config.loading import read_yaml
+from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
+
+
+def pick(name: str, known: Iterable[str], *, what: str) -> str:
+    """`name` if it is known.
+
+    Raises:
+        ValueError: it is not; the message names the nearest known one and all others.
+    """
+    names = list(known)
+    if name in names:
+        return name
+    near = get_close_matches(name, names, n=1, cutoff=0.0)
+    raise ValueError(f"{what} is {name!r}, must be one of {', '.join(names)}; did you mean {near[0]!r}?")
+
+
+P = TypeVar("P", bound=ModelProfile | HardwareProfile)
+
+MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_bandwidth"}
+MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"}
+SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
+TEXTS = {"name", "source"}
+LISTS = {"layer_windows"}
+SECTIONS = {"vision": VisionProfile}
+
+
+class Shipped(Mapping[str, P], Generic[P]):
+    """The profiles of one data file of this package, by name, in the order of the file; read when first used."""
+
+    def __init__(self, kind: type[P], *, file: str, what: str) -> None:
+        self._kind, self._file, self._what = kind, file, what
+
+    def __getitem__(self, name: str) -> P:
+        return self._profiles[name][0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._profiles)
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def sources(self, name: str) -> Mapping[str, str]:
+        """Where each field's figure comes from."""
+        return self._profiles[name][1]
+
+    def find(self, name_or_path: str) -> P:
+        """The profile of that name, or the one in that YAML file (a path has a slash or ends in `.yaml`, `.yml`).
+
+        Raises:
+            ConfigError: unknown name, or a file that holds no such profile; one line that names the field, the
+                value, the bound, and the nearest known word.
+        """
+        if not ("/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))):
+            try:
+                return self[pick(name_or_path, self, what=self._what)]
+            except ValueError as error:
+                raise ConfigError(f"{error} (a YAML file is given by its path)") from None
+        path = Path(name_or_path)
+        where = f"{self._what} file {name_or_path!r}"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{where} does not exist; check the path") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where} cannot be read: {error}; give a YAML text file") from error
+        raw = read_yaml(text, source=name_or_path)
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where} must hold fields of a profile, one `key: value` a line; e.g. name: mine")
+        return self._profile({"name": path.stem, **raw}, where=where)[0]
+
+    @cached_property
+    def _profiles(self) -> dict[str, tuple[P, dict[str, str]]]:
+        text = (files("rayfcp.cost") / "data" / self._file).read_text(encoding="utf-8")
+        entries: dict[str, dict[str, Any]] = read_yaml(text, source=self._file)
+        return {
+            name: self._profile({"name": name, **fields}, where=f"{self._file}: {name}")
+            for name, fields in entries.items()
+        }
+
+    def _profile(self, raw: Mapping[str, Any], *, where: str) -> tuple[P, dict[str, str]]:
+        values, sources = _fields(self._kind, raw, where=where)
+        if self._kind is HardwareProfile and sources:
+            values["source"] = "; ".join(f"{name}: {text}" for name, text in sources.items())
+        _check(values, where=where)
+        return self._kind(**values), sources
+
+
+def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of fields, of sections as profiles of their own, and sources by field (`vision.num_layers`)."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    given = dict(raw)
+    sources = _sources(given.pop("sources", {}), fields, where=where)
+    for key in given:
+        if key not in fields:
+            raise ConfigError(f"{where}: {key} is no field; did you mean {_nearest(str(key), [*fields, 'sources'])}?")
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
+    if missing:
+        raise ConfigError(f"{where}: {missing[0]} is missing; give all of {', '.join(missing)}")
+    values = {key: _value(key, given[key], field=fields[key], where=where) for key in given if key not in SECTIONS}
+    for key in (key for key in given if key in SECTIONS):
+        values[key], told = _section(key, given[key], where=where)
+        sources |= {f"{key}.{name}": text for name, text in told.items()}
+    return values, sources
+
+
+def _section(key: str, raw: object, *, where: str) -> tuple[Any, dict[str, str]]:
+    """A profile inside a profile and its sources; none where it says null."""
+    if raw is None:
+        return None, {}
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: {key} is {raw!r}, must hold fields of its own; e.g. num_layers: 24")
+    values, sources = _fields(SECTIONS[key], raw, where=f"{where}: {key}")
+    if values["hidden_size"] % values["num_heads"]:
+        raise ConfigError(
+            f"{where}: {key}: hidden_size is {values['hidden_size']}, must be a multiple of num_heads "
+            f"({values['num_heads']}); change one"
+        )
+    return SECTIONS[key](**values), sources
+
+
+def _check(values: Mapping[str, Any], *, where: str) -> None:
+    heads, kv_heads = values.get("num_heads"), values.get("num_kv_heads")
+    if heads is not None and heads % kv_heads:
+        raise ConfigError(f"{where}: num_heads is {heads}, must be a multiple of num_kv_heads ({kv_heads}); change one")
+    experts, each = values.get("num_experts", 1), values.get("experts_per_token", 1)
+    if each > experts:
+        raise ConfigError(f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one")
+    windows, layers = values.get("layer_windows") or (), values.get("num_layers")
+    if windows and len(windows) != layers:
+        raise ConfigError(
+            f"{where}: layer_windows has {len(windows)} entries, must have num_layers ({layers}); correct it"
+        )
+
+
+def _sources(raw: object, fields: Mapping[str, Any], *, where: str) -> dict[str, str]:
+    """One text a field from keys that name one or several fields."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: sources must map names of fields to texts; e.g. peak_flops: data sheet")
+    told: dict[str, str] = {}
+    for keys, text in raw.items():
+        for name in (part.strip() for part in str(keys).split(",")):
+            if name not in fields:
+                raise ConfigError(f"{where}: sources has {name}, no field; did you mean {_nearest(name, [*fields])}?")
+            told[name] = str(text)
+    return told
+
+
+def _value(key: str, value: object, *, field: Any, where: str) -> object:
+    """The value as the field's type, if it is one and lies within the field's bounds."""
+    kind: Callable[[Any], object] = field.type
+    if key in TEXTS:
+        return str(value)
+    if key in LISTS:
+        if not isinstance(value, list) or not all(isinstance(each, int) and each >= 0 for each in value):
+            raise ConfigError(f"{where}: {key} is {value!r}, must be a list of whole numbers of at least 0; correct it")
+        return tuple(value)
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: {key} is {value!r}, must be true or false; write one of the two")
+        return value
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (kind is int and value != int(value)):  # type: ignore[call-overload]
+        wanted = "a whole number" if kind is int else "a number"
+        raise ConfigError(f"{where}: {key} is {value!r}, must be {wanted}; write digits such as 128 or 2e9")
+    assert isinstance(value, (int, float))
+    if value < 0 or (value == 0 and key not in MAY_BE_ZERO):
+        raise ConfigError(
+            f"{where}: {key} is {value}, must be {'at least' if key in MAY_BE_ZERO else 'above'} 0; raise it"
+        )
+    if key in SHARES and value > 1:
+        raise ConfigError(f"{where}: {key} is {value}, must be at most 1; it is a share")
+    return kind(value)
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    return get_close_matches(name, known, n=1, cutoff=0.0)[0]
+
+
+HARDWARE: Shipped[HardwareProfile] = Shipped(HardwareProfile, file="hardware.yaml", what="hardware")
+
+
+def hardware_profile(name_or_path: str) -> HardwareProfile:
+    """The profile of that name, or the one in that YAML file.
+
+    Raises:
+        ConfigError: unknown name (told with the nearest known one), or a file that holds no hardware profile.
+    """
+    return HARDWARE.find(name_or_path)
+
+
+MODELS: Shipped[ModelProfile] = Shipped(ModelProfile, file="models.yaml", what="model")
+
+
+def model_profile(name_or_path: str) -> ModelProfile:
+    """The profile of that name, or the one in that YAML file.
+
+    Raises:
+        ConfigError: unknown name (told with the nearest known one), or a file that holds no model profile.
+    """
+    return MODELS.find(name_or_path)

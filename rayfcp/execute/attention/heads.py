@@ -1,0 +1,142 @@
+"""Exchanges of tokens for heads around attention, differentiable: queries, keys and values there, outputs back.
+
+The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023) as the point-to-point matchings of the program.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rayfcp.execute.attention.slots import accumulator_dtype
+from rayfcp.execute.parallel.transport import Traffic, Transport
+from rayfcp.program import HeadProgram, Message, Payload, Range, exchange_rounds, spans
+
+
+class HeadExchange:
+    """One rank's end of the exchanges of a group, for tensors of `heads` and `kv_heads` heads.
+
+    Position p of d has query heads [p h, (p + 1) h), h = heads / d, and those of the key and value heads that they
+    attend to: k = max(kv_heads / d, 1), replicated where d is above kv_heads.
+
+    Raises:
+        ValueError: heads or kv_heads cannot be shared out, or the program is another rank's.
+    """
+
+    def __init__(
+        self, program: HeadProgram, *, heads: int, kv_heads: int, transport: Transport, traffic: Traffic
+    ) -> None:
+        degree = program.degree
+        if transport.rank not in program.ranks:
+            raise ValueError(
+                f"attention: the program is of ranks {program.ranks}, this is rank {transport.rank}; pass its own"
+            )
+        if heads % degree or (kv_heads % degree and degree % kv_heads):
+            raise ValueError(
+                f"attention: {heads} heads on {kv_heads} key/value heads cannot be shared out over the {degree} ranks "
+                f"{program.ranks}; the degree must divide the heads, and divide the key/value heads or be a multiple "
+                "of them: plan with the model's num_heads and num_kv_heads"
+            )
+        self.heads, self.kv_heads = heads, kv_heads
+        self.head_share, self.kv_share = heads // degree, max(kv_heads // degree, 1)
+        self._program, self._transport, self._traffic = program, transport, traffic
+        self._spans = spans(program.tokens)
+        self._own = program.ranks.index(transport.rank)
+
+    def part(self, query: Tensor, key: Tensor, *, value: Tensor, position: int) -> Tensor:
+        """What a position attends with, of this rank's tokens: `[tokens, h + 2 k, head_dim]`."""
+        first = position * self.kv_heads // self._program.degree
+        kept = [each[:, first : first + self.kv_share] for each in (key, value)]
+        at = position * self.head_share
+        return torch.cat([query[:, at : at + self.head_share], *kept], dim=1)
+
+    def gather(self, part_of: Callable[[int], Tensor], *, payload: Payload) -> Tensor:
+        """To heads: `part_of(p)`, this rank's tokens of position p's heads, goes there; returned is this position's
+        heads of all tokens of the group, in order."""
+        own = part_of(self._own)
+        whole = own.new_empty((self._spans[-1][1], *own.shape[1:]))
+        _rows(whole, self._spans[self._own]).copy_(own)
+        self._run(
+            payload,
+            outgoing=lambda message: part_of(self._program.ranks.index(message.peer)),
+            incoming=lambda message: _rows(whole, message.ranges[0]),
+        )
+        return whole
+
+    def scatter(self, whole: Tensor, *, payload: Payload) -> list[Tensor]:
+        """To tokens: this position's heads of all tokens, contiguous, go to whose tokens they are; returned are this
+        rank's tokens of each position's heads."""
+        start, stop = self._spans[self._own]
+        parts = [
+            _rows(whole, (start, stop)) if position == self._own else whole.new_empty((stop - start, *whole.shape[1:]))
+            for position in range(self._program.degree)
+        ]
+        self._run(
+            payload,
+            outgoing=lambda message: _rows(whole, message.ranges[0]),
+            incoming=lambda message: parts[self._program.ranks.index(message.peer)],
+        )
+        return parts
+
+    def _run(
+        self, payload: Payload, *, outgoing: Callable[[Message], Tensor], incoming: Callable[[Message], Tensor]
+    ) -> None:
+        """All rounds are posted before the first is waited for: nothing in them depends on another."""
+        posted = []
+        for step in exchange_rounds(self._program, rank=self._transport.rank, payload=payload):
+            sends = [(message.peer, outgoing(message)) for message in step.sends]
+            receives = [(message.peer, incoming(message)) for message in step.receives]
+            self._traffic.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+            posted.append((self._transport.post(sends, receives), sends))  # tensors live until they are sent
+        for pending, _ in posted:
+            self._traffic.wait(pending)
+
+
+def _rows(tensor: Tensor, span: Range) -> Tensor:
+    return tensor[span[0] : span[1]]
+
+
+class ToHeads(torch.autograd.Function):
+    """`[tokens, heads, head_dim]` and twice `[tokens, kv_heads, head_dim]` of own tokens ->
+    `[all tokens, h + 2 k, head_dim]` of own heads. Gradients of replicated key and value heads are summed in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gather(
+            lambda position: exchange.part(query, key, value=value, position=position), payload=Payload.QKV
+        )
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: HeadExchange = ctx.exchange
+        parts = exchange.scatter(grads[0].contiguous(), payload=Payload.QKV_GRAD)
+        shares = [exchange.head_share, exchange.kv_share, exchange.kv_share]
+        dq, dk, dv = (torch.cat(each, dim=1) for each in zip(*(part.split(shares, 1) for part in parts), strict=True))
+        return dq, _summed(dk, exchange.kv_heads), _summed(dv, exchange.kv_heads), None
+
+
+def _summed(gradient: Tensor, kv_heads: int) -> Tensor:
+    """`[tokens, kv_heads x replicas, head_dim]` -> `[tokens, kv_heads, head_dim]`."""
+    tokens, _, head_dim = gradient.shape
+    replicas = gradient.view(tokens, kv_heads, -1, head_dim)
+    return replicas.sum(2, dtype=accumulator_dtype(gradient.dtype)).to(gradient.dtype)
+
+
+class ToTokens(torch.autograd.Function):
+    """`[all tokens, h, head_dim]` of own heads -> `[tokens, heads, head_dim]` of own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, exchange: HeadExchange) -> Tensor:
+        ctx.exchange = exchange
+        return torch.cat(exchange.scatter(out.contiguous(), payload=Payload.OUT), dim=1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: HeadExchange = ctx.exchange
+        shares = grads[0].split(exchange.head_share, dim=1)
+        return exchange.gather(lambda position: shares[position].contiguous(), payload=Payload.OUT_GRAD), None

@@ -1,0 +1,316 @@
+"""How messages of a round travel: over a torch.distributed group, or between threads of one process.
+
+What attention moves, computes and waits for.
+
+What passes between the stages of a rank: activations one way, their gradients the other, each on its own channel.
+"""
+
+import queue
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional  # its defaults name the default group of when it is loaded: none yet
+from torch import Tensor
+
+from rayfcp.execute.attention.slots import Buffers
+from rayfcp.execute.devices.device import Clock, HostClock, Mark
+from rayfcp.execute.parallel.groups import Channels
+from rayfcp.execute.reports import Progress
+from rayfcp.program import Flow, Receive, Send
+
+ACCELERATORS = {"nccl": "cuda", "hccl": "npu"}
+"""Kinds of device by the backend of their groups."""
+
+Envelope = tuple[int, Tensor]
+"""(peer rank, contiguous tensor)."""
+
+
+class Pending(Protocol):
+    """Messages that were posted."""
+
+    def wait(self) -> None:
+        """Return once all are sent and received."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `wait` is known to return at once; some channels (gloo) know it only after it has."""
+        ...
+
+
+class Transport(Protocol):
+    """Posts the messages of one round together. Between two ranks messages match in the order posted."""
+
+    rank: int
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        """Start all; tensors must stay untouched until `wait` returned."""
+        ...
+
+    def beside(self, *, after_compute: bool) -> AbstractContextManager[None]:  # noqa: ARG002  hosts have no queues
+        """Inside, an accelerator packs and posts in its own queue, which runs beside computations: behind those that
+        were enqueued so far if `after_compute`, else behind earlier messages alone."""
+        return nullcontext()
+
+
+class _Works:
+    def __init__(self, works: list[dist.Work], progress: Progress) -> None:
+        self._works, self._progress = works, progress
+
+    def wait(self) -> None:
+        with self._progress.waiting():
+            for work in self._works:
+                work.wait()
+
+    def done(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+class _Enqueued:
+    """Messages in a device's queue: computations enqueued from `wait` on come behind them, the host does not wait."""
+
+    def __init__(self, works: list[dist.Work], event: Any) -> None:
+        self._works, self._event = works, event
+        for work in works:
+            work.wait()  # in the queue
+        event.record()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def done(self) -> bool:
+        done: bool = self._event.query()
+        return done
+
+
+class DistributedTransport(Transport):
+    """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
+
+    Rank r of the programs is rank r of the group. `progress` learns of waits. On an accelerator messages have a stream
+    of their own, ordered against the one of computations by events.
+
+    The group belongs to who made it: it goes when it is destroyed, though a transport is left. Threads of a gloo group
+    that lives on when the interpreter ends may abort the process.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
+        self._group, self._progress = weakref.ref(group), progress or Progress()
+        self.rank = dist.get_rank(group)
+        self._device: Any = getattr(torch, ACCELERATORS.get(dist.get_backend(group), ""), None)
+        self._stream = None if self._device is None else self._device.Stream()
+
+    @contextmanager
+    def beside(self, *, after_compute: bool) -> Iterator[None]:
+        """See `Transport`."""
+        if self._device is None or self._stream is None:
+            yield
+            return
+        if after_compute:
+            self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            yield
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        group = self._group()
+        if group is None:
+            raise ValueError("transport: its process group is destroyed; make one of a group that is there")
+        operations = [
+            dist.P2POp(kind, tensor, group=group, group_peer=peer)
+            for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in envelopes
+        ]
+        if self._device is None:
+            return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
+        with self.beside(after_compute=self._device.current_stream() != self._stream):
+            works = dist.batch_isend_irecv(operations) if operations else []
+            return _Enqueued(works, self._device.Event())
+
+
+def default_transport() -> DistributedTransport:
+    """Messages on the default process group; one for as long as the group lives.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    if not dist.is_initialized():
+        raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
+    group = dist.group.WORLD
+    if group not in _TRANSPORTS:
+        _TRANSPORTS[group] = DistributedTransport(group)
+    return _TRANSPORTS[group]
+
+
+_TRANSPORTS: weakref.WeakKeyDictionary[dist.ProcessGroup, DistributedTransport] = weakref.WeakKeyDictionary()
+
+
+class FabricAbortedError(RuntimeError):
+    """Another rank of the fabric failed."""
+
+
+class Fabric:
+    """Mailboxes between the ranks of one process, each rank a thread."""
+
+    _POLL_S = 0.05
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+        self._aborted = threading.Event()
+
+    def abort(self) -> None:
+        """Wake every rank that waits."""
+        self._aborted.set()
+
+    def put(self, source: int, target: int, *, tensor: Tensor) -> None:
+        self._box(source, target).put(tensor)
+
+    def take(self, source: int, target: int) -> Tensor:
+        """The next tensor from source to target.
+
+        Raises:
+            FabricAbortedError: another rank failed meanwhile.
+        """
+        box = self._box(source, target)
+        while not self._aborted.is_set():
+            try:
+                return box.get(timeout=self._POLL_S)
+            except queue.Empty:
+                continue
+        raise FabricAbortedError(f"rank {target} waited for rank {source} when another rank failed")
+
+    def _box(self, source: int, target: int) -> "queue.SimpleQueue[Tensor]":
+        with self._lock:
+            return self._boxes[source, target]
+
+
+class _Arrivals:
+    def __init__(self, fabric: Fabric, rank: int, *, receives: list[Envelope]) -> None:
+        self._fabric, self._rank, self._receives = fabric, rank, receives
+
+    def wait(self) -> None:
+        for peer, tensor in self._receives:
+            tensor.copy_(self._fabric.take(peer, self._rank))
+
+    def done(self) -> bool:
+        return not self._receives
+
+
+class InProcessTransport(Transport):
+    """One rank's end of a `Fabric`; sends are copied, so they never wait."""
+
+    def __init__(self, fabric: Fabric, rank: int) -> None:
+        self._fabric = fabric
+        self.rank = rank
+
+    def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
+        for peer, tensor in sends:
+            self._fabric.put(self.rank, peer, tensor=tensor.detach().clone())
+        return _Arrivals(self._fabric, self.rank, receives=receives)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What attention did in one global batch: bytes sent to other ranks, (query, key) cells computed (both
+    directions, all layers, in cells of all heads), time spent waiting for messages. `buffers`: their memory."""
+
+    bytes_sent: int = 0
+    cells: float = 0.0
+    buffers: Buffers = field(default_factory=Buffers)
+    clock: Clock = field(default_factory=lambda: HostClock(time.perf_counter))
+    _waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+    def wait(self, pending: Pending) -> None:
+        """Wait for messages, or let the device wait, and note how long."""
+        start = self.clock.mark()
+        pending.wait()
+        self._waits.append((start, self.clock.mark()))
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds without computation because of messages; to be read when all is done."""
+        return sum(self.clock.between(start, stop) for start, stop in self._waits)
+
+
+class Pipes:
+    """One stage's ends of both channels. On a channel, peers are numbers of stages.
+
+    Sent tensors are kept until they are known to have left: when the channel says so, when the answer to
+    them came (the gradient of what was sent on), at the latest in `finish`.
+
+    Args:
+        activations: the channel from each stage to the next.
+        gradients: the channel back.
+        hidden_size: of the model.
+        dtype: of activations and their gradients.
+    """
+
+    def __init__(
+        self,
+        *,
+        activations: Transport,
+        gradients: Transport,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._channels = {Flow.ACTIVATION: activations, Flow.GRADIENT: gradients}
+        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._leaving: dict[tuple[Flow, int], tuple[Pending, Tensor]] = {}
+
+    @property
+    def stage(self) -> int:
+        return self._channels[Flow.ACTIVATION].rank
+
+    def send(self, item: Send, tensor: Tensor) -> None:
+        """Post `tensor`, `[tokens, hidden]`, and go on.
+
+        Raises:
+            ValueError: it is not what the program says.
+        """
+        due = (item.num_tokens, self._hidden_size)
+        if tensor.shape != due or tensor.dtype is not self._dtype:
+            raise ValueError(
+                f"{item.flow.value} of microbatch {item.microbatch} is {tuple(tensor.shape)} in {tensor.dtype}, must "
+                f"be {due} in {self._dtype}; lower the program and build the model from one configuration"
+            )
+        self._leaving = {at: held for at, held in self._leaving.items() if not held[0].done()}
+        tensor = tensor.contiguous()
+        pending = self._channels[item.flow].post([(item.stage, tensor)], [])
+        self._leaving[item.flow, item.microbatch] = (pending, tensor)
+
+    def receive(self, item: Receive, *, traffic: Traffic) -> Tensor:
+        """Wait for `[tokens, hidden]`."""
+        tensor = torch.empty((item.num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
+        traffic.wait(self._channels[item.flow].post([], [(item.stage, tensor)]))
+        if item.flow is Flow.GRADIENT and (Flow.ACTIVATION, item.microbatch) in self._leaving:
+            self._leaving.pop((Flow.ACTIVATION, item.microbatch))[0].wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        for pending, _ in self._leaving.values():
+            pending.wait()
+        self._leaving.clear()
+
+
+def make_pipes(
+    channels: Channels, *, hidden_size: int, dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Pipes | None:
+    """Those of a device of several stages."""
+    if channels.pipe_forward is None or channels.pipe_backward is None:
+        return None
+    return Pipes(
+        activations=DistributedTransport(channels.pipe_forward, progress),
+        gradients=DistributedTransport(channels.pipe_backward, progress),
+        hidden_size=hidden_size,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,1 +1,0 @@
-"""`auto`: of all strategies' plans of a batch the fastest, and mixtures of them."""

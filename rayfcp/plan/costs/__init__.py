@@ -1,1 +1,0 @@
-"""What plans cost: groups, layouts, memory."""

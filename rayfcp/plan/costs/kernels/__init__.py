@@ -1,1 +1,0 @@
-"""Compiled loops over the rounds of a layout. Arrays in, arrays out; imported where a layout is priced."""

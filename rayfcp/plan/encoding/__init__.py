@@ -1,1 +1,0 @@
-"""Who encodes which pictures, and what that takes."""

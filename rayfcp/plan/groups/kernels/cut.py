@@ -1,0 +1,315 @@
+"""Sequences in packs of equal memory: by work, or by length where memory is scarce.
+
+A global batch into microbatches: `part[sequence]` is the microbatch of each; an empty array is no cut.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from rayfcp.cost.compiled import compiled, inner
+from rayfcp.plan.groups.kernels.price import Floats, Ints
+from rayfcp.plan.groups.kernels.state import MOVES, World, _sum_s
+
+CAPACITIES = 8  # tried between the mean and all of a pack's memory
+
+
+class Packs(NamedTuple):
+    """The pack of each member, and what each pack holds; nothing where some member finds no room."""
+
+    owners: Ints
+    tokens: Floats
+    cells: Floats
+
+
+@compiled
+def _packed(world: World, members: Ints, degree: int, count: int, by_length: bool) -> Packs:
+    """Into so many packs of `degree` ranks' memory, by work, or else by length."""
+    if not by_length:
+        packs = _by_work(world, members, degree, count)
+        if len(packs.owners) == len(members):
+            return packs
+    return _by_length(world, members, degree, count)
+
+
+@compiled
+def _num_bins(world: World, members: Ints, degree: int) -> int:
+    """Packs of `degree` ranks' memory that hold all by length."""
+    tokens = world.batch.tokens[members]
+    owners = np.empty(len(members), np.int64)
+    _fits(tokens, np.argsort(-tokens, kind="mergesort"), world.prices.room * degree, owners, len(members))
+    return int(owners.max()) + 1
+
+
+@compiled
+def _by_length(world: World, members: Ints, degree: int, count: int) -> Packs:
+    """First-fit decreasing, at about the least tokens a pack that suffice."""
+    tokens, most = world.batch.tokens[members], world.prices.room * degree
+    order = np.argsort(-tokens, kind="mergesort")
+    least = max(tokens.sum() / count, tokens[order[0]])
+    owners = np.full(len(members), -1)
+    if least > most or not _fits(tokens, order, most, owners, count):
+        return Packs(owners[:0], np.zeros(count), np.zeros(count))
+    trial = owners.copy()
+    for _ in range(CAPACITIES):
+        middle = (least + most) / 2.0
+        if _fits(tokens, order, middle, trial, count):
+            most = middle
+            owners[:] = trial
+        else:
+            least = middle
+    world.state.counts[MOVES] += 2 * (1 + CAPACITIES) * len(members)
+    held, cells = np.zeros(count), np.zeros(count)
+    for number, at in enumerate(members):
+        held[owners[number]] += world.batch.tokens[at]
+        cells[owners[number]] += world.batch.cells[at]
+    return Packs(owners, held, cells)
+
+
+@compiled
+def _fits(tokens: Floats, order: Ints, room: float, owners: Ints, count: int) -> bool:
+    """Each in this order goes to the first of so many packs with room for it; `owners` says to which."""
+    leaves = 1
+    while leaves < count:
+        leaves *= 2
+    rooms = np.zeros(2 * leaves)  # a tournament: rooms[1] is that of the pack with the most left
+    rooms[leaves : leaves + count] = room
+    for node in range(leaves - 1, 0, -1):
+        rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+    for number in order:
+        if rooms[1] < tokens[number]:
+            return False
+        node = 1
+        while node < leaves:
+            node = 2 * node if rooms[2 * node] >= tokens[number] else 2 * node + 1
+        owners[number] = node - leaves
+        rooms[node] -= tokens[number]
+        while node > 1:
+            node //= 2
+            rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+    return True
+
+
+@compiled
+def _by_work(world: World, members: Ints, degree: int, count: int) -> Packs:
+    """The most work first, to the pack with the least that has room."""
+    batch, room = world.batch, world.prices.room * degree
+    owners = np.zeros(len(members), np.int64)
+    tokens, cells = np.zeros(count), np.zeros(count)
+    loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
+    winners[count:] = np.arange(count)
+    for node in range(count - 1, 0, -1):
+        winners[node] = min(winners[2 * node], winners[2 * node + 1])
+    for number in np.argsort(-batch.work_s[members], kind="mergesort"):
+        at = members[number]
+        best = winners[1] if count > 1 else 0
+        if tokens[best] + batch.tokens[at] > room:
+            best = _roomy(tokens, loads, room - batch.tokens[at])
+        if best < 0:
+            return Packs(owners[:0], tokens, cells)
+        owners[number] = best
+        tokens[best] += batch.tokens[at]
+        cells[best] += batch.cells[at]
+        loads[best] += batch.work_s[at]
+        _replay(winners, loads, best)
+    world.state.counts[MOVES] += 2 * len(members)
+    return Packs(owners, tokens, cells)
+
+
+@inner
+def _roomy(tokens: Floats, loads: Floats, room: float) -> int:
+    """The pack with the least load of those with at most `room` tokens; -1 if there is none."""
+    best = -1
+    for each in range(len(tokens)):
+        if tokens[each] <= room and (best < 0 or loads[each] < loads[best]):
+            best = each
+    return best
+
+
+@inner
+def _replay(winners: Ints, loads: Floats, pack: int) -> None:
+    """The load of a pack has changed."""
+    node = (len(loads) + pack) // 2
+    while node > 0:
+        left, right = winners[2 * node], winners[2 * node + 1]
+        winners[node] = left if loads[left] <= loads[right] else right
+        node //= 2
+
+
+STEPS = 20_000  # of the search for the fewest microbatches: many sequences seldom need it
+
+
+class Cut(NamedTuple):
+    """At most `most` microbatches of at most `room` tokens; `spare_from_s`: see `cut_by_time`."""
+
+    most: int
+    room: float
+    spare_from_s: float
+
+
+class Bins(NamedTuple):
+    """Of `capacity` tokens each, or the least multiple that a sequence needs."""
+
+    capacity: float
+    max_bins: int
+
+
+@compiled
+def cut_by_time(world: World, order: Ints, how: Cut) -> Ints:
+    """Each sequence, in `order`, to the microbatch with the least time that has room.
+
+    A microbatch whose longest sequence takes more than `spare_from_s` even alone has ranks to spare: the
+    excess is taken off its time, so that it fills up first; others may stay empty and are left out.
+    """
+    batch = world.batch
+    part = np.full(len(order), -1)
+    tokens, times, excess = np.zeros(how.most), np.zeros(how.most), np.zeros(how.most)
+    for at in order:
+        best = -1
+        for each in range(how.most):
+            if tokens[each] + batch.tokens[at] <= how.room and (best < 0 or times[each] < times[best]):
+                best = each
+        if best < 0:
+            return np.zeros(0, np.int64)
+        part[at] = best
+        tokens[best] += batch.tokens[at]
+        more_s = max(excess[best], batch.alone_s[at] - world.prices.fixed_s - how.spare_from_s)
+        times[best] += batch.work_s[at] / world.prices.capacity + excess[best] - more_s
+        excess[best] = more_s
+    return _renumbered(part)
+
+
+@compiled
+def cut_by_length(world: World, how: Cut) -> Ints:
+    """Runs of sequences of like length, the longest run as short in tokens as may be; where memory binds, these waste
+    none of it."""
+    tokens = world.batch.tokens
+    low, high = max(tokens.max(), tokens.sum() / how.most), how.room
+    if len(_runs(tokens, how.most, high)) == 0:
+        return np.zeros(0, np.int64)
+    while high - low > 1.0:
+        middle = (low + high) / 2
+        if len(_runs(tokens, how.most, middle)) == 0:
+            low = middle
+        else:
+            high = middle
+    return _runs(tokens, how.most, high)
+
+
+@compiled
+def _runs(tokens: Floats, most: int, room: float) -> Ints:
+    """The run of each; nothing if more than `most` would be needed."""
+    part = np.zeros(len(tokens), np.int64)
+    held, number = 0.0, 0
+    for at in range(len(tokens)):
+        if held + tokens[at] > room:
+            held, number = 0.0, number + 1
+            if number == most:
+                return np.zeros(0, np.int64)
+        part[at] = number
+        held += tokens[at]
+    return part
+
+
+@compiled
+def bins_by_tokens(world: World, room: float) -> Ints:
+    """Best-fit decreasing by tokens, into as many microbatches as that takes: it always fits."""
+    return best_fit(world.batch.tokens, Bins(room, len(world.batch.tokens)))
+
+
+@compiled
+def tight_bins(world: World, room: float, most: int) -> Ints:
+    """At most so many microbatches, by search in depth: each sequence, longest first, in each microbatch with room for
+    it, until as much room is lost as may be. Nothing if there are none, or none was found in `STEPS`."""
+    tokens = world.batch.tokens
+    size, free = len(tokens), most * room - tokens.sum()
+    part, held, at = np.full(size, -1), np.zeros(most), 0
+    for _ in range(STEPS):
+        if part[at] >= 0:
+            held[part[at]] -= tokens[at]
+        part[at] = _next_bin(held, room, tokens[at], part[at])
+        if part[at] < 0:
+            if at == 0:
+                break
+            at -= 1
+            continue
+        held[part[at]] += tokens[at]
+        if at == size - 1:
+            return part
+        if _lost(held, room, tokens[size - 1]) <= free:
+            at += 1
+    return part[:0]
+
+
+@inner
+def _next_bin(held: Floats, room: float, tokens: float, before: int) -> int:
+    """The first after `before` with room, of those that hold as much only the first of all; -1 if there is none."""
+    for each in range(before + 1, len(held)):
+        if held[each] + tokens <= room:
+            new = True
+            for other in range(each):
+                new = new and held[other] != held[each]
+            if new:
+                return each
+    return -1
+
+
+@inner
+def _lost(held: Floats, room: float, shortest: float) -> float:
+    """Room that nothing fits in any more."""
+    lost = 0.0
+    for each in range(len(held)):
+        if room - held[each] < shortest:
+            lost += room - held[each]
+    return lost
+
+
+@compiled
+def best_fit(lengths: Floats, bins: Bins) -> Ints:
+    """`rayfcp.plan.assembly.best_fit_decreasing`; nothing if too many bins would open."""
+    owners = np.zeros(len(lengths), np.int64)
+    rooms, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
+    count = 0
+    for at in range(len(lengths)):
+        best = np.searchsorted(rooms[:count], lengths[at])
+        if best < count:
+            name, room = names[best], rooms[best] - lengths[at]
+        else:
+            if count == bins.max_bins:
+                return np.zeros(0, np.int64)
+            name, room = count, math.ceil(lengths[at] / bins.capacity) * bins.capacity - lengths[at]
+            count += 1
+        owners[at] = name
+        while best > 0 and (rooms[best - 1] > room or (rooms[best - 1] == room and names[best - 1] > name)):
+            rooms[best], names[best] = rooms[best - 1], names[best - 1]
+            best -= 1
+        rooms[best], names[best] = room, name
+    return owners
+
+
+@compiled
+def floor_s(world: World, part: Ints) -> float:
+    """No plan of this cut takes less."""
+    batch, prices = world.batch, world.prices
+    spans = np.zeros(part.max() + 1)
+    alone = np.zeros(len(spans))
+    for at in range(len(part)):
+        spans[part[at]] += batch.work_s[at] / prices.capacity
+        alone[part[at]] = max(alone[part[at]], batch.alone_s[at])
+    for each in range(len(spans)):
+        spans[each] = max(spans[each] + prices.fixed_s, alone[each])
+    return _sum_s(world, spans)
+
+
+@compiled
+def _renumbered(part: Ints) -> Ints:
+    """Without microbatches that nothing is in."""
+    names = np.full(part.max() + 1, -1)
+    count = 0
+    for at in range(len(part)):
+        if names[part[at]] < 0:
+            names[part[at]] = count
+            count += 1
+        part[at] = names[part[at]]
+    return part

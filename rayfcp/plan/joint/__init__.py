@@ -1,1 +1,0 @@
-"""The joint search and the paper's two stages."""

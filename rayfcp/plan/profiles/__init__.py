@@ -1,1 +1,0 @@
-"""Models and machines, as files say and as they were measured."""

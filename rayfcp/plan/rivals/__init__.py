@@ -1,1 +1,0 @@
-"""What planners of rivals are made of."""

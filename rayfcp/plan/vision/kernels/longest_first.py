@@ -1,0 +1,93 @@
+"""Pictures to ranks, longest first (Graham's LPT), and as many of each kind to whom their tokens are."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.cost.compiled import compiled, inlined
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+TIE = 1e-12
+"""Relative difference of loads that counts as none."""
+
+
+class Pictures(NamedTuple):
+    """Longest first, of equal ones in the order of their tokens: seconds on a rank of speed 1, patches, the rank that
+    holds the first token. Equal pictures have one number in `kind`, kinds ascend."""
+
+    seconds: Floats
+    patches: Floats
+    holder: Ints
+    kind: Ints
+
+
+class Ranks(NamedTuple):
+    """Speed, and patches for which there is memory."""
+
+    speed: Floats
+    room: Floats
+
+
+@compiled
+def longest_first(pictures: Pictures, ranks: Ranks) -> Ints:
+    """The rank of each picture; -1 for those that no rank has memory for.
+
+    A picture goes to the rank with room that is done with it first, among equals to the one that holds its tokens, else
+    to the first. Equal pictures then change places, so that each rank keeps those whose tokens it holds, and gets what
+    is left in long runs.
+    """
+    loads, left, slowness = np.zeros(len(ranks.speed)), ranks.room.copy(), 1.0 / ranks.speed
+    found = np.full(len(pictures.seconds), -1)
+    for at in range(len(found)):
+        found[at] = best = _earliest(pictures, slowness, loads, left, at)
+        if best >= 0:
+            loads[best] += pictures.seconds[at]
+            left[best] -= pictures.patches[at]
+    first = 0
+    while first < len(found):
+        stop = first + 1
+        while stop < len(found) and pictures.kind[stop] == pictures.kind[first]:
+            stop += 1
+        _exchange(found[first:stop], pictures.holder[first:stop], len(loads))
+        first = stop
+    return found
+
+
+@inlined
+def _earliest(pictures: Pictures, slowness: Floats, loads: Floats, left: Floats, at: int) -> int:
+    best, best_s, below_s = -1, np.inf, np.inf
+    seconds, patches = pictures.seconds[at], pictures.patches[at]
+    for rank in range(len(loads)):
+        end_s = (loads[rank] + seconds) * slowness[rank]
+        if end_s < below_s and left[rank] >= patches:
+            best, best_s, below_s = rank, end_s, end_s * (1 - TIE)
+    holder = pictures.holder[at]
+    if best >= 0 and left[holder] >= patches:
+        end_s = (loads[holder] + seconds) * slowness[holder]
+        if end_s <= best_s * (1 + TIE):
+            best = holder
+    return best
+
+
+@compiled
+def _exchange(found: Ints, holder: Ints, num_ranks: int) -> None:
+    """Of equal pictures, `found` anew with as many for each rank."""
+    counts = np.zeros(num_ranks + 1, np.int64)  # the last one: of those without a rank
+    for rank in found:
+        counts[rank] += 1
+    taken = np.zeros(len(found), np.bool_)
+    for at in range(len(found)):
+        if counts[holder[at]] > 0:
+            counts[holder[at]] -= 1
+            found[at], taken[at] = holder[at], True
+    rank = 0
+    for at in range(len(found)):
+        if not taken[at]:
+            while rank < num_ranks and counts[rank] == 0:
+                rank += 1
+            found[at] = rank if rank < num_ranks else -1
+            if rank < num_ranks:
+                counts[rank] -= 1

@@ -1,0 +1,124 @@
+"""The memory bound of pipelined rounds: no rank holds more received blocks than the layout's buffers.
+
+The memory bound of pipelines: what each device holds, pass by pass, recounted from its program.
+"""
+
+from collections.abc import Sequence
+
+from rayfcp.cost.memory import GIB
+from rayfcp.cost.model import CostModel
+from rayfcp.cost.pipeline import PipelineCost
+from rayfcp.program.columns import Attends
+from rayfcp.program.instructions import AttentionRound, Backward, Forward, Payload, RankProgram
+from rayfcp.program.ledger import Ledger
+from rayfcp.values import Layout, Pacing
+
+
+def check_pacing(layout: Layout, *, number: int) -> None:
+    """`coalesce` is at least 1, `num_buffers` at least 2: one stage comes in while another is computed.
+
+    Raises:
+        ValueError: names the field, its value and its bound.
+    """
+    pacing = layout.pacing
+    for name, bound in (("coalesce", 1), ("num_buffers", 2)) if pacing else ():
+        value = getattr(pacing, name)
+        if value < bound:
+            raise ValueError(f"microbatch {number}: pacing.{name} is {value}, must be at least {bound}; plan again")
+
+
+def check_buffers(programs: Sequence[RankProgram], pacings: Sequence[Pacing | None]) -> None:
+    """In every round of every rank, slots that are filled or still read number at most `coalesce` x `num_buffers`.
+
+    `pacings[m]` is microbatch m's; where it is None, rounds run one by one and nothing is claimed. Both directions.
+
+    Raises:
+        ValueError: names the microbatch, the rank, the round, how many slots and the bound.
+    """
+    for program in programs:
+        for item in program.instructions:
+            if not isinstance(item, Forward):
+                continue
+            pacing, programs_of = pacings[item.microbatch], [kind.attention.inner for kind in item.kinds]
+            for rounds in (each for one in programs_of for each in (one.forward, one.backward) if pacing):
+                index, held = _most_held(rounds)
+                bound = pacing.coalesce * pacing.num_buffers if pacing else held
+                if held > bound:
+                    raise ValueError(
+                        f"microbatch {item.microbatch}: rank {program.rank} holds {held} received slots in round "
+                        f"{index}, the bound is {bound} (coalesce x num_buffers); attend to them earlier"
+                    )
+
+
+def _most_held(rounds: Sequence[AttentionRound]) -> tuple[int, int]:
+    """The round with the most slots at once, and how many. A slot counts from the round in which it comes to the last
+    in which it is attended to or sent."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, step in enumerate(rounds):
+        for message in step.receives:
+            if message.payload is Payload.KV:
+                first[message.slot] = last[message.slot] = index
+        read = [message.slot for message in step.sends if message.payload is Payload.KV]
+        for slot in (*read, *set(Attends.of(step.attends).columns[:, 2].tolist())):
+            if slot in first:
+                last[slot] = index
+    change = [0] * (len(rounds) + 1)
+    for slot, index in first.items():
+        change[index] += 1
+        change[last[slot] + 1] -= 1
+    held, most, where = 0, 0, 0
+    for index, more in enumerate(change):
+        held += more
+        if held > most:
+            most, where = held, index
+    return where, most
+
+
+def check_memory(programs: Sequence[RankProgram], *, cost: CostModel) -> None:
+    """No device holds more bytes than `cost.pipeline.room_bytes` of its stage, in any pass.
+
+    Raises:
+        ValueError: `cost` is of another number of stages or a stage recomputes more layers than it has; or names stage,
+            rank, microbatch, bytes and bound.
+    """
+    pipeline = cost.pipeline
+    num_stages = programs[0].num_stages
+    if pipeline is None or pipeline.num_stages != num_stages:
+        has = pipeline.num_stages if pipeline else "no"
+        raise ValueError(f"cost.pipeline has {has} stages, must have the plan's {num_stages}; make it for these stages")
+    for program in programs:
+        room = pipeline.room_bytes[program.stage]
+        held, microbatch = most_held(program, cost=cost, pipeline=pipeline)
+        if held > room:
+            raise ValueError(
+                f"{program.place} holds {held / GIB:.4g} GiB in a pass of microbatch {microbatch}, the bound is "
+                f"{room / GIB:.4g} GiB (memory less states); recompute more layers or cut into more microbatches"
+            )
+
+
+def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) -> tuple[int, int]:
+    """The most bytes at a time beside what does not depend on tokens, and the microbatch in whose pass."""
+    layers = pipeline.layers_of_stage[program.stage]
+    ledger = Ledger(
+        layers=layers,
+        is_last=program.stage + 1 == pipeline.num_stages,
+        layer=pipeline.layer_bytes,
+        num_kv_heads=cost.num_kv_heads,
+    )
+    most, where = 0, 0
+    for item in program.instructions:
+        if isinstance(item, Forward):
+            if item.recomputed_layers > layers:
+                raise ValueError(
+                    f"stage {program.stage}, microbatch {item.microbatch}: recomputed_layers is "
+                    f"{item.recomputed_layers}, must be at most its {layers} layers; plan again"
+                )
+            held = ledger.forward(item)
+        elif isinstance(item, Backward):
+            held = ledger.backward(item.microbatch)
+        else:
+            continue
+        if held > most:
+            most, where = held, item.microbatch
+    return most, where

@@ -1,0 +1,419 @@
+"""What a plan says of its slices and pipelines, before it is lowered.
+
+What a plan says of itself: sizes, groups and predicted seconds, before it is lowered.
+
+The public validator: proof that a plan does what a single process would do, and can be run.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rayfcp.cost.model import CostModel
+from rayfcp.plan.layout import layouts_of
+from rayfcp.program.columns import Column
+from rayfcp.program.heads import padding_number
+from rayfcp.program.instructions import Load, Piece, RankProgram
+from rayfcp.program.lower import ALL_PRIMITIVES, lower
+from rayfcp.program.progress import check_progress
+from rayfcp.program.windows import attention_by_window
+from rayfcp.values import (
+    Action,
+    BatchPlan,
+    ClusterSpec,
+    Group,
+    Layout,
+    Mask,
+    MicrobatchPlan,
+    PipelinePlan,
+    SequenceSpec,
+    Slice,
+)
+from rayfcp.verify.features import check_features, check_shares
+from rayfcp.verify.heads import Part, Past, first_heads
+from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
+from rayfcp.verify.replay import Replay, check_cells
+
+
+def check_slices(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> None:
+    """Slices of a sequence follow each other from its first token to its last, one a microbatch, all in one pipeline
+    and in groups of the same ranks and primitive, under a causal mask, and end in no mutual picture, whose rows would
+    see later slices. `sequences[i].id == i`.
+
+    Raises:
+        ValueError: names the microbatch, the slice and what it must be.
+    """
+    found: dict[int, list[tuple[int, Slice, Group]]] = defaultdict(list)
+    for number, microbatch in enumerate(plan.microbatches):
+        groups = {sequence: group for group in microbatch.groups for sequence in group.sequences}
+        for each in microbatch.slices:
+            if each.sequence not in groups or not 0 <= each.sequence < len(sequences):
+                raise ValueError(
+                    f"microbatch {number}: slices names sequence {each.sequence}, which no group of it lists or the "
+                    "batch does not have; list it in one group"
+                )
+            found[each.sequence].append((number, each, groups[each.sequence]))
+    pipeline_of = {
+        number: at for at, pipeline in enumerate(plan.pipelines) for number in range(pipeline.start, pipeline.stop)
+    }
+    for sequence, slices in found.items():
+        _check_cuts(sequences[sequence], slices)
+        _check_places(slices, pipeline_of)
+
+
+def _check_cuts(sequence: SequenceSpec, slices: Sequence[tuple[int, Slice, Group]]) -> None:
+    if sequence.mask is not Mask.CAUSAL:
+        raise ValueError(
+            f"sequence {sequence.id}: mask is {sequence.mask.value}, must be causal for slices; keep it whole"
+        )
+    at, before = 0, -1
+    for number, each, _ in slices:
+        if number == before or each.start != at or each.stop <= each.start:
+            raise ValueError(
+                f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} where token {at} is "
+                "due; slices follow each other, one a microbatch"
+            )
+        if sequence.reach(each.stop) != each.stop:
+            raise ValueError(
+                f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} ends at {each.stop} "
+                "in mutual pictures, must cut none; keep the sequence whole"
+            )
+        at, before = each.stop, number
+    if at != sequence.num_tokens:
+        raise ValueError(f"sequence {sequence.id}: slices hold {at} of {sequence.num_tokens} tokens, must hold all")
+
+
+def _check_places(slices: Sequence[tuple[int, Slice, Group]], pipeline_of: Mapping[int, int]) -> None:
+    first, _, group = slices[0]
+    for number, each, other in slices[1:]:
+        where = f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {each.sequence} is in"
+        if (other.ranks, other.primitive) != (group.ranks, group.primitive):
+            raise ValueError(
+                f"{where} a {other.primitive.value} group of ranks {other.ranks}, its first one in a "
+                f"{group.primitive.value} group of {group.ranks}; must be the same, for keys and values stay there"
+            )
+        if number not in pipeline_of or pipeline_of[number] != pipeline_of.get(first):
+            raise ValueError(
+                f"{where} pipeline {pipeline_of.get(number)}, its first one in {pipeline_of.get(first)}; must be in "
+                "the same, for it runs backward after the others"
+            )
+
+
+def check_pipelines(plan: BatchPlan, *, cluster: ClusterSpec) -> None:
+    """Pipelines hold all microbatches in order; every stage passes each once forward, ascending, and once backward, in
+    one order on all stages; a stage recomputes no more layers than it has.
+
+    Raises:
+        ValueError: names the field, its value and its bound.
+    """
+    if plan.num_stages != cluster.num_stages:
+        raise ValueError(
+            f"plan has pipelines of {plan.num_stages} stages, the cluster has {cluster.num_stages}; plan again"
+        )
+    if plan.pipelines and plan.recomputed_layers:
+        raise ValueError(
+            f"plan.recomputed_layers is {plan.recomputed_layers}, must be 0 beside pipelines, which say it by stage"
+        )
+    at = 0
+    for number, pipeline in enumerate(plan.pipelines):
+        if pipeline.start != at or pipeline.stop <= at:
+            raise ValueError(
+                f"pipeline {number} holds microbatches [{pipeline.start}, {pipeline.stop}), must begin at {at} and "
+                "hold at least one; plan again"
+            )
+        _check_pipeline(pipeline, cluster, where=f"pipeline {number}")
+        at = pipeline.stop
+    if plan.pipelines and at != len(plan.microbatches):
+        raise ValueError(f"pipelines hold {at} microbatches, must hold all {len(plan.microbatches)}; plan again")
+
+
+def _check_pipeline(pipeline: PipelinePlan, cluster: ClusterSpec, *, where: str) -> None:
+    if not (math.isfinite(pipeline.predicted_s) and pipeline.predicted_s > 0):
+        raise ValueError(f"{where}: predicted_s is {pipeline.predicted_s}, must be finite and above 0; plan again")
+    rows = {"actions": len(pipeline.actions), "recomputed_layers": len(pipeline.recomputed_layers)}
+    for name, size in rows.items():
+        if size != cluster.num_stages:
+            raise ValueError(f"{where}: {name} has {size} stages, must have {cluster.num_stages}; plan again")
+    backward = [each.microbatch for each in pipeline.actions[0] if each.backward]
+    for stage, actions in enumerate(pipeline.actions):
+        _check_actions(actions, pipeline, backward=backward, where=f"{where} stage {stage}")
+    for stage, layers in enumerate(pipeline.recomputed_layers):
+        most = cluster.layers_of_stage[stage] if cluster.layers_of_stage else max(layers, default=0)
+        if len(layers) != pipeline.stop - pipeline.start or not all(0 <= each <= most for each in layers):
+            raise ValueError(
+                f"{where} stage {stage}: recomputed_layers is {layers}, must be one for each of its "
+                f"{pipeline.stop - pipeline.start} microbatches, in [0, {most}]; plan again"
+            )
+
+
+def _check_actions(actions: Sequence[Action], pipeline: PipelinePlan, *, backward: Sequence[int], where: str) -> None:
+    due = list(range(pipeline.start, pipeline.stop))
+    forward = [each.microbatch for each in actions if not each.backward]
+    if forward != due or sorted(backward) != due:
+        raise ValueError(
+            f"{where}: actions are {' '.join(map(str, actions))}, must pass each of {due} once forward, ascending, and "
+            "once backward; plan again"
+        )
+    if [each.microbatch for each in actions if each.backward] != backward:
+        raise ValueError(
+            f"{where}: actions are {' '.join(map(str, actions))}, must pass backward in the order of stage 0, "
+            f"{backward}; plan again"
+        )
+    passed: set[int] = set()
+    for action in actions:
+        if action.backward and action.microbatch not in passed:
+            raise ValueError(f"{where}: {action} comes before F{action.microbatch}, must come after it; plan again")
+        passed.add(action.microbatch)
+
+
+SUM_TOLERANCE = 1e-6
+"""Relative: `BatchPlan.predicted_s` against the sum over microbatches or pipelines."""
+ROUNDING = 1e-9
+"""Relative: by how much rounding may break an inequality of seconds."""
+
+
+def check_claims(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> None:
+    """The plan fits the cluster and the batch, its groups are disjoint, its slices and pipelines whole, its seconds
+    agree with each other.
+
+    Raises:
+        ValueError: names the field, its value and its bound.
+    """
+    if plan.num_ranks != cluster.num_ranks:
+        raise ValueError(f"plan.num_ranks is {plan.num_ranks}, the cluster has {cluster.num_ranks}; plan again")
+    if plan.generation != cluster.generation:
+        raise ValueError(f"plan.generation is {plan.generation}, the cluster's is {cluster.generation}; plan again")
+    if plan.recomputed_layers < 0:
+        raise ValueError(f"plan.recomputed_layers is {plan.recomputed_layers}, must be at least 0; plan again")
+    if not plan.microbatches:
+        raise ValueError(f"plan.microbatches is empty, must hold all {len(sequences)} sequences; plan again")
+    for index, sequence in enumerate(sequences):
+        if sequence.id != index:
+            raise ValueError(f"sequence at position {index} has id {sequence.id}; ids are positions in the batch")
+    _check_groups(plan)
+    for number, microbatch in enumerate(plan.microbatches):
+        _check_group_seconds(microbatch, number)
+    check_pipelines(plan, cluster=cluster)
+    check_slices(plan, sequences)
+    _check_seconds(plan)
+
+
+def check_members(layout: Layout, microbatch: MicrobatchPlan, *, number: int) -> None:
+    """Each block lies on a rank of the group that lists its sequence, and within the microbatch's slice of it, if any.
+
+    Raises:
+        ValueError: names the block.
+    """
+    members = {sequence: group.ranks for group in microbatch.groups for sequence in group.sequences}
+    slices = {each.sequence: each for each in microbatch.slices}
+    for index, block in enumerate(layout.blocks):
+        where = f"microbatch {number}: block {index} of sequence {block.sequence}"
+        if block.rank not in members.get(block.sequence, ()):
+            raise ValueError(
+                f"{where} has rank {block.rank}, must be one "
+                f"of its group's, {members.get(block.sequence, 'but no group lists it')}; make groups and layout agree"
+            )
+        piece = slices.get(block.sequence)
+        if piece and not piece.start <= block.start <= block.stop <= piece.stop:
+            raise ValueError(
+                f"{where} holds [{block.start}, {block.stop}), must be within the slice [{piece.start}, {piece.stop}); "
+                "make slices and layout agree"
+            )
+
+
+def _check_groups(plan: BatchPlan) -> None:
+    group_of: dict[int, tuple[int, str]] = {}
+    for number, microbatch in enumerate(plan.microbatches):
+        ranks = [rank for group in microbatch.groups for rank in group.ranks]
+        outside = [rank for rank in ranks if not 0 <= rank < plan.num_ranks]
+        if outside or len(set(ranks)) != len(ranks):
+            raise ValueError(
+                f"microbatch {number}: groups name ranks {ranks}, must name each of [0, {plan.num_ranks}) at most "
+                "once; plan again"
+            )
+        sliced = {each.sequence for each in microbatch.slices}
+        for index, group in enumerate(microbatch.groups):
+            where = f"microbatch {number} group {index}"
+            if not group.ranks:
+                raise ValueError(f"{where}: ranks is empty, must name at least one rank; drop the group")
+            for sequence in group.sequences:
+                before, place = group_of.get(sequence, (None, ""))
+                if place and (before == number or sequence not in sliced):
+                    raise ValueError(
+                        f"{where}: sequences names {sequence}, which {place} names too; each sequence "
+                        "belongs to one group, once, unless it is cut into slices"
+                    )
+                group_of[sequence] = number, where
+
+
+def _check_group_seconds(microbatch: MicrobatchPlan, number: int) -> None:
+    group_s, predicted_s = microbatch.group_s, microbatch.predicted_s
+    if len(group_s) != len(microbatch.groups):
+        raise ValueError(
+            f"microbatch {number}: group_s has {len(group_s)} entries, must have one for each of the "
+            f"{len(microbatch.groups)} groups; plan again"
+        )
+    if not all(math.isfinite(each) and each >= 0 for each in group_s):
+        raise ValueError(f"microbatch {number}: group_s is {group_s}, must be finite and at least 0; check the costs")
+    longest_s = max(group_s, default=0.0)
+    if not (math.isfinite(predicted_s) and predicted_s > 0 and predicted_s >= longest_s * (1 - ROUNDING)):
+        raise ValueError(
+            f"microbatch {number}: predicted_s is {predicted_s}, must be finite, above 0 and at least the "
+            f"longest of group_s, {longest_s}; plan again"
+        )
+    if not 0 <= microbatch.encoder_s <= predicted_s:
+        raise ValueError(
+            f"microbatch {number}: encoder_s is {microbatch.encoder_s}, must be a part of predicted_s, {predicted_s}; "
+            "plan again"
+        )
+
+
+def _check_seconds(plan: BatchPlan) -> None:
+    what = "pipelines" if plan.pipelines else "microbatches"
+    total_s = sum(each.predicted_s for each in plan.pipelines or plan.microbatches)
+    if not math.isclose(plan.predicted_s, total_s, rel_tol=SUM_TOLERANCE):
+        raise ValueError(f"plan.predicted_s is {plan.predicted_s}, must be the sum over {what}, {total_s}; plan again")
+    if not 0 <= plan.lower_bound_s <= plan.predicted_s * (1 + ROUNDING):
+        raise ValueError(
+            f"plan.lower_bound_s is {plan.lower_bound_s}, must be in [0, predicted_s], {plan.predicted_s}; "
+            "mend the bound or the prediction"
+        )
+
+
+def check_plan(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel | None = None
+) -> None:
+    """Prove a plan.
+
+    Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
+    forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
+    holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
+    pacing has buffers; pictures, if any are encoded (as they must be where `cost` has an encoder), are encoded once
+    each, and each of their tokens gets its features once; no rank can deadlock; blocks lie in the
+    groups that list their sequences; predicted seconds add up and the lower bound does not exceed them. With
+    `cost`, what a plan of pipelines was made with: no device of any stage holds more bytes than it has room for.
+
+    Raises:
+        ValueError: what fails, where, with the value and its bound.
+    """
+    check_claims(plan, sequences, cluster=cluster)
+    check_shares(plan, sequences, due=cost is not None and cost.encoder is not None)
+    layouts = layouts_of(plan, sequences)
+    for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
+        check_pacing(layout, number=number)
+        check_members(layout, microbatch, number=number)
+        _check_matchings(layout, number)
+        _check_memory(layout, number, cluster=cluster)
+    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    check_programs(programs, sequences)
+    check_buffers(programs, [layout.pacing for layout in layouts])
+    if plan.pipelines and cost is not None and cost.pipeline is not None:
+        check_memory(programs, cost=cost)
+
+
+def check_programs(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
+    """Prove the programs of all ranks and stages, however they were made.
+
+    Raises:
+        ValueError: instructions, tokens, pictures, features, cells or gradients are missing, double or out of order,
+            or a rank would wait for ever.
+    """
+    check_progress(programs)
+    _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
+    check_features(programs, sequences)
+    _check_attention(programs, sequences)
+
+
+def _check_matchings(layout: Layout, number: int) -> None:
+    for index, step in enumerate(layout.rounds):
+        for end in ("source", "target"):
+            ranks = [getattr(transfer, end) for transfer in step.transfers]
+            if len(set(ranks)) != len(ranks):
+                raise ValueError(f"microbatch {number} round {index}: {end}s {ranks} are no matching; split the round")
+
+
+def _check_memory(layout: Layout, number: int, *, cluster: ClusterSpec) -> None:
+    held: dict[int, int] = defaultdict(int)
+    for block in layout.blocks:
+        held[block.rank] += block.num_tokens
+    for rank, num_tokens in sorted(held.items()):
+        if num_tokens > cluster.max_tokens_per_rank:
+            raise ValueError(
+                f"microbatch {number}: rank {rank} holds {num_tokens} tokens, the bound is "
+                f"{cluster.max_tokens_per_rank} (max_tokens_per_rank); use more microbatches"
+            )
+
+
+def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    for program in programs:
+        for item in program.instructions:
+            for piece in item.pieces if isinstance(item, Load) else ():
+                pieces[piece.sequence].append(piece)
+    unknown = set(pieces) - {sequence.id for sequence in sequences}
+    if unknown:
+        raise ValueError(f"plan places sequences {sorted(unknown)}, which the batch does not have")
+    for sequence in sequences:
+        at = 0
+        for piece in sorted(pieces[sequence.id], key=lambda piece: (piece.start, piece.stop)):
+            if piece.start != at or piece.stop <= piece.start:
+                raise ValueError(
+                    f"sequence {sequence.id}: piece [{piece.start}, {piece.stop}) where token {at} is due; "
+                    "each token is placed once"
+                )
+            at = piece.stop
+        if at != sequence.num_tokens:
+            raise ValueError(
+                f"sequence {sequence.id}: {at} of {sequence.num_tokens} tokens are placed; each must be, once"
+            )
+
+
+def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
+    """In layers of each window: each cell once in each direction; each partial dK, dV home once; forward and backward
+    agree.
+
+    Cells of slices of a sequence add up to those of its mask over microbatches. The partial of a context goes home to
+    the slot from which it is added to the earlier microbatch's, whose backward pass is still to come (`check_reuse`).
+    """
+    loads = [
+        [item for item in each.instructions if isinstance(item, Load)] for each in programs[: programs[0].num_ranks]
+    ]
+    for window, of_ranks in attention_by_window(programs).items():
+        rows = zip(zip(*of_ranks, strict=True), zip(*loads, strict=True), strict=True)
+        microbatches = [list(zip(parts, loaded, strict=True)) for parts, loaded in rows]
+        _check_kind(microbatches, sequences, window=window)
+
+
+def _check_kind(microbatches: Sequence[Sequence[Part]], sequences: Sequence[SequenceSpec], *, window: int) -> None:
+    computed: dict[bool, list[Column]] = {False: [], True: []}
+    earlier: list[Past] = []
+    for parts in microbatches:
+        held = first_heads(parts, earlier=earlier)
+        earlier.append((parts, held))
+        for backward in (False, True):
+            replay = Replay(held, backward=backward)
+            cells = replay.cells()
+            _check_padding(cells, parts)
+            computed[backward].append(cells[cells[:, 0] >= 0])
+        home = replay.partials_at_home()
+        wrong = [key for key in replay.partials if home[key] != 1]
+        if wrong or replay.lost_partials():
+            raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
+    forward, backward_too = (np.concatenate(cells) for cells in computed.values())
+    check_cells(forward, sequences, window=window, direction="forward")
+    if not np.array_equal(forward, backward_too):
+        check_cells(backward_too, sequences, window=window, direction="backward")
+
+
+def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
+    """Each rank without tokens computes its padding token's one cell once."""
+    computed = Counter(cells[cells[:, 0] < 0, 0].tolist())
+    for rank, (_, load) in enumerate(parts):
+        times = computed[padding_number(rank)]
+        if not load.pieces and times != 1:
+            raise ValueError(
+                f"rank {rank}, microbatch {load.microbatch}: the cell of the padding token is computed {times} times, "
+                "must be once; lower the plan again"
+            )
