@@ -20,7 +20,7 @@ from rayfcp.compare.settings import Setting
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
-from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.plan.vision.encoding import with_pictures
 from rayfcp.program import ALL_PRIMITIVES, Encode, EncodedPictures, RankProgram, ReshuffleProgram, lower
 from rayfcp.values import (
@@ -120,7 +120,7 @@ def _of_group(item: Encode, group: Group | None, encoded: dict[tuple[int, int], 
     return replace(item, pictures=pictures, features=stays)
 
 
-def _of_degree(degree: int, primitive: Primitive) -> Strategy:
+def _of_degree(degree: int, primitive: Primitive) -> Propose:
     def propose(
         sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
     ) -> Proposal:

@@ -20,8 +20,9 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 NUM_UNITS = 12
@@ -33,12 +34,7 @@ Drafts = list[list[Draft]]
 def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """The cheapest unit and number of microbatches.
-
-    Raises:
-        InfeasiblePlanError: rings are not allowed.
-    """
-    require(Primitive.RING, options=options, strategy="bytescale")
+    """The cheapest unit and number of microbatches."""
     batch = columns_of(sequences, cost=cost)
     best_s, best, best_unit = np.inf, None, 0
     for unit, drafts in _candidates(batch, cluster=cluster, cost=cost, max_more=options.max_microbatches):
@@ -133,3 +129,6 @@ def _batch_s(drafts: Drafts, *, batch: Columns, cost: CostModel) -> float:
     for slowest_s, seconds in zip(slowest, passes_s, strict=True):
         np.maximum.at(slowest_s, [number for number, _ in flat], seconds)
     return cost.batch_s(slowest.sum(axis=0).tolist())
+
+
+INFO = StrategyInfo(name="bytescale", propose=in_stages(propose), primitive=Primitive.RING, is_slow_in_stages=True)

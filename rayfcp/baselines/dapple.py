@@ -16,7 +16,7 @@ import numpy as np
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import as_if_whole, counts
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
@@ -27,12 +27,8 @@ def propose(
     """The best microbatch count, over several stages.
 
     Raises:
-        InfeasiblePlanError: one stage; heads that all ranks cannot share; stages that do not have the memory.
+        InfeasiblePlanError: heads that all ranks cannot share; stages that do not have the memory.
     """
-    if cluster.num_stages == 1:
-        raise InfeasiblePlanError(
-            "dapple splits the layers over pipeline stages and cluster.pipeline_stages is 1; set it to 2 or more"
-        )
     from rayfcp.plan.pipeline.batch_level import best_pipeline
 
     candidates = _candidates(sequences, cluster=cluster, cost=cost, options=options)
@@ -88,3 +84,6 @@ def _longest_first(lengths: Sequence[int], number: int, *, room: int) -> list[li
         parts[index].append(at)
         heappush(held, (tokens + length, index))
     return [part for part in parts if part]
+
+
+INFO = StrategyInfo(name="dapple", propose=propose, needs_stages=True)

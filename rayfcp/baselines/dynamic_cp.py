@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
 
@@ -261,14 +262,13 @@ Schedule = Callable[..., list[int]]
 
 
 def propose(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,  # noqa: ARG001
 ) -> Proposal:
-    """The fastest of both schedules and of all limits.
-
-    Raises:
-        InfeasiblePlanError: rings are not allowed.
-    """
-    require(Primitive.RING, options=options, strategy="dynamic-cp")
+    """The fastest of both schedules and of all limits."""
     batch = columns_of(sequences, cost=cost)
     best: tuple[float, int, tuple[MicrobatchPlan, ...]] | None = None
     for limit, drafts in _candidates(batch, cluster=cluster):
@@ -303,3 +303,6 @@ def _microbatches(batch: Columns, schedule: Schedule, *, sizes: Sequence[int], l
         left = schedule(left, opened=opened)
         drafts.append([Draft(members=tuple(group.members), degree=group.degree) for group in opened.groups])
     return drafts
+
+
+INFO = StrategyInfo(name="dynamic-cp", propose=in_stages(propose), primitive=Primitive.RING, is_slow_in_stages=True)

@@ -30,7 +30,8 @@ from rayfcp.baselines.static_cp import best_static, makespan_s, of_one_degree
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
 NUM_BUCKETS, MAX_BUCKETS = 16, 32
@@ -240,3 +241,12 @@ def _infeasible(
         f"{degree * room} ({degree} ranks of {room} tokens: the degree is a power of two, at most "
         f"{cluster.num_ranks} ranks{heads}); lower data.max_seqlen, add memory, or use another strategy"
     )
+
+
+INFO = StrategyInfo(
+    name="flexsp",
+    propose=in_stages(propose),
+    is_slow=True,
+    is_slow_in_stages=True,
+    settings_from=("ulysses",),
+)

@@ -26,8 +26,9 @@ from heapq import heappop, heappush
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.layout import layout_s
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import best_fit_decreasing, bins_of, columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import best_fit_decreasing, bins_of, columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import (
     Block,
     ClusterSpec,
@@ -159,14 +160,13 @@ Timed = tuple[float, tuple[int, ...], Layout]
 
 
 def propose(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,  # noqa: ARG001
 ) -> Proposal:
-    """One group of all ranks per microbatch, with the layout of its blocks.
-
-    Raises:
-        InfeasiblePlanError: rings, whose point-to-point rounds the cast runs on, are not allowed.
-    """
-    require(Primitive.RING, options=options, strategy="magi")
+    """One group of all ranks per microbatch, with the layout of its blocks."""
     batch = columns_of(sequences, cost=cost)
     by_id = {sequence.id: sequence for sequence in sequences}
     room = cluster.num_ranks * cluster.max_tokens_per_rank
@@ -218,3 +218,12 @@ def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks
     areas = [sum(by_id[each].block_cells(start, stop) for each, start, stop in chunk) for chunk in chunks]
     ranks = dispatch(areas, num_buckets=num_ranks, max_jobs=-(-len(chunks) // num_ranks))
     return cast(blocks_of(chunks, ranks), by_id=by_id, num_ranks=num_ranks)
+
+
+INFO = StrategyInfo(
+    name="magi",
+    propose=in_stages(propose),
+    primitive=Primitive.RING,
+    places_blocks=True,
+    is_slow_in_stages=True,
+)

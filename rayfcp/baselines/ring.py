@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import Draft, assemble, best_fit_decreasing, bins_of, columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import Draft, assemble, best_fit_decreasing, bins_of, columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 
 def propose(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    sequences: Sequence[SequenceSpec],
+    *,
+    cluster: ClusterSpec,
+    cost: CostModel,
+    options: PlanConfig,  # noqa: ARG001
 ) -> Proposal:
-    """One group of all ranks per microbatch.
-
-    Raises:
-        InfeasiblePlanError: rings are not allowed.
-    """
-    require(Primitive.RING, options=options, strategy="ring")
+    """One group of all ranks per microbatch."""
     batch = columns_of(sequences, cost=cost)
     room = cluster.num_ranks * cluster.max_tokens_per_rank
     packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
@@ -32,3 +32,6 @@ def propose(
     return Proposal(
         microbatches=microbatches, reason=f"every sequence over all {cluster.num_ranks} ranks, as memory permits"
     )
+
+
+INFO = StrategyInfo(name="ring", propose=in_stages(propose), primitive=Primitive.RING)

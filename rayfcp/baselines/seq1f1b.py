@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.strategies.elastic_pipeline import propose_pipelines
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 
@@ -21,7 +21,7 @@ def propose(
     """The fastest plan found among lengths of slices.
 
     Raises:
-        InfeasiblePlanError: there is one stage; or memory permits no plan.
+        InfeasiblePlanError: memory permits no plan.
     """
     fixed = options.pipeline.model_copy(
         update={"chunking": "fixed", "recompute": "uniform", "order": "1f1b", "pipelines": 1}
@@ -31,5 +31,7 @@ def propose(
         cluster=cluster,
         cost=cost,
         options=options.model_copy(update={"pipeline": fixed}),
-        strategy="seq1f1b",
     )
+
+
+INFO = StrategyInfo(name="seq1f1b", propose=propose, needs_stages=True, slices_sequences=True)

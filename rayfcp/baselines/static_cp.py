@@ -34,8 +34,8 @@ import numpy.typing as npt
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel, Terms
 from rayfcp.cost.placement import node_of_ranks, place_groups
-from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import as_if_whole, counts
 from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
@@ -376,9 +376,8 @@ def propose(
     """The cheapest degree; N itself always holds the longest sequence.
 
     Raises:
-        InfeasiblePlanError: rings are not allowed; or stages do not have the memory.
+        InfeasiblePlanError: stages do not have the memory.
     """
-    require(Primitive.RING, options=options, strategy="static-cp")
     degrees = divisors(cluster.num_ranks)
     if cluster.num_stages > 1:
         staged = static_in_stages(
@@ -400,3 +399,6 @@ def propose(
         microbatches=found.microbatches,
         reason=f"degree {found.degree} is the best static one of {found.num_packings} ways to pack the batch",
     )
+
+
+INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING)

@@ -14,8 +14,8 @@ import numpy as np
 from rayfcp.baselines.static_cp import best_static, divisors, static_in_stages
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.assembly import columns_of, require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.assembly import columns_of
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 
 
@@ -25,10 +25,9 @@ def propose(
     """The cheapest degree that heads permit.
 
     Raises:
-        InfeasiblePlanError: Ulysses is not allowed; or the longest sequence does not fit the largest group
+        InfeasiblePlanError: the longest sequence does not fit the largest group
             that heads and ranks permit.
     """
-    require(Primitive.ULYSSES, options=options, strategy="ulysses")
     batch = columns_of(sequences, cost=cost)
     degrees = [
         degree
@@ -73,3 +72,6 @@ def _best(
         microbatches=found.microbatches,
         reason=f"degree {found.degree} over heads is the best of {found.num_packings} ways to pack the batch",
     )
+
+
+INFO = StrategyInfo(name="ulysses", propose=propose, primitive=Primitive.ULYSSES)

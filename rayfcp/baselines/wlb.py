@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from rayfcp.baselines import bytescale, ring
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.strategies.registry import Proposal
-from rayfcp.values import ClusterSpec, SequenceSpec
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
+from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 
 
 def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """The faster of both; the ring where they tie.
-
-    Raises:
-        InfeasiblePlanError: rings are not allowed.
-    """
+    """The faster of both; the ring where they tie."""
     proposals = {
         "ring": ring.propose(sequences, cluster=cluster, cost=cost, options=options),
         "bytescale": bytescale.propose(sequences, cluster=cluster, cost=cost, options=options),
@@ -39,3 +36,12 @@ def propose(
 
 def _seconds(proposal: Proposal) -> float:
     return sum(microbatch.predicted_s for microbatch in proposal.microbatches)
+
+
+INFO = StrategyInfo(
+    name="wlb",
+    propose=in_stages(propose),
+    primitive=Primitive.RING,
+    is_slow_in_stages=True,
+    same_as=("ring", "bytescale"),
+)

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from rayfcp.compare.arguments import PIPELINES, chosen, missing
+from rayfcp.compare.arguments import chosen, missing
 from rayfcp.compare.distributions import distribution
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
 from rayfcp.compare.planning import OPTIONS, plan_timed
 from rayfcp.compare.settings import Setting
 from rayfcp.config import ConfigError
 from rayfcp.plan import CostModel, hardware_profile, imbalance, model_profile
+from rayfcp.plan.strategies.registry import get
 from rayfcp.program import AttentionProgram, Forward, HeadProgram, Load, Piece, RankProgram, lower
 from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile
 
@@ -119,7 +120,7 @@ def contenders(names: tuple[str, ...]) -> tuple[str, ...]:
     """
     found = []
     for name in chosen(names):
-        why = "it splits layers over pipeline stages" if name in PIPELINES else missing(name, num_stages=1)
+        why = "it splits layers over pipeline stages" if get(name).needs_stages else missing(name, num_stages=1)
         if why is None:
             found.append(name)
         elif name in names:

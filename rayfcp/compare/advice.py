@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
-from rayfcp.compare.arguments import OURS, PIPELINES, Inputs, chosen
+from rayfcp.compare.arguments import Inputs, chosen
 from rayfcp.compare.comparison import Case, Comparison, Say, model_of
 from rayfcp.compare.layouts import (
     Effort,
@@ -31,13 +31,11 @@ from rayfcp.compare.results import Entry
 from rayfcp.compare.table import degrees_text
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile
+from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.summary import number, seconds
 from rayfcp.values import HardwareProfile, ModelProfile
 
 STATIC, DAPPLE, ULYSSES = "static-cp", "dapple", "ulysses"
-
-PASSED_ON = frozenset({*OURS, *PIPELINES, STATIC})
-"""Strategies that are searched with stages; the others' systems have none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +87,9 @@ DeepSpeed does not combine with stages. Both are taken to share out embedding an
 def suits(strategy: str, layout: Layout) -> bool:
     """Whether a strategy is looked at on a layout."""
     if layout.num_stages == 1:
-        return strategy not in PIPELINES
-    return strategy in PASSED_ON
+        return not get(strategy).needs_stages
+    info = get(strategy)  # the systems of other baselines have no pipeline stages
+    return not info.is_baseline or info.needs_stages or strategy == STATIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +236,7 @@ class Adviser:
             return f"on none of {len(trials)} layouts; on {trials[0].layout}: {trials[0].reason}"
         places = [layout for layout in self.layouts if suits(name, layout)]
         if not places:
-            needs = "needs pipeline stages" if name in PIPELINES else "is looked at without pipeline stages"
+            needs = "needs pipeline stages" if get(name).needs_stages else "is looked at without pipeline stages"
             return f"{name} {needs}, --stages is {self._question.stages}; give auto"
         return self._misfit(places[0])
 
@@ -397,7 +396,7 @@ def _cell(advice: Advice, trial: Trial | None) -> str:
     why = trial.reason or (trial.entry.reason if trial.entry else "")
     text = escape(_text(trial))
     strong = f"<b>{text}</b>" if trial is advice.best else text
-    mark = ' class="ours"' if trial.strategy in OURS else ""
+    mark = ' class="ours"' if not get(trial.strategy).is_baseline else ""
     return f'<td{mark} title="{escape(why)}">{strong}</td>'
 
 

@@ -13,18 +13,7 @@ from typing import Any, Literal
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
 from rayfcp.plan import strategy_names
-
-OURS = ("flex-ring", "flex-block", "elastic-pipeline", "auto")
-"""What rayfcp itself runs by; all others are baselines."""
-
-PIPELINES = ("elastic-pipeline", "seq1f1b", "dapple")
-"""Strategies that split the layers over stages."""
-
-IN_ORDER = (
-    *("flex-ring", "flex-block", "elastic-pipeline", "auto", "static-cp", "dynamic-cp", "ulysses", "ring"),
-    *("bytescale", "wlb", "flexsp", "magi", "seq1f1b", "dapple"),
-)
-"""All strategies in the order in which a comparison shows them."""
+from rayfcp.plan.strategies.registry import get
 
 
 def chosen(asked: Sequence[str]) -> tuple[str, ...]:
@@ -33,7 +22,7 @@ def chosen(asked: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ConfigError: a name that is not known; the message has the nearest.
     """
-    known = [*IN_ORDER, *(name for name in strategy_names() if name not in IN_ORDER)]
+    known = strategy_names()
     names: list[str] = []
     for name in asked:
         try:
@@ -47,10 +36,8 @@ def chosen(asked: Sequence[str]) -> tuple[str, ...]:
 
 def missing(name: str, *, num_stages: int) -> str | None:
     """Why the strategy cannot be planned at all, if so."""
-    if name in PIPELINES and num_stages == 1:
+    if get(name).needs_stages and num_stages == 1:
         return f"{name} splits the layers over pipeline stages and --stages is 1; give it 2 or more"
-    if name not in strategy_names():
-        return f"this version has no planner for {name}"
     return None
 
 

@@ -19,7 +19,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.first import COMPILES, compiles_first
-from rayfcp.plan.strategies import AUTO
+from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile

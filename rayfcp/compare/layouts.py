@@ -30,7 +30,7 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.plan import model_flops
-from rayfcp.plan.strategies import AUTO
+from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.telemetry.summary import seconds
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
 
@@ -196,10 +196,6 @@ class Trial:
         }
 
 
-PLACING = frozenset({AUTO, "flex-block", "magi"})
-"""Strategies whose blocks may lie anywhere, so that the bound of groups is none of theirs."""
-
-
 class Spot:
     """One view and all that is found out about it; `model` is the whole one."""
 
@@ -230,7 +226,7 @@ class Spot:
 
     def bounds_s(self, strategy: str) -> list[float]:
         """Of each batch: no plan of the strategy takes less, under any setting."""
-        freely = strategy in PLACING
+        freely = get(strategy).places_blocks
         if freely not in self._bounds:
             self._bounds[freely] = [
                 bound_s(batch, settings=self.family.settings, placed_freely=freely) for batch in self.case.batches

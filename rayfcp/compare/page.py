@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rayfcp.compare.arguments import OURS
 from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.lengths import lengths_of
 from rayfcp.compare.results import Entry, Scene, best_baseline
 from rayfcp.compare.table import columns, footnotes, ranked
 from rayfcp.compare.timelines import degree_bands, pictures
+from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.charts import Scale, key_mark, ticks
 from rayfcp.telemetry.style import STYLE
 from rayfcp.telemetry.summary import number, percent, seconds
@@ -268,7 +268,7 @@ def _table(comparison: Comparison) -> str:
     rows = []
     for entry in ranked(comparison.entries):
         first, *others = (cell(entry) for _, cell in heads)
-        mark = ' class="ours"' if entry.strategy in OURS else ""
+        mark = ' class="ours"' if not get(entry.strategy).is_baseline else ""
         told = "".join(f"<td>{escape(text)}</td>" for text in others)
         rows.append(f'<tr{mark}><td title="{escape(entry.reason)}">{escape(first)}</td>{told}</tr>')
     note = escape(" ".join(footnotes(comparison)))

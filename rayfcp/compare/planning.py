@@ -11,17 +11,11 @@ from rayfcp.compare.settings import Setting
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import lower_bound
 from rayfcp.plan.pipeline.bound import pipeline_bound
-from rayfcp.plan.strategies import get
+from rayfcp.plan.strategies.registry import get
 from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
 """compare may use every primitive that the simulator has."""
-
-SETTING_FROM = {
-    "flexsp": ("ulysses",),
-    "auto": ("elastic-pipeline", "flex-block", "flex-ring", "static-cp", "ulysses"),
-}
-"""Strategies that take seconds a plan and the quick ones, of like plans, whose best setting they take."""
 
 WARM_UP_SEQUENCES = 8
 """Sequences of the untimed first plan of a strategy that takes seconds a plan."""
@@ -41,14 +35,14 @@ def plan_timed(
         InfeasiblePlanError: the strategy has no plan for this batch.
     """
     start_s = time.process_time()
-    proposal = get(strategy)(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
+    proposal = get(strategy).plan(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
     plan = BatchPlan(
         strategy=strategy,
         num_ranks=setting.cluster.num_ranks,
         generation=setting.cluster.generation,
         microbatches=proposal.microbatches,
         recomputed_layers=setting.recomputed_layers,
-        predicted_s=sum(each.predicted_s for each in proposal.pipelines or proposal.microbatches),
+        predicted_s=proposal.predicted_s,
         lower_bound_s=0.0,
         reason=proposal.reason,
         pipelines=proposal.pipelines,
@@ -70,7 +64,7 @@ def best_setting(strategy: str, batch: Batch, *, settings: Sequence[Setting], op
         return plan_timed(batch, strategy=asked, setting=setting, options=options)[0].predicted_s
 
     _, setting = best_prediction(strategy, settings=settings, predict=predict)
-    if strategy in SETTING_FROM:
+    if get(strategy).settings_from:
         shortest = sorted(batch, key=lambda each: each.num_tokens)[:WARM_UP_SEQUENCES]
         few = tuple(replace(each, id=index) for index, each in enumerate(shortest))
         plan_timed(few, strategy=strategy, setting=setting, options=options)
@@ -88,7 +82,7 @@ def best_prediction(
     """
     best: tuple[float, Setting] | None = None
     why = InfeasiblePlanError("no setting was tried")
-    for asked, setting in product(SETTING_FROM.get(strategy, (strategy,)), settings):
+    for asked, setting in product(get(strategy).settings_from or (strategy,), settings):
         try:
             seconds = predict(asked, setting)
         except InfeasiblePlanError as error:

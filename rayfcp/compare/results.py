@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayfcp.compare.arguments import OURS
 from rayfcp.compare.settings import GIB, Setting
+from rayfcp.plan.strategies.registry import get
 from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
 from rayfcp.values import BatchPlan, HardwareProfile, Imbalance, ModelProfile, SequenceSpec
@@ -104,7 +104,7 @@ class Entry:
 
 def best_baseline(entries: Sequence[Entry]) -> Entry | None:
     """The fastest feasible entry that is not ours."""
-    feasible = [each for each in entries if each.iteration_s is not None and each.strategy not in OURS]
+    feasible = [each for each in entries if each.iteration_s is not None and get(each.strategy).is_baseline]
     return min(feasible, key=lambda each: each.iteration_s or 0.0, default=None)
 
 

@@ -8,13 +8,13 @@ each with its ranks and the settings that it may choose from.
 from dataclasses import dataclass, replace
 from itertools import product
 
-from rayfcp.compare.arguments import PIPELINES, Inputs, ReduceEvery
+from rayfcp.compare.arguments import Inputs, ReduceEvery
 from rayfcp.config import ConfigError
 from rayfcp.cost.analytic import efficiency_with_sums
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import CostModel, max_tokens_per_rank
-from rayfcp.plan.strategies import AUTO
+from rayfcp.plan.strategies.registry import AUTO, get
 from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile
 
 GIB = 1 << 30
@@ -148,7 +148,7 @@ def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
     """Numbers of stages of the families that a strategy may choose from: `auto` has both."""
     if name == AUTO:
         return tuple(dict.fromkeys((1, inputs.stages)))
-    return (inputs.stages,) if name in PIPELINES else (1,)
+    return (inputs.stages,) if get(name).needs_stages else (1,)
 
 
 def family_of(

@@ -9,7 +9,7 @@ from rayfcp.plan.batch import plan_batch
 from rayfcp.plan.grid import render_grid
 from rayfcp.plan.imbalance import imbalance
 from rayfcp.plan.layout import lay_out
-from rayfcp.plan.strategies import names as strategy_names
+from rayfcp.plan.strategies.registry import names as strategy_names
 
 __all__ = [
     "HARDWARE",

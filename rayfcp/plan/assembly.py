@@ -15,10 +15,9 @@ from operator import attrgetter
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_in, ranks_of_nodes
-from rayfcp.values import ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +73,6 @@ def bins_of(owners: Sequence[int]) -> list[list[int]]:
     for position, owner in enumerate(owners):
         bins[owner].append(position)
     return bins
-
-
-def require(primitive: Primitive, *, options: PlanConfig, strategy: str) -> None:
-    """`options.primitives` allows the one primitive that a strategy is made of.
-
-    Raises:
-        InfeasiblePlanError: it does not; names the strategy, the primitive and the remedy.
-    """
-    if primitive.value not in options.primitives:
-        raise InfeasiblePlanError(
-            f"strategy {strategy} needs primitive {primitive.value}, plan.primitives is "
-            f"{', '.join(options.primitives)}; add {primitive.value} to plan.primitives"
-        )
 
 
 def exchange_degrees(cost: CostModel, *, num_ranks: int, primitives: Collection[str]) -> list[int]:

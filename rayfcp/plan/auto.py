@@ -16,7 +16,7 @@ groups of mixed degrees or blocks placed freely, which `flex-ring` and `flex-blo
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rayfcp.config.models import PlanConfig
@@ -24,7 +24,7 @@ from rayfcp.cost.bound import check_longest, lower_bound
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
-from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
 from rayfcp.plan.vision.encoding import encoded_anew
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
 
@@ -112,7 +112,7 @@ class Mixer:
         self._by_id = {sequence.id: sequence for sequence in sequences}
         self._idle_s: list[float] = idle_passes_s(cost, cluster=cluster).tolist()
 
-    def mixed(self, base: Proposal, others: Sequence[tuple[str, Strategy]], *, name: str) -> Proposal | None:
+    def mixed(self, base: Proposal, others: Sequence[StrategyInfo], *, name: str) -> Proposal | None:
         """`base`, of the strategy `name`, with every microbatch in the hands of whichever of `others` is fastest for
         its sequences alone; None where all stay as they are. The longest microbatch comes last."""
         parts: list[MicrobatchPlan] = []
@@ -126,7 +126,7 @@ class Mixer:
         return Proposal(microbatches=self._in_order(parts), reason=f"microbatches of {' and '.join(sorted(used))}")
 
     def _fastest(
-        self, microbatch: MicrobatchPlan, others: Sequence[tuple[str, Strategy]]
+        self, microbatch: MicrobatchPlan, others: Sequence[StrategyInfo]
     ) -> tuple[tuple[MicrobatchPlan, ...], str]:
         """What takes less than the microbatch does, and whose it is; nothing if none does."""
         ids = sorted(each for group in microbatch.groups for each in group.sequences)
@@ -135,14 +135,14 @@ class Mixer:
         options = self._options.model_copy(update={"search_moves": share})
         best: tuple[tuple[MicrobatchPlan, ...], str] = ((), "")
         best_s = self._seconds((microbatch,))
-        for name, strategy in others:
+        for strategy in others:
             try:
-                found = strategy(sequences, cluster=self._cluster, cost=self._cost, options=options)
+                found = strategy.plan(sequences, cluster=self._cluster, cost=self._cost, options=options)
             except InfeasiblePlanError:
                 continue
             seconds = self._seconds(found.microbatches)
             if seconds < best_s:
-                best, best_s = (found.microbatches, name), seconds
+                best, best_s = (found.microbatches, strategy.name), seconds
         return best
 
     def _seconds(self, microbatches: Sequence[MicrobatchPlan]) -> float:
@@ -172,20 +172,8 @@ class Mixer:
 
 MIXED = "mixed"
 """What a plan is called that has microbatches of several strategies."""
-SLICING = frozenset({"elastic-pipeline", "seq1f1b"})
-"""Strategies that may cut a sequence over several microbatches."""
-STAGED = SLICING | {"dapple"}
-"""Strategies that need several stages."""
-PLACING = frozenset({"flex-block", "magi"})
-"""Strategies whose plans have layouts of their own; without stages, those of others are made of groups."""
-SAME = frozenset({"wlb"})
-"""Strategies whose plan, without stages, is that of one of the others."""
 FEW = 32
-"""Sequences up to which every strategy is asked."""
-SLOW = frozenset({"flexsp"})
-"""Strategies that take seconds for more."""
-SLOW_IN_STAGES = SLOW | {"dynamic-cp", "bytescale", "wlb", "magi"}
-"""The same, where several stages make them plan a batch many times."""
+"""Sequences up to which slow strategies are tried too."""
 MIXING = ("flex-ring", "flex-block")
 """Whose microbatches are mixed."""
 
@@ -200,18 +188,12 @@ class Candidate:
 
 
 class Ranking:
-    """One batch on one cluster, planned by each of `strategies`, in their order."""
+    """One batch on one cluster, planned by each strategy, in their order."""
 
     def __init__(
-        self,
-        strategies: Mapping[str, Strategy],
-        sequences: Sequence[SequenceSpec],
-        *,
-        cluster: ClusterSpec,
-        cost: CostModel,
-        options: PlanConfig,
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
     ) -> None:
-        self._strategies, self._sequences = strategies, sequences
+        self._sequences = sequences
         self._cluster, self._cost, self._options = cluster, cost, options
         self._found: list[Candidate] = []
         self._why: dict[str, InfeasiblePlanError] = {}
@@ -224,10 +206,10 @@ class Ranking:
         """
         fits = self._whole_fit()
         groups_s = self._groups_s() if fits else 0.0
-        for name in self._asked():
-            beaten = name not in PLACING and bool(self._found) and self._best_s() <= groups_s
-            if (fits or name in SLICING) and not beaten:
-                self._ask(name)
+        for strategy in self._candidates():
+            beaten = not strategy.places_blocks and bool(self._found) and self._best_s() <= groups_s
+            if (fits or strategy.slices_sequences) and not beaten:
+                self._ask(strategy)
         if not self._found:
             raise self._infeasible()
         if self._cluster.num_stages == 1:
@@ -237,25 +219,26 @@ class Ranking:
             distinct.setdefault((each.proposal.microbatches, each.proposal.pipelines), each)
         return tuple(distinct.values())
 
-    def _asked(self) -> list[str]:
-        staged = self._cluster.num_stages > 1
-        left_out = frozenset() if staged else STAGED | SAME
-        if len(self._sequences) > FEW:
-            left_out |= SLOW_IN_STAGES if staged else SLOW
-        return [name for name in self._strategies if name not in left_out]
+    def _candidates(self) -> list[StrategyInfo]:
+        staged, large = self._cluster.num_stages > 1, len(self._sequences) > FEW
+        return [
+            each
+            for each in strategies().values()
+            if each.name != AUTO
+            and (staged or not (each.needs_stages or each.same_as))
+            and not (large and (each.is_slow_in_stages if staged else each.is_slow))
+        ]
 
-    def _ask(self, name: str) -> None:
+    def _ask(self, strategy: StrategyInfo) -> None:
         try:
-            proposal = self._strategies[name](
-                self._sequences, cluster=self._cluster, cost=self._cost, options=self._options
-            )
+            proposal = strategy.plan(self._sequences, cluster=self._cluster, cost=self._cost, options=self._options)
         except InfeasiblePlanError as error:
-            self._why[name] = error
+            self._why[strategy.name] = error
         else:
-            self._add(name, proposal)
+            self._add(strategy.name, proposal)
 
     def _add(self, name: str, proposal: Proposal) -> None:
-        self._found.append(Candidate(strategy=name, proposal=proposal, predicted_s=_seconds(proposal)))
+        self._found.append(Candidate(strategy=name, proposal=proposal, predicted_s=proposal.predicted_s))
 
     def _mix(self) -> None:
         """Of the best plans of groups and of blocks."""
@@ -263,11 +246,11 @@ class Ranking:
         mixer = Mixer(self._sequences, cluster=self._cluster, cost=self._cost, options=self._options)
         mixed = []
         for base in own:
-            others = [(name, self._strategies[name]) for name in MIXING if name != base.strategy]
+            others = [strategies()[name] for name in MIXING if name != base.strategy]
             mixed.append(mixer.mixed(base.proposal, others, name=base.strategy))
         found = [each for each in mixed if each is not None]
         if found:
-            self._add(MIXED, min(found, key=_seconds))
+            self._add(MIXED, min(found, key=lambda each: each.predicted_s))
 
     def _best_s(self) -> float:
         return min(each.predicted_s for each in self._found)
@@ -295,5 +278,29 @@ class Ranking:
         return InfeasiblePlanError(f"no strategy has a plan for this batch: {self._why[name]}")
 
 
-def _seconds(proposal: Proposal) -> float:
-    return sum(each.predicted_s for each in proposal.pipelines or proposal.microbatches)
+def ranked(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> tuple[Candidate, ...]:
+    """What all strategies propose, the fastest by prediction first.
+
+    Raises:
+        InfeasiblePlanError: there is none; names the binding constraint.
+    """
+    return Ranking(sequences, cluster=cluster, cost=cost, options=options).run()
+
+
+def propose(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> Proposal:
+    """The fastest proposal of all strategies by prediction."""
+    return ranked(sequences, cluster=cluster, cost=cost, options=options)[0].proposal
+
+
+INFO = StrategyInfo(
+    name=AUTO,
+    propose=propose,
+    is_baseline=False,
+    slices_sequences=True,
+    places_blocks=True,
+    settings_from=("elastic-pipeline", "flex-block", "flex-ring", "static-cp", "ulysses"),
+)

@@ -6,8 +6,9 @@ from dataclasses import replace
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.bound import check_ids, check_longest, lower_bound
 from rayfcp.cost.model import CostModel
+from rayfcp.plan.auto import ranked
 from rayfcp.plan.pipeline.bound import pipeline_bound
-from rayfcp.plan.strategies import AUTO, Proposal, get, ranked, slices
+from rayfcp.plan.strategies.registry import AUTO, Proposal, get, slices
 from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
 
 
@@ -36,7 +37,7 @@ def plan_batch(
     check_ids(sequences)
     if not slices(strategy, num_stages=cluster.num_stages):
         check_longest(sequences, cluster=cluster)
-    proposal = get(strategy)(sequences, cluster=cluster, cost=cost, options=options)
+    proposal = get(strategy).plan(sequences, cluster=cluster, cost=cost, options=options)
     return _plan(strategy, proposal, sequences, cluster=cluster, cost=cost, options=options)
 
 
@@ -76,8 +77,7 @@ def _plan(
     options: PlanConfig,
 ) -> BatchPlan:
     """With prediction, bound and reason."""
-    timed = proposal.pipelines or proposal.microbatches
-    predicted_s = sum(each.predicted_s for each in timed)
+    predicted_s = proposal.predicted_s
     bound_s = (
         pipeline_bound(sequences, cluster=cluster, cost=cost)
         if proposal.pipelines

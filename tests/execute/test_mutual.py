@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import BlockOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.strategies import names
+from rayfcp.plan.strategies.registry import names
 from rayfcp.values import ClusterSpec, Mask, Pictures, SequenceSpec
 from tests.examples import examples
 from tests.execute import test_context

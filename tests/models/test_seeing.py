@@ -13,7 +13,7 @@ from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import profile_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.strategies import names
+from rayfcp.plan.strategies.registry import names
 from rayfcp.program import RankProgram, lower
 from rayfcp.simulate.simulate import simulate
 from rayfcp.values import ClusterSpec, Primitive

@@ -13,7 +13,7 @@ from rayfcp.cost.bound import lower_bound
 from rayfcp.cost.work import work_of
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.pipeline.chunks import Pool, Work
-from rayfcp.plan.strategies import names
+from rayfcp.plan.strategies.registry import names
 from rayfcp.program import Load, RankProgram, lower
 from rayfcp.program.windows import attention_by_window
 from rayfcp.simulate import simulate

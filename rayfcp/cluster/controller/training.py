@@ -36,7 +36,7 @@ from rayfcp.cluster.workers.placement import CapacityError, resolved_device
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan import CostModel
-from rayfcp.plan.strategies import slices
+from rayfcp.plan.strategies.registry import slices
 from rayfcp.telemetry.live import State
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move, SequenceSpec, StepReport

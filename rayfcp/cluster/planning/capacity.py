@@ -11,7 +11,7 @@ from rayfcp.cost.analytic import device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
-from rayfcp.plan.strategies import slices
+from rayfcp.plan.strategies.registry import slices
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
 
 GIB = 1 << 30

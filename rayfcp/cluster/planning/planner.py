@@ -18,7 +18,7 @@ from rayfcp.cost.device import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
-from rayfcp.plan.strategies import AUTO
+from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.simulate.simulate import Choice, choose

@@ -11,6 +11,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import strategy_names
+from rayfcp.plan.strategies.registry import get
 from rayfcp.values import ClusterSpec, ModelProfile, ShardHeader
 
 LOOPBACK = "127.0.0.1"
@@ -84,17 +85,13 @@ class Finished:
     controller_cpu_s: float = 0.0
 
 
-STAGED = frozenset({"elastic-pipeline", "seq1f1b", "dapple"})
-"""Strategies that pass microbatches through stages; others do so too, and run without."""
-
-
 WITHOUT_STAGES = "flex-ring"
 """What plans for one stage where a strategy that needs several is configured, as after a loss."""
 
 
 def strategy_on(config: Config, num_stages: int) -> str:
     """The strategy that plans for a generation of so many stages."""
-    return WITHOUT_STAGES if num_stages == 1 and config.plan.strategy in STAGED else config.plan.strategy
+    return WITHOUT_STAGES if num_stages == 1 and get(config.plan.strategy).needs_stages else config.plan.strategy
 
 
 def with_stages(config: Config, num_stages: int) -> Config:
@@ -147,7 +144,7 @@ def check_layout(config: Config) -> None:
     if strategy not in strategy_names():
         known = ", ".join(strategy_names())
         raise ConfigError(f"plan.strategy is {strategy!r}, must be one of {known}; choose one of these")
-    if stages == 1 and strategy in STAGED:
+    if stages == 1 and get(strategy).needs_stages:
         raise ConfigError(
             f"cluster.pipeline_stages is 1, must be at least 2 with plan.strategy={strategy}; raise it or choose "
             "another strategy"

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PipelineOptions, PlanConfig
 from rayfcp.cost.model import CostModel, slowed, speeds_of
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import check_stages
-from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
+from rayfcp.values import ClusterSpec, SequenceSpec
 
 
 def propose(
@@ -22,23 +22,18 @@ def propose(
     """The fastest plan found with `options.pipeline`.
 
     Raises:
-        InfeasiblePlanError: there is one stage; or memory permits no plan.
+        InfeasiblePlanError: memory permits no plan.
     """
-    return propose_pipelines(sequences, cluster=cluster, cost=cost, options=options, strategy="elastic-pipeline")
+    return propose_pipelines(sequences, cluster=cluster, cost=cost, options=options)
 
 
 def propose_pipelines(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig, strategy: str
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
     """The pipeline planner's answer, with options of `options.pipeline`. Chunks pass through all ranks of a stage, so
     that a slow rank slows every one of them: seconds are those of the slowest rank, work cannot be balanced."""
     from rayfcp.plan.pipeline.planner import plan_pipelines
 
-    if cost.pipeline is None:
-        raise InfeasiblePlanError(
-            f"strategy {strategy} passes microbatches through pipeline stages, cluster.pipeline_stages is 1; set it to "
-            "2 or more"
-        )
     check_stages(cost, num_stages=cluster.num_stages)
     priced = slowed(cost, speed=float(speeds_of(cluster).min()))
     found = plan_pipelines(sequences, cluster=cluster, cost=priced, options=options)
@@ -51,3 +46,13 @@ def _reason(slices: int, options: PipelineOptions) -> str:
     cut = f"the longest sequence in {slices} slices" if slices > 1 else "sequences whole"
     how = {"balanced": "chunks of equal time", "fixed": "chunks of equal tokens"}[options.chunking]
     return f"{how}, {cut}, the best that was replayed"
+
+
+INFO = StrategyInfo(
+    name="elastic-pipeline",
+    propose=propose,
+    is_baseline=False,
+    needs_stages=True,
+    slices_sequences=True,
+    spreads_images=True,
+)

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from rayfcp.config.models import BlockOptions, PlanConfig
 from rayfcp.cost.layout import layout_s
 from rayfcp.cost.model import CostModel, speeds_of
-from rayfcp.plan.assembly import require
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Timed = tuple[float, tuple[int, ...], Layout]
@@ -21,12 +21,7 @@ Timed = tuple[float, tuple[int, ...], Layout]
 def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """One group of all ranks per microbatch, with the layout of its blocks; the longest microbatch comes last.
-
-    Raises:
-        InfeasiblePlanError: rings, whose point-to-point rounds the blocks travel in, are not allowed.
-    """
-    require(Primitive.RING, options=options, strategy="flex-block")
+    """One group of all ranks per microbatch, with the layout of its blocks; the longest microbatch comes last."""
     allowed = tuple(Primitive(name) for name in options.primitives)
     return propose_blocks(sequences, cluster=cluster, cost=cost, options=options.blocks, allowed=allowed)
 
@@ -87,3 +82,13 @@ def _of_room(
     return Proposal(
         microbatches=microbatches, reason=f"blocks of about {min(sizes)} tokens anywhere, rounds without congestion"
     )
+
+
+INFO = StrategyInfo(
+    name="flex-block",
+    propose=in_stages(propose, recompute="each", patience=1),
+    primitive=Primitive.RING,
+    is_baseline=False,
+    places_blocks=True,
+    spreads_images=True,
+)

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import assemble, columns_of
-from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
+from rayfcp.plan.strategies.stages import in_stages
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 
@@ -30,3 +31,11 @@ def propose(
     batch = columns_of(sequences, cost=cost)
     drafts, reason = Planner(batch, cluster=cluster, cost=cost, options=options).run()
     return Proposal(microbatches=assemble(drafts, batch=batch, cluster=cluster, cost=cost), reason=reason)
+
+
+INFO = StrategyInfo(
+    name="flex-ring",
+    propose=in_stages(propose, recompute="each"),
+    is_baseline=False,
+    spreads_images=True,
+)

@@ -1,12 +1,37 @@
-"""What a strategy is."""
+"""What a strategy is, and all that there are.
+
+Adding one: a file with a `StrategyInfo` named `INFO`, and its module in `MODULES`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Protocol
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.values import ClusterSpec, MicrobatchPlan, PipelinePlan, SequenceSpec
+from rayfcp.cost.profiles import pick
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, Primitive, SequenceSpec
+
+MODULES = (
+    "rayfcp.plan.strategies.flex_ring",
+    "rayfcp.plan.strategies.flex_block",
+    "rayfcp.plan.strategies.elastic_pipeline",
+    "rayfcp.plan.auto",
+    "rayfcp.baselines.static_cp",
+    "rayfcp.baselines.dynamic_cp",
+    "rayfcp.baselines.ulysses",
+    "rayfcp.baselines.ring",
+    "rayfcp.baselines.bytescale",
+    "rayfcp.baselines.wlb",
+    "rayfcp.baselines.flexsp",
+    "rayfcp.baselines.magi",
+    "rayfcp.baselines.seq1f1b",
+    "rayfcp.baselines.dapple",
+)
+"""Modules of strategies, in the order in which they are listed and in which `auto` tries them. They are imported when a
+strategy is first asked for: baselines import planning, not the other way round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +43,97 @@ class Proposal:
     reason: str
     pipelines: tuple[PipelinePlan, ...] = ()
 
+    @property
+    def predicted_s(self) -> float:
+        return sum(each.predicted_s for each in self.pipelines or self.microbatches)
 
-class Strategy(Protocol):
+
+class Propose(Protocol):
     """Pure: the same arguments give the same proposal. `sequences` holds at least one, and, but for strategies that
     slice sequences, none has more tokens than all ranks together can hold."""
 
     def __call__(
         self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
     ) -> Proposal: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyInfo:
+    """A strategy and everything that other packages need to know about its plans."""
+
+    name: str
+    propose: Propose
+    primitive: Primitive | None = None
+    """The only one that its groups can be made of."""
+    is_baseline: bool = True
+    needs_stages: bool = False
+    """Plans nothing for a single pipeline stage."""
+    slices_sequences: bool = False
+    """May cut a sequence over several microbatches, where there are several stages."""
+    places_blocks: bool = False
+    """Blocks may lie anywhere: the lower bound for plans made of groups does not hold for it."""
+    spreads_images: bool = False
+    """Images are encoded by all ranks, not only by those of the group that has their tokens."""
+    same_as: tuple[str, ...] = ()
+    """Without stages, its plan is that of one of these."""
+    is_slow: bool = False
+    """Takes seconds for a large batch."""
+    is_slow_in_stages: bool = False
+    settings_from: tuple[str, ...] = ()
+    """Quick strategies with similar plans, whose best setting `compare` uses instead of trying all."""
+
+    def plan(
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    ) -> Proposal:
+        """`propose`, once what it needs is there, and who encodes the images of the batch, if it has any.
+
+        Raises:
+            InfeasiblePlanError: `plan.primitives` or the number of stages rule the strategy out, or it has no plan.
+        """
+        if self.needs_stages and cluster.num_stages == 1:
+            raise InfeasiblePlanError(
+                f"strategy {self.name} splits the layers over pipeline stages, cluster.pipeline_stages is 1; set it to "
+                "2 or more"
+            )
+        if self.primitive is not None and self.primitive.value not in options.primitives:
+            raise InfeasiblePlanError(
+                f"strategy {self.name} needs primitive {self.primitive.value}, plan.primitives is "
+                f"{', '.join(options.primitives)}; add {self.primitive.value} to plan.primitives"
+            )
+        if cost.encoder is None or not any(sequence.pictures for sequence in sequences):
+            return self.propose(sequences, cluster=cluster, cost=cost, options=options)
+        from rayfcp.plan.vision.encoding import with_pictures
+
+        propose = with_pictures(self.propose, spread=self.spreads_images)
+        return propose(sequences, cluster=cluster, cost=cost, options=options)
+
+
+AUTO = "auto"
+"""Not a planner of its own: the fastest of all strategies, for every batch."""
+
+
+@cache
+def strategies() -> dict[str, StrategyInfo]:
+    """All strategies by name, in the order of `MODULES`."""
+    infos: list[StrategyInfo] = [import_module(module).INFO for module in MODULES]
+    return {info.name: info for info in infos}
+
+
+def names() -> tuple[str, ...]:
+    """Names of all strategies, as `plan.strategy` takes them."""
+    return tuple(strategies())
+
+
+def get(name: str) -> StrategyInfo:
+    """The strategy of that name.
+
+    Raises:
+        ValueError: unknown; names the nearest known one.
+    """
+    return strategies()[pick(name, names(), what="plan.strategy")]
+
+
+def slices(name: str, *, num_stages: int) -> bool:
+    """Whether a strategy may cut a sequence over several microbatches."""
+    info = get(name)
+    return info.slices_sequences and (info.needs_stages or num_stages > 1)

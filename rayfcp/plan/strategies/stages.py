@@ -13,7 +13,7 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ MANY = 16
 """Microbatches a stage: more do not make bubbles much smaller."""
 
 
-def in_stages(base: Strategy, *, recompute: "Recompute" = "alike", patience: int = 2) -> Strategy:
+def in_stages(base: Propose, *, recompute: "Recompute" = "alike", patience: int = 2) -> Propose:
     """`base` with one stage; with several, batch-level 1F1B over the microbatches that it proposes."""
 
     def propose(
@@ -44,7 +44,7 @@ def in_stages(base: Strategy, *, recompute: "Recompute" = "alike", patience: int
 
 
 def _candidates(
-    base: Strategy, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+    base: Propose, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Iterator[Proposal]:
     """Of every room that has a plan; the first error if none has.
 

@@ -17,7 +17,7 @@ from rayfcp.cost.images import Homes, PictureColumns, homes_of
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.layout import lay_out
-from rayfcp.plan.strategies.registry import Proposal, Strategy
+from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import BatchPlan, ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, SequenceSpec
 
 Floats = npt.NDArray[np.float64]
@@ -174,7 +174,7 @@ class _NoRoomError(Exception):
         self.share = share
 
 
-def with_pictures(base: Strategy, *, spread: bool) -> Strategy:
+def with_pictures(base: Propose, *, spread: bool) -> Propose:
     """`base`, and who encodes the pictures of its microbatches: `spread` over all ranks by their work, else over those
     of the group that has their tokens, the most that systems do that know of no encoder."""
 
