@@ -4,14 +4,11 @@ import dataclasses
 import itertools
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from rayfcp.values.arrays import Bools, Floats, Ints
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 Sums = tuple[int, int]  # of forward and of backward
 
 FIRST: Sums = (0, 0)

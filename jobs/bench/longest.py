@@ -27,8 +27,7 @@ from bounds import parser, print_ratios
 from rayfcp.cost.model import Terms
 from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
-
-Floats = npt.NDArray[np.float64]
+from rayfcp.values.arrays import Floats
 
 
 def beside_longest_s(

@@ -7,15 +7,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from ahead import Ahead
 from items import FIRST, PAIRS, Items
 from programme import Block, Rows
 from scipy import sparse
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from rayfcp.values.arrays import Bools, Floats, Ints
 
 BESIDE = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 17, 21, 25, 33, 65)  # degrees with which classes begin
 NARROW = 1.03  # ratio of ends: at less, and if the longest's degree is known, classes beside it are told apart

@@ -57,7 +57,6 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from ahead import Ahead
 from bounds import parser, print_ratios
 from items import items_of
@@ -66,8 +65,7 @@ from spanned import Kind, Setting, block_of
 
 from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
-
-Floats = npt.NDArray[np.float64]
+from rayfcp.values.arrays import Floats
 
 SINGLE, RUNS = 30, 12
 INTERVALS, CASES = 32, 400

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from rayfcp.cost.model import CostModel, Terms
 from rayfcp.values import Primitive
+from rayfcp.values.arrays import Floats
 
 ZERO = 1e-9  # what the solver takes for 0, with a warning
 # what finds little on programmes of many like groups and takes long: sub-problems at the root, and jumps
@@ -179,7 +180,6 @@ def _starts(
 
 
 Counts = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

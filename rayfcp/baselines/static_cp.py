@@ -38,6 +38,7 @@ from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, 
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import as_if_whole, counts
 from rayfcp.values import ClusterSpec, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values.arrays import Floats
 
 
 def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> float:
@@ -98,7 +99,6 @@ def _by_time(lengths: Sequence[int], work_s: Sequence[float], *, room: int, num_
 
 
 Owners = Sequence[int]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

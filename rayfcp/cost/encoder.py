@@ -16,8 +16,7 @@ from rayfcp.cost.analytic import (
 )
 from rayfcp.cost.memory import patch_bytes, token_bytes
 from rayfcp.values import HardwareProfile, ModelProfile
-
-Floats = npt.NDArray[np.float64]
+from rayfcp.values.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

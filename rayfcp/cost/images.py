@@ -6,12 +6,10 @@ from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.values import Block, EncoderShare, SequenceSpec
+from rayfcp.values.arrays import Ints
 from rayfcp.values.sequence import POSITIONS
-
-Ints = npt.NDArray[np.int64]
 
 _RUN = attrgetter("start", "stride", "num_tokens", "num_patches", "count")
 

@@ -21,8 +21,7 @@ from rayfcp.cost.model import CostModel, group_speeds, slowed, speeds_of
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, MicrobatchPlan, Primitive, SequenceSpec
-
-Floats = npt.NDArray[np.float64]
+from rayfcp.values.arrays import Floats, Ints
 
 
 class Chunks(NamedTuple):
@@ -284,9 +283,6 @@ def _beside(computed_s: Floats, traffic_s: Floats, exposed_s: Floats, *, overlap
     """As `CostModel.microbatch_s`: all but `exposed_s` of the traffic may hide behind what is computed."""
     hidden_s = np.maximum(traffic_s - exposed_s, 0.0)
     return np.asarray(computed_s + exposed_s + hidden_s - overlap * np.minimum(hidden_s, computed_s))
-
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.stages import split_layers
 from rayfcp.cost.work import seen_in_rings
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, Primitive, Windows
+from rayfcp.values.arrays import Floats
 
 Seconds = npt.NDArray[np.float64]
 
@@ -500,9 +501,6 @@ class CostModel:
         """Seconds of a step whose longest microbatch comes last, so that it hides the reduction."""
         *others, longest = sorted(makespans_s)
         return sum(self.microbatch_s(each, last=False) for each in others) + self.microbatch_s(longest, last=True)
-
-
-Floats = npt.NDArray[np.float64]
 
 
 def speeds_of(cluster: ClusterSpec) -> Floats:

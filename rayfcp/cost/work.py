@@ -21,9 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.values import Block, Layout, Mask, SequenceSpec, Windows
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 RING_TOKENS = 8192
 """Tokens of a sequence that a rank of a ring is taken to hold."""

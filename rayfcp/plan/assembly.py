@@ -18,6 +18,7 @@ import numpy.typing as npt
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import fastest_first, place_in, ranks_of_nodes
 from rayfcp.values import ClusterSpec, Group, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +84,6 @@ def exchange_degrees(cost: CostModel, *, num_ranks: int, primitives: Collection[
     degrees = np.arange(2, num_ranks + 1)
     found: list[int] = degrees[np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s)].tolist()
     return found
-
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

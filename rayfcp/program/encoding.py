@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from rayfcp.cost.images import Ints, PictureColumns
+from rayfcp.cost.images import PictureColumns
 from rayfcp.program.columns import merged
 from rayfcp.program.instructions import Encode, EncodedPictures, Piece, Range
 from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.values import BatchPlan, Block, EncoderShare, Layout, SequenceSpec
+from rayfcp.values.arrays import Ints
 
 
 def lower_encoding(

@@ -4,14 +4,11 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.analytic import REDUCED_BYTES
 from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
 from rayfcp.values import HardwareProfile, ModelProfile
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,11 @@ from typing import Literal
 from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
 from rayfcp.program.ledger import Ledger
-from rayfcp.simulate.machine import Floats, Machine
+from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.script import Instants
 from rayfcp.simulate.steady import Outcome
 from rayfcp.simulate.timeline import Sample
+from rayfcp.values.arrays import Floats
 
 Every = Literal["microbatch", "step"]
 

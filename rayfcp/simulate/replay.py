@@ -19,12 +19,9 @@ from typing import NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
 """Kinds of operations; what `Script.arg` names: a row of work, a pass, a collective (twice), a mark, a hop (twice)."""

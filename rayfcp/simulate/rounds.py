@@ -25,8 +25,9 @@ from rayfcp.program.columns import Attends
 from rayfcp.program.windows import attention_by_window, check_likeness, windows_of
 from rayfcp.simulate.attend_work import attend_work
 from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.replay import ALL_TO_ALL, RING, Floats, Ints, Messages, Rounds
+from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey
+from rayfcp.values.arrays import Floats, Ints
 
 Pair = tuple[int, int]
 

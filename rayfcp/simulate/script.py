@@ -21,8 +21,9 @@ import numpy as np
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, LINEAR_BACKWARD, vision_flops
 from rayfcp.program import Backward, Encode, Flow, Forward, Instruction, Load, RankProgram, Receive, Send
 from rayfcp.simulate.machine import Machine, Part
-from rayfcp.simulate.replay import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT, Floats
+from rayfcp.simulate.replay import ATTEND, COMPUTE, MARK, POST, RECEIVE, SEND, WAIT
 from rayfcp.values import VisionProfile
+from rayfcp.values.arrays import Floats
 
 SHOWN_LAYERS = 6
 

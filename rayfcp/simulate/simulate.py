@@ -17,12 +17,13 @@ from rayfcp.plan.batch import taken
 from rayfcp.program import ALL_PRIMITIVES, Forward, Free, Load, RankProgram, lower
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
-from rayfcp.simulate.replay import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK, Floats, Ints
+from rayfcp.simulate.replay import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK
 from rayfcp.simulate.rounds import Traffic, flatten
 from rayfcp.simulate.script import EncoderWork, encoder_flops, encoder_seconds, work_of
 from rayfcp.simulate.steady import Outcome, run
 from rayfcp.simulate.timeline import Breakdown, Loads, PerRank, Timeline, spans_of
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, SequenceSpec
+from rayfcp.values.arrays import Floats, Ints
 
 CLEARLY = 1.1
 """Times the prediction of the best: plans beyond that are not simulated. Prediction and simulation are rarely as much

@@ -9,9 +9,10 @@ import numpy as np
 
 from rayfcp.program import RankProgram
 from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.replay import Floats, Record, Script, State, Wires, new_record, new_state, replay
+from rayfcp.simulate.replay import Record, Script, State, Wires, new_record, new_state, replay
 from rayfcp.simulate.rounds import Hops, Traffic, hops_of
 from rayfcp.simulate.script import Plot, Row, RowKey, write_script
+from rayfcp.values.arrays import Floats
 
 SAME = 1e-9
 """Relative difference up to which two layers take the same time."""

@@ -10,10 +10,11 @@ from statistics import fmean
 import numpy as np
 
 from rayfcp.program import Backward, Encode, Forward, Load, RankProgram, Receive
-from rayfcp.simulate.machine import Floats, Machine
+from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.rounds import Traffic
 from rayfcp.simulate.steady import Outcome
 from rayfcp.values import Imbalance, Span, SpanKind
+from rayfcp.values.arrays import Floats
 
 PerRank = tuple[float, ...]
 Sample = tuple[float, int]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled
-from rayfcp.plan.blocks.kernels.distribute import Floats, Ints
+from rayfcp.values.arrays import Floats, Ints
 
 
 class Flow(NamedTuple):

@@ -7,8 +7,6 @@ import numpy as np
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.plan.blocks.kernels.distribute import (
-    Floats,
-    Ints,
     Items,
     Pieces,
     Pool,
@@ -22,6 +20,7 @@ from rayfcp.plan.blocks.kernels.distribute import (
 )
 from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
 from rayfcp.plan.blocks.kernels.traffic import cells_of, loads_of, sides_by_sequence
+from rayfcp.values.arrays import Floats, Ints
 
 PARTNERS = 12  # ranks with the least load that the fullest tries
 ENOUGH = 1e-3  # imbalance that need not be improved on

@@ -24,9 +24,10 @@ from rayfcp.cost.work import Rounds
 from rayfcp.plan.assembly import best_fit_decreasing
 from rayfcp.plan.blocks.distributor import Space, distribute, shares_of
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
-from rayfcp.plan.blocks.kernels.distribute import Bools, Floats, Ints, Mutual, Pieces, Pool
+from rayfcp.plan.blocks.kernels.distribute import Mutual, Pieces, Pool
 from rayfcp.plan.blocks.rounds import Schedule, Traffic, schedule, timed, traffic_of
 from rayfcp.values import Block, ClusterSpec, Layout, Mask, Pacing, Primitive, Round, SequenceSpec, Transfer
+from rayfcp.values.arrays import Bools, Floats, Ints
 
 KERNEL_SHARE = 0.9  # of the best efficiency that a block's attention reaches: 2K on GPU-X, as the paper has it
 BLOCKS_PER_RANK = 8  # at least, so that compute and communication can be levelled; 4K at 32K tokens a rank

@@ -9,10 +9,11 @@ import numpy.typing as npt
 from rayfcp.config.models import BlockOptions
 from rayfcp.cost.kernels.flow import Flow, finish_s
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.blocks.kernels.distribute import Floats, Ints, Pieces, Pool
+from rayfcp.plan.blocks.kernels.distribute import Pieces, Pool
 from rayfcp.plan.blocks.kernels.rounds import Graph, Wishes, colours_of, max_degree
 from rayfcp.plan.blocks.kernels.traffic import Needs, Packing, Parcels, loads_of, needs_of, own_sides, parcels_of
 from rayfcp.values import Pacing
+from rayfcp.values.arrays import Floats, Ints
 
 GOOD_ENOUGH = 1e-3  # of the attention of the rank that has most
 LINKS_SHARE = 0.6  # of it, from which on links may set the pace

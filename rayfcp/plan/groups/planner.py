@@ -21,7 +21,7 @@ from rayfcp.plan.groups.kernels.even import even, spread
 from rayfcp.plan.groups.kernels.fill import fill_in_turn
 from rayfcp.plan.groups.kernels.improve import improve
 from rayfcp.plan.groups.kernels.pack import pack, stage
-from rayfcp.plan.groups.kernels.price import COLUMNS, SEAT, Floats, Prices, _alone
+from rayfcp.plan.groups.kernels.price import COLUMNS, SEAT, Prices, _alone
 from rayfcp.plan.groups.kernels.ranks import alone_s, place, primitives_of
 from rayfcp.plan.groups.kernels.ruin import kick, ruin
 from rayfcp.plan.groups.kernels.state import (
@@ -38,6 +38,7 @@ from rayfcp.plan.groups.kernels.state import (
 )
 from rayfcp.plan.groups.two_stage import FIRST_FACTORS, Cuts, Search, dynamic_program
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive
+from rayfcp.values.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from rayfcp.plan.groups.kernels.cut import Cut, _runs, bins_by_tokens, cut_by_length, cut_by_time, floor_s, tight_bins
 from rayfcp.plan.groups.kernels.pack import stage
-from rayfcp.plan.groups.kernels.price import Ints
 from rayfcp.plan.groups.kernels.state import State, World, copied
 from rayfcp.values import InfeasiblePlanError
+from rayfcp.values.arrays import Ints
 
 ROOMY = 0.95  # of the memory of all ranks: more in a microbatch can seldom be packed well
 

@@ -15,12 +15,13 @@ import numpy as np
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.bound import lower_bound
-from rayfcp.cost.model import CostModel, Floats, slowed, speeds_of
+from rayfcp.cost.model import CostModel, slowed, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
 from rayfcp.plan.groups.planner import Planner, Seat
 from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
+from rayfcp.values.arrays import Floats
 
 ALIKE = 0.05  # relative difference of speeds in a pool: waiting costs less than what seats cannot share
 POOLS = 2  # of ranks of about one speed that are tried, and as many of all ranks above some speed

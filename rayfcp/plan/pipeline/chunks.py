@@ -15,9 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cost.microbatches import Chunks, Floats
+from rayfcp.cost.microbatches import Chunks
 from rayfcp.cost.model import CostModel
 from rayfcp.values import Mask, Primitive, SequenceSpec, Windows
+from rayfcp.values.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

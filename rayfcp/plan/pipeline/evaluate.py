@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config.models import PipelineOptions
-from rayfcp.cost.microbatches import Chunks, Floats, StageBytes, StageTimes, chunk_bytes, chunk_passes, stage_times
+from rayfcp.cost.microbatches import Chunks, StageBytes, StageTimes, chunk_bytes, chunk_passes, stage_times
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.pipeline.recompute import Recomputed, infeasible, least_layers, none_needed, recompute, uniform
 from rayfcp.plan.pipeline.schedule import (
@@ -21,6 +21,7 @@ from rayfcp.plan.pipeline.schedule import (
     run,
 )
 from rayfcp.values import Primitive
+from rayfcp.values.arrays import Floats
 
 AHEAD = 3
 """Microbatches that a stage may be further than the next one where memory has room; more hide nothing."""

@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.memory import GIB
-from rayfcp.cost.microbatches import Floats, StageBytes
+from rayfcp.cost.microbatches import StageBytes
 from rayfcp.plan.pipeline.schedule import Order, peak_bytes
 from rayfcp.plan.pipeline.schedule import Order as Ints
 from rayfcp.values import InfeasiblePlanError
+from rayfcp.values.arrays import Floats
 
 if TYPE_CHECKING:
     from rayfcp.plan.pipeline.kernels.recompute import Rows

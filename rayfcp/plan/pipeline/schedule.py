@@ -15,11 +15,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cost.microbatches import Floats, StageBytes, StageTimes, WholeCosts, beside_traffic
+from rayfcp.cost.microbatches import StageBytes, StageTimes, WholeCosts, beside_traffic
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.pipeline.kernels.passes import Held, Timed, makespan_s, reorder
 from rayfcp.plan.pipeline.kernels.recompute import fit
 from rayfcp.values import Action, MicrobatchPlan, PipelinePlan
+from rayfcp.values.arrays import Floats, Ints
 
 Order = npt.NDArray[np.int64]
 """[stage, pass]: forward of microbatch m is m, its backward is ~m (-1 - m)."""
@@ -186,8 +187,6 @@ def peak_bytes(order: Order, *, held: StageBytes, recomputed: npt.ArrayLike = 0)
     )
     return peaks
 
-
-Ints = npt.NDArray[np.int64]
 
 Recompute = Literal["each", "alike", "none, half or full"]
 """What memory asks of each stage and microbatch; one number of layers for all; none, half or all layers of all."""

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.encoder import EncoderCost, check_one_stage
@@ -19,9 +18,7 @@ from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.layout import lay_out
 from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import BatchPlan, ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, SequenceSpec
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

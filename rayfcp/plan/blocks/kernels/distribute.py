@@ -21,13 +21,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from rayfcp.values.arrays import Bools, Floats, Ints
 
 
 class Mutual(NamedTuple):

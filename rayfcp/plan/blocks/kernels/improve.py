@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled
-from rayfcp.plan.blocks.kernels.distribute import Floats, Ints, Items, Rule
+from rayfcp.plan.blocks.kernels.distribute import Items, Rule
+from rayfcp.values.arrays import Floats, Ints
 
 LEAST_GAIN = 1e-7  # shares of a mean load; less is rounding
 CHARGE = 1e-3  # of a mean load, for a rank's mean tokens that travel more

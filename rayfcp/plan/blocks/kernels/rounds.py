@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled
-from rayfcp.plan.blocks.kernels.distribute import Ints
+from rayfcp.values.arrays import Ints
 
 Words = npt.NDArray[np.uint64]
 _BITS = 64

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled
-from rayfcp.plan.blocks.kernels.distribute import Floats, Ints, Pieces, Pool, cells_between, heads_of
+from rayfcp.plan.blocks.kernels.distribute import Pieces, Pool, cells_between, heads_of
+from rayfcp.values.arrays import Floats, Ints
 
 
 class Needs(NamedTuple):

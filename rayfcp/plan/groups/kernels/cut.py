@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.plan.groups.kernels.price import Floats, Ints
 from rayfcp.plan.groups.kernels.state import MOVES, World, _sum_s
+from rayfcp.values.arrays import Floats, Ints
 
 CAPACITIES = 8  # tried between the mean and all of a pack's memory
 

@@ -7,9 +7,10 @@ import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.plan.groups.kernels.cut import _num_bins, _packed
-from rayfcp.plan.groups.kernels.price import Ints, _price
+from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, alone_s, place
 from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _open_seats, _sum_s
+from rayfcp.values.arrays import Ints
 
 MORE = 2  # microbatches than the fewest that hold all at a degree
 HOPEFUL = 1.03  # times the best found: what is estimated to take more is not tried

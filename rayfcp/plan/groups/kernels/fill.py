@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inlined, inner
-from rayfcp.plan.groups.kernels.price import SEAT, SLACK, Floats, Ints, _best_degree, _least_degree, _pace_of, _price
+from rayfcp.plan.groups.kernels.price import SEAT, SLACK, _best_degree, _least_degree, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _lay
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -32,6 +32,7 @@ from rayfcp.plan.groups.kernels.state import (
     _reprice,
     total_s,
 )
+from rayfcp.values.arrays import Floats, Ints
 
 
 @inner

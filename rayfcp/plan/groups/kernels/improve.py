@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.plan.groups.kernels.price import SEAT, Floats, Ints, _price
+from rayfcp.plan.groups.kernels.price import SEAT, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -27,6 +27,7 @@ from rayfcp.plan.groups.kernels.state import (
     links_of,
     total_s,
 )
+from rayfcp.values.arrays import Floats, Ints
 
 ENOUGH = 1e-9  # of a makespan: less is no gain
 GOOD = 0.5  # of how far the slowest group is above the mean: a change that gets it so far down is taken at once

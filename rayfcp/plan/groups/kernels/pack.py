@@ -14,9 +14,10 @@ from rayfcp.plan.groups.kernels.cut import Bins, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
 from rayfcp.plan.groups.kernels.fill import Fill, _fill
 from rayfcp.plan.groups.kernels.improve import split_rings
-from rayfcp.plan.groups.kernels.price import Floats, Ints, _pace_of, _price
+from rayfcp.plan.groups.kernels.price import _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _open_seats, _sum_s
+from rayfcp.values.arrays import Floats, Ints
 
 
 @compiled

@@ -4,12 +4,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inlined, inner
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 COLUMNS = 15
 SLACK = 1e-9  # a target that a group meets up to rounding is met

@@ -8,8 +8,9 @@ import math
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.plan.groups.kernels.price import SEAT, Floats, Ints, Load, Prices, _paced, _pass_s, _price, _within
+from rayfcp.plan.groups.kernels.price import SEAT, Load, Prices, _paced, _pass_s, _price, _within
 from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, MOVES, World, _reprice, _span_s, _sum_s, total_s
+from rayfcp.values.arrays import Floats, Ints
 
 
 @inner

@@ -11,7 +11,7 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.plan.groups.kernels.fill import _force, _level, _place
 from rayfcp.plan.groups.kernels.improve import _step
-from rayfcp.plan.groups.kernels.price import SEAT, SLACK, Floats, Ints, _least_degree
+from rayfcp.plan.groups.kernels.price import SEAT, SLACK, _least_degree
 from rayfcp.plan.groups.kernels.ranks import _allocate, _lay, _lay_all
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
@@ -31,6 +31,7 @@ from rayfcp.plan.groups.kernels.state import (
     _sum_s,
     links_of,
 )
+from rayfcp.values.arrays import Floats, Ints
 
 SHORTER = np.array((1e-6, 1e-3, 4e-3, 1e-2, 3e-2, 6e-2))  # by how much of its makespan a microbatch is to get shorter
 SHARED = np.array((0.0, 0.0, 0.5, 0.8))  # of that, what the other microbatch may take longer

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inlined, inner
-from rayfcp.plan.groups.kernels.price import SEAT, Floats, Ints, Prices, _price
+from rayfcp.plan.groups.kernels.price import SEAT, Prices, _price
+from rayfcp.values.arrays import Floats, Ints
 
 GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `State.counts` counts: groups ever opened, microbatches, work done
 

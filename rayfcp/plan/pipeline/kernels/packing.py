@@ -1,12 +1,9 @@
 """Where sequences are cut, and which buckets the short ones go to (InfiniPipe, Algorithm 1)."""
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 HALVINGS = 60
 

@@ -8,12 +8,9 @@ Local search over the order in which microbatches pass a pipeline.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 
 @compiled

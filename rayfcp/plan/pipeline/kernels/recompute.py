@@ -10,9 +10,7 @@ import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.cost.microbatches import StageBytes
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 
 class Rows(NamedTuple):

@@ -3,12 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inlined
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from rayfcp.values.arrays import Floats, Ints
 
 TIE = 1e-12
 """Relative difference of loads that counts as none."""
