@@ -185,7 +185,7 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
     loopback = next(name for name in ("lo", "lo0") if name in names)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, loopback)
-    store = dist.HashStore()  # type: ignore[attr-defined]
+    store = dist.HashStore()
     engine.join(
         Place(rank=0, num_ranks=1),
         store=lambda: store,

@@ -41,7 +41,7 @@ WARPS = 16
 
 if triton is not None:
 
-    @triton.jit
+    @triton.jit  # type: ignore[untyped-decorator]
     def _copy(source, target, num_blocks, rounds, size: tl.constexpr):  # type: ignore[no-untyped-def]
         first = tl.program_id(0)
         step = tl.num_programs(0)
@@ -289,7 +289,7 @@ def host_waits(device: torch.device) -> Iterator[list[str]]:
 
 class _Waiting(TorchDispatchMode):
     def __init__(self, found: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._found = found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -130,6 +130,7 @@ class _OneKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Tensor:
         query, key, value, kernel, pairs = tensors
+        out: Tensor
         out, lse = kernel.forward(query, key, value, pairs=pairs)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.kernel, ctx.pairs = kernel, pairs

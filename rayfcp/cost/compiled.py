@@ -21,7 +21,7 @@ def _sources(folder: Path) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-class _FolderCache(FunctionCache):  # type: ignore[misc]
+class _FolderCache(FunctionCache):
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
         self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)

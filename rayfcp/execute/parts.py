@@ -93,8 +93,8 @@ class PartTimer:
         outgoing, arriving = (torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
         rank, size = self._transport.rank, dist.get_world_size(self._shard)
 
-        def work() -> object:
-            return self._transport.post([((rank + 1) % size, outgoing)], [((rank - 1) % size, arriving)]).wait()
+        def work() -> None:
+            self._transport.post([((rank + 1) % size, outgoing)], [((rank - 1) % size, arriving)]).wait()
 
         return work
 

@@ -39,8 +39,8 @@ def _attend(
             f"{type(module).__name__}: softcap={keywords['softcap']} is not supported; use a model without it"
         )
     context = context.of_window(keywords.get("sliding_window") or 0)
-    packed = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
-    return attention(*packed, context, scale=scaling).unsqueeze(0), None  # type: ignore[misc]
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    return attention(query, key, value, context, scale=scaling).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)

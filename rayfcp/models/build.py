@@ -70,7 +70,7 @@ class Initializer:
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device="cpu").float()
-        beside = list(fresh.parameters()) if name in self._beside else []
+        beside: list[Tensor] = list(fresh.parameters()) if name in self._beside else []
         for tensor in beside:
             tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):

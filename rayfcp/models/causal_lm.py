@@ -33,7 +33,7 @@ def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Tensor, chunk_tokens:
 
     From forward to backward it keeps gradients, of `hidden` and of the head's parameters, in their dtypes.
     """
-    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return]
+    return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cross_entropy_sum(head: nn.Module, hidden: Tensor, *, targets: Tensor) -> Tensor:
@@ -199,9 +199,10 @@ class VisionLM(CausalLM):
         self.is_frozen = freeze
         for module in self.encoder.modules if freeze else ():
             module.requires_grad_(False)
-        if hasattr(self.decoder, "_deepstack_process"):
+        decoder: Any = self.decoder
+        if hasattr(decoder, "_deepstack_process"):
             # The library's own asks a mask of tokens for their places, for which the host would wait.
-            self.decoder._deepstack_process = _add
+            decoder._deepstack_process = _add
 
     @property
     def occasional(self) -> tuple[nn.Parameter, ...]:

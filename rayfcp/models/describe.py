@@ -95,7 +95,7 @@ def vision_profile(config: PreTrainedConfig, *, frozen: bool) -> VisionProfile |
         num_heads=vision.num_attention_heads,
         ffn_size=vision.intermediate_size,
         patch_values=vision.num_channels * height * width,
-        merged_patches=round(1 / config.downsample_ratio) ** 2,  # type: ignore[attr-defined]
+        merged_patches=round(1 / config.downsample_ratio) ** 2,
         merger_size=text_of(config).hidden_size,
         frozen=frozen,
     )
@@ -122,7 +122,7 @@ def seeing_keys(shape: ArchitectureConfig, text: dict[str, Any]) -> dict[str, An
     vision = shape.vision
     assert vision is not None
     side = vision.image_size // vision.patch_size
-    encoder = {
+    encoder: dict[str, Any] = {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_size,
         "num_hidden_layers": vision.num_layers,
@@ -191,8 +191,9 @@ def model_config(config: ModelConfig, *, vocab_size: int) -> PreTrainedConfig:
         text.pad_token_id = None
     check_parts(found)
     _check_runs(text)
-    if vision_of(found) is not None:
-        _check_dropout(vision_of(found))
+    vision = vision_of(found)
+    if vision is not None:
+        _check_dropout(vision)
     return found
 
 
@@ -255,10 +256,11 @@ def _check_dropout(found: PreTrainedConfig) -> None:
 
 def _from_path(path: str) -> PreTrainedConfig:
     try:
-        return AutoConfig.from_pretrained(path)
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         first = str(error).splitlines()[0]
         raise ConfigError(f"model.path is {path!r}, no Hugging Face model is there ({first}); give a folder") from error
+    return found
 
 
 def _named(name: str) -> ArchitectureConfig:
@@ -280,7 +282,7 @@ def _named(name: str) -> ArchitectureConfig:
         tied_embeddings=shape.tied_embeddings,
         num_experts=shape.num_experts,
         experts_per_token=shape.experts_per_token,
-        vision=shape.vision and named_vision(shape.vision, family=family),
+        vision=None if shape.vision is None else named_vision(shape.vision, family=family),
     )
 
 

@@ -35,7 +35,8 @@ class StoredTensors:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        self._known = {name: each for name, each in known.items() if isinstance(each, TensorStorageMetadata)}
         self._held: tuple[str, Tensor] | None = None
 
     def __contains__(self, name: str) -> bool:
@@ -122,7 +123,7 @@ def _copy_rules(processor: str, target: Path) -> None:
 
 def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | Tensor]:
     """By names of files, in their layout: what loading converts, the other way round. A tied matrix comes once."""
-    state: dict[str, LazyTensor | Tensor] = {}
+    state: dict[str, Any] = {}
     for name, names in aliases_of(library).items():
         if not names & state.keys():
             state[name] = stored.tensor(next((each for each in (name, *sorted(names)) if each in stored), name))

@@ -48,7 +48,7 @@ class LazyTensor:
         return torch.squeeze(self, dim)  # type: ignore[call-overload]
 
     def transpose(self, dim0: int, dim1: int) -> Any:
-        return torch.transpose(self, dim0, dim1)  # type: ignore[call-overload]
+        return torch.transpose(self, dim0, dim1)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else tensors can do is done with all elements."""

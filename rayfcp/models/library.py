@@ -9,7 +9,7 @@ Layers whose MLP is many experts, of which each token takes a few: what a config
 
 import copy
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ def text_of(config: PreTrainedConfig) -> Any:
 
 def vision_of(config: PreTrainedConfig) -> Any | None:
     """What it says of the vision encoder, if there is one that runs."""
-    return config.vision_config if config.model_type in SEEING_FAMILIES else None  # type: ignore[attr-defined]
+    return config.vision_config if config.model_type in SEEING_FAMILIES else None
 
 
 def make_library_model(
@@ -53,7 +53,8 @@ def make_library_model(
 def make_language_model(text: PreTrainedConfig) -> Any:
     """A model by what `text_of` gave; without a head where the family has one only beside an encoder."""
     known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
-    return (AutoModelForCausalLM if known else AutoModel).from_config(text)
+    auto: Any = AutoModelForCausalLM if known else AutoModel
+    return auto.from_config(text)
 
 
 _WHOLE, _SLIDING = "full_attention", "sliding_attention"
@@ -111,7 +112,7 @@ TILE_SIDE = 4
 
 def with_layers(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
     """A copy with the first layers only, at most those that there are; what is listed per layer is cut as well."""
-    copied: Any = copy.deepcopy(config)
+    copied = copy.deepcopy(config)
     before = config.num_hidden_layers
     num_layers = min(num_layers, before)
     for name, value in vars(config).items():
@@ -129,7 +130,7 @@ def narrowed(config: PreTrainedConfig, num_layers: int) -> PreTrainedConfig:
         return _narrowed_seeing(config, num_layers)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None)
-    tiny: Any = with_layers(config, max(num_layers, layers_of_each_type(config)))
+    tiny = with_layers(config, max(num_layers, layers_of_each_type(config)))
     tiny.hidden_size = HEADS * head_dim
     tiny.num_attention_heads = HEADS
     if kv_heads is not None:
@@ -197,7 +198,7 @@ def check_experts(config: PreTrainedConfig) -> None:
         raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
 
 
-def experts_of(config: PreTrainedConfig, layers: Iterable[dict[str, Tensor]]) -> Experts | None:
+def experts_of(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> Experts | None:
     """Of `layers`, each the parameters of one by name; none if there are no experts.
 
     Raises:

@@ -78,10 +78,10 @@ class Sight:
 
 def make_sight(config: PreTrainedConfig, generator: torch.Generator) -> Sight:
     """With a picture of random pixels: 4 x 4 patches, as large as a tile of `narrowed` models."""
-    vision, side = config.vision_config, 4  # type: ignore[attr-defined]
+    vision, side = config.vision_config, 4
     num_seen = side * side // 4
     ids = torch.randint(0, text_of(config).vocab_size - 2, (_BEFORE + num_seen + _BEHIND,), generator=generator)
-    ids[_BEFORE : _BEFORE + num_seen] = config.image_token_id  # type: ignore[attr-defined]
+    ids[_BEFORE : _BEFORE + num_seen] = config.image_token_id
     if config.model_type == "qwen3_vl":
         shape: tuple[int, ...] = (side * side, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
     else:

@@ -6,7 +6,7 @@ forward, after attention and after the MLP. Embedding, norms and head are whole 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def layer_plan(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def split_layers_over(
-    module: nn.Module, layers: Sequence[nn.Module], *, config: Any, mesh: DeviceMesh
+    module: nn.Module, layers: Iterable[nn.Module], *, config: Any, mesh: DeviceMesh
 ) -> tuple[str, ...]:
     """Split the matrices of `layers`, part of `module`, over a mesh of one dimension, in place; before they are
     sharded.

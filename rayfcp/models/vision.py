@@ -57,7 +57,7 @@ class _Pictures(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, *others = ctx.saved_tensors
         kernel = pick_kernel(query.device.type)

@@ -187,7 +187,8 @@ def _ask(
         "marker": _marker(needs, ending),
         "driver": listener.getsockname()[:2],
     }
-    task = ray.remote(machine_facts)
+    facts_of: Any = machine_facts  # Ray knows no types of functions with keywords
+    task = ray.remote(facts_of)
     refs = [
         task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(**asked, name=_name(node, nodes))
         for node in nodes

@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT = 2
 """Chunks that are on the way at once."""
 
-NOTHING = ((0, b"", 0),)
+NOTHING: Iterable[tuple[int, memoryview, int]] = ((0, memoryview(b""), 0),)
 """The one chunk of a shard without parameters."""
 
 TRIES = 3

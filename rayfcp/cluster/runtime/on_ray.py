@@ -118,7 +118,8 @@ class RayRuntime:
         return found
 
     def reserve(self, resources: Mapping[str, float], *, name: str) -> PlacementGroup:
-        return placement_group([dict(resources)], strategy="PACK", name=name, lifetime="detached")
+        group: PlacementGroup = placement_group([dict(resources)], strategy="PACK", name=name, lifetime="detached")
+        return group
 
     def granted(self, reservation: PlacementGroup) -> Any:
         return reservation.ready()

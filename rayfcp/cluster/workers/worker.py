@@ -8,8 +8,8 @@ import gc
 import importlib
 import os
 import socket
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -34,7 +34,15 @@ MIB = 2**20
 GROUPS = {"control": 2, "copies": 4}
 """Concurrency groups by their threads: `control` always answers; `copies` may wait. All else runs in one thread."""
 
-control, copies = ray.method(concurrency_group="control"), ray.method(concurrency_group="copies")
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _in_group(name: str) -> Callable[[_Method], _Method]:
+    """Ray's own types know no methods with keywords."""
+    return cast(Callable[[_Method], _Method], ray.method(concurrency_group=name))
+
+
+control, copies = _in_group("control"), _in_group("copies")
 
 
 class RankWorker:

@@ -46,7 +46,7 @@ class _HandOut(torch.autograd.Function):
         return ours[0][: program.num_placed].squeeze(1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         program: ReshuffleProgram = ctx.program
         ours = (gradient.unsqueeze(1),)

@@ -195,7 +195,7 @@ class _Attention(torch.autograd.Function):
         attend = functools.partial(run.attend, merged=merged)
         if around:
             run.exchange(around.forward.entering, lambda: theirs, targets=(q, k, v), compute=attend)
-        run.rounds(context.program.forward, attend)
+        run.rounds(run.program.forward, attend)
         if around:
             home = query.new_zeros(query.shape)
             run.exchange(around.forward.leaving, lambda: (merged.out,), targets=(home,), compute=attend)
@@ -209,7 +209,7 @@ class _Attention(torch.autograd.Function):
         return home
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         around = ctx.context.program.reshuffle
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
         if around:
             run.exchange(around.backward.entering, lambda: grads, targets=(grad_out,), compute=differentiate)
-        run.rounds(ctx.context.program.backward, differentiate)
+        run.rounds(run.program.backward, differentiate)
         sums = (dq, run.slots.gradient(0))
         if around:
             theirs = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in (q, k, v)]
@@ -246,6 +246,7 @@ class _Run:
         program = context.program
         assert isinstance(program, ReadyProgram)
         at = (context.microbatch, context.layer)
+        self.program = program
         self.slots = Slots(program, store=context.store, at=at, buffers=context.traffic.buffers)
         self._context, self._query, self._scale = context, query, scale
         self._has_posted = False
@@ -310,10 +311,12 @@ class _Run:
         """Backward of one kernel call, added to dQ and to the slots' dK, dV."""
         self._context.traffic.cells += call.num_cells
         grad_out, out, lse = (_turned(take_rows(tensor, call.queries), call) for tensor in saved)
+        key, value = (_turned(each, call) for each in self.slots.keys_of(call))
         partial_dq, dk, dv = self._context.kernel.backward(
             grad_out,
             _turned(take_rows(self._query, call.queries), call),
-            *(_turned(each, call) for each in self.slots.keys_of(call)),
+            key,
+            value,
             out,
             lse,
             pairs=self._pairs(call),

@@ -110,7 +110,7 @@ class ToHeads(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange: HeadExchange = ctx.exchange
         parts = exchange.scatter(grads[0].contiguous(), payload=Payload.QKV_GRAD)
@@ -135,7 +135,7 @@ class ToTokens(torch.autograd.Function):
         return torch.cat(exchange.scatter(out.contiguous(), payload=Payload.OUT), dim=1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange: HeadExchange = ctx.exchange
         shares = grads[0].split(exchange.head_share, dim=1)

@@ -10,6 +10,7 @@ Source: torch's `native/cudnn/MHA.cpp`, `native/transformers/cuda/attention.cu`,
 """
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def agrees(kernel: AttentionKernel, other: AttentionKernel, *, device: torch.dev
     """Whether both give about the same outputs and gradients here, tried on two pairs; what fails does not."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(PROBE_LENGTHS), heads, 64) for heads in (4, 2, 2, 4)]
-    options = {"generator": generator, "dtype": torch.bfloat16, "device": device}
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.bfloat16, "device": device}
     query, key, value, grad_out = (torch.randn(shape, **options) for shape in shapes)
     pairs = Pairs(query_lengths=PROBE_LENGTHS, key_lengths=PROBE_LENGTHS, causal=True, scale=0.125)
     found = []

@@ -90,4 +90,5 @@ def _by_pair(lse: Tensor, lengths: Lengths) -> Tensor:
     """[queries, heads] -> [pairs, heads, padded length]."""
     rows = lse.new_full((len(lengths) * _padded_length(lengths), lse.shape[1]), float("inf"))
     rows[_rows(lengths, lse.device)] = lse
-    return rows.unflatten(0, (len(lengths), -1)).transpose(1, 2).contiguous()
+    by_pair: Tensor = rows.unflatten(0, (len(lengths), -1)).transpose(1, 2).contiguous()
+    return by_pair

@@ -93,4 +93,5 @@ def summed(grad: Tensor, like: Tensor) -> Tensor:
     """Gradient of what `repeated` repeated, in fp32."""
     if grad.shape[1] == like.shape[1]:
         return grad
-    return grad.unflatten(1, (like.shape[1], -1)).sum(dim=2, dtype=torch.float32)
+    total: Tensor = grad.unflatten(1, (like.shape[1], -1)).sum(dim=2, dtype=torch.float32)
+    return total

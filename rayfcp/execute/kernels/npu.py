@@ -58,7 +58,10 @@ class NpuKernel:
             )
             lse = softmax_max.view(-1, _NUMBERS_PER_ROW)[:, 0] + softmax_sum.view(-1, _NUMBERS_PER_ROW)[:, 0].log()
             found.append((out, lse[_places(lengths[0], query.shape[1], query.device)].view(out.shape[:2])))
-        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+        if len(found) == 1:
+            return found[0]
+        out, lse = (torch.cat(each) for each in zip(*found, strict=True))
+        return out, lse
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
@@ -82,7 +85,10 @@ class NpuKernel:
                 **_sums(*lengths),
             )
             found.append((dq, dk, dv))
-        return found[0] if len(found) == 1 else tuple(torch.cat(each) for each in zip(*found, strict=True))
+        if len(found) == 1:
+            return found[0]
+        dq, dk, dv = (torch.cat(each) for each in zip(*found, strict=True))
+        return dq, dk, dv
 
 
 def _parts(query_lengths: Lengths, key_lengths: Lengths) -> Iterator[tuple[slice, slice, tuple[Lengths, Lengths]]]:

@@ -67,7 +67,9 @@ class GroupCache:
         used = backend or self._backend
         timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
         options = group_options(used, communication_sms=self._communication_sms)
-        group = dist.new_group(list(ranks), timeout=timeout, backend=used, group_desc=channel, pg_options=options)
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend=used, group_desc=channel, pg_options=options
+        )
         if dist.get_rank() in ranks:
             device = torch.device("cpu") if used == "gloo" else self._device
             _warm(group, device)

@@ -139,9 +139,9 @@ def default_transport() -> DistributedTransport:
     Raises:
         ValueError: there is no such group.
     """
-    if not dist.is_initialized():
-        raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
     group = dist.group.WORLD
+    if group is None:
+        raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
     if group not in _TRANSPORTS:
         _TRANSPORTS[group] = DistributedTransport(group)
     return _TRANSPORTS[group]

@@ -111,7 +111,7 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
         ValueError: the checkpoint is of another model.
     """
     model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=folder, process_group=group)
     except dcp.api.CheckpointException as error:

@@ -159,7 +159,7 @@ class HeldCopies:
             CopyGoneError: the copy is not held, not complete, or was dropped meanwhile.
         """
         with self._using(state, number, complete=True) as copy:
-            view = memoryview(copy.buffer)
+            view = copy.buffer.data
             for start in range(0, len(view), chunk_bytes):
                 if copy.is_dropped:
                     raise CopyGoneError(f"{_label(copy.header)} was dropped while it was sent")
