@@ -321,6 +321,7 @@ class _Run:
             lse,
             pairs=self._pairs(call),
         )
+        del key, value  # before sums get memory
         dq.add(call.queries, _turned(partial_dq, call))
         self.slots.add_gradients(call, _turned(dk, call), dv=_turned(dv, call))
 
