@@ -121,8 +121,8 @@ class Series:
         """Of one series, None if there is none."""
         families = self.registry.restricted_registry([PREFIX + name]).collect()
         sought = (PREFIX + name, self._run | labels)
-        found = [each.value for family in families for each in family.samples if (each.name, each.labels) == sought]
-        return found[0] if found else None
+        samples = (each for family in families for each in family.samples)
+        return next((each.value for each in samples if (each.name, each.labels) == sought), None)
 
     def close(self) -> None:
         self._mirror.close()

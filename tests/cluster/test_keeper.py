@@ -16,7 +16,8 @@ from rayfcp.cluster.recovery.stores import Keeping, born, ring
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import Crew
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.execute.state.copies import HeldCopies, reading
 from rayfcp.values import Box, StateId
 from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard
 from tests.cluster.processes import lives

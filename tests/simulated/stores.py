@@ -8,7 +8,7 @@ import numpy as np
 from rayfcp.cluster.recovery.stores import Keeper
 from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
 from rayfcp.cluster.workers.facts import Waited
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
 from rayfcp.values import ShardHeader, StateId
 from tests.simulated.world import Actor, Deferred, Ref
 

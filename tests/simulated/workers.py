@@ -20,7 +20,7 @@ from rayfcp.execute.reports import (
     find_damage,
     sum_files,
 )
-from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
+from rayfcp.execute.state.copies import HeldCopies, reading
 from rayfcp.values import Box, GlobalBatch, ShardHeader, Span, SpanKind, StateId
 from tests.simulated import state as states
 from tests.simulated.planners import Program

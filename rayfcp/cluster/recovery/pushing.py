@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rayfcp.cluster.workers.facts import Waited
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
 from rayfcp.values import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)

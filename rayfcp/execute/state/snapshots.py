@@ -8,7 +8,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rayfcp.execute.parallel.groups import Place
-from rayfcp.execute.reports import CollectiveFailedError
-from rayfcp.execute.state.copies import CopyGoneError, HeldCopies, Wanted
+from rayfcp.execute.state.copies import HeldCopies, Wanted, reading
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 PARAMETER = "parameter"
