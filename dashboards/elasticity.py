@@ -68,7 +68,7 @@ def _losses_now() -> tuple[Panel, ...]:
             "Steps since checkpoint",
             Line(expr=UNSAVED),
             unit="short",
-            about="What is lost should all devices and keepers go at once.",
+            about="What is lost should all devices and snapshot stores go at once.",
             decimals=0,
         ),
         number(
@@ -134,7 +134,7 @@ def _losses() -> Section:
             bars(
                 "Steps done again",
                 Line(expr=grown("lost_steps_total")),
-                about="At most elastic.snapshot_every_steps a recovery while keepers live.",
+                about="At most elastic.snapshot_every_steps a recovery while snapshot stores live.",
                 width=6,
             ),
         ),
@@ -149,7 +149,7 @@ def _copies() -> Section:
                 "Copies on other nodes",
                 Line(expr=of("snapshot_seconds")),
                 unit="s",
-                about="From the start of a copy of all shards until keepers on other nodes have it; beside training.",
+                about="From the start of a copy of all shards until other nodes have it; overlaps training.",
                 width=6,
             ),
             chart(

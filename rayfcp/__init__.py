@@ -1,7 +1,8 @@
 """Elastic long-context training on Ray with flexible context parallelism.
 
-`FlexTrainer(config).fit()` trains; `plan_batch`, `simulate`, `attention` serve other training loops. Names are
-imported when they are first used: `import rayfcp` loads neither torch nor ray.
+`FlexTrainer(config).fit()` trains; `plan_lengths` plans a batch by names of model and hardware; `plan_batch`,
+`simulate` and `attention` serve other training loops. Names are imported on first use: `import rayfcp` loads neither
+torch nor ray.
 """
 
 import importlib
@@ -13,7 +14,8 @@ _HOMES = {
     "Config": "rayfcp.config",
     "load_config": "rayfcp.config",
     "plan_batch": "rayfcp.plan",
-    "check_plan": "rayfcp.program",
+    "plan_lengths": "rayfcp.compare.planning",
+    "check_plan": "rayfcp.verify",
     "lower": "rayfcp.program",
     "lower_reshuffle": "rayfcp.program",
     "simulate": "rayfcp.simulate",
@@ -28,4 +30,4 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'rayfcp' has no attribute {name!r}")
     home = importlib.import_module(_HOMES[name])
-    return home if name == "simulate" else getattr(home, name)  # the room itself, which can be called
+    return home if name == "simulate" else getattr(home, name)  # the module itself, which can be called

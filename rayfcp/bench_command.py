@@ -8,22 +8,23 @@ from typing import TYPE_CHECKING
 
 from rayfcp.compare.arguments import not_negative, positive
 from rayfcp.config import ConfigError
+from rayfcp.values.devices import AUTO, DEVICES
 
 if TYPE_CHECKING:
-    from rayfcp.bench.request import Asked
+    from rayfcp.bench.request import BenchRequest
 
-TEXT = "measure one device, without a cluster"
-ATTENTION = "run all ranks' attention of real plans on one device, against one kernel"
+TEXT = "Measure one device, without a cluster"
+ATTENTION = "Run the attention of all ranks of real plans on one device, and compare it with a single kernel"
 
 EPILOG = """\
-Every strategy plans one batch. The programs of all its ranks run one after the other on this device, messages between
-them included, and are checked against one kernel over the whole sequences. What is not given is chosen by the device:
-seconds of work on a CPU, minutes on an accelerator. Times are the device's own: of one thread on a CPU, of events else.
+Every strategy plans one batch. The programs of all its ranks run one after the other on this device, including their
+messages, and are checked against one kernel over the whole sequences. Defaults depend on the device: seconds of work on
+a CPU, minutes on an accelerator. Times are device times: of one thread on a CPU, of events on an accelerator.
 
-  imbalance   what the mean rank idles while it waits for the slowest; planned: as the cost model foresaw it
-  efficiency  seconds of the one kernel over those of all ranks together: what cutting costs
-  MFU/single  the same with the ranks that wait: MFU of attention over the one kernel's, as if messages were free
-  error       largest difference from the one kernel
+  imbalance   idle share of the mean rank, which waits for the slowest; planned: as the cost model predicts it
+  efficiency  seconds of the single kernel over those of all ranks together: the cost of cutting
+  MFU/single  the same including waiting ranks: MFU of attention over the single kernel's, with free communication
+  error       largest difference from the single kernel
 
 Examples:  rayfcp bench attention
            rayfcp bench attention --device cuda --ranks 32 --tokens-per-rank 32768 --block-tokens 4096 --json bench.json
@@ -31,37 +32,43 @@ Examples:  rayfcp bench attention
 
 
 class WrongResultError(Exception):
-    """What some strategy computed is not what one kernel computes; the message names it."""
+    """A strategy's result differs from the single kernel's; the message names it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rayfcp bench attention` takes."""
+    """Declare the arguments of `rayfcp bench attention`."""
     parser.epilog = EPILOG
-    batch = parser.add_argument_group("the batch, and who plans it")
-    batch.add_argument("--ranks", type=positive, metavar="N", help="ranks that share the batch")
-    batch.add_argument("--tokens-per-rank", type=positive, metavar="T", help="tokens of the batch over ranks")
+    batch = parser.add_argument_group("batch and strategies")
+    batch.add_argument("--ranks", type=positive, metavar="N", help="number of ranks")
+    batch.add_argument("--tokens-per-rank", type=positive, metavar="T", help="tokens of the batch, divided by ranks")
     batch.add_argument("--lengths", default="dist:long-tail", metavar="FILE", help="a file or dist:NAME, as in compare")
-    batch.add_argument("--max-seqlen", type=positive, metavar="L", help="longer sequences are cut to L")
-    batch.add_argument("--strategies", metavar="A,B", help="names with commas between them")
-    batch.add_argument("--block-tokens", type=positive, metavar="T", help="of flex-block (default: its own choice)")
-    batch.add_argument("--seed", type=not_negative, default=0, metavar="S", help="of lengths and tensors (default: 0)")
-    device = parser.add_argument_group("the device, and what it computes")
-    device.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help="(default: auto)")
-    device.add_argument("--model", metavar="NAME", help="whose heads, by name or YAML path")
+    batch.add_argument("--max-seqlen", type=positive, metavar="L", help="cut longer sequences to L tokens")
+    batch.add_argument("--strategies", metavar="A,B", help="strategies, separated by commas")
+    batch.add_argument(
+        "--block-tokens", type=positive, metavar="T", help="block size of flex-block (default: its own choice)"
+    )
+    batch.add_argument(
+        "--seed", type=not_negative, default=0, metavar="S", help="seed of lengths and tensors (default: 0)"
+    )
+    device = parser.add_argument_group("device and shapes")
+    device.add_argument("--device", choices=(AUTO, *DEVICES), default=AUTO, help="device to measure (default: auto)")
+    device.add_argument("--model", metavar="NAME", help="model profile whose heads are used: name or YAML path")
     device.add_argument("--dtype", metavar="NAME", help="bfloat16, float16, float32 or float64")
-    device.add_argument("--hardware", metavar="NAME", help="that plans are made for, by name or YAML path")
-    device.add_argument("--rounds", type=positive, metavar="R", help="times that each is timed")
-    device.add_argument("--context-tokens", type=positive, metavar="T", help="of the kernel by block length, in all")
-    device.add_argument("--block-lengths", metavar="B,C", help="tokens of a block there, with commas between them")
-    parser.add_argument("--json", metavar="OUT", help="file for all figures")
+    device.add_argument("--hardware", metavar="NAME", help="hardware profile of the plans: name or YAML path")
+    device.add_argument("--rounds", type=positive, metavar="R", help="timed repetitions")
+    device.add_argument(
+        "--context-tokens", type=positive, metavar="T", help="total tokens of the kernel timings by block length"
+    )
+    device.add_argument("--block-lengths", metavar="B,C", help="block lengths of these timings, separated by commas")
+    parser.add_argument("--json", metavar="OUT", help="write all figures as JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure, print the tables, write the file.
 
     Raises:
-        ConfigError: arguments that cannot be used.
-        WrongResultError: after all that, a strategy's result differs from the kernel's.
+        ConfigError: Arguments that cannot be used.
+        WrongResultError: A strategy's result differs from the single kernel's.
     """
     if arguments.json is not None and Path(arguments.json).is_dir():
         raise ConfigError(f"--json is {arguments.json!r}, a folder; give the path of a file")
@@ -69,26 +76,26 @@ def run(arguments: argparse.Namespace) -> None:
     from rayfcp.bench.results import format_found
     from rayfcp.compare.command import Progress
 
-    asked = asked_of(arguments)
-    with Progress(1 + len(asked.block_lengths) + len(asked.strategies) * (2 + asked.rounds)) as progress:
-        found = bench_attention(asked, say=progress)
-    sys.stdout.write(f"{format_found(found)}\n")
+    request = request_of(arguments)
+    with Progress(1 + len(request.block_lengths) + len(request.strategies) * (2 + request.rounds)) as progress:
+        report = bench_attention(request, log=progress)
+    sys.stdout.write(f"{format_found(report)}\n")
     if arguments.json is not None:
-        _write(arguments.json, text=json.dumps(found.as_json(), indent=1) + "\n")
-    if found.wrong:
-        told = ", ".join(f"{each.strategy} (off by {each.error:.2g})" for each in found.wrong)
-        raise WrongResultError(f"not what one kernel computes in {asked.dtype}: {told}")
+        _write(arguments.json, text=json.dumps(report.as_json(), indent=1) + "\n")
+    if report.wrong:
+        wrong = ", ".join(f"{each.strategy} (off by {each.error:.2g})" for each in report.wrong)
+        raise WrongResultError(f"results differ from the single kernel in {request.dtype}: {wrong}")
 
 
-def asked_of(arguments: argparse.Namespace) -> "Asked":
-    """The arguments as a value; what is not given depends on the device.
+def request_of(arguments: argparse.Namespace) -> "BenchRequest":
+    """Return the arguments as a value, with defaults for the device.
 
     Raises:
-        ConfigError: arguments that cannot be used.
+        ConfigError: Arguments that cannot be used.
     """
     from rayfcp.bench.alone import base_hardware
-    from rayfcp.bench.request import LARGE, SMALL, Asked, contenders
-    from rayfcp.execute.devices.device import device_kind, resolve_device
+    from rayfcp.bench.request import LARGE, SMALL, BenchRequest, bench_strategies
+    from rayfcp.execute.devices.backend import device_kind, resolve_device
     from rayfcp.execute.kernels import KernelUnavailableError, pick_kernel
 
     kind = device_kind(arguments.device)
@@ -98,9 +105,9 @@ def asked_of(arguments: argparse.Namespace) -> "Asked":
         raise ConfigError(
             str(error).replace("cluster.device=", "--device ").replace("cluster.device", "--device")
         ) from error
-    size = SMALL if kind == "cpu" else LARGE
+    size = SMALL if DEVICES[kind].is_host else LARGE
     names = arguments.strategies.split(",") if arguments.strategies else size.strategies
-    return Asked(
+    return BenchRequest(
         device=kind,
         num_ranks=arguments.ranks or size.num_ranks,
         tokens_per_rank=arguments.tokens_per_rank or size.tokens_per_rank,
@@ -109,7 +116,7 @@ def asked_of(arguments: argparse.Namespace) -> "Asked":
         dtype=arguments.dtype or size.dtype,
         lengths=arguments.lengths,
         max_seqlen=arguments.max_seqlen,
-        strategies=contenders(tuple(name.strip() for name in names if name.strip())),
+        strategies=bench_strategies(tuple(name.strip() for name in names if name.strip())),
         block_tokens=arguments.block_tokens,
         rounds=arguments.rounds or size.rounds,
         context_tokens=arguments.context_tokens or size.context_tokens,

@@ -1,4 +1,4 @@
-"""The `rayfcp` command. Heavy libraries are imported by the command that needs them, not at start."""
+"""The `rayfcp` command. Heavy libraries are imported by the commands that need them, not at start."""
 
 import argparse
 import os
@@ -7,7 +7,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from rayfcp import bench_command, doctor_command, profile_command, report_command, submit_command
+from rayfcp import (
+    __version__,
+    bench_command,
+    doctor_command,
+    profile_command,
+    report_command,
+    submit_command,
+    warm_up_command,
+)
 from rayfcp.compare.arguments import add_arguments, positive
 
 if TYPE_CHECKING:
@@ -18,8 +26,8 @@ DONE, FAILED, WRONG_INPUT = 0, 1, 2
 DESCRIPTION = """\
 Train long-context models on variable-length data with flexible context parallelism.
 
-For every global batch rayfcp works out, ahead of time, the fastest way to spread its
-sequences over the ranks that are there, and sends that plan to the workers.
+For every global batch rayfcp computes, ahead of time, the fastest way to spread its
+sequences over the available ranks, and sends that plan to the workers.
 """
 
 OVERRIDES = """\
@@ -29,7 +37,7 @@ Any key of the configuration can be overridden:
 
 
 class CommandFailedError(Exception):
-    """What a command was to do failed, and the message says all there is to say."""
+    """A command failed; the message is complete, no traceback is needed."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0 when done, 2 when the user's input is wrong (one line on stderr), else 1."""
+    """Run one command. Return 0 when done, 2 if the user's input is wrong (one line on stderr), else 1."""
     from rayfcp.config import ConfigError
     from rayfcp.values import InfeasiblePlanError
 
@@ -66,8 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command and its arguments. argparse takes no list of words that an option cuts in two, so overrides
-    behind an option are put with those before it."""
+    """Parse the command and its arguments. argparse does not collect a list of words on both sides of an option, so
+    overrides after an option are added to those before it."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in rest) or (rest and not hasattr(arguments, "overrides")):
@@ -84,20 +92,21 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Start with:  rayfcp train jobs/quickstart.yaml",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"rayfcp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = _with_config(commands, _train, "train", "train a model, or go on with a run that was stopped")
+    train = _with_config(commands, _train, "train", "Train a model, or resume a run that was stopped")
     train.epilog = f"{OVERRIDES}\nExample:  rayfcp train jobs/quickstart.yaml train.steps=50 cluster.num_workers=2"
 
-    plan = _with_config(commands, _plan, "plan", "print the plan of one global batch as a time x rank grid")
+    plan = _with_config(commands, _plan, "plan", "Print the plan of one global batch as a time x rank grid")
     _add_plan_arguments(plan)
 
-    prepare = _with_config(commands, _prepare, "prepare", "tokenise the data of a configuration into columnar shards")
-    prepare.add_argument("--out", required=True, metavar="DIR", help="folder or fsspec URL for the shards")
+    prepare = _with_config(commands, _prepare, "prepare", "Tokenize the data of a configuration into columnar shards")
+    prepare.add_argument("--out", required=True, metavar="DIR", help="directory or fsspec URL for the shards")
     prepare.epilog = f"{OVERRIDES}\nExample:  rayfcp prepare jobs/quickstart.yaml --out shards data.max_seqlen=4096"
 
     compare = _command(
-        commands, _compare, "compare", "plan and simulate strategies on the same batches, no cluster needed"
+        commands, _compare, "compare", "Plan and simulate strategies on the same batches, without a cluster"
     )
     add_arguments(compare)
 
@@ -109,26 +118,38 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor_command.add_arguments(_command(commands, _doctor, "doctor", doctor_command.TEXT))
 
+    warm_up_command.add_arguments(_command(commands, warm_up_command.run, "warm-up", warm_up_command.TEXT))
+
     report_command.add_arguments(_with_run(commands, report_command.run, "report", report_command.TEXT))
-    _with_run(commands, _watch, "watch", "follow a run that trains, and say where its live page is")
-    export = _with_run(commands, _export, "export", "turn a run's last checkpoint into a Hugging Face folder")
-    export.add_argument("out_dir", metavar="OUT_DIR", help="folder that `from_pretrained` shall open")
-    export.epilog = "Example:  rayfcp export runs/quickstart exported"
+    _with_run(commands, _watch, "watch", "Follow a run that is training, and print the address of its live page")
+    _add_export(commands)
     return parser
 
 
+def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    export = _with_run(commands, _export, "export", "Export a checkpoint of a run as a Hugging Face model")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="directory for `from_pretrained`")
+    export.add_argument("--step", type=positive, help="step of the checkpoint (default: the newest intact one)")
+    export.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
+    )
+    export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
+
+
 def _add_bench(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    bench = commands.add_parser("bench", help=bench_command.TEXT, description=f"{bench_command.TEXT.capitalize()}.")
-    what = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    bench = commands.add_parser("bench", help=bench_command.TEXT, description=f"{bench_command.TEXT}.")
+    what = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
     bench_command.add_arguments(_command(what, _bench, "attention", bench_command.ATTENTION))
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("--step", type=positive, default=1, help="which step's batch, from 1 (default: 1)")
-    declared = plan.add_argument_group("on a cluster that is not here, as the configuration declares it")
-    declared.add_argument("--lengths", metavar="FILE", help="tokens of sequences in place of the data, or dist:NAME")
-    declared.add_argument("--hardware", metavar="NAME", help="its devices (default: those of cluster.device)")
-    declared.add_argument("--model", metavar="NAME", help="its model (default: that of the section model)")
+    plan.add_argument("--step", type=positive, default=1, help="step whose batch is planned, from 1 (default: 1)")
+    declared = plan.add_argument_group("offline, for a cluster as the configuration declares it")
+    declared.add_argument(
+        "--lengths", metavar="FILE", help="sequence lengths in place of the data: a file or dist:NAME"
+    )
+    declared.add_argument("--hardware", metavar="NAME", help="hardware profile (default: that of cluster.device)")
+    declared.add_argument("--model", metavar="NAME", help="model profile (default: the configured model)")
     plan.epilog = (
         f"{OVERRIDES}\nExamples:  rayfcp plan jobs/quickstart.yaml cluster.num_workers=8 --step 3\n"
         "           rayfcp plan jobs/qwen3-8b-128k-gpu.yaml --lengths dist:github"
@@ -139,7 +160,7 @@ def _command(
     commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name, help=text, description=f"{text.capitalize()}.", formatter_class=argparse.RawDescriptionHelpFormatter
+        name, help=text, description=f"{text}.", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.set_defaults(command=run)
     return parser
@@ -158,7 +179,7 @@ def _with_run(
     commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
 ) -> argparse.ArgumentParser:
     parser = _command(commands, run, name, text)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="folder of a run, e.g. runs/quickstart")
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory, e.g. runs/quickstart")
     parser.epilog = f"Example:  rayfcp {name} runs/quickstart"
     return parser
 
@@ -175,8 +196,8 @@ def _train(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     from rayfcp.cluster import FlexTrainer, RunFailedError
     from rayfcp.telemetry.progress import Progress
-    from rayfcp.telemetry.steps import read_steps
-    from rayfcp.telemetry.summary import format_summary, summarize
+    from rayfcp.telemetry.report import summary_of
+    from rayfcp.telemetry.summary import format_summary
 
     trainer = FlexTrainer(_with_cluster_of_job(config))
     with Progress(config.train.steps) as progress:
@@ -184,15 +205,15 @@ def _train(arguments: argparse.Namespace) -> None:
             result = trainer.fit(watcher=progress)
         except RunFailedError as error:
             raise CommandFailedError(error) from error
-    reports = read_steps(f"{result.path}/steps.jsonl")
-    if reports:
-        sys.stdout.write(f"\n{format_summary(summarize(reports), run_dir=config.run_dir)}\n")
+    summary = summary_of(result.path)
+    if summary is not None:
+        sys.stdout.write(f"\n{format_summary(summary, run_dir=config.run_dir)}\n")
     if (result.metrics or {}).get("stopped"):
         raise KeyboardInterrupt
 
 
 def _with_cluster_of_job(config: "Config") -> "Config":
-    """Inside a Ray job the job's own cluster is meant, unless the configuration names another."""
+    """Use the job's own cluster inside a Ray job, unless the configuration names another."""
     if config.cluster.address is not None or "RAY_ADDRESS" not in os.environ:
         return config
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "auto"})})
@@ -209,13 +230,13 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _declared_plan(arguments: argparse.Namespace) -> str:
-    """Neither data nor devices nor weights need be here."""
-    from rayfcp.cluster.planning.preview import Declared, describe
+    """Return a plan made without data, devices and weights."""
+    from rayfcp.cluster.planning.preview import OfflinePlan, describe
     from rayfcp.config import load_config
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     given = {"lengths": arguments.lengths, "hardware": arguments.hardware, "model": arguments.model}
-    return describe(Declared.of(config, step=arguments.step, **given))
+    return describe(OfflinePlan.of(config, step=arguments.step, **given))
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -224,7 +245,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from rayfcp.telemetry.progress import Progress
 
     with Progress(1) as progress:
-        manifest = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, say=progress.say)
+        manifest = prepare_data(_with_cluster_of_job(config), out_dir=arguments.out, log=progress.log)
     sys.stdout.write(f"{manifest}\n")
 
 
@@ -255,7 +276,7 @@ def _submit(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> None:
     try:
         doctor_command.run(arguments)
-    except doctor_command.UnwellError as error:
+    except doctor_command.ChecksFailedError as error:
         raise CommandFailedError(error) from error
 
 
@@ -265,13 +286,17 @@ def _watch(arguments: argparse.Namespace) -> None:
     try:
         watch(arguments.run_dir, stream=sys.stdout)
     except KeyboardInterrupt:
-        sys.stdout.write("\n")  # the run goes on; only the watching ends
+        sys.stdout.write("\n")  # the run continues
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from rayfcp.cluster import export_run
 
     checkpoint = export_run(
-        arguments.run_dir, out_dir=arguments.out_dir, say=lambda text: sys.stderr.write(f"rayfcp: {text}\n")
+        arguments.run_dir,
+        out_dir=arguments.out_dir,
+        step=arguments.step,
+        dtype=arguments.dtype,
+        log=lambda text: sys.stderr.write(f"rayfcp: {text}\n"),
     )
     sys.stdout.write(f"{checkpoint} -> {arguments.out_dir}\n")

@@ -1,4 +1,4 @@
-"""`rayfcp doctor`: its arguments, and what it prints."""
+"""`rayfcp doctor`: arguments and output."""
 
 import argparse
 import json
@@ -14,13 +14,13 @@ from rayfcp.config import ConfigError
 if TYPE_CHECKING:
     from rayfcp.cluster.doctor.facts import AccessFacts, Facts, Finding, Needs
 
-TEXT = "say what a machine or cluster lacks for a run, and how to mend it"
+TEXT = "Check that a machine or cluster is ready, and how to fix what is not"
 
 USAGE = "rayfcp doctor [CONFIG [key=value ...]] [--address ADDRESS] [--json]"
 
 EPILOG = """\
-Without --address this machine is examined, with it every node of a Ray cluster, from one of its nodes. With CONFIG also
-what that run needs: devices, storage and data. Exit code 0 if nothing fails, 1 otherwise.
+Without --address this machine is checked; with it every node of a Ray cluster, from one of its nodes. With CONFIG also
+the needs of that run: devices, storage and data. Exit code 0 if no check fails, 1 otherwise.
 
 Examples:  rayfcp doctor jobs/quickstart.yaml
            rayfcp doctor jobs/qwen3-8b-128k-gpu.yaml --address auto
@@ -30,26 +30,28 @@ TOKEN_FILE = "~/.ray/auth_token"
 WIDTH = 4
 
 
-class UnwellError(Exception):
-    """Some check fails; the message says how many."""
+class ChecksFailedError(Exception):
+    """A check fails; the message says how many."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rayfcp doctor` takes."""
+    """Declare the arguments of `rayfcp doctor`."""
     parser.usage, parser.epilog = USAGE, EPILOG
     parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
-    parser.add_argument("--address", metavar="ADDRESS", help="of a Ray cluster: auto, or HOST:PORT of its head (6379)")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of findings")
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help="address of a Ray cluster: auto, or HOST:PORT of its head (6379)"
+    )
+    parser.add_argument("--json", action="store_true", help="print findings as a JSON list")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Examine, and print a line for each finding.
+    """Run the checks and print a line for each finding.
 
     Raises:
-        ConfigError: the user's input is wrong.
-        UnwellError: some check fails.
+        ConfigError: The user's input is wrong.
+        ChecksFailedError: A check fails.
     """
-    from rayfcp.cluster.doctor import examine, is_well
+    from rayfcp.cluster.doctor.checks import examine, is_well
 
     findings = examine(gather(arguments))
     if arguments.json:
@@ -58,11 +60,13 @@ def run(arguments: argparse.Namespace) -> None:
         sys.stdout.write("".join(f"{line(each)}\n" for each in findings))
     if not is_well(findings):
         count = sum(each.verdict == "fail" for each in findings)
-        raise UnwellError(f"{count} of {len(findings)} checks {'fails' if count == 1 else 'fail'}; see their remedies")
+        raise ChecksFailedError(
+            f"{count} of {len(findings)} checks {'fails' if count == 1 else 'fail'}; see their remedies"
+        )
 
 
 def gather(arguments: argparse.Namespace) -> "Facts":
-    """Everything that is to be judged."""
+    """Return the facts that the checks need."""
     from rayfcp.cluster.doctor.facts import Facts, Needs
     from rayfcp.cluster.doctor.gather import machine_facts
 
@@ -91,7 +95,7 @@ def _needs(words: list[str]) -> "Needs":
 
 
 def access_facts(needs: "Needs") -> "AccessFacts":
-    """From the environment; never the token itself."""
+    """Return access facts from the environment; never the token itself."""
     from rayfcp.cluster.doctor.facts import AccessFacts
 
     named = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
@@ -114,11 +118,11 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def line(finding: "Finding") -> str:
-    """Verdict, what was found and where, remedy.
+    """Return verdict, place, finding and remedy as one line.
 
     >>> from rayfcp.cluster.doctor.facts import Finding, Verdict
-    >>> line(Finding(verdict=Verdict.WARN, what="little room", remedy="make some", node="a"))
-    'warn  a: little room  ->  make some'
+    >>> line(Finding(verdict=Verdict.WARN, what="disk is full", remedy="free space", node="a"))
+    'warn  a: disk is full  ->  free space'
     """
     where = f"{finding.node}: " if finding.node else ""
     remedy = f"  ->  {finding.remedy}" if finding.remedy else ""

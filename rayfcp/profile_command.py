@@ -1,4 +1,4 @@
-"""`rayfcp profile`: its arguments and what it prints."""
+"""`rayfcp profile`: arguments and output."""
 
 import argparse
 import sys
@@ -10,16 +10,16 @@ from rayfcp.compare.arguments import positive
 if TYPE_CHECKING:
     from rayfcp.config import Config
 
-TEXT = "time the workers of a configuration and fit the cost model to them"
+TEXT = "Time the workers of a configuration and fit the cost model to them"
 
 USAGE = "rayfcp profile [CONFIG] [key=value ...] [--alone] [--out DIR] [--rounds N] [--max-tokens N]"
 
 EPILOG = """\
-Writes profile.json, which `rayfcp train` and `rayfcp plan` then use as long as model and ranks are the same,
-and hardware.yaml for `--hardware` of `rayfcp compare` and others, into the run's folder or --out.
+Writes profile.json, which `rayfcp train` and `rayfcp plan` use while model and ranks stay the same, and hardware.yaml,
+for `--hardware` of `rayfcp compare` and others, into the run directory or --out.
 
-With --alone this process times one device of this machine, without Ray; no CONFIG or data is needed then. Links between
-devices stay those of the nearest named profile.
+With --alone this process times one device of this machine, without Ray, CONFIG or data. Links between devices are
+those of the nearest named profile.
 
 Examples:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
            rayfcp profile --alone model.name=qwen3-1.7b model.dtype=bfloat16 --max-tokens 16384 --out profiled
@@ -27,22 +27,26 @@ Examples:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rayfcp profile` takes."""
+    """Declare the arguments of `rayfcp profile`."""
     parser.usage, parser.epilog = USAGE, EPILOG
     parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
-    parser.add_argument("--alone", action="store_true", help="one device of this machine, in this process, without Ray")
-    parser.add_argument("--out", metavar="DIR", help="folder of the two files (default: the run's)")
-    parser.add_argument("--rounds", type=positive, default=3, help="times that each shape is timed (default: 3)")
     parser.add_argument(
-        "--max-tokens", type=positive, help="largest pass of a rank (default: data.max_seqlen, or what memory holds)"
+        "--alone", action="store_true", help="time one device of this machine in this process, without Ray"
+    )
+    parser.add_argument("--out", metavar="DIR", help="directory of the two files (default: the run directory)")
+    parser.add_argument("--rounds", type=positive, default=3, help="timed repetitions of each shape (default: 3)")
+    parser.add_argument(
+        "--max-tokens",
+        type=positive,
+        help="tokens of the largest pass (default: data.max_seqlen, or what memory holds)",
     )
 
 
 def run(arguments: argparse.Namespace, *, on_cluster: "Callable[[Config], Config]") -> None:
-    """Profile, and print the table. `on_cluster`: where a configuration runs that is not for one device alone.
+    """Profile and print the table; `on_cluster` completes a configuration that runs on Ray.
 
     Raises:
-        ConfigError: the configuration cannot be used.
+        ConfigError: The configuration cannot be used.
     """
     from rayfcp.cluster.planning.costs import profile_table
     from rayfcp.config import check_paths
@@ -62,16 +66,16 @@ def run(arguments: argparse.Namespace, *, on_cluster: "Callable[[Config], Config
             out_dir=arguments.out,
             rounds=arguments.rounds,
             max_tokens=arguments.max_tokens,
-            say=progress.say,
+            log=progress.log,
         )
     sys.stdout.write(f"\n{profile_table(profiled)}\n")
 
 
 def config_of(arguments: argparse.Namespace) -> "Config":
-    """Of the file, or of the keys alone.
+    """Return the configuration of the file, or of the keys alone with --alone.
 
     Raises:
-        ConfigError: there is no file where one is needed, or a key is wrong.
+        ConfigError: The file is missing, or a key is wrong.
     """
     from rayfcp.config import ConfigError, config_of_keys, load_config
 

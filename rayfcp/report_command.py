@@ -1,45 +1,46 @@
-"""`rayfcp report`: the page of a run, with what static plans would have made of its batches."""
+"""`rayfcp report`: the page of a run, with static plans of its batches as a baseline."""
 
 import argparse
 import sys
 
 DEFAULT_STEPS = 12
-TEXT = "write RUN_DIR/report.html and print the run's summary"
+TEXT = "Write RUN_DIR/report.html and print the run's summary"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be asked for."""
+    """Declare the arguments of `rayfcp report`."""
     parser.add_argument(
         "--baseline-steps",
         type=int,
         default=DEFAULT_STEPS,
         metavar="N",
-        help="steps whose batches are planned and simulated again, statically and by the run's strategy; 0 for none "
+        help="steps whose batches are planned and simulated again, by a static baseline and by the run's strategy; 0: "
+        "none "
         f"(default: {DEFAULT_STEPS})",
     )
     parser.epilog = "Example:  rayfcp report runs/quickstart --baseline-steps 30"
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page; a baseline that cannot be made is said, and left out.
+    """Write the page; without a baseline, and with a message, if none can be made.
 
     Raises:
-        ConfigError: no run is there.
+        ConfigError: The directory holds no run.
     """
     from rayfcp.config import ConfigError
-    from rayfcp.telemetry.report import write_report
-    from rayfcp.telemetry.steps import read_steps
-    from rayfcp.telemetry.summary import format_summary, summarize
+    from rayfcp.telemetry.report import summary_of, write_report
+    from rayfcp.telemetry.summary import format_summary
 
     if arguments.baseline_steps < 0:
-        raise ConfigError(f"--baseline-steps is {arguments.baseline_steps}, must be at least 0; 0 leaves it out")
+        raise ConfigError(f"--baseline-steps is {arguments.baseline_steps}, must be at least 0; 0 omits the baseline")
     try:
         page = write_report(arguments.run_dir)
         if arguments.baseline_steps:
             _with_baseline(arguments)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    summary = summarize(read_steps(page.with_name("steps.jsonl")))
+    summary = summary_of(page.parent)
+    assert summary is not None, "a report has steps"
     sys.stdout.write(f"{format_summary(summary, run_dir=arguments.run_dir)}\n")
 
 
@@ -52,8 +53,8 @@ def _with_baseline(arguments: argparse.Namespace) -> None:
 
     with Progress(arguments.baseline_steps) as progress:
         try:
-            baseline = baseline_of(arguments.run_dir, num_steps=arguments.baseline_steps, say=progress)
+            baseline = baseline_of(arguments.run_dir, num_steps=arguments.baseline_steps, log=progress)
         except (ConfigError, InfeasiblePlanError, OSError, ValueError) as error:
-            progress.say(f"no static baseline: {' '.join(str(error).split())}")
+            progress.log(f"no static baseline: {' '.join(str(error).split())}")
             return
     write_report(arguments.run_dir, baseline=baseline)

@@ -1,4 +1,4 @@
-"""`rayfcp submit`: its arguments, and what it tells the user."""
+"""`rayfcp submit`: arguments and messages."""
 
 import argparse
 import os
@@ -10,10 +10,9 @@ from rayfcp.compare.arguments import positive
 from rayfcp.config import ConfigError
 
 if TYPE_CHECKING:
-    from rayfcp.cluster.jobs.following import JobEnd
-    from rayfcp.cluster.jobs.jobs import JobOptions
+    from rayfcp.cluster.jobs import JobEnd, JobOptions
 
-TEXT = "train on a cluster as a job, follow it, or stop it"
+TEXT = "Train on a cluster as a Ray job; follow or stop it"
 
 USAGE = """\
 rayfcp submit CONFIG [key=value ...] --address URL [options]
@@ -21,50 +20,62 @@ rayfcp submit CONFIG [key=value ...] --address URL [options]
        rayfcp submit --stop JOB_ID --address URL"""
 
 EPILOG = """\
-The working directory (without what git ignores, runs/ and .venv/) and rayfcp itself go along; the cluster needs
-Python and rayfcp's dependencies. Results stay in run.dir, an absolute path that all nodes share. The exit code is that
-of `rayfcp train` on the cluster. A stopped job saves a checkpoint; the same command goes on from there.
+The working directory (without what git ignores, runs/ and .venv/) and rayfcp itself are uploaded; the cluster needs
+Python and rayfcp's dependencies. Results are written to run.dir, an absolute path that all nodes share. The exit code
+is that of `rayfcp train` on the cluster. A stopped job saves a checkpoint, from which the same command resumes.
 
 Example:  rayfcp submit jobs/quickstart.yaml run.dir=/shared/runs/one --address http://127.0.0.1:8265
 """
 
 ADDRESS = "RAY_API_SERVER_ADDRESS"
 OVERRULING = (ADDRESS, "RAY_ADDRESS")
-"""With which Ray would replace the address that the user gave."""
+"""Variables with which Ray would override the user's address."""
 
 WRONG_INPUT = 2
 
 
 class JobFailedError(Exception):
-    """The job did not end as it should; the message says how it did."""
+    """The job failed or was stopped; the message says how."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `rayfcp submit` takes."""
+    """Declare the arguments of `rayfcp submit`."""
     parser.usage, parser.epilog = USAGE, EPILOG
     parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
     parser.add_argument(
         "--address",
         metavar="URL",
         default=os.environ.get(ADDRESS),
-        help=f"of the cluster's dashboard, e.g. http://127.0.0.1:8265 (default: ${ADDRESS})",
+        help=f"URL of the cluster's dashboard, e.g. http://127.0.0.1:8265 (default: ${ADDRESS})",
     )
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--follow", metavar="JOB_ID", help="show the output of a job that was submitted before")
-    either.add_argument("--stop", metavar="JOB_ID", help="ask a job to save a checkpoint and leave, and wait for that")
-    parser.add_argument("--no-wait", action="store_true", help="submit (or ask to stop) and return at once")
-    parser.add_argument("--working-dir", metavar="DIR", default=".", help="what goes along (default: this folder)")
-    parser.add_argument("--no-package", action="store_true", help="use the rayfcp that the cluster has installed")
+    either.add_argument("--follow", metavar="JOB_ID", help="show the output of a job submitted before")
+    either.add_argument("--stop", metavar="JOB_ID", help="ask a job to save a checkpoint and exit, and wait for it")
+    parser.add_argument("--no-wait", action="store_true", help="submit (or stop) and return at once")
     parser.add_argument(
-        "--env", metavar="KEY[=VALUE]", action="append", default=[], help="of the job; KEY alone takes it from here"
+        "--working-dir", metavar="DIR", default=".", help="directory to upload (default: the current one)"
+    )
+    parser.add_argument("--no-package", action="store_true", help="use the rayfcp installed on the cluster")
+    parser.add_argument(
+        "--env",
+        metavar="KEY[=VALUE]",
+        action="append",
+        default=[],
+        help="environment variable of the job; KEY alone copies its local value",
     )
     pip = parser.add_mutually_exclusive_group()
-    pip.add_argument("--pip", metavar="PACKAGE", action="append", default=[], help="install it for the job")
-    pip.add_argument("--requirements", metavar="FILE", help="install its packages for the job")
-    parser.add_argument("--python", metavar="NAME", default="python", help="interpreter on the cluster's head")
-    parser.add_argument("--job-id", metavar="JOB_ID", help="(default: run.name and random characters)")
+    pip.add_argument("--pip", metavar="PACKAGE", action="append", default=[], help="package to install for the job")
+    pip.add_argument("--requirements", metavar="FILE", help="requirements file to install for the job")
     parser.add_argument(
-        "--grace", metavar="SECONDS", type=positive, default=600, help="for the checkpoint of a stop (default: 600)"
+        "--python", metavar="NAME", default="python", help="Python interpreter on the cluster's head (default: python)"
+    )
+    parser.add_argument("--job-id", metavar="JOB_ID", help="job id (default: run.name and random characters)")
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=positive,
+        default=600,
+        help="time for the checkpoint of a stop (default: 600)",
     )
 
 
@@ -72,8 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Submit, follow or stop.
 
     Raises:
-        ConfigError: the user's input is wrong, here or as the job found.
-        JobFailedError: the job failed, or was stopped.
+        ConfigError: The user's input is wrong, as found here or by the job.
+        JobFailedError: The job failed, or was stopped.
     """
     if arguments.address is None:
         raise ConfigError(
@@ -83,14 +94,16 @@ def run(arguments: argparse.Namespace) -> None:
         os.environ.pop(name, None)
     if arguments.follow or arguments.stop:
         if arguments.overrides:
-            raise ConfigError(f"{arguments.overrides[0]!r} stands beside --follow or --stop; leave one of them out")
+            raise ConfigError(
+                f"{arguments.overrides[0]!r} cannot be combined with --follow or --stop; omit one of them"
+            )
         _existing(arguments)
     else:
         _new(arguments)
 
 
 def _new(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.jobs.jobs import job_client, job_request, submit, told_size
+    from rayfcp.cluster.jobs import job_client, job_request, submit
     from rayfcp.config import load_config
 
     if not arguments.overrides:
@@ -100,27 +113,27 @@ def _new(arguments: argparse.Namespace) -> None:
     options = _options(arguments)
     request = job_request(config, Path(path), overrides=overrides, options=options)
     client = job_client(arguments.address)
-    sent = submit(
+    submit(
         client,
         request,
         working_dir=options.working_dir,
         with_rayfcp=not arguments.no_package,
         address=arguments.address,
     )
-    _say(f"job {request.job_id} submitted with {told_size(sent)} of files; results go to {config.run_dir}")
+    _log(f"job {request.job_id} submitted; results go to {config.run_dir}")
     if arguments.no_wait:
-        _say(f"follow it: rayfcp submit --follow {request.job_id} --address {arguments.address}")
-        _say(f"stop it:   rayfcp submit --stop {request.job_id} --address {arguments.address}")
+        _log(f"follow it: rayfcp submit --follow {request.job_id} --address {arguments.address}")
+        _log(f"stop it:   rayfcp submit --stop {request.job_id} --address {arguments.address}")
         return
     _follow(client, request.job_id, arguments.address)
 
 
 def _options(arguments: argparse.Namespace) -> "JobOptions":
-    from rayfcp.cluster.jobs.jobs import JobOptions, read_requirements
+    from rayfcp.cluster.jobs import JobOptions, read_requirements
 
     working_dir = Path(arguments.working_dir).expanduser()
     if not working_dir.is_dir():
-        raise ConfigError(f"--working-dir {arguments.working_dir!r} is no folder; give one that holds CONFIG")
+        raise ConfigError(f"--working-dir {arguments.working_dir!r} is not a directory; give one that holds CONFIG")
     return JobOptions(
         working_dir=working_dir,
         env=dict(_variable(text) for text in arguments.env),
@@ -134,17 +147,16 @@ def _options(arguments: argparse.Namespace) -> "JobOptions":
 def _variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name:
-        raise ConfigError(f"--env {text!r} must have the form KEY=VALUE, or KEY to take its value from here")
+        raise ConfigError(f"--env {text!r} must have the form KEY=VALUE, or KEY to copy its local value")
     if equals:
         return name, value
     if name not in os.environ:
-        raise ConfigError(f"--env {name} has no value here; export it, or give --env {name}=VALUE")
+        raise ConfigError(f"--env {name} is not set; export it, or give --env {name}=VALUE")
     return name, os.environ[name]
 
 
 def _existing(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.jobs.following import await_end
-    from rayfcp.cluster.jobs.jobs import clear_errors, job_client
+    from rayfcp.cluster.jobs import await_end, clear_errors, job_client
 
     client = job_client(arguments.address)
     if arguments.follow:
@@ -155,30 +167,30 @@ def _existing(arguments: argparse.Namespace) -> None:
     with clear_errors(arguments.address):
         running = client.stop_job(arguments.stop)
         if not running:
-            _say(f"job {arguments.stop} has ended before")
+            _log(f"job {arguments.stop} has already ended")
             return
-        _say(f"job {arguments.stop} saves a checkpoint after the step under way and leaves")
+        _log(f"job {arguments.stop} will save a checkpoint after the current step and exit")
         if not arguments.no_wait:
-            _say(f"job {arguments.stop} ended: {await_end(client, arguments.stop).status}")
+            _log(f"job {arguments.stop} ended: {await_end(client, arguments.stop).status}")
 
 
 def _follow(client: Any, job_id: str, address: str) -> None:
-    from rayfcp.cluster.jobs.following import JobFollower, LostTouchError
+    from rayfcp.cluster.jobs import JobFollower, LostTouchError
 
     try:
-        end = JobFollower(client, job_id, out=sys.stdout, say=_say).to_the_end()
+        end = JobFollower(client, job_id, out=sys.stdout, log=_log).to_the_end()
     except LostTouchError as error:
         raise JobFailedError(
-            f"{address} no longer answers ({error}); job {job_id} may go on: rayfcp submit --follow {job_id}"
+            f"{address} no longer answers ({error}); job {job_id} may still be running: rayfcp submit --follow {job_id}"
         ) from error
     _judge(job_id, end)
 
 
 def _judge(job_id: str, end: "JobEnd") -> None:
     if end.status == "SUCCEEDED":
-        _say(f"job {job_id} succeeded")
+        _log(f"job {job_id} succeeded")
     elif end.status == "STOPPED":
-        raise JobFailedError(f"job {job_id} was stopped before the end; the same command goes on from its checkpoint")
+        raise JobFailedError(f"job {job_id} was stopped before the end; the same command resumes from its checkpoint")
     elif end.exit_code == WRONG_INPUT:
         raise ConfigError(f"job {job_id} ended with exit code {WRONG_INPUT}: its input is wrong, see its output above")
     else:
@@ -187,6 +199,6 @@ def _judge(job_id: str, end: "JobEnd") -> None:
         raise JobFailedError(f"job {job_id} failed{code}{why}")
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"rayfcp: {text}\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What all tests share: one Ray cluster per process, started by the first test that needs it, processors of pictures
+"""What all tests share: one Ray cluster per process, started by the first test that needs it, processors of images
 likewise, the profiles of properties, how tests are split over processes, and one thread per process for the arithmetic
 of small models: more of them wait for each other longer than they work."""
 
@@ -15,7 +15,7 @@ from tests.examples import register_profiles
 from tests.waiting import PATIENT_RAY
 
 if TYPE_CHECKING:
-    from rayfcp.data.vision.processors import PictureTokenizer
+    from rayfcp.data.vision.processors import ImageTokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, also for processes that tests start
 os.environ.update(PATIENT_RAY)  # before Ray is imported, likewise
@@ -107,14 +107,14 @@ def no_idle_ray(request: pytest.FixtureRequest, shared_ray: SharedRay) -> None:
 
 
 @pytest.fixture(scope="session")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> "PictureTokenizer":
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> "ImageTokenizer":
     from tests.data.vision import makers
 
     return makers.qwen(tmp_path_factory.mktemp("processors"))
 
 
 @pytest.fixture(scope="session")
-def intern(tmp_path_factory: pytest.TempPathFactory) -> "PictureTokenizer":
+def intern(tmp_path_factory: pytest.TempPathFactory) -> "ImageTokenizer":
     from tests.data.vision import makers
 
     return makers.intern(tmp_path_factory.mktemp("processors"))

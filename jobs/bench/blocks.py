@@ -17,7 +17,7 @@ import numpy as np
 from rayfcp.compare.distributions import DISTRIBUTIONS, distribution
 from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.blocks.kernels.traffic import loads_of
+from rayfcp.plan.blocks.distributor import loads_of
 from rayfcp.plan.blocks.planner import BlockPlan, batch_of, block_tokens, plan_blocks
 from rayfcp.values import ClusterSpec, SequenceSpec
 
@@ -57,16 +57,19 @@ def _figures(batch: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
         for options in (
             BlockOptions(),
             BlockOptions(block_tokens=size),
-            BlockOptions(block_tokens=size, placement="lpt", search_moves=0),
+            BlockOptions(block_tokens=size, placement="lpt"),
         )
     )
     attention_s = found.traffic.attention_s
+    slower_s = float(found.rounds.seconds.max()) - float((attention_s + found.traffic.linear_s).max())
+    exposed = slower_s / float(attention_s.mean())
     return (
         f"{cluster.num_ranks} ranks, {len(batch)} sequences up to {max(each.num_tokens for each in batch)}, blocks of "
         f"{found.block_tokens}: {_loads(batch, found)} (LPT {_loads(batch, plain)}), seconds "
-        f"{100 * _imbalance(attention_s):.2f} %, exposed {100 * found.exposed:.2f} % of attention, "
-        f"{found.rounds.num_rounds} rounds by {found.rounds.how.coalesce}, busiest port {_port(found):.0f} tokens, at "
-        f"{size} {_port(same):.0f} against LPT's {_port(plain):.0f}, imbalance of ports {100 * _spread(found):.0f} %"
+        f"{100 * _imbalance(attention_s):.2f} %, exposed {100 * exposed:.2f} % of attention, "
+        f"{found.rounds.num_rounds} rounds by {found.rounds.pacing.coalesce}, busiest port {_port(found):.0f} "
+        f"tokens, at {size} {_port(same):.0f} against LPT's {_port(plain):.0f}, imbalance of ports "
+        f"{100 * _spread(found):.0f} %"
     )
 
 
@@ -76,8 +79,8 @@ def _planned(batch: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
 
 def _loads(batch: list[SequenceSpec], found: BlockPlan) -> str:
     pool = batch_of(batch).pool(np.arange(len(batch)))
-    tokens, cells = loads_of(pool, found.pieces)
-    return f"imbalance of attention {100 * _imbalance(cells):.2f} %, memory {100 * _imbalance(tokens):.2f} %"
+    tokens, pairs = loads_of(pool, found.pieces)
+    return f"imbalance of attention {100 * _imbalance(pairs):.2f} %, memory {100 * _imbalance(tokens):.2f} %"
 
 
 def _imbalance(loads: np.ndarray) -> float:
@@ -85,8 +88,10 @@ def _imbalance(loads: np.ndarray) -> float:
 
 
 def _ports(found: BlockPlan) -> np.ndarray:
-    parcels, count = found.traffic.parcels, found.traffic.num_ranks
-    sent, received = (np.bincount(each, parcels.tokens, minlength=count) for each in (parcels.source, parcels.target))
+    messages, count = found.traffic.messages, found.traffic.num_ranks
+    sent, received = (
+        np.bincount(each, messages.tokens, minlength=count) for each in (messages.source, messages.target)
+    )
     return np.maximum(sent, received)
 
 

@@ -51,11 +51,11 @@ def print_ratios(args: argparse.Namespace, *, bound: Bound) -> None:
         bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=used)
         proven_s = max(bound(sequences, cluster=cluster, cost=cost, primitives=used, best_s=plan_s), bound_s)
         rows.append((plan_s / bound_s, proven_s / bound_s, plan_s / proven_s))
-        _say(f"batch {number}", rows[-1])
-    _say("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
+        _log(f"batch {number}", rows[-1])
+    _log("mean", tuple(statistics.mean(column) for column in zip(*rows, strict=True)))
 
 
-def _say(name: str, ratios: tuple[float, ...]) -> None:
+def _log(name: str, ratios: tuple[float, ...]) -> None:
     sys.stdout.write(
         "{}: plan / lower bound {:.4f}, proven / lower bound {:.4f}, plan / proven {:.4f}\n".format(name, *ratios)
     )

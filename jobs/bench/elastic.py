@@ -69,7 +69,7 @@ def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
     with tempfile.TemporaryDirectory() as name, _ground(side, arguments) as ground:
         folder = Path(name)
         config = _config(folder, arguments, num_steps=steps[-1] + arguments.every)
-        data_dir = prepared_data(config, say=lambda _: None)
+        data_dir = prepared_data(config, log=lambda _: None)
         moments_dir = folder / "moments"
         moments_dir.mkdir()
         day = FaultyDay(moments_dir, steps=steps, seed=arguments.seed, striker=ground)

@@ -69,9 +69,9 @@ def _tables(sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostMo
     masks = np.arange(1 << len(sequences))[:, None]
     held = (masks >> np.arange(len(sequences)) & 1).astype(np.float64)
     tokens = (held @ np.array([each.num_tokens for each in sequences], np.float64))[:, None]
-    cells = (held @ np.array([each.attention_cells for each in sequences], np.float64))[:, None]
+    pairs = (held @ np.array([each.attention_pairs for each in sequences], np.float64))[:, None]
     degrees = np.arange(1, cluster.num_ranks + 1)
-    forward, backward = cost.passes_s(cells, tokens, degree=degrees)
+    forward, backward = cost.passes_s(pairs, tokens, degree=degrees)
     fits = tokens <= degrees * cluster.max_tokens_per_rank
     return np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
 

@@ -43,15 +43,15 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S %z"), "command": sys.argv, "sections": {}}
     for name in _names(args.sections):
-        _say(f"== {name}")
+        _log(f"== {name}")
         found["sections"][name] = _apart(name, args)
         found["targets"] = _targets(found["sections"])
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-        _say(_summary(found["sections"][name]))
+        _log(_summary(found["sections"][name]))
     for name, target in found.get("targets", {}).items():
-        _say(f"{'met   ' if target['met'] else 'MISSED'} {name}: {target}")
+        _log(f"{'met   ' if target['met'] else 'MISSED'} {name}: {target}")
     failed = [name for name, section in found["sections"].items() if "error" in section]
-    _say(f"failed: {', '.join(failed)}" if failed else "all sections ran")
+    _log(f"failed: {', '.join(failed)}" if failed else "all sections ran")
     return 1 if failed else 0
 
 
@@ -78,14 +78,14 @@ def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
         from gpu_sizes import FULL, LITTLE, Bench
 
         from rayfcp.bench.alone import one_thread
-        from rayfcp.execute.devices.device import device_kind
+        from rayfcp.execute.devices.backend import device_kind
         from rayfcp.execute.kernels import pick_kernel
 
         device = torch.device(device_kind(args.device))
         sizes = LITTLE if args.tiny else FULL
         if args.models:
             sizes = dataclasses.replace(sizes, models=tuple(args.models.split(",")))
-        bench = Bench(device=device, sizes=sizes, say=_say)
+        bench = Bench(device=device, sizes=sizes, log=_log)
         about = {**_machine(device), "kernel": pick_kernel(device.type).name}
         with one_thread(device):
             found = SECTIONS[name](bench)
@@ -100,12 +100,12 @@ def _machine(device: Any) -> dict[str, Any]:
     import transformers
 
     from rayfcp.bench.alone import device_name, peak_of
-    from rayfcp.execute.devices.device import total_memory_bytes
+    from rayfcp.execute.devices.backend import backend_of
 
     return {
         "device": device_name(device),
-        "memory_bytes": total_memory_bytes(device),
-        "peak_flops": None if device.type == "cpu" else peak_of(device, dtype="bfloat16"),
+        "memory_bytes": backend_of(device).total_memory_bytes(device),
+        "peak_flops": peak_of(device, dtype="bfloat16"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -135,10 +135,12 @@ def _names(text: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from rayfcp.values.devices import AUTO, DEVICES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="JSON of all results")
     parser.add_argument("--sections", default=",".join(NAMES), metavar="A,B", help="(default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "npu"), default="auto", help="(default: auto)")
+    parser.add_argument("--device", choices=(AUTO, *DEVICES), default=AUTO, help="(default: auto)")
     parser.add_argument("--tiny", action="store_true", help="sizes for a CPU in seconds, to see that all of it works")
     parser.add_argument("--models", metavar="A,B", help="that are trained (default: qwen3-1.7b,llama3.2-1b)")
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one section (default: 900)")
@@ -146,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 

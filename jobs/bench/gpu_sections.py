@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_conformance import CASES, TINY, conform, kernels_of
+from gpu_overhead import copier_of, overhead, time_beside
+from gpu_plain import predicted_bytes, train_steps
 from gpu_sizes import LITTLE, Bench, Found, attempt
 from gpu_training import contest
 
 from rayfcp.bench.alone import Alone, alone, profile_alone
 from rayfcp.bench.attention import bench_attention, dense, random_batch
-from rayfcp.bench.conformance import CASES, TINY, conform, kernels_of
-from rayfcp.bench.overhead import copier_of, overhead, time_beside
-from rayfcp.bench.plain import predicted_bytes, train_steps
 from rayfcp.bench.request import attention_only
-from rayfcp.bench.turns import Stopwatch
-from rayfcp.execute.devices.device import spare_sms
+from rayfcp.bench.serial import Stopwatch
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 
@@ -50,7 +50,7 @@ def attention(bench: Bench) -> Found:
     runs, targets = [], {}
     for mix in bench.sizes.mixes:
         lengths = bench.sizes.block_lengths if mix == bench.sizes.mixes[0] else ()
-        found = bench_attention(bench.asked(lengths=mix, block_lengths=lengths), say=bench.say)
+        found = bench_attention(bench.asked(lengths=mix, block_lengths=lengths), log=bench.log)
         assert not found.wrong, [(each.strategy, each.error) for each in found.wrong]
         runs.append(found.as_json())
         for row in runs[-1]["results"]:
@@ -96,7 +96,7 @@ def memory(bench: Bench) -> Found:
         with alone(bench.config(name), device=bench.device, lengths=pack) as rank:
             every = range(len(pack))
             for layers in (0, rank.model.num_layers // 2, rank.model.num_layers):
-                bench.say(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
+                bench.log(f"{rank.model.name}: {sum(pack)} tokens, {layers} layers recomputed")
                 work = partial(_peak, bench, rank=rank, rows=every, layers=layers)
                 rows.append(attempt(work, device=bench.device) | {"model": rank.model.name, "recomputed": layers})
     return {"num_tokens": bench.sizes.memory_tokens, "rows": rows, **_failures(rows)}
@@ -122,7 +122,7 @@ def profile(bench: Bench) -> Found:
         config = bench.config(name, run__name=name or "tiny")
         with tempfile.TemporaryDirectory() as folder:
             done = profile_alone(
-                config, out_dir=folder, rounds=bench.sizes.rounds, max_tokens=bench.sizes.profile_tokens, say=bench.say
+                config, out_dir=folder, rounds=bench.sizes.rounds, max_tokens=bench.sizes.profile_tokens, log=bench.log
             )
             text = Path(done.hardware_path).read_text()
         measured = done.measured
@@ -147,9 +147,9 @@ def copies(bench: Bench) -> Found:
     rows = []
     for count, is_spared in itertools.product(sizes.copies, (False, True)):
         spared = count if is_spared else 0
-        spare_sms(device, spared)
+        backend_of(device).reserve_sms(spared)
         for name, work in (("attention", _attend(bench, spared)), ("matrix product", _multiply(bench))):
-            bench.say(f"{name} that spares {spared} beside a copy on {count}")
+            bench.log(f"{name} that spares {spared} beside a copy on {count}")
             found = time_beside(
                 name,
                 work,
@@ -160,16 +160,16 @@ def copies(bench: Bench) -> Found:
                 rounds=sizes.rounds,
             )
             rows.append(found.as_json())
-    spare_sms(device, 0)
+    backend_of(device).reserve_sms(0)
     return {"rows": rows}
 
 
-def _attend(bench: Bench, spared_sms: int) -> Callable[[], object]:
+def _attend(bench: Bench, sm_margin: int) -> Callable[[], object]:
     """One kernel over one causal sequence, forward and backward."""
     sizes = bench.sizes
     model, dtype = attention_only(model_profile(sizes.heads)), getattr(torch, sizes.dtype)
     batch = random_batch((sizes.context_tokens,), model=model, device=bench.device, dtype=dtype, seed=0)
-    return partial(dense, batch, pick_kernel(bench.device.type, spared_sms=spared_sms), watch=Stopwatch(bench.device))
+    return partial(dense, batch, pick_kernel(bench.device.type, sm_margin=sm_margin), watch=Stopwatch(bench.device))
 
 
 def _multiply(bench: Bench) -> Callable[[], object]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from rayfcp.bench.alone import base_hardware
-from rayfcp.bench.request import CONTENDERS, Asked, lengths_of
+from rayfcp.bench.request import STRATEGIES, BenchRequest, lengths_of
 from rayfcp.config import Config, config_of_keys
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.values import InfeasiblePlanError
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Found = dict[str, Any]
 
 
@@ -52,7 +53,7 @@ FULL = Sizes(
     block_tokens=4096,
     context_tokens=32768,
     block_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-    strategies=CONTENDERS,
+    strategies=STRATEGIES,
     mixes=("dist:lognormal", "dist:long-tail"),
     document_tokens=None,
     alone_tokens=32768,
@@ -99,15 +100,15 @@ class Bench:
 
     device: torch.device
     sizes: Sizes
-    say: Say
+    log: Log
 
-    def asked(self, **changes: Any) -> Asked:
+    def asked(self, **changes: Any) -> BenchRequest:
         """Of attention, with heads and sizes of this bench."""
         names = ("dtype", "num_ranks", "tokens_per_rank", "block_tokens", "context_tokens", "block_lengths")
         given = {name: getattr(self.sizes, name) for name in (*names, "strategies", "rounds")}
         given |= {"max_seqlen": self.sizes.document_tokens, "model": self.sizes.heads}
         given |= {"device": self.device.type, "hardware": base_hardware(self.device)}
-        return Asked(**{**given, **changes})
+        return BenchRequest(**{**given, **changes})
 
     def config(self, model: str, **keys: Any) -> Config:
         """A run of one rank of a model."""
@@ -130,5 +131,5 @@ def attempt(work: Callable[[], Found], *, device: torch.device) -> Found:
         return {"error": f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"}
     finally:
         gc.collect()
-        if device.type != "cpu":
+        if backend_of(device).streams is not None:
             getattr(torch, device.type).empty_cache()

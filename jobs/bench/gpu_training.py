@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from gpu_sizes import Bench, Found, attempt
-
-from rayfcp.bench.alone import Alone, alone, peak_of, random_rows
-from rayfcp.bench.plain import (
+from gpu_plain import (
     KERNEL,
     Loss,
     PlainTrainer,
@@ -19,7 +16,10 @@ from rayfcp.bench.plain import (
     predicted_bytes,
     train_steps,
 )
-from rayfcp.execute.devices.device import total_memory_bytes
+from gpu_sizes import Bench, Found, attempt
+
+from rayfcp.bench.alone import Alone, alone, peak_of, random_rows
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 
@@ -40,7 +40,7 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rival:
+class BaselineSystem:
     """One way to train with the library: its attention, the dtype of weights, and how logits are taken."""
 
     attention: str
@@ -53,12 +53,12 @@ class Rival:
         return f"{self.attention}, weights in {self.weights}, loss in {self.loss}"
 
 
-def rivals_of(device: torch.device) -> tuple[Rival, ...]:
+def rivals_of(device: torch.device) -> tuple[BaselineSystem, ...]:
     """Weights in fp32 first: they are halved in place. flash-attn where it is installed."""
     flash = ["flash_attention_2"] if device.type == "cuda" and importlib.util.find_spec("flash_attn") else []
-    found = [Rival(attention="sdpa", weights="float32", loss="library", max_tokens=SDPA_TOKENS)]
+    found = [BaselineSystem(attention="sdpa", weights="float32", loss="library", max_tokens=SDPA_TOKENS)]
     for weights in ("float32", "bfloat16"):
-        found += [Rival(attention=each, weights=weights, loss="chunks") for each in (KERNEL, *flash)]
+        found += [BaselineSystem(attention=each, weights=weights, loss="chunks") for each in (KERNEL, *flash)]
     return tuple(found)
 
 
@@ -82,7 +82,7 @@ def contest(bench: Bench, name: str) -> list[Found]:
             trainer.halve()
         for row, pack in zip(found, packs, strict=True):
             if rival.max_tokens is None or pack.num_tokens <= rival.max_tokens:
-                bench.say(f"{model.name}: {pack.num_tokens} tokens, plain, {rival.name}")
+                bench.log(f"{model.name}: {pack.num_tokens} tokens, plain, {rival.name}")
                 steps = partial(
                     trainer.run,
                     [tokens_of[number] for number in pack.rows],
@@ -96,7 +96,7 @@ def contest(bench: Bench, name: str) -> list[Found]:
 
 
 def _ours(bench: Bench, rank: Alone, *, model: ModelProfile, pack: Pack, peak: float | None) -> Found:
-    bench.say(f"{model.name}: {pack.num_tokens} tokens")
+    bench.log(f"{model.name}: {pack.num_tokens} tokens")
     dtype, tokens = bench.sizes.dtype, pack.num_tokens
     layers = _recomputed(bench, model, num_tokens=tokens)
     steps = partial(train_steps, rank, pack.rows, recomputed_layers=layers, steps=bench.sizes.steps)
@@ -114,7 +114,7 @@ def _ours(bench: Bench, rank: Alone, *, model: ModelProfile, pack: Pack, peak: f
 
 def _recomputed(bench: Bench, model: ModelProfile, *, num_tokens: int) -> int:
     """The fewest layers with which the tokens fit; all, where they do not: the attempt will tell."""
-    memory = total_memory_bytes(bench.device)
+    memory = backend_of(bench.device).total_memory_bytes(bench.device)
     try:
         return fewest_recomputed(model, num_tokens=num_tokens, memory_bytes=memory, dtype=bench.sizes.dtype)
     except InfeasiblePlanError:

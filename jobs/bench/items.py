@@ -18,11 +18,11 @@ PAIRS: tuple[Sums, ...] = (FIRST, (0, 1), (0, 2), (1, 0), (1, 1), (1, 2))  # of 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Items:
     """The longest sequences one by one, the longest first; then two for each run of others, of a rank's tokens with
-    the fewest and with the most cells per token in the run.
+    the fewest and with the most pairs per token in the run.
 
     A choice is a degree, a primitive and whether nodes are crossed. `degrees` [choices]; `fixed` [choices, 2 passes,
     3 sums]: s that a group takes whatever it holds; `added` [choices, 2, 3, items]: s that an item adds, times the
-    degree; `alone` [choices, 2, items]: s of a group of it alone (in a run: of its fewest tokens and cells), infinite
+    degree; `alone` [choices, 2, items]: s of a group of it alone (in a run: of its fewest tokens and pairs), infinite
     where memory forbids it. `rooms` [items]: tokens over those that a rank holds. `once`: of every item the rows that
     it counts in and how much; `totals`: what these rows sum to over a plan.
     """
@@ -77,20 +77,20 @@ def items_of(
     runs: int,
 ) -> Items:
     """`single` sequences one by one, the others in `runs` of about as many tokens each."""
-    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
+    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_pairs))
     tokens = np.array([each.num_tokens for each in ordered], np.float64)
-    cells = np.array([each.attention_cells for each in ordered], np.float64)
+    pairs = np.array([each.attention_pairs for each in ordered], np.float64)
     room, count = float(cluster.max_tokens_per_rank), min(single, len(ordered))
-    amounts, fewest = [np.stack([tokens, cells])[:, :count]], [np.stack([tokens, cells])[:, :count]]
+    amounts, fewest = [np.stack([tokens, pairs])[:, :count]], [np.stack([tokens, pairs])[:, :count]]
     once: list[tuple[tuple[int, float], ...]] = [((at, 1.0),) for at in range(count)]
     totals = [1.0] * count
     for run in _runs(tokens, count, runs):
-        dense = cells[run] / tokens[run]
+        dense = pairs[run] / tokens[run]
         rates = np.array([dense.min() * (1 - 1e-12), dense.max() * (1 + 1e-12)])
         amounts.append(np.stack([[room, room], rates * room]))
-        fewest.append(np.repeat([[tokens[run].min()], [cells[run].min()]], 2, axis=1))
-        row, all_cells = len(totals), float(cells[run].sum())
-        once += [((row, 1.0), (row + 1, float(rate) * room / all_cells)) for rate in rates]
+        fewest.append(np.repeat([[tokens[run].min()], [pairs[run].min()]], 2, axis=1))
+        row, all_pairs = len(totals), float(pairs[run].sum())
+        once += [((row, 1.0), (row + 1, float(rate) * room / all_pairs)) for rate in rates]
         totals += [float(tokens[run].sum()) / room, 1.0]
     degrees, each, fixed = _choices(cost, cluster.num_ranks, primitives)
     least = _shares(each, *np.concatenate(fewest, axis=1)) + fixed[..., None]
@@ -117,21 +117,21 @@ def _runs(tokens: Floats, first: int, count: int) -> list[Ints]:
     return [run for run in np.split(numbers, cuts) if len(run)]
 
 
-def _shares(each: Floats, tokens: Floats, cells: Floats) -> Floats:
+def _shares(each: Floats, tokens: Floats, pairs: Floats) -> Floats:
     """[choices, 2, 3, items]."""
-    found: Floats = each[..., 0, None] * cells + each[..., 1, None] * tokens
+    found: Floats = each[..., 0, None] * pairs + each[..., 1, None] * tokens
     return found
 
 
 def _choices(cost: CostModel, num_ranks: int, primitives: tuple[Primitive, ...]) -> tuple[Ints, Floats, Floats]:
-    """Degrees; [choices, passes, sums, 2]: s per cell and s per token; [choices, passes, sums]: s whatever it holds."""
+    """Degrees; [choices, passes, sums, 2]: s per pair and s per token; [choices, passes, sums]: s whatever it holds."""
     degrees = np.arange(1, num_ranks + 1)
     found = []
     for primitive, always in itertools.product(primitives, (False, True)):
         crosses = np.ones(num_ranks, np.bool_) if always else degrees > cost.ranks_per_node
         passes = []
         for terms in cost.terms(degrees, primitive=primitive, crosses=crosses):
-            passes.append([[np.broadcast_to(v, num_ranks) for v in each] for each in terms.sums()])
+            passes.append([[np.broadcast_to(v, num_ranks) for v in each] for each in terms.lines()])
         may = np.isfinite(np.array(passes)).all(axis=(0, 1, 2)) & ~(always & (degrees > cost.ranks_per_node))
         found.append((degrees[may], np.array(passes)[..., may]))
     every = np.concatenate([each for _, each in found], axis=-1).transpose(3, 0, 1, 2)

@@ -6,9 +6,9 @@ Beyond `lower_bound` it knows that the longest sequence takes a degree, and that
 compute meanwhile.
 
 Proof. Let k be the longest sequence, of w_k seconds of compute, S what the groups of its microbatch take together
-(`CostModel.makespan_s`), f the fixed cost. Shards are in nobody's way here (`CostModel.apart`): they only add to that.
+(`CostModel.makespan_s`), f the fixed cost. Shards that share ports with messages only add to that.
 Its group has d ranks, of a primitive and a degree that memory permits.
-(1) Each pass of the group takes at least the larger of two sums, each linear in its cells and tokens: all that can hide
+(1) Each pass of the group takes at least the larger of two sums, each linear in its pairs and tokens: all that can hide
 hides, or attention hides all that it can (`Terms`). Any other sequence j of the group adds at least a_j / N to each,
 a_j being its compute in that pass: that is checked for every j, degree and primitive. So S is at least t(k, d) + e / N,
 e being the compute of the others in the group.
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from bounds import parser, print_ratios
 
-from rayfcp.cost.model import Terms
+from rayfcp.cost.kernels.group_time import Terms
 from rayfcp.plan import CostModel
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
@@ -40,11 +40,10 @@ def beside_longest_s(
 ) -> float:
     """No plan of groups of these primitives takes less; no more than the compute shared by all ranks where nothing
     must be wasted."""
-    cost = cost.apart()
-    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_cells))
+    ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_pairs))
     tokens = np.array([each.num_tokens for each in ordered], np.float64)
-    cells = np.array([each.attention_cells for each in ordered], np.float64)
-    work_s = np.asarray(cost.compute_s(cells, tokens), np.float64)
+    pairs = np.array([each.attention_pairs for each in ordered], np.float64)
+    work_s = np.asarray(cost.compute_s(pairs, tokens), np.float64)
     num_ranks, room = cluster.num_ranks, cluster.max_tokens_per_rank
     degrees = np.arange(-(-ordered[0].num_tokens // room), num_ranks + 1)
     beside_s = _most_work(tokens[1:], work_s[1:], (num_ranks - degrees) * float(room))
@@ -52,9 +51,9 @@ def beside_longest_s(
     for primitive in primitives:
         for crosses in (degrees > cost.ranks_per_node, np.ones(len(degrees), np.bool_)):
             passes = cost.terms(degrees, primitive=primitive, crosses=crosses)
-            alone_s = sum(terms.seconds(cells[0], tokens[0]) for terms in passes) - cost.fixed_s
+            alone_s = sum(terms.seconds(pairs[0], tokens[0]) for terms in passes) - cost.fixed_s
             wasted = np.maximum(num_ranks * alone_s - work_s[0] - beside_s, 0.0)
-            adds = _adds_enough(passes, cells[1:], tokens[1:], num_ranks=num_ranks, cost=cost)
+            adds = _adds_enough(passes, pairs[1:], tokens[1:], num_ranks=num_ranks, cost=cost)
             wasted_s = min(wasted_s, float(np.where(adds, wasted, 0.0).min()))
     fewest = -(-int(tokens.sum()) // (num_ranks * room))
     shared_s = (float(work_s.sum()) + wasted_s) / num_ranks
@@ -69,16 +68,16 @@ def _most_work(tokens: Floats, work_s: Floats, rooms: Floats) -> Floats:
 
 
 def _adds_enough(
-    passes: tuple[Terms, Terms], cells: Floats, tokens: Floats, *, num_ranks: int, cost: CostModel
+    passes: tuple[Terms, Terms], pairs: Floats, tokens: Floats, *, num_ranks: int, cost: CostModel
 ) -> npt.NDArray[np.bool_]:
     """[degrees]: (1) of the proof holds there for every sequence."""
     found = np.ones(np.shape(passes[0].moved_s), np.bool_)
-    cells, tokens = cells[:, None], tokens[:, None]
+    pairs, tokens = pairs[:, None], tokens[:, None]
     shares = (cost.attention_forward, cost.linear_forward), (1 - cost.attention_forward, 1 - cost.linear_forward)
     for terms, (attention, linear) in zip(passes, shares, strict=True):
-        needed = attention * cost.attention_s_per_cell * (cells + cost.attention_half_tokens * tokens / 2)
+        needed = attention * cost.attention_s_per_pair * (pairs + cost.attention_half_tokens * tokens / 2)
         needed = (needed + linear * cost.linear_s_per_token * tokens) / num_ranks
-        hidden, shown = (cell * cells + token * tokens for cell, token, _ in terms.sums()[:2])
+        hidden, shown = (pair * pairs + token * tokens for pair, token, _ in terms.lines()[:2])
         found &= (np.minimum(hidden, shown) >= needed * (1 - 1e-12)).all(axis=0)
     return found
 

@@ -164,7 +164,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     client = spawned.Process(target=ask, args=(config.run_dir, asking, ended))
     client.start()
     try:
-        data_dir = prepared_data(config, say=lambda _: None)
+        data_dir = prepared_data(config, log=lambda _: None)
         TrainingRun(
             config,
             data_dir=data_dir,

@@ -20,9 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.noise import degree_match, noisy
 from rayfcp.cost.placement import node_of_ranks
-from rayfcp.cost.refit import Observation, Part, Refit
+from rayfcp.cost.refit import GroupWork, Observation, Refit
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
 from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
@@ -33,6 +32,52 @@ REFIT_STEPS = 5
 PLANNERS = {"joint": {"packing": "joint", "degrees": "exact"}, "two-stage": {"packing": "bfd", "degrees": "dp"}}
 
 Batch = Sequence[SequenceSpec]
+
+NOISY = (
+    "attention_s_per_pair",
+    "attention_half_tokens",
+    "linear_s_per_token",
+    "fixed_s",
+    "ring_intra_s_per_token",
+    "ring_inter_s_per_token",
+    "ring_s_per_round",
+    "shard_s",
+    "reduce_s",
+    "exposed_s",
+    "reduce_exposed_s",
+)
+"""Coefficients of plans of rings: shares and counts are none."""
+
+LEAST = 0.05
+"""No coefficient falls below this share of its own, however unlucky its draw."""
+
+
+def noisy(cost: CostModel, deviation: float, *, rng: np.random.Generator) -> CostModel:
+    """Each coefficient times 1 + its own Gaussian draw of standard deviation `deviation`, at least `LEAST`.
+
+    Source: Flexible Context Parallelism (Niu et al.), section 6.4.1.
+    """
+    factors = np.maximum(1 + deviation * rng.standard_normal(len(NOISY)), LEAST)
+    return cost.with_coefficients(
+        **{name: float(factor) * getattr(cost, name) for name, factor in zip(NOISY, factors, strict=True)}
+    )
+
+
+def degree_match(plan: BatchPlan, other: BatchPlan) -> float:
+    """Share of the sequences whose group has the same degree in both plans of one batch: what Tables 4 and 5 of
+    Flexible Context Parallelism call CP match, which the paper does not define."""
+    one, two = _degrees(plan), _degrees(other)
+    return sum(one[each] == two[each] for each in one) / len(one)
+
+
+def _degrees(plan: BatchPlan) -> dict[int, int]:
+    """Of each sequence's group, by the sequence's id."""
+    return {
+        each: group.degree
+        for microbatch in plan.microbatches
+        for group in microbatch.groups
+        for each in group.sequences
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +165,14 @@ def measured(
     found = []
     for microbatch in true.microbatches:
         for group, seconds in zip(microbatch.groups, microbatch.group_s, strict=True):
-            part = Part(
+            part = GroupWork(
                 num_tokens=sum(batch[each].num_tokens for each in group.sequences),
-                num_cells=sum(batch[each].attention_cells for each in group.sequences),
+                num_pairs=sum(batch[each].attention_pairs for each in group.sequences),
                 degree=group.degree,
                 primitive=group.primitive,
                 crosses=len({nodes[rank] for rank in group.ranks}) > 1,
             )
-            found.append(Observation(parts=(part,), seconds=seconds * (1 + error * rng.standard_normal())))
+            found.append(Observation(groups=(part,), seconds=seconds * (1 + error * rng.standard_normal())))
     return found
 
 

@@ -21,12 +21,12 @@ class TimedWorker(RankWorker):
     """Writes down when it begins and ends a step."""
 
     def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
-        place = self._engine.place
+        position = self._engine.position
         folder = Path(self._config.run_dir).parent / MOMENTS_DIR
         moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
-        moments.add(BEGAN, batch.step, number=place.device, num_devices=place.num_devices)
+        moments.add(BEGAN, batch.step, number=position.device, num_devices=position.num_devices)
         report = super().step(program, batch, **options)
-        moments.add(ENDED, batch.step, number=place.device, num_devices=place.num_devices)
+        moments.add(ENDED, batch.step, number=position.device, num_devices=position.num_devices)
         return report
 
 

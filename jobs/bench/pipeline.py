@@ -1,5 +1,5 @@
-"""How long the pipeline planner takes on one core (CPU time, from lengths to plan, after one untimed plan), how far its
-recomputation may be above the least that memory permits, how much of the time stages wait, and how far plans are from
+"""How long the pipeline planner takes on one core (CPU time, from lengths to plan, after one untimed plan), how many
+layers are recomputed, how much of the time stages wait, and how far plans are from
 their lower bound.
 
 python jobs/bench/pipeline.py --model gpt-13b --stages 4 --max-seqlen 98304
@@ -60,8 +60,8 @@ def _line(took: list[float], found: list[tuple[Found, float]]) -> str:
     layers = [sum(sum(map(sum, each.recomputed_layers)) for each in plan.pipelines) for plan in plans]
     above = [each / bound_s for each, (_, bound_s) in zip(seconds, found, strict=True)]
     return (
-        f"median {statistics.median(took):.0f} ms, max {max(took):.0f} ms; recomputation within "
-        f"{100 * max(plan.gap for plan in plans):.1f} % of the least ({statistics.mean(layers):.0f} layers); "
+        f"median {statistics.median(took):.0f} ms, max {max(took):.0f} ms; "
+        f"{statistics.mean(layers):.0f} layers recomputed; "
         f"step {statistics.mean(seconds):.3f} s, bubble {100 * statistics.mean(plan.bubble for plan in plans):.1f} %, "
         f"plan / bound {statistics.mean(above):.3f}; chunks {min(len(plan.microbatches) for plan in plans)}-"
         f"{max(len(plan.microbatches) for plan in plans)}, slices up to {max(plan.longest_run for plan in plans)}, "

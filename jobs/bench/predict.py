@@ -14,8 +14,8 @@ steps, which no prediction can be better than. `--clock cpu` counts the busier p
 that others use too; waiting is not in it.
 
 With `--sees` the model has a vision encoder, and batches are drawn: texts, images between texts, and videos frame by
-frame. Each plan then runs with its pictures and, right after it, without, on the same tokens: that is the step's
-language part, and what pictures add is its encoder part.
+frame. Each plan then runs with its images and, right after it, without, on the same tokens: that is the step's
+language part, and what images add is its encoder part.
 """
 
 import argparse
@@ -71,12 +71,12 @@ def main(argv: list[str] | None = None) -> None:
 def _rank(rank: int, port: int, args: argparse.Namespace, config: Config, data_dir: str, out: str) -> None:
     import torch
     import torch.distributed as dist
-    from predict_batches import EYES, SMALL, picture_batches, text_batches
+    from predict_batches import EYES, SMALL, image_batches, text_batches
     from predict_steps import Bench
 
     from rayfcp.cluster.dataset import open_dataset
     from rayfcp.execute.engine import RankEngine
-    from rayfcp.execute.parallel.groups import Place
+    from rayfcp.execute.parallel.groups import MeshPosition
     from rayfcp.models.build import sharded_model
     from rayfcp.models.library import text_of
 
@@ -85,7 +85,7 @@ def _rank(rank: int, port: int, args: argparse.Namespace, config: Config, data_d
     engine = RankEngine(config, device=torch.device("cpu"), data_dir=data_dir)
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0)
     engine.join(
-        Place(rank=rank, num_ranks=args.ranks),
+        MeshPosition(rank=rank, num_ranks=args.ranks),
         store=lambda: store,
         make_model=lambda world: sharded_model(data.library, run=config.model, seed=0, world=world),
         hidden_size=text_of(data.library).hidden_size,
@@ -96,7 +96,7 @@ def _rank(rank: int, port: int, args: argparse.Namespace, config: Config, data_d
     else:
         _, rows = (SMALL if args.small else EYES)[args.sees]
         sizes = {"size": args.sequences, "count": args.batches, "vocab_size": data.vocab_size}
-        batches = picture_batches(engine, data.model.vision, rows, **sizes)
+        batches = image_batches(engine, data.model.vision, rows, **sizes)
     found = Bench(args, config, engine=engine, model=data.model, batches=batches).run()
     if rank == 0:
         Path(out).write_bytes(pickle.dumps(found))
@@ -111,7 +111,7 @@ def _reading(args: argparse.Namespace) -> tuple[Config, str]:
     overrides = [f"cluster.num_workers={args.ranks}", "cluster.device=cpu", f"data.max_seqlen={args.max_seqlen}"]
     overrides += [f"data.global_batch_sequences={args.sequences}", "data.long_sequences=drop"]
     config = load_config(args.config, overrides=overrides)
-    return config, prepared_data(config, say=lambda text: print(text, file=sys.stderr))  # noqa: T201
+    return config, prepared_data(config, log=lambda text: print(text, file=sys.stderr))  # noqa: T201
 
 
 def _seeing(args: argparse.Namespace, folder: Path) -> tuple[Config, str]:
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="jobs/quickstart.yaml", help="model and data")
     parser.add_argument("--sees", choices=("qwen3_vl", "internvl"), help="a model that sees instead, on drawn batches")
     parser.add_argument("--freeze", action="store_true", help="its encoder is not trained")
-    parser.add_argument("--small", action="store_true", help="its pictures and texts are tiny: to see that all works")
+    parser.add_argument("--small", action="store_true", help="its images and texts are tiny: to see that all works")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batches", type=int, default=10)
     parser.add_argument("--sequences", type=int, default=8, help="in a global batch")

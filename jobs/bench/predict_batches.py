@@ -13,8 +13,9 @@ from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.data import TokenReader
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.interpreter import IGNORED, BatchTokens, PictureSource, Pixels, Tokens, TokenSource
-from rayfcp.values import Pictures, SequenceSpec, VisionProfile
+from rayfcp.execute.interpreter import IGNORED, BatchTokens, Tokens, TokenSource
+from rayfcp.execute.vision import ImageSource, Pixels
+from rayfcp.values import Images, SequenceSpec, VisionProfile
 
 BETWEEN = 6
 """Tokens of text between the frames of a video: their time."""
@@ -22,11 +23,11 @@ BETWEEN = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A global batch and what its steps read. `pictures`: None where the model has no eyes."""
+    """A global batch and what its steps read. `images`: None where the model has no eyes."""
 
     sequences: tuple[SequenceSpec, ...]
     tokens: TokenSource
-    pictures: PictureSource | None = None
+    images: ImageSource | None = None
 
 
 def text_batches(data: Dataset, *, data_dir: str, count: int) -> list[Batch]:
@@ -39,7 +40,7 @@ def text_batches(data: Dataset, *, data_dir: str, count: int) -> list[Batch]:
     return found
 
 
-def picture_batches(
+def image_batches(
     engine: RankEngine, vision: VisionProfile, rows: "Rows", *, vocab_size: int, size: int, count: int
 ) -> list[Batch]:
     """`count` batches of `size` rows each, the same on all ranks."""
@@ -47,7 +48,7 @@ def picture_batches(
     for number in range(count):
         sequences = rows.batch(size, vision=vision, seed=number)
         tokens = DrawnTokens(sequences, vocab_size=vocab_size, seed=number)
-        found.append(Batch(sequences=sequences, tokens=tokens, pictures=DrawnPictures(engine, sequences, seed=number)))
+        found.append(Batch(sequences=sequences, tokens=tokens, images=DrawnImages(engine, sequences, seed=number)))
     return found
 
 
@@ -55,15 +56,15 @@ def picture_batches(
 class Rows:
     """What rows are drawn from: a third of them texts, a third images between texts, a third videos.
 
-    Sides are in patches. `tile`: the side of all pictures, where a family cuts images into tiles and takes a frame for
-    one; 0: images have sides of `sides`, frames of the lower half of these. `most_pictures`: images of a row, or tiles
+    Sides are in patches. `tile`: the side of all images, where a family cuts images into tiles and takes a frame for
+    one; 0: images have sides of `sides`, frames of the lower half of these. `most_images`: images of a row, or tiles
     of an image; a video has three times as many frames at most. `most_tokens`: of a text.
     """
 
     most_tokens: int
     sides: tuple[int, ...] = ()
     tile: int = 0
-    most_pictures: int = 4
+    most_images: int = 4
 
     def batch(self, size: int, *, vision: VisionProfile, seed: int) -> tuple[SequenceSpec, ...]:
         """Each kind of row comes in turn, so that every batch has all."""
@@ -73,22 +74,22 @@ class Rows:
         draw.shuffle(drawn)
         return tuple(_row(number, *each) for number, each in enumerate(drawn))
 
-    def _text(self, draw: random.Random, _merged: int) -> tuple[int, list[Pictures]]:
+    def _text(self, draw: random.Random, _merged: int) -> tuple[int, list[Images]]:
         return _between(draw, self.most_tokens / 16, self.most_tokens), []
 
-    def _images(self, draw: random.Random, merged: int) -> tuple[int, list[Pictures]]:
+    def _images(self, draw: random.Random, merged: int) -> tuple[int, list[Images]]:
         """Text, and before each image a little more."""
         at, found = 0, []
-        for _ in range(1 if self.tile else draw.randint(1, self.most_pictures)):
+        for _ in range(1 if self.tile else draw.randint(1, self.most_images)):
             at += draw.randint(1, 32)
             side = self.tile or draw.choice(self.sides)
-            found.append(_run(at, side, draw.randint(1, self.most_pictures) if self.tile else 1, merged=merged, gap=0))
+            found.append(_run(at, side, draw.randint(1, self.most_images) if self.tile else 1, merged=merged, gap=0))
             at = found[-1].stop
         return at + _between(draw, 8, self.most_tokens / 8), found
 
-    def _video(self, draw: random.Random, merged: int) -> tuple[int, list[Pictures]]:
+    def _video(self, draw: random.Random, merged: int) -> tuple[int, list[Images]]:
         side = self.tile or draw.choice(self.sides[: -(-len(self.sides) // 2)])
-        count = draw.randint(2, 3 * self.most_pictures)
+        count = draw.randint(2, 3 * self.most_images)
         run = _run(draw.randint(1, 32), side, count, merged=merged, gap=BETWEEN)
         return run.stop + _between(draw, 8, self.most_tokens / 8), [run]
 
@@ -98,34 +99,34 @@ def _between(draw: random.Random, least: float, most: float) -> int:
     return round(math.exp(draw.uniform(math.log(least), math.log(max(most, least)))))
 
 
-def _run(start: int, side: int, count: int, *, merged: int, gap: int) -> Pictures:
+def _run(start: int, side: int, count: int, *, merged: int, gap: int) -> Images:
     tokens = side**2 // merged
-    return Pictures(start=start, num_tokens=tokens, num_patches=side**2, count=count, stride=tokens + gap)
+    return Images(start=start, num_tokens=tokens, num_patches=side**2, count=count, stride=tokens + gap)
 
 
-def _row(number: int, num_tokens: int, runs: Sequence[Pictures]) -> SequenceSpec:
+def _row(number: int, num_tokens: int, runs: Sequence[Images]) -> SequenceSpec:
     num_tokens += 2  # at least one target
     seen = sum(run.count * run.num_tokens for run in runs)
-    return SequenceSpec(id=number, num_tokens=num_tokens, num_targets=num_tokens - seen - 1, pictures=tuple(runs))
+    return SequenceSpec(id=number, num_tokens=num_tokens, num_targets=num_tokens - seen - 1, images=tuple(runs))
 
 
 class DrawnTokens:
-    """Any ids; tokens of pictures are no targets. See `TokenSource`."""
+    """Any ids; tokens of images are no targets. See `TokenSource`."""
 
     def __init__(self, sequences: Sequence[SequenceSpec], *, vocab_size: int, seed: int) -> None:
         draw = np.random.default_rng(seed)
         self._ids = [draw.integers(0, vocab_size, each.num_tokens) for each in sequences]
         self._targets = [np.append(ids[1:], IGNORED) for ids in self._ids]
         for targets, sequence in zip(self._targets, sequences, strict=True):
-            for start, stop in (each for run in sequence.pictures for each in run.ranges()):
+            for start, stop in (each for run in sequence.images for each in run.ranges()):
                 targets[max(start - 1, 0) : stop - 1] = IGNORED
 
     def read(self, sequence: int, /, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
         return self._ids[sequence][start:stop], self._targets[sequence][start:stop]
 
 
-class DrawnPictures:
-    """Noise, made once, as decoders have pictures ready ahead of a step. See `PictureSource`."""
+class DrawnImages:
+    """Noise, made once, as decoders have images ready ahead of a step. See `ImageSource`."""
 
     def __init__(self, engine: RankEngine, sequences: Sequence[SequenceSpec], *, seed: int) -> None:
         self._engine, self._seed = engine, seed
@@ -134,7 +135,7 @@ class DrawnPictures:
 
     def _pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
         draw = np.random.default_rng((self._seed, sequence, first))
-        blank = [self._engine.blank_pictures(1, side=side) for side in self._sides[sequence][first:last]]
+        blank = [self._engine.blank_images(1, side=side) for side in self._sides[sequence][first:last]]
         shape = (sum(len(each.values) for each in blank), *blank[0].values.shape[1:])
         values = draw.standard_normal(shape, np.float32)
         return Pixels(values=values, grids=np.concatenate([each.grids for each in blank]))
@@ -145,7 +146,7 @@ class DrawnPictures:
 
 
 def _sides(sequence: SequenceSpec) -> Iterator[int]:
-    for run in sequence.pictures:
+    for run in sequence.images:
         yield from (math.isqrt(run.num_patches),) * run.count
 
 
@@ -157,15 +158,15 @@ EYES: dict[str, tuple[dict[str, Any], Rows]] = {
         SHAPE | {"patch_size": 16, "image_size": 512, "deepstack_layers": (1, 2)},
         Rows(most_tokens=2048, sides=(8, 12, 16, 20, 24, 32)),
     ),
-    "internvl": (SHAPE | {"patch_size": 14, "image_size": 224}, Rows(most_tokens=2048, tile=16, most_pictures=6)),
+    "internvl": (SHAPE | {"patch_size": 14, "image_size": 224}, Rows(most_tokens=2048, tile=16, most_images=6)),
 }
 """By family: the encoder's shape, and rows for it."""
 
 SMALL: dict[str, tuple[dict[str, Any], Rows]] = {
     "qwen3_vl": (
         {"num_layers": 2, "image_size": 64, "deepstack_layers": (1,)},
-        Rows(most_tokens=64, sides=(2, 4), most_pictures=2),
+        Rows(most_tokens=64, sides=(2, 4), most_images=2),
     ),
-    "internvl": ({"num_layers": 2, "image_size": 64}, Rows(most_tokens=64, tile=4, most_pictures=2)),
+    "internvl": ({"num_layers": 2, "image_size": 64}, Rows(most_tokens=64, tile=4, most_images=2)),
 }
 """The same in a moment."""

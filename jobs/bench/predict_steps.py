@@ -19,7 +19,7 @@ from rayfcp.cost.fit import (
     Timing,
     attention_half_tokens,
     half_tokens,
-    many_picture_shapes,
+    many_image_shapes,
     many_shapes,
     slowest,
 )
@@ -33,12 +33,12 @@ from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Seconds = dict[tuple[int, str], list[tuple[float, ...]]]
-"""By batch and strategy, of each repeat: the step's, and those of the same step without pictures, if it has any."""
+"""By batch and strategy, of each repeat: the step's, and those of the same step without images, if it has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan of a batch and the programs of all ranks; `bare`: those of the same plan without pictures, whose tokens
+    """A plan of a batch and the programs of all ranks; `bare`: those of the same plan without images, whose tokens
     are there all the same. None where the batch has none."""
 
     batch: Batch
@@ -88,7 +88,7 @@ class Bench:
         """One round of the profile's passes, of all ranks."""
         most, vision = self._longest, self._model.vision
         shapes = many_shapes(self._args.ranks, max_tokens=most)
-        shapes += many_picture_shapes(vision, max_tokens=most) if vision else []
+        shapes += many_image_shapes(vision, max_tokens=most) if vision else []
         return self._all(time_passes(self._engine, shapes, clock=self._clock))
 
     def _fitted(self, rounds: list[list[list[Timing]]]) -> tuple[CostModel, HardwareProfile, dict[str, Any]]:
@@ -133,8 +133,8 @@ class Bench:
         return found
 
     def _lowered(self, plan: BatchPlan, batch: Batch) -> Planned:
-        seen, every = any(each.pictures for each in batch.sequences), self._config.train.reduce_every
-        bare = lower(_without_pictures(plan), _texts(batch), reduce_every=every) if seen else None
+        seen, every = any(each.images for each in batch.sequences), self._config.train.reduce_every
+        bare = lower(_without_images(plan), _texts(batch), reduce_every=every) if seen else None
         return Planned(batch=batch, plan=plan, programs=lower(plan, batch.sequences, reduce_every=every), bare=bare)
 
     def _measured(self, plans: dict[tuple[int, str], Planned]) -> tuple[Seconds, list[list[list[Timing]]]]:
@@ -152,11 +152,11 @@ class Bench:
 
     def _rehearsed(self, programs: Sequence[RankProgram], batch: Batch) -> float:
         start_s = self._clock()
-        self._engine.rehearse(programs[self._engine.place.rank], batch.tokens, pictures=batch.pictures)
+        self._engine.rehearse(programs[self._engine.position.rank], batch.tokens, images=batch.images)
         return self._clock() - start_s
 
     def _predicted(self, planned: Planned, *, cost: CostModel, hardware: HardwareProfile) -> dict[str, Any]:
-        """What cost model and simulator say of a step and of its parts."""
+        """What cost model and simulator log of a step and of its parts."""
         plan = reprice(planned.plan, planned.batch.sequences, cluster=self._cluster, cost=cost)
         encoder_s = sum(each.encoder_s for each in plan.microbatches)
         simulated = [
@@ -173,13 +173,13 @@ class Bench:
         return values
 
 
-def _without_pictures(plan: BatchPlan) -> BatchPlan:
+def _without_images(plan: BatchPlan) -> BatchPlan:
     microbatches = tuple(dataclasses.replace(each, encoding=(), encoder_s=0.0) for each in plan.microbatches)
     return dataclasses.replace(plan, microbatches=microbatches)
 
 
 def _texts(batch: Batch) -> tuple[Any, ...]:
-    return tuple(dataclasses.replace(each, pictures=()) for each in batch.sequences)
+    return tuple(dataclasses.replace(each, images=()) for each in batch.sequences)
 
 
 def _slower(ranks: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, ...]]:
@@ -188,7 +188,7 @@ def _slower(ranks: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[float, .
 
 
 def _measured_figures(repeats: Sequence[tuple[float, ...]]) -> dict[str, Any]:
-    """Medians over repeats; the encoder's are of what pictures add in each."""
+    """Medians over repeats; the encoder's are of what images add in each."""
     steps = [repeat[0] for repeat in repeats]
     found = _named("measured", statistics.median(steps), statistics.median(repeat[-1] for repeat in repeats))
     found["measured_encoder_s"] = statistics.median(repeat[0] - repeat[-1] for repeat in repeats)
@@ -196,6 +196,6 @@ def _measured_figures(repeats: Sequence[tuple[float, ...]]) -> dict[str, Any]:
 
 
 def _named(who: str, step_s: float, language_s: float | None = None) -> dict[str, float]:
-    """Of a step without pictures all is language."""
+    """Of a step without images all is language."""
     language_s = step_s if language_s is None else language_s
     return {f"{who}_s": step_s, f"{who}_language_s": language_s, f"{who}_encoder_s": step_s - language_s}

@@ -89,7 +89,7 @@ TIMEOUT_S = 900
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Row = Sequence[object]
-Spot = tuple[int, int]
+LayoutCandidate = tuple[int, int]
 """(number of the file, index of the normalised line)."""
 
 
@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:
-    """In Markdown; cells that are numbers stand to the right."""
+    """In Markdown; pairs that are numbers stand to the right."""
     right = [all(isinstance(row[at], int | float) for row in rows) for at in range(len(head))]
     ruler = ["---:" if each else "---" for each in right]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ruler, *rows))
@@ -319,11 +319,11 @@ def duplicates(sources: Sequence[Source]) -> dict[str, Any]:
     """
     numbered = [_normalised(source) for source in sources]
     texts = [[text for _, text in each] for each in numbered]
-    places: dict[tuple[str, ...], list[Spot]] = defaultdict(list)
+    places: dict[tuple[str, ...], list[LayoutCandidate]] = defaultdict(list)
     for number, lines in enumerate(texts):
         for at in range(len(lines) - MIN_STRETCH_LINES + 1):
             places[tuple(lines[at : at + MIN_STRETCH_LINES])].append((number, at))
-    found: dict[tuple[str, ...], set[Spot]] = defaultdict(set)
+    found: dict[tuple[str, ...], set[LayoutCandidate]] = defaultdict(set)
     for spots in places.values():
         for one, other in itertools.combinations(spots, 2):
             length = _common_length(texts, one, other)
@@ -349,7 +349,7 @@ def _normalised(source: Source) -> list[tuple[int, str]]:
     return [(number, line) for number, line in stripped if line and not line.startswith("#")]
 
 
-def _common_length(texts: Sequence[list[str]], one: Spot, other: Spot) -> int:
+def _common_length(texts: Sequence[list[str]], one: LayoutCandidate, other: LayoutCandidate) -> int:
     """Of what is equal from two spots on; 0 if it begins before them."""
     (left, at), (right, there) = one, other
     if at and there and texts[left][at - 1] == texts[right][there - 1]:
@@ -514,7 +514,7 @@ class Rank:
         data_dir = self._prepared(folder / f"data-{self._number}")
         engine = self._names.RankEngine(self._config, device=torch.device("cpu"), data_dir=data_dir)
         engine.join(
-            type(engine.place)(rank=self._number, num_ranks=NUM_RANKS),
+            type(engine.position)(rank=self._number, num_ranks=NUM_RANKS),
             store=lambda: dist.FileStore(str(folder / "store"), NUM_RANKS),
             make_model=lambda world: self._names.sharded_model(library, run=self._config.model, seed=0, world=world),
             hidden_size=self._model.hidden_size,
@@ -532,7 +532,7 @@ class Rank:
         rows = [random.integers(0, VOCAB, length, np.int32) for length in (*WARM_UP, *MEASURED)]
         parquet.write_table(pa.table({"input_ids": rows}), folder / "rows.parquet")
         data = self._names.DataConfig(paths=(str(folder / "rows.parquet"),), format="parquet")
-        self._names.prepare_local(data, out_dir=str(folder / "shards"), vocab_size=VOCAB)
+        self._names.prepare_local(data, out_dir=str(folder / "shards"))
         return str(folder / "shards")
 
     def step(self, number: int, *, first: int, traced: Callable[[str], AbstractContextManager[None]]) -> None:

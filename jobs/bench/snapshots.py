@@ -58,7 +58,7 @@ def main() -> None:
 def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     """Seconds of each step of each run, and the ratios of neighbouring turns."""
     profile = profile_run(
-        _config(folder / "profiled", arguments, every=0), out_dir=None, rounds=1, max_tokens=1024, say=lambda _: None
+        _config(folder / "profiled", arguments, every=0), out_dir=None, rounds=1, max_tokens=1024, log=lambda _: None
     )
     pairs: list[list[Seconds]] = []
     for pair in range(arguments.pairs):
@@ -99,7 +99,7 @@ def _step_seconds(root: Path, config: Config, *, worker: type[TakesTurns]) -> Se
     """From the start of each step on device 0 to the start of the next; steps that ran twice are left out."""
     moments_dir = root / MOMENTS_DIR
     moments_dir.mkdir()
-    train(config, prepared_data(config, say=lambda _: None), moments_dir, worker=worker)
+    train(config, prepared_data(config, log=lambda _: None), moments_dir, worker=worker)
     starts_s: dict[int, list[float]] = defaultdict(list)
     for each in read_moments(moments_dir):
         if each.what == BEGAN and each.number == 0:

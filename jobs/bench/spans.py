@@ -12,7 +12,7 @@ Proof. Let F and B be the slowest forward and backward of a microbatch, h(B) wha
 (`CostModel.apart`): they only add to that. Each pass of a group of d ranks takes the largest of three sums: all that
 can hide hides, or attention hides all that it can, or that of steady rounds does and all hides that moves in others
 (`Terms`). Each sum is a constant of at least the pass's part of f, and a share of every sequence in the group, linear
-in its cells and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence
+in its pairs and tokens. A choice is a degree, a primitive and whether nodes are crossed. It is permitted for a sequence
 that memory permits there and that takes no more than the microbatch if it is alone: others only add to that.
 (1) S - f is at least what the first sums of both passes have of a group's sequences, so N (S - f) at least the sum of
 c_j over all of the microbatch, c_j being the least of d times that share over all permitted choices, and for a group
@@ -37,10 +37,10 @@ in these, with s for S where S is times m. x_j <= y. Over all kinds each x_j sum
 x_k there, all y to at least the microbatches that the tokens take; a plan takes the sum of z and of the exposed
 gathers: the least of that over all real variables is in no plan's reach. Every least is taken on its own over what is
 permitted.
-Shorter sequences, in runs of like length, are taken together: their tokens and cells in a microbatch are a sum of
-amounts of the fewest and of the most cells per token in the run, and over all microbatches these are the run's. What
+Shorter sequences, in runs of like length, are taken together: their tokens and pairs in a microbatch are a sum of
+amounts of the fewest and of the most pairs per token in the run, and over all microbatches these are the run's. What
 they add at least is no less than what these amounts do: the least of linear functions, each through nought, is concave.
-What is permitted for the fewest tokens and cells of a run is for all of it.
+What is permitted for the fewest tokens and pairs of a run is for all of it.
 Cases. The longest sequence is in one microbatch, which is of one kind; k is that. A case is cut in parts that cover it:
 S of that microbatch is in one part of its interval or in another, d in one part of its degrees or in another; there are
 at most M microbatches or at least M + 1; a sequence is in that microbatch (then in no other kind, so that its x_j sum
@@ -228,7 +228,6 @@ def spans_s(
 ) -> float:
     """No plan of groups of these primitives takes less, given that one takes `best_s`; of so many `cases`. `single`
     sequences are taken one by one, the others in so many `runs`."""
-    cost = cost.apart()
     items = items_of(sequences, cluster=cluster, cost=cost, primitives=primitives, single=single, runs=runs)
     setting = Setting(items, cluster.num_ranks, cost.fixed_s, cost.exposed_s, Ahead(cost.ahead, cost.ahead_s))
     num_tokens = sum(each.num_tokens for each in sequences)

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-from tables import lengths_name, parser_of_draws, say
+from tables import lengths_name, log, parser_of_draws
 
 from rayfcp.compare.distributions import distribution
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
@@ -26,7 +26,7 @@ from rayfcp.config import ConfigError
 from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.strategies.flex_block import propose_blocks
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SpanKind
 
@@ -62,8 +62,8 @@ class Bench:
     def kernels_s(self, lengths: Lengths) -> float:
         """Forward and backward of kernels over whole sequences, a rank's share."""
         cost, tokens = self.setting.cost, np.array(lengths, np.float64)
-        cells = tokens * (tokens + 1) / 2 + cost.attention_half_tokens * tokens / 2
-        return cost.attention_s_per_cell * float(cells.sum()) / self.num_ranks
+        pairs = tokens * (tokens + 1) / 2 + cost.attention_half_tokens * tokens / 2
+        return cost.attention_s_per_pair * float(pairs.sum()) / self.num_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str
     found = {}
     options = OPTIONS.model_copy(update={"max_microbatches": bench.max_microbatches})
     for name in names:
-        say(f"  {name} on {bench.num_ranks} ranks")
+        log(f"  {name} on {bench.num_ranks} ranks")
         plan, _ = plan_timed(sequences_of_rows(lengths), strategy=name, setting=bench.setting, options=options)
         if plan.microbatches not in known:
             known[plan.microbatches] = _tried(plan, lengths, bench=bench)
@@ -175,7 +175,7 @@ def blocks_plan(lengths: Lengths, *, bench: Bench, options: BlockOptions) -> Bat
 
 def trial(plan: BatchPlan, lengths: Lengths, *, bench: Bench) -> Trial:
     """Lower, simulate, measure."""
-    programs = lower(plan, sequences_of_rows(lengths), primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences_of_rows(lengths))
     nodes = bench.setting.cluster.node_of_rank
     timeline = simulate(programs, model=bench.model, hardware=bench.hardware, node_of_rank=nodes)
     kernels_s, imbalance = bench.kernels_s(lengths), timeline.imbalance
@@ -232,7 +232,7 @@ def contests(
 ) -> dict[str, Trial]:
     """Means over the batches of a source of lengths."""
     tokens = tokens_per_rank or args.tokens_per_rank
-    say(f"{lengths_name(source)}, {num_ranks} ranks of {tokens} tokens")
+    log(f"{lengths_name(source)}, {num_ranks} ranks of {tokens} tokens")
     bench = bench_of(args, num_ranks=num_ranks, tokens_per_rank=tokens)
     batches = batches_of(source, num_tokens=num_ranks * tokens, batches=args.batches, seed=args.seed)
     found = [contest(names, lengths, bench=bench) for lengths in batches]
@@ -246,8 +246,8 @@ def _tried(plan: BatchPlan, lengths: Lengths, *, bench: Bench) -> Trial:
     tokens = np.array(lengths, np.float64)
     if not one_ring or float((np.minimum(tokens, bench.num_ranks) ** 2).sum()) <= MOST_PAIRS:
         return trial(plan, lengths, bench=bench)
-    cells = float((tokens * (tokens + 1) / 2).sum())
-    forward_s, backward_s = bench.setting.cost.passes_s(cells, float(tokens.sum()), degree=bench.num_ranks)
+    pairs = float((tokens * (tokens + 1) / 2).sum())
+    forward_s, backward_s = bench.setting.cost.passes_s(pairs, float(tokens.sum()), degree=bench.num_ranks)
     kernels_s = bench.kernels_s(lengths)
     return Trial(
         kernels_s=kernels_s,

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from attention import PAPERS_OWN, Bench, Lengths, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.cost.placement import node_of_ranks
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         {"lengths": "paper", "pass": name, **steps, "ours": None} for name, steps in PAPER.items()
     ]
     for source in args.lengths:
-        say(lengths_name(source))
+        log(lengths_name(source))
         rows += _rows(args, source)
     show(f"{args.hardware}, {args.ranks} ranks of {args.tokens_per_rank} tokens\n")
     show(table(rows, COLUMNS))

@@ -3,7 +3,7 @@
     python jobs/reproduce/block_imbalance.py
     python jobs/reproduce/block_imbalance.py --ranks 128 --lengths my_lengths.txt --json figure9.json
 
-Imbalance is (max - mean) / max over ranks, in per cent, simulated, means over batches. `attention`: (query, key) cells,
+Imbalance is (max - mean) / max over ranks, in per cent, simulated, means over batches. `attention`: (query, key) pairs,
 which is the paper's computation; `seconds`: the same in seconds of kernels, slowed by short pieces; `memory`: tokens;
 `communication`: bytes sent or received, whichever is more. `port`: seconds that the busiest port is in use if all goes
 between nodes, and `exposed`: what communication adds to the slowest rank, both as shares of the mean rank's attention.

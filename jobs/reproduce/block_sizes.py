@@ -5,7 +5,7 @@
 
 `letter` is flex-block as the paper has it, Algorithm 1 and rounds by 16, without moves. `flex-block` places shares of
 sequences, not blocks of one size, so that there the size bounds parcels and cuts; `-` in place of a size: it chooses.
-Simulated MFU, forward and backward, relative to one kernel's on the same sequences; `imbalance` of cells in per cent.
+Simulated MFU, forward and backward, relative to one kernel's on the same sequences; `imbalance` of pairs in per cent.
 """
 
 import sys
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attention import PAPERS_OWN, Trial, batches_of, bench_of, blocks_plan, mean, parser_of, trial
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.config.models import BlockOptions
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, source: str, block_tokens: int | None) -> dict[str, Any]:
-    say(f"{lengths_name(source)}, blocks of {block_tokens or 'any size'}")
+    log(f"{lengths_name(source)}, blocks of {block_tokens or 'any size'}")
     letter = PAPERS_OWN.model_copy(update={"block_tokens": block_tokens}) if block_tokens else None
     found = {"letter": letter, "flex": BlockOptions(block_tokens=block_tokens)}
     row: dict[str, Any] = {"lengths": lengths_name(source), "block_tokens": block_tokens}

@@ -21,17 +21,17 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.strategies.registry import Proposal, Propose
-from rayfcp.plan.vision.encoding import with_pictures
-from rayfcp.program import ALL_PRIMITIVES, Encode, EncodedPictures, RankProgram, ReshuffleProgram, lower
+from rayfcp.plan.vision.encoding import with_images
+from rayfcp.program import Encode, EncodedImages, RankProgram, ReshuffleProgram, lower
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
     Group,
     HardwareProfile,
+    Images,
     InfeasiblePlanError,
     MicrobatchPlan,
     ModelProfile,
-    Pictures,
     Primitive,
     SequenceSpec,
 )
@@ -60,7 +60,7 @@ def everywhere_s(
     found = tuned(strategy, batch, settings=settings, options=options)
     if found is None:
         return None
-    programs = lower(found.plan, batch, reduce_every=found.setting.reduce_every, primitives=ALL_PRIMITIVES)
+    programs = lower(found.plan, batch, reduce_every=found.setting.reduce_every)
     programs = encoded_everywhere(programs, found.plan)
     return timeline_of(programs, model=model, hardware=hardware, setting=found.setting).iteration_s
 
@@ -71,7 +71,7 @@ def tuned(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: 
     for setting, degree in product(settings, divisors(settings[0].cluster.num_ranks) if settings else ()):
         if best is not None and degree * _encoder_s(batch, setting=setting) >= best.plan.predicted_s:
             continue
-        propose = with_pictures(_of_degree(degree, primitive), spread=False)
+        propose = with_images(_of_degree(degree, primitive), spread=False)
         try:
             found = propose(batch, cluster=setting.cluster, cost=setting.cost, options=options)
         except InfeasiblePlanError:
@@ -84,7 +84,7 @@ def tuned(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: 
 
 def _encoder_s(batch: Batch, *, setting: Setting) -> float:
     """Of all pictures, shared out over all ranks."""
-    work_s = sum(_passes_s(run, setting.cost).sum() for each in batch for run in each.pictures)
+    work_s = sum(_passes_s(run, setting.cost).sum() for each in batch for run in each.images)
     return float(work_s) / setting.cluster.num_ranks
 
 
@@ -92,7 +92,7 @@ def encoded_everywhere(programs: Sequence[RankProgram], plan: BatchPlan) -> tupl
     """The programs with the pictures of a group on each of its ranks; features stay where they are."""
     of_rank = [{rank: group for group in microbatch.groups for rank in group.ranks} for microbatch in plan.microbatches]
     encoded = {
-        (program.rank, item.microbatch): item.pictures
+        (program.rank, item.microbatch): item.images
         for program in programs
         for item in program.instructions
         if isinstance(item, Encode)
@@ -111,13 +111,13 @@ def encoded_everywhere(programs: Sequence[RankProgram], plan: BatchPlan) -> tupl
     )
 
 
-def _of_group(item: Encode, group: Group | None, encoded: dict[tuple[int, int], tuple[EncodedPictures, ...]]) -> Encode:
+def _of_group(item: Encode, group: Group | None, encoded: dict[tuple[int, int], tuple[EncodedImages, ...]]) -> Encode:
     ranks = group.ranks if group else ()
     pictures = tuple(each for rank in ranks for each in encoded[rank, item.microbatch])
     stays = ReshuffleProgram(
         rank=item.features.rank, num_ranks=item.features.num_ranks, num_tokens=0, num_placed=0, kept=(), rounds=()
     )
-    return replace(item, pictures=pictures, features=stays)
+    return replace(item, images=pictures, features=stays)
 
 
 def _of_degree(degree: int, primitive: Primitive) -> Propose:
@@ -156,15 +156,15 @@ def _priced(microbatches: Sequence[MicrobatchPlan], batch: Batch, *, cost: CostM
         yield replace(microbatch, encoder_s=encoder_s, predicted_s=predicted_s)
 
 
-def _passes_s(run: Pictures, cost: CostModel) -> npt.NDArray[np.float64]:
+def _passes_s(run: Images, cost: CostModel) -> npt.NDArray[np.float64]:
     """Forward and backward seconds of the pictures of a run."""
     assert cost.encoder is not None, "the model sees"
     return run.count * np.ravel(cost.encoder.passes_s([run.num_patches]))
 
 
-def _runs(group: Group, by_id: dict[int, SequenceSpec]) -> Iterator[Pictures]:
+def _runs(group: Group, by_id: dict[int, SequenceSpec]) -> Iterator[Images]:
     for sequence in group.sequences:
-        yield from by_id[sequence].pictures
+        yield from by_id[sequence].images
 
 
 def _plan(strategy: str, microbatches: tuple[MicrobatchPlan, ...], *, setting: Setting) -> BatchPlan:

@@ -111,11 +111,11 @@ def main() -> None:
     """Scan, print the table as it grows, then where the ceiling passes the paper's speedup."""
     args = _parser().parse_args()
     rooms = args.max_tokens_per_rank or (None,)
-    cells = list(product(rooms, args.ranks, args.short))
+    pairs = list(product(rooms, args.ranks, args.short))
     sys.stdout.write("  ".join(f"{title:>10}" for title, _, _ in COLUMNS) + "\n")
     rows: list[Row] = []
-    for number, (room, ranks, short) in enumerate(cells, start=1):
-        sys.stderr.write(f"[{number}/{len(cells)}] {ranks} ranks, {short} short sequences\n")
+    for number, (room, ranks, short) in enumerate(pairs, start=1):
+        sys.stderr.write(f"[{number}/{len(pairs)}] {ranks} ranks, {short} short sequences\n")
         try:
             row = _row(args, room=room, ranks=ranks, short=short)
         except InfeasiblePlanError as error:

@@ -4,7 +4,7 @@
     python jobs/reproduce/pipeline_figure10.py --contexts 65536 --global-batches 512 1024 --lengths my_lengths.txt
 
 Simulated tokens a second of each device, means over batches. Contexts at batches of 512, batches at the shortest
-context: the paper does not say which.
+context: the paper does not log which.
 """
 
 import sys
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelines import MODELS, OURS, SYSTEMS, K, model_name, pipeline_parser, race, share, speedup, tokens_per_s
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 RIVALS = tuple(name for name in SYSTEMS if name != OURS)
 COLUMNS = (
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, source: str, context: int, batch: int) -> dict[str, Any]:
-    say(f"{lengths_name(source)}, {context:,} tokens, batches of {batch}")
+    log(f"{lengths_name(source)}, {context:,} tokens, batches of {batch}")
     entries = race(args, source=source, max_seqlen=context, global_batch=batch)
     return {
         "lengths": lengths_name(source),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelines import MODELS, ablated, model_name, pipeline_parser
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.compare.results import Entry
 from rayfcp.config.models import PipelineOptions
@@ -48,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _rows(args: Any, source: str, batch: int) -> list[dict[str, Any]]:
-    say(f"{lengths_name(source)}, batches of {batch}")
+    log(f"{lengths_name(source)}, batches of {batch}")
     entries: dict[str, Entry] = {}
     for name, options in VARIANTS.items():
         (entries[name],) = ablated(args, source=source, pipeline=options, global_batch=batch).entries
         if not entries[name].feasible:
-            say(f"{name}: {entries[name].reason}")
+            log(f"{name}: {entries[name].reason}")
     whole_s = entries["whole"].iteration_s
     return [
         {

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelines import MODELS, OURS, SYSTEMS, K, configured, model_name, pipeline_parser, race, seconds, share, speedup
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.plan import model_profile
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
-    say(f"{model_name(model)}, {lengths_name(source)}, {context:,} tokens")
+    log(f"{model_name(model)}, {lengths_name(source)}, {context:,} tokens")
     entries = race(args, source=source, model=model, max_seqlen=context)
     ours = entries[OURS]
     fixed: dict[str, float | None] = {}

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipelines import MODELS, OURS, model_name, pipeline_parser, race, speedup
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 PARTS = {
     "ZeRO": ("sharding",),
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _rows(args: Any, source: str) -> list[dict[str, Any]]:
-    say(lengths_name(source))
+    log(lengths_name(source))
     entries = race(args, source=source, systems=SHOWN)
     rows = []
     for name, entry in entries.items():

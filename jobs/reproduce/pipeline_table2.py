@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from pipelines import MODELS, ablated, model_name, pipeline_parser
-from tables import exit_code, lengths_name, say, show, table, write_json
+from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.compare.settings import family_of
 from rayfcp.config.models import PipelineOptions
@@ -49,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, source: str, name: str) -> dict[str, Any]:
-    say(f"{lengths_name(source)}, {name}")
+    log(f"{lengths_name(source)}, {name}")
     found = ablated(args, source=source, pipeline=VARIANTS[name])
     (entry,) = found.entries
     row: dict[str, Any] = {"lengths": lengths_name(source), "chunks": name}
     row |= dict.fromkeys(("time", "length", "even", "count"))
     if not entry.feasible:
-        say(f"{name}: {entry.reason}")
+        log(f"{name}: {entry.reason}")
         return row
     case, (scene,) = found.case, found.scenes
     setting = family_of(entry.strategy, found.inputs, model=case.model, hardware=case.hardware, longest=1).settings[0]

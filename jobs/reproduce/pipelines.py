@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tables import inputs_of, parser_of, say
+from tables import inputs_of, log, parser_of
 
 from rayfcp.baselines.static_cp import best_static
 from rayfcp.compare.arguments import Inputs
@@ -97,7 +97,7 @@ def configured(
     try:
         hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=tensor_parallel)
     except ConfigError as error:
-        say(f"{strategy}: {error}")
+        log(f"{strategy}: {error}")
         return None
     (sequences, *_) = draw_batches(
         source,
@@ -185,7 +185,7 @@ def _entries(inputs: Inputs, names: Sequence[str]) -> Entries:
     found = dict(zip(names, compare(inputs).entries, strict=True))
     for name, entry in found.items():
         if not entry.feasible:
-            say(f"{name}: {entry.reason}")
+            log(f"{name}: {entry.reason}")
     return found
 
 
@@ -197,7 +197,7 @@ def _megatron(inputs: Inputs, *, degrees: Sequence[int]) -> Entry:
         try:
             found += compare(given).entries
         except ConfigError as error:
-            say(f"Megatron: {error}")
+            log(f"Megatron: {error}")
     if not found:
         raise ConfigError(f"--tensor-parallel {' '.join(map(str, degrees))} leaves Megatron-LM no degree; add 1")
     return min(found, key=lambda entry: entry.iteration_s or float("inf"))

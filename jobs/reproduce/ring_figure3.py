@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from contests import Contest, contest
-from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
+from comparisons import Contest, contest
+from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
 LENGTHS = ("dist:github", "dist:commoncrawl", "dist:wikipedia")
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), help="names or YAML paths")
     parser.add_argument("--devices", type=int, default=64, help="default: 64")
     args = parser.parse_args(argv)
-    cells = [(model, source) for model in args.models for source in args.lengths]
+    pairs = [(model, source) for model in args.models for source in args.lengths]
     rows = []
-    for number, (model, source) in enumerate(cells, start=1):
-        say(f"[{number}/{len(cells)}] {model} on {source}")
+    for number, (model, source) in enumerate(pairs, start=1):
+        log(f"[{number}/{len(pairs)}] {model} on {source}")
         inputs = inputs_of(args, source=source, devices=args.devices, model=model)
         rows.append(_row(contest(inputs), model=model, source=source))
     show(table(rows, COLUMNS))

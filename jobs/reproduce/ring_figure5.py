@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from contests import contest
-from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
+from comparisons import contest
+from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
 PAPER_FLEX = {8: 1.02, 64: 1.16}
 PAPER_MEGATRON_K = {8: 1.8, 64: 1.52}
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, *, devices: int, source: str) -> dict[str, Any]:
-    say(f"{devices} devices, {source}")
+    log(f"{devices} devices, {source}")
     inputs = inputs_of(args, source=source, devices=devices)
     speeds = contest(inputs).tokens_per_s
     return {

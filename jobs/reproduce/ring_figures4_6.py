@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from everywhere import everywhere_s
-from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import Comparison, compare
@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vision", nargs="+", choices=tuple(PAPER), default=list(PAPER), help="default: both")
     parser.add_argument("--check", action="store_true", help="prove the plans of the first batch")
     args = parser.parse_args(argv)
-    cells = [(vision, model, source) for vision in args.vision for model in args.models for source in args.lengths]
+    pairs = [(vision, model, source) for vision in args.vision for model in args.models for source in args.lengths]
     rows = []
-    for number, (vision, model, source) in enumerate(cells, start=1):
-        say(f"[{number}/{len(cells)}] {model} on {source}, {vision}")
+    for number, (vision, model, source) in enumerate(pairs, start=1):
+        log(f"[{number}/{len(pairs)}] {model} on {source}, {vision}")
         rows.append(_row(args, vision=vision, model=model, source=source))
         write_json(args.json, args=args, rows=rows)
     show(table(rows, COLUMNS))

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
 from rayfcp.compare.comparison import model_of
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
@@ -29,7 +29,7 @@ from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.results import timeline_of
 from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.plan import hardware_profile
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile
 
 STRATEGY = "flex-ring"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for model in args.models:
         found = []
         for source in args.lengths:
-            say(f"{model} on {source}")
+            log(f"{model} on {source}")
             found += _errors(args, model=model, source=source)
         means = {name: statistics.fmean(each[name] for each in found) for name in ("language", "encoder", "step")}
         rows.append({"model": model, **means, "paper": PAPER.get(model), "cases": found})
@@ -94,7 +94,7 @@ def _off(batch: Batch, *, setting: Setting, model: ModelProfile, hardware: Hardw
     step_s = _replayed_s(plan, batch, setting=setting, model=model, hardware=hardware)
     language_s = _replayed_s(
         _without_pictures(plan),
-        tuple(replace(each, pictures=()) for each in batch),
+        tuple(replace(each, images=()) for each in batch),
         setting=setting,
         model=replace(model, vision=None),
         hardware=hardware,
@@ -117,7 +117,7 @@ def _without_pictures(plan: BatchPlan) -> BatchPlan:
 def _replayed_s(
     plan: BatchPlan, batch: Batch, *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
 ) -> float:
-    programs = lower(plan, batch, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, batch, reduce_every=setting.reduce_every)
     return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
 
 

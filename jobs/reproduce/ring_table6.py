@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from contests import Contest, contest
-from tables import exit_code, inputs_of, lengths_name, parser_of, say, show, table, write_json
+from comparisons import Contest, contest
+from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 from rayfcp.values import BatchPlan, MicrobatchPlan
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     rows = []
     for source in args.lengths:
-        say(f"{args.model} on {source}")
+        log(f"{args.model} on {source}")
         inputs = inputs_of(args, source=source, devices=args.devices)
         rows += _rows(contest(inputs), source=source)
     show(table(rows, COLUMNS))

@@ -19,14 +19,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
 from rayfcp.compare.comparison import model_of
 from rayfcp.compare.lengths import draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.settings import settings_of
 from rayfcp.plan import hardware_profile
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 
 STRATEGY = "flex-ring"
 PLANNERS = {
@@ -64,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--global-batches", type=int, nargs="+", default=[128, 256, 512], help="of table 1")
     parser.add_argument("--repeats", type=int, default=3, help="of each batch (default: 3)")
     args = parser.parse_args(argv)
-    cells = [(1, size, args.devices[-1]) for size in args.global_batches]
-    cells += [(2, args.global_batch, devices) for devices in args.devices]
+    pairs = [(1, size, args.devices[-1]) for size in args.global_batches]
+    pairs += [(2, args.global_batch, devices) for devices in args.devices]
     rows = []
     for source in args.lengths:
-        for number, size, devices in cells:
-            say(f"table {number}: {size} sequences on {devices} devices, {source}")
+        for number, size, devices in pairs:
+            log(f"table {number}: {size} sequences on {devices} devices, {source}")
             rows.append({"table": number} | _row(args, source=source, size=size, devices=devices))
         for number in (1, 2):
             show(f"table {number}: {args.model}, {source}\n")
@@ -116,7 +116,7 @@ def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devic
     for batch in batches * args.repeats:
         plan, plan_s = plan_timed(batch, strategy=STRATEGY, setting=setting, options=PLANNERS[name])
         start_s = time.process_time()
-        lower(plan, batch, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+        lower(plan, batch, reduce_every=setting.reduce_every)
         solver_s.append(plan_s)
         schedule_s.append(plan_s + time.process_time() - start_s)
         predicted_s.append(plan.predicted_s)

@@ -20,20 +20,23 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from literal import literal_plan
-from tables import exit_code, inputs_of, parser_of, say, show, table, write_json
+from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.noise import degree_match, noisy
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
+from noise import degree_match, noisy
 
 STRATEGY = "flex-ring"
 OPTIONS = {"stages": PlanConfig(packing="bfd", degrees="dp"), "joint": PlanConfig()}
@@ -105,7 +108,7 @@ def _rows(args: argparse.Namespace, batches: Batches, *, source: str, setting: S
     exact = {name: [_plan(name, batch, setting=setting) for batch in batches] for name in PLANNERS}
     rows = []
     for level in LEVELS:
-        say(f"{devices} devices, {level} % noise")
+        log(f"{devices} devices, {level} % noise")
         totals: dict[str, float] = dict.fromkeys(PLANNERS, 0.0)
         rises: dict[str, list[float]] = {name: [] for name in PLANNERS}
         matches: dict[str, list[float]] = {name: [] for name in PLANNERS}

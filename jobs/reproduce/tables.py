@@ -92,7 +92,7 @@ def _shown(value: Any, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """A line of progress."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
@@ -117,6 +117,6 @@ def exit_code(main: Callable[[], None]) -> int:
     try:
         main()
     except (ConfigError, InfeasiblePlanError) as error:
-        say(str(error))
+        log(str(error))
         return 2
     return 0

@@ -13,11 +13,10 @@ which shortens rings, is left out: memory is that of all other strategies.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from rayfcp.baselines.static_cp import least_loaded
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
@@ -52,14 +51,16 @@ def _candidates(
     batch: Columns, *, cluster: ClusterSpec, cost: CostModel, max_more: int
 ) -> Iterator[tuple[int, Drafts]]:
     """Units and what they lead to. As many microbatches as sequences always do, so there is at least one."""
-    room = cluster.max_tokens_per_rank
+    budget_tokens = cluster.max_tokens_per_rank
     num_tokens = sum(batch.num_tokens)
     last = len(batch.ids)
-    for count in range(-(-num_tokens // (room * cluster.num_ranks)), len(batch.ids) + 1):
+    for count in range(-(-num_tokens // (budget_tokens * cluster.num_ranks)), len(batch.ids) + 1):
         if count > last:
             break
-        least = min(room, -(-num_tokens // (count * cluster.num_ranks)))
-        for unit in sorted({int(each) for each in np.geomspace(least, room, NUM_UNITS).round()} | {room}):
+        least = min(budget_tokens, -(-num_tokens // (count * cluster.num_ranks)))
+        for unit in sorted(
+            {int(each) for each in np.geomspace(least, budget_tokens, NUM_UNITS).round()} | {budget_tokens}
+        ):
             drafts = _spread(batch, unit=unit, count=count, cluster=cluster, cost=cost)
             if drafts is not None:
                 last = min(last, count + max_more)
@@ -79,52 +80,31 @@ def _spread(batch: Columns, *, unit: int, count: int, cluster: ClusterSpec, cost
             return None
         free[number] -= degree
         drafts[number].append(Draft(members=(at,), degree=degree))
-        seconds = float(cost.group_s(batch.cells[at], batch.num_tokens[at], degree=degree)) - cost.fixed_s
+        seconds = float(cost.group_s(batch.pairs[at], batch.num_tokens[at], degree=degree)) - cost.fixed_s
         ring_s[number] = max(ring_s[number], seconds)
-    ranks = [_Rank(microbatch=number, start_s=-ring_s[number]) for number in range(count) for _ in range(free[number])]
-    packed = _pack(batch, first=num_long, ranks=ranks, room=cluster.max_tokens_per_rank)
+    ranks = [number for number in range(count) for _ in range(free[number])]
+    packed = least_loaded(
+        range(num_long, len(batch.ids)),
+        batch.num_tokens,
+        work_s=batch.compute_s,
+        loads_s=[-ring_s[number] for number in ranks],  # a rank beside a long ring has that much time to spare
+        budget_tokens=cluster.max_tokens_per_rank,
+    )
     if packed is None:
         return None
-    for rank, members in zip(ranks, packed, strict=True):
-        if members:
-            drafts[rank.microbatch].append(Draft(members=tuple(members), degree=1))
+    members: dict[int, list[int]] = {}
+    for at, rank in packed.items():
+        members.setdefault(rank, []).append(at)
+    for rank in sorted(members):
+        drafts[ranks[rank]].append(Draft(members=tuple(members[rank]), degree=1))
     return [each for each in drafts if each]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rank:
-    """A rank without a ring in one microbatch; `start_s` is 0 less the seconds of the longest ring beside it."""
-
-    microbatch: int
-    start_s: float
-
-
-def _pack(batch: Columns, *, first: int, ranks: Sequence[_Rank], room: int) -> list[list[int]] | None:
-    """Sequences from `first` on, longest first, each to the rank that is done first; None if one fits nowhere."""
-    heap = [(rank.start_s, index) for index, rank in enumerate(ranks)]
-    heapify(heap)
-    rooms = [room] * len(ranks)
-    packed: list[list[int]] = [[] for _ in ranks]
-    for at in range(first, len(batch.ids)):
-        passed = []
-        while heap and rooms[heap[0][1]] < batch.num_tokens[at]:
-            passed.append(heappop(heap))
-        if not heap:
-            return None
-        done_s, index = heappop(heap)
-        packed[index].append(at)
-        rooms[index] -= batch.num_tokens[at]
-        heappush(heap, (done_s + batch.compute_s[at], index))
-        for each in passed:
-            heappush(heap, each)
-    return packed
 
 
 def _batch_s(drafts: Drafts, *, batch: Columns, cost: CostModel) -> float:
     flat = [(number, draft) for number, each in enumerate(drafts) for draft in each]
-    cells = np.array([sum(batch.cells[at] for at in draft.members) for _, draft in flat], np.float64)
+    pairs = np.array([sum(batch.pairs[at] for at in draft.members) for _, draft in flat], np.float64)
     tokens = np.array([sum(batch.num_tokens[at] for at in draft.members) for _, draft in flat], np.float64)
-    passes_s = cost.passes_s(cells, tokens, degree=np.array([draft.degree for _, draft in flat]))
+    passes_s = cost.passes_s(pairs, tokens, degree=np.array([draft.degree for _, draft in flat]))
     slowest = np.zeros((2, len(drafts)))
     for slowest_s, seconds in zip(slowest, passes_s, strict=True):
         np.maximum.at(slowest_s, [number for number, _ in flat], seconds)

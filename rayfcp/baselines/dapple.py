@@ -32,7 +32,7 @@ def propose(
     from rayfcp.plan.pipeline.batch_level import best_pipeline
 
     candidates = _candidates(sequences, cluster=cluster, cost=cost, options=options)
-    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute="none, half or full")
+    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute="halves")
     return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
 
 
@@ -52,34 +52,35 @@ def _candidates(
             "add ring to plan.primitives"
         )
     batch = columns_of(sequences, cost=whole)
-    for parts in _packings(batch, counts(sequences, cluster=cluster), room=degree * cluster.max_tokens_per_rank):
+    for parts in _packings(
+        batch, counts(sequences, cluster=cluster), budget_tokens=degree * cluster.max_tokens_per_rank
+    ):
         for primitive in usable:
             drafts = [[Draft(members=tuple(part), degree=degree, primitive=primitive)] for part in parts]
             microbatches = assemble(drafts, batch=batch, cluster=cluster, cost=whole)
             yield Proposal(microbatches=microbatches, reason=f"about equal tokens over all {degree} ranks")
 
 
-def _packings(batch: Columns, numbers: Sequence[int], *, room: int) -> Iterator[list[list[int]]]:
-    """Into each number of microbatches at which none holds more than `room` tokens; into the least one if there is
-    none."""
+def _packings(batch: Columns, numbers: Sequence[int], *, budget_tokens: int) -> Iterator[list[list[int]]]:
+    """Into each number of microbatches at which none exceeds `budget_tokens`; into the least one if there is none."""
     found = False
     for number in (*numbers, *range(numbers[-1] + 1, len(batch.ids) + 1)):
         if found and number > numbers[-1]:
             break
-        parts = _longest_first(batch.num_tokens, number, room=room)
+        parts = _longest_first(batch.num_tokens, number, budget_tokens=budget_tokens)
         if parts is not None:
             found = True
             yield parts
 
 
-def _longest_first(lengths: Sequence[int], number: int, *, room: int) -> list[list[int]] | None:
-    """Positions in each of at most `number` microbatches; None if one would hold more than `room` tokens."""
+def _longest_first(lengths: Sequence[int], number: int, *, budget_tokens: int) -> list[list[int]] | None:
+    """Positions in each of at most `number` microbatches; None if one would hold more than `budget_tokens` tokens."""
     held = [(0, index) for index in range(number)]
     heapify(held)
     parts: list[list[int]] = [[] for _ in range(number)]
     for at, length in enumerate(lengths):
         tokens, index = heappop(held)
-        if tokens + length > room:
+        if tokens + length > budget_tokens:
             return None
         parts[index].append(at)
         heappush(held, (tokens + length, index))

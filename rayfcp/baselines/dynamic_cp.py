@@ -1,16 +1,10 @@
-"""Groups of one microbatch while a greedy schedule fills them, as Megatron-LM's dynamic context parallelism does.
-
-The next microbatch of Megatron-LM's `BalancedCPScheduler` (core/pipeline_parallel/hybrid_cp_schedule.py).
-
-The next microbatch of Megatron-LM's `next_hdp_group_packing_aware` (core/datasets/data_schedule_utils.py).
-
-Megatron-LM's dynamic (hybrid) context parallelism: degrees that are powers of two, per sample, greedily.
+"""Megatron-LM's dynamic (hybrid) context parallelism: degrees that are powers of two, per sample, greedily.
 
 Source: Megatron-LM, `BalancedCPScheduler` (core/pipeline_parallel/hybrid_cp_schedule.py), the first schedule, and
 `next_hdp_group_packing_aware` (core/datasets/data_schedule_utils.py), its successor, as the public code has them.
 Sequences are walked longest first; each needs the next power of two of ceil(length / `max_seqlen_per_dp_cp_rank`)
 ranks; work is length^2 / degree; one microbatch after the other is filled until its ranks are balanced or
-full (`rivals.balanced`, `rivals.packed`), and groups grow until no rank idles. Groups are rings.
+full (`balanced`, `packed`), and groups grow until no rank idles. Groups are rings.
 
 Tuned as its users would: both schedules, and several `max_seqlen_per_dp_cp_rank` up to what memory holds;
 the fastest counts. Silent, and chosen: groups of the first schedule run their samples one by one there; here they

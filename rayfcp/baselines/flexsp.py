@@ -1,10 +1,8 @@
-"""FlexSP's cut of a batch into microbatches and what its solver makes of each (Wang et al., 2025, sequence blaster).
-
-FlexSP (Wang et al., ASPLOS 2025): Ulysses groups whose degrees are powers of two, mixed in each microbatch.
+"""FlexSP (Wang et al., ASPLOS 2025): Ulysses groups whose degrees are powers of two, mixed in each microbatch.
 
 Source: arXiv 2412.01523, section 4, and the published solver. Sequences, sorted by length, are cut into microbatches
 of consecutive ones with about equal tokens; in each, lengths become buckets (16, by dynamic programming), and a
-mixed-integer programme puts the buckets' sequences onto groups of degrees 1, 2, 4, ..., for the least makespan;
+mixed-integer linear program puts the buckets' sequences onto groups of degrees 1, 2, 4, ..., for the least makespan;
 several numbers of microbatches are tried. Solver: HiGHS on one thread with a budget of nodes, so that plans
 do not depend on the clock (theirs: SCIP, many threads, a limit in seconds).
 
@@ -44,7 +42,7 @@ Kinds = Sequence[tuple[int, Primitive]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class HomogeneousMicrobatch:
     """A microbatch, the best homogeneous way to run it, and its makespan."""
 
     members: list[int]
@@ -55,7 +53,7 @@ class Part:
 class Blaster:
     """Plans of one batch by numbers of microbatches. `kinds`: degrees, ascending, each with its primitive.
 
-    `gap` is the mean over the programmes solved last of how far the model's makespan is above its bound.
+    `gap` is the mean over the MILPs solved last of how far the model's makespan is above its bound.
     """
 
     def __init__(self, batch: Columns, *, kinds: Kinds, cluster: ClusterSpec, cost: CostModel) -> None:
@@ -64,9 +62,9 @@ class Blaster:
 
     def run(self, *, max_more: int, num_nodes: int) -> Iterator[list[list[Draft]]]:
         """Drafts for the most promising numbers of microbatches, from the fewest to `max_more` above."""
-        cuts: list[list[Part]] = []
-        room = self._cluster.num_ranks * self._cluster.max_tokens_per_rank
-        first = -(-sum(self._batch.num_tokens) // room)
+        cuts: list[list[HomogeneousMicrobatch]] = []
+        budget_tokens = self._cluster.num_ranks * self._cluster.max_tokens_per_rank
+        first = -(-sum(self._batch.num_tokens) // budget_tokens)
         for count in range(first, len(self._batch.ids) + 1):
             runs = consecutive(self._batch.num_tokens, count)
             found = [part for part in map(self._part, runs) if part is not None]
@@ -82,35 +80,39 @@ class Blaster:
             self.gap = sum(gaps) / len(gaps) if gaps else 0.0
             yield drafts
 
-    def _part(self, members: list[int]) -> Part | None:
+    def _part(self, members: list[int]) -> HomogeneousMicrobatch | None:
         ways = list(self._ways(members, batch=self._batch))
         timed = [(makespan_s(way, batch=self._batch, cost=self._cost), at) for at, way in enumerate(ways)]
-        return Part(members=members, drafts=ways[min(timed)[1]], makespan_s=min(timed)[0]) if timed else None
+        return (
+            HomogeneousMicrobatch(members=members, drafts=ways[min(timed)[1]], makespan_s=min(timed)[0])
+            if timed
+            else None
+        )
 
     def _ways(self, members: list[int], *, batch: Columns) -> Iterator[list[Draft]]:
         for degree, primitive in self._kinds:
             yield from of_one_degree(members, degree=degree, primitive=primitive, batch=batch, cluster=self._cluster)
 
-    def _solved(self, part: Part, *, num_nodes: int, gaps: list[float]) -> list[Draft]:
-        room, num_ranks = self._cluster.max_tokens_per_rank, self._cluster.num_ranks
+    def _solved(self, part: HomogeneousMicrobatch, *, num_nodes: int, gaps: list[float]) -> list[Draft]:
+        budget_tokens, num_ranks = self._cluster.max_tokens_per_rank, self._cluster.num_ranks
         work_s = sum(self._batch.compute_s[at] for at in part.members)
         if part.makespan_s <= GOOD * (work_s / num_ranks + self._cost.fixed_s):
             return part.drafts
         lengths = [self._batch.num_tokens[at] for at in part.members]
         buckets = buckets_of(
             lengths,
-            [self._batch.cells[at] for at in part.members],
+            [self._batch.pairs[at] for at in part.members],
             num_buckets=NUM_BUCKETS,
             max_buckets=MAX_BUCKETS,
             # half of the free memory, as the published solver has it
-            max_rounded_tokens=(sum(lengths) + num_ranks * room) / 2,
+            max_rounded_tokens=(sum(lengths) + num_ranks * budget_tokens) / 2,
         )
         slots = slots_of(buckets, degrees=self._kinds, num_ranks=num_ranks, cost=self._cost)
         start = self._start(part, buckets, slots)
         if start is None:
             return part.drafts
         limit_s = makespan_of(slots, start) * (1 + 1e-9)
-        solved = Assignment(buckets, slots, num_ranks=num_ranks, room=room, limit_s=limit_s).solve(
+        solved = Assignment(buckets, slots, num_ranks=num_ranks, budget_tokens=budget_tokens, limit_s=limit_s).solve(
             start=start, num_nodes=num_nodes
         )
         if solved is None:
@@ -119,7 +121,7 @@ class Blaster:
         dealt = self._deal(part, buckets, slots=slots, counts=solved.counts)
         return dealt if makespan_s(dealt, batch=self._batch, cost=self._cost) < part.makespan_s else part.drafts
 
-    def _start(self, part: Part, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> Counts | None:
+    def _start(self, part: HomogeneousMicrobatch, buckets: Sequence[Bucket], slots: Sequence[Slot]) -> Counts | None:
         """The best homogeneous counts by the model's seconds and memory; None if none fit upper limits of buckets.
         What is balanced sequence by sequence may not be by means of buckets: they are packed anew too."""
         bucket_of = {part.members[at]: index for index, bucket in enumerate(buckets) for at in bucket.members}
@@ -128,15 +130,19 @@ class Blaster:
         )
         for at, index in bucket_of.items():
             rounded.num_tokens[at] = buckets[index].upper_tokens
-            rounded.compute_s[at] = self._cost.compute_s(buckets[index].mean_cells, buckets[index].mean_tokens)
+            rounded.compute_s[at] = self._cost.compute_s(buckets[index].mean_pairs, buckets[index].mean_tokens)
         ways = [*self._ways(part.members, batch=rounded)]
-        room = self._cluster.max_tokens_per_rank
-        if all(sum(rounded.num_tokens[at] for at in each.members) <= each.degree * room for each in part.drafts):
+        budget_tokens = self._cluster.max_tokens_per_rank
+        if all(
+            sum(rounded.num_tokens[at] for at in each.members) <= each.degree * budget_tokens for each in part.drafts
+        ):
             ways.append(part.drafts)
         starts = [_counts(way, bucket_of, slots) for way in ways]
         return min(starts, key=lambda counts: makespan_of(slots, counts), default=None)
 
-    def _deal(self, part: Part, buckets: Sequence[Bucket], *, slots: Sequence[Slot], counts: Counts) -> list[Draft]:
+    def _deal(
+        self, part: HomogeneousMicrobatch, buckets: Sequence[Bucket], *, slots: Sequence[Slot], counts: Counts
+    ) -> list[Draft]:
         """Which sequence goes where: the most work first, to the group with the least time that its bucket has left."""
         primitives = dict(self._kinds)
         left = counts.copy()
@@ -191,7 +197,7 @@ def _counts(drafts: Sequence[Draft], bucket_of: dict[int, int], slots: Sequence[
 
 
 NUM_NODES = 400
-"""Of all programmes of one batch; about 10 s for 512 sequences on 64 ranks."""
+"""Of all MILPs of one batch; about 10 s for 512 sequences on 64 ranks."""
 
 
 def propose(
@@ -230,7 +236,7 @@ def _reason(drafts: Sequence[Sequence[Draft]], blaster: Blaster) -> str:
 def _infeasible(
     batch: Columns, *, degree: int, primitive: Primitive, cluster: ClusterSpec, cost: CostModel
 ) -> InfeasiblePlanError:
-    room = cluster.max_tokens_per_rank
+    budget_tokens = cluster.max_tokens_per_rank
     heads = (
         f", must divide {cost.num_heads} heads and agree with {cost.num_kv_heads} key/value heads"
         if primitive is Primitive.ULYSSES
@@ -238,7 +244,7 @@ def _infeasible(
     )
     return InfeasiblePlanError(
         f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest group of flexsp holds "
-        f"{degree * room} ({degree} ranks of {room} tokens: the degree is a power of two, at most "
+        f"{degree * budget_tokens} ({degree} ranks of {budget_tokens} tokens: the degree is a power of two, at most "
         f"{cluster.num_ranks} ranks{heads}); lower data.max_seqlen, add memory, or use another strategy"
     )
 

@@ -1,10 +1,4 @@
-"""Blocks that lie anywhere, and their keys and values cast to every rank that needs them.
-
-Sequences laid end to end and cut into chunks of one size, whatever lies at the cuts.
-
-Jobs of known work to equal buckets, by a heap of the least loaded.
-
-MagiAttention (Zewei and Huang, 2025): equal-count chunks over all ranks, balanced by attention area.
+"""MagiAttention (Zewei and Huang, 2025): equal-count chunks over all ranks, balanced by attention area.
 
 Source: the project's documents and its dispatch solver. All sequences of a microbatch are laid end to end, in
 batch order, and cut into chunks of one size. Chunks go to ranks largest attention area first, each to the
@@ -46,14 +40,14 @@ Needs = Mapping[tuple[int, int], Sequence[int]]
 """(source, target) -> indices of blocks."""
 
 
-def cast(blocks: Sequence[Block], *, by_id: Mapping[int, SequenceSpec], num_ranks: int) -> Layout:
+def cast(blocks: Sequence[Block], *, num_ranks: int) -> Layout:
     """The layout in which every block goes from its owner to each rank that attends to it, once.
 
     `blocks` come in ascending order within a sequence. In round i, 1 <= i < N, rank r sends to r + i mod N all
     that this rank needs of it: a matching in plain rotation, with no regard to who has how much to send, so
     the busiest port sets the pace. Rounds in which nobody sends are left out.
     """
-    carried = needs(blocks, by_id=by_id)
+    carried = needs(blocks)
     rounds: dict[int, list[Transfer]] = defaultdict(list)
     for (source, target), indices in sorted(carried.items()):
         transfer = Transfer(blocks=tuple(sorted(indices)), source=source, target=target)
@@ -62,18 +56,17 @@ def cast(blocks: Sequence[Block], *, by_id: Mapping[int, SequenceSpec], num_rank
     return Layout(blocks=tuple(blocks), rounds=ordered)
 
 
-def needs(blocks: Sequence[Block], *, by_id: Mapping[int, SequenceSpec]) -> Needs:
-    """Which blocks each rank needs of each other: those that begin before what its last block of the sequence
-    reaches."""
+def needs(blocks: Sequence[Block]) -> Needs:
+    """Blocks that each rank needs of each other: those that begin before the end of its last block of the sequence."""
     by_sequence: dict[int, list[int]] = defaultdict(list)
     for index, block in enumerate(blocks):
         by_sequence[block.sequence].append(index)
     carried: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for sequence, indices in by_sequence.items():
-        reach = {blocks[index].rank: by_id[sequence].reach(blocks[index].stop) for index in indices}
-        for target, behind in reach.items():
+    for indices in by_sequence.values():
+        last = {blocks[index].rank: blocks[index].stop for index in indices}
+        for target, stop in last.items():
             for index in indices:
-                if blocks[index].rank != target and blocks[index].start < behind:
+                if blocks[index].rank != target and blocks[index].start < stop:
                     carried[blocks[index].rank, target].append(index)
     return carried
 
@@ -169,8 +162,8 @@ def propose(
     """One group of all ranks per microbatch, with the layout of its blocks."""
     batch = columns_of(sequences, cost=cost)
     by_id = {sequence.id: sequence for sequence in sequences}
-    room = cluster.num_ranks * cluster.max_tokens_per_rank
-    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
+    budget_tokens = cluster.num_ranks * cluster.max_tokens_per_rank
+    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=budget_tokens) or [])
     timed = [
         _fastest(tuple(sorted(batch.ids[at] for at in members)), by_id=by_id, cluster=cluster, cost=cost)
         for members in packed
@@ -215,9 +208,9 @@ def _staged(layout: Layout) -> Iterator[Layout]:
 def _laid_out(sequences: Sequence[SequenceSpec], *, chunk_tokens: int, num_ranks: int) -> Layout:
     by_id = {sequence.id: sequence for sequence in sequences}
     chunks = cut_chunks(sequences, chunk_tokens=chunk_tokens)
-    areas = [sum(by_id[each].block_cells(start, stop) for each, start, stop in chunk) for chunk in chunks]
+    areas = [sum(by_id[each].block_pairs(start, stop) for each, start, stop in chunk) for chunk in chunks]
     ranks = dispatch(areas, num_buckets=num_ranks, max_jobs=-(-len(chunks) // num_ranks))
-    return cast(blocks_of(chunks, ranks), by_id=by_id, num_ranks=num_ranks)
+    return cast(blocks_of(chunks, ranks), num_ranks=num_ranks)
 
 
 INFO = StrategyInfo(

@@ -1,10 +1,5 @@
-"""A mixed-integer programme by rows and columns, and HiGHS, which solves it.
-
-Sequences of like length as one, for models that cannot hold each (FlexSP, Wang et al., 2025, sequence bucketing).
-
-Groups that a microbatch may use, and their seconds as linear functions of the buckets' sequences in them.
-
-Buckets of sequences onto groups of several degrees, by mixed-integer programming (FlexSP, Wang et al., 2025).
+"""FlexSP's mixed-integer linear MILP (Wang et al., 2025): buckets of sequences of like length onto groups of
+several degrees, whose seconds are linear functions of the sequences in them. HiGHS solves it.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,12 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cost.model import CostModel, Terms
+from rayfcp.cost.kernels.group_time import Terms
+from rayfcp.cost.model import CostModel
 from rayfcp.values import Primitive
 from rayfcp.values.arrays import Floats
 
 ZERO = 1e-9  # what the solver takes for 0, with a warning
-# what finds little on programmes of many like groups and takes long: sub-problems at the root, and jumps
+# what finds little on MILPs of many like groups and takes long: sub-problems at the root, and jumps
 _OPTIONS: dict[str, bool | int | str] = {
     "output_flag": False,
     "threads": 1,
@@ -30,10 +26,10 @@ _OPTIONS: dict[str, bool | int | str] = {
     "mip_heuristic_run_feasibility_jump": False,
 }
 
-Entries = Iterable[tuple[int, float]]
+LinearTerms = Iterable[tuple[int, float]]
 
 
-class Programme:
+class Milp:
     """Minimise the sum of costs x columns over columns within bounds, subject to rows."""
 
     def __init__(self) -> None:
@@ -50,11 +46,11 @@ class Programme:
         self._columns.append((lower, upper, cost, whole))
         return len(self._columns) - 1
 
-    def at_most(self, bound: float, entries: Entries) -> None:
+    def at_most(self, bound: float, entries: LinearTerms) -> None:
         """Sum of value x column over (column, value) <= bound."""
         self._row(-np.inf, bound, entries)
 
-    def exactly(self, bound: float, entries: Entries) -> None:
+    def exactly(self, bound: float, entries: LinearTerms) -> None:
         """Sum of value x column over (column, value) = bound."""
         self._row(bound, bound, entries)
 
@@ -79,7 +75,7 @@ class Programme:
         found = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
         return (solver.getSolution().col_value if found else None), float(info.mip_dual_bound)
 
-    def _row(self, lower: float, upper: float, entries: Entries) -> None:
+    def _row(self, lower: float, upper: float, entries: LinearTerms) -> None:
         for index, value in entries:
             if abs(value) > ZERO:
                 self._index.append(index)
@@ -110,27 +106,25 @@ class Bucket:
     members: tuple[int, ...]
     upper_tokens: int
     mean_tokens: float
-    mean_cells: float
+    mean_pairs: float
 
 
 def buckets_of(
-    num_tokens: Sequence[int], cells: Sequence[float], *, num_buckets: int, max_buckets: int, max_rounded_tokens: float
+    num_tokens: Sequence[int], pairs: Sequence[float], *, num_buckets: int, max_buckets: int, max_rounded_tokens: float
 ) -> list[Bucket]:
     """The `num_buckets` buckets that minimise the sum over sequences of their bucket's upper limit - their length.
 
     Exact, by dynamic programming over the sequences in order of length. More buckets, up to `max_buckets`, while
-    lengths rounded up to the limits exceed `max_rounded_tokens` in sum. Full masks and causal ones share no bucket.
-    Buckets come longest first, full masks before causal ones.
+    lengths rounded up to the limits exceed `max_rounded_tokens` in sum. Buckets come longest first.
 
     >>> [each.members for each in buckets_of([9, 8, 3, 2], [45, 36, 6, 3], num_buckets=2, max_buckets=2,
     ...                                      max_rounded_tokens=99)]
     [(0, 1), (2, 3)]
     """
-    lengths, areas = np.array(num_tokens, np.int64), np.array(cells, np.int64)
-    full = areas > lengths * (lengths + 1) // 2
-    order = np.lexsort((np.arange(len(lengths)), -lengths, ~full))
-    lengths, areas, full = lengths[order], areas[order], full[order]
-    starts, missed = _starts(lengths, full, most=min(max_buckets, len(lengths)))
+    lengths, areas = np.array(num_tokens, np.int64), np.array(pairs, np.int64)
+    order = np.lexsort((np.arange(len(lengths)), -lengths))
+    lengths, areas = lengths[order], areas[order]
+    starts, missed = _starts(lengths, most=min(max_buckets, len(lengths)))
     number = next(
         (
             index
@@ -148,31 +142,26 @@ def buckets_of(
                 members=tuple(order[start:stop].tolist()),
                 upper_tokens=int(lengths[start]),
                 mean_tokens=float(lengths[start:stop].mean()),
-                mean_cells=float(areas[start:stop].mean()),
+                mean_pairs=float(areas[start:stop].mean()),
             )
         )
         stop = start
     return found[::-1]
 
 
-def _starts(
-    lengths: npt.NDArray[np.int64], full: npt.NDArray[np.bool_], *, most: int
-) -> tuple[list[npt.NDArray[np.int64]], list[float]]:
+def _starts(lengths: npt.NDArray[np.int64], *, most: int) -> tuple[list[npt.NDArray[np.int64]], list[float]]:
     """By number of buckets less one: where the last bucket of the first i sequences starts, and what all miss."""
     count = len(lengths)
     total = np.concatenate(([0], np.cumsum(lengths)))
     least = np.full(count + 1, np.inf)
     least[0] = 0.0
-    begin = np.searchsorted(~full, ~full)  # of the run of sequences with the same mask
     starts, missed = [], []
     for _ in range(most):
         following, start = np.full(count + 1, np.inf), np.zeros(count + 1, np.int64)
         for stop in range(1, count + 1):
-            low = int(begin[stop - 1])
-            at = np.arange(low, stop)
-            wasted = least[low:stop] + lengths[low:stop] * (stop - at) - (total[stop] - total[low:stop])
-            best = int(wasted.argmin())
-            following[stop], start[stop] = wasted[best], low + best
+            wasted = least[:stop] + lengths[:stop] * (stop - np.arange(stop)) - (total[stop] - total[:stop])
+            start[stop] = best = int(wasted.argmin())
+            following[stop] = wasted[best]
         least = following
         starts.append(start)
         missed.append(float(least[count]))
@@ -200,13 +189,12 @@ def slots_of(
     buckets: Sequence[Bucket], *, degrees: Sequence[tuple[int, Primitive]], num_ranks: int, cost: CostModel
 ) -> list[Slot]:
     """As many slots of each degree as fit the ranks, links as the degree has them as a rule. Exact for the mean
-    cells and tokens of buckets, but for shards in the way of messages: that only the least of attention and traffic
-    hides makes three lines a pass."""
-    cells = np.array([bucket.mean_cells for bucket in buckets])
+    pairs and tokens of buckets: that only the least of attention and traffic hides makes three lines a pass."""
+    pairs = np.array([bucket.mean_pairs for bucket in buckets])
     tokens = np.array([bucket.mean_tokens for bucket in buckets])
     slots = []
     for degree, primitive in degrees:
-        passes = [_lines(terms, cells, tokens) for terms in cost.terms(degree, primitive=primitive)]
+        passes = [_lines(terms, pairs, tokens) for terms in cost.terms(degree, primitive=primitive)]
         sequence_s = np.array([[each for each, _ in lines] for lines in passes])
         fixed_s = np.array([[fixed for _, fixed in lines] for lines in passes])
         slots += [Slot(degree=degree, sequence_s=sequence_s, fixed_s=fixed_s)] * (num_ranks // degree)
@@ -214,22 +202,22 @@ def slots_of(
 
 
 def makespan_of(slots: Sequence[Slot], counts: Counts) -> float:
-    """The slowest forward and the slowest backward of used slots, whatever ranks run ahead, as the programme has it;
+    """The slowest forward and the slowest backward of used slots, whatever ranks run ahead, as the MILP has it;
     `counts[slot, bucket]`."""
     used = [slot.passes_s(held) for slot, held in zip(slots, counts, strict=True) if held.any()]
     return float(np.max(used, axis=0).sum())
 
 
-def _lines(terms: Terms, cells: Floats, tokens: Floats) -> list[tuple[Floats, float]]:
+def _lines(terms: Terms, pairs: Floats, tokens: Floats) -> list[tuple[Floats, float]]:
     """What a sequence adds, and what use adds; one line where nothing hides, since all are the same then."""
-    sums = terms.sums() if terms.hidden else terms.sums()[:1]
-    return [(cells * per_cell + tokens * per_token, float(fixed_s)) for per_cell, per_token, fixed_s in sums]
+    lines = terms.lines() if terms.overlap.any() else terms.lines()[:1]
+    return [(pairs * per_pair + tokens * per_token, float(fixed_s)) for per_pair, per_token, fixed_s in lines]
 
 
 GAP = 0.02
 """The solver stops when its solution is proved to be within this of the best."""
 
-Entry = tuple[int, float]
+LinearTerm = tuple[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +235,7 @@ class Solved:
 
 
 class Assignment:
-    """The programme of one microbatch: which buckets' sequences, how many of each, go to which slots.
+    """The MILP of one microbatch: which buckets' sequences, how many of each, go to which slots.
 
     Minimise M[forward] + M[backward] over use u[p] of each slot (0 or 1) and sequences A[p, k] (whole). All sequences
     of a bucket are placed; a used slot has room, at upper limits of buckets; each line of each pass of a slot is at
@@ -257,24 +245,24 @@ class Assignment:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], slots: Sequence[Slot], *, num_ranks: int, room: int, limit_s: float
+        self, buckets: Sequence[Bucket], slots: Sequence[Slot], *, num_ranks: int, budget_tokens: int, limit_s: float
     ) -> None:
-        self._buckets, self._slots, self._room = buckets, slots, room
-        self._programme = programme = Programme()
+        self._buckets, self._slots, self._room = buckets, slots, budget_tokens
+        self._milp = milp = Milp()
         low_s = self._least_s(num_ranks)
         high_s = np.maximum(limit_s - low_s[::-1], low_s)
         self._makespans = [
-            programme.column(low, high, cost=1.0, whole=False) for low, high in zip(low_s, high_s, strict=True)
+            milp.column(low, high, cost=1.0, whole=False) for low, high in zip(low_s, high_s, strict=True)
         ]
-        self._used = [programme.column(0, 1) for _ in slots]
+        self._used = [milp.column(0, 1) for _ in slots]
         self._held = dict(self._columns(high_s))
-        programme.at_most(limit_s, [(column, 1.0) for column in self._makespans])
+        milp.at_most(limit_s, [(column, 1.0) for column in self._makespans])
         self._place(num_ranks)
         self._time(num_ranks, limit_s=limit_s)
 
     def solve(self, *, start: Counts, num_nodes: int) -> Solved | None:
         """The best counts found from `start`, which fits upper limits of buckets; None if there are none."""
-        values, bound_s = self._programme.solve(start=self._values(start), num_nodes=num_nodes, gap=GAP)
+        values, bound_s = self._milp.solve(start=self._values(start), num_nodes=num_nodes, gap=GAP)
         if values is None:
             return None
         counts = np.zeros((len(self._slots), len(self._buckets)), np.int64)
@@ -289,41 +277,43 @@ class Assignment:
             for index, bucket in enumerate(self._buckets):
                 fits = slot.degree * self._room // bucket.upper_tokens
                 if fits and (alone_s[:, index] <= high_s).all():
-                    yield (number, index), self._programme.column(0, min(fits, len(bucket.members)))
+                    yield (number, index), self._milp.column(0, min(fits, len(bucket.members)))
 
     def _place(self, num_ranks: int) -> None:
         for index, bucket in enumerate(self._buckets):
-            entries: list[Entry] = [(column, 1.0) for (_, each), column in self._held.items() if each == index]
-            self._programme.exactly(len(bucket.members), entries)
+            entries: list[LinearTerm] = [(column, 1.0) for (_, each), column in self._held.items() if each == index]
+            self._milp.exactly(len(bucket.members), entries)
         for number, slot in enumerate(self._slots):
-            room: Entry = self._used[number], -float(slot.degree * self._room)
-            lengths: list[Entry] = [
+            budget_tokens: LinearTerm = self._used[number], -float(slot.degree * self._room)
+            lengths: list[LinearTerm] = [
                 (column, float(self._buckets[index].upper_tokens)) for index, column in self._of_slot(number)
             ]
-            self._programme.at_most(0, [*lengths, room])
-        degrees: list[Entry] = [(used, float(slot.degree)) for used, slot in zip(self._used, self._slots, strict=True)]
-        self._programme.at_most(num_ranks, degrees)
+            self._milp.at_most(0, [*lengths, budget_tokens])
+        degrees: list[LinearTerm] = [
+            (used, float(slot.degree)) for used, slot in zip(self._used, self._slots, strict=True)
+        ]
+        self._milp.at_most(num_ranks, degrees)
 
     def _time(self, num_ranks: int, *, limit_s: float) -> None:
-        shared: list[list[Entry]] = [[(makespan, -float(num_ranks))] for makespan in self._makespans]
+        shared: list[list[LinearTerm]] = [[(makespan, -float(num_ranks))] for makespan in self._makespans]
         for at, slot in enumerate(self._slots):
             for line in range(slot.fixed_s.shape[1]):
                 both = {self._used[at]: -limit_s}
                 for number, makespan in enumerate(self._makespans):
                     entries = self._line(at, number, line)
-                    self._programme.at_most(0, [*entries, (makespan, -1.0)])
+                    self._milp.at_most(0, [*entries, (makespan, -1.0)])
                     both = {column: both.get(column, 0.0) + seconds for column, seconds in entries}
                     if line == 0:
                         shared[number] += [(column, slot.degree * seconds) for column, seconds in entries]
-                self._programme.at_most(0, both.items())
+                self._milp.at_most(0, both.items())
         for row in shared:
-            self._programme.at_most(0, row)
+            self._milp.at_most(0, row)
 
-    def _line(self, at: int, number: int, line: int) -> list[Entry]:
+    def _line(self, at: int, number: int, line: int) -> list[LinearTerm]:
         """Seconds of a slot in a pass, as if the line were its largest; 0 if it is not used."""
         slot = self._slots[at]
         sequence_s = slot.sequence_s[number, line].tolist()
-        entries: list[Entry] = [(column, sequence_s[index]) for index, column in self._of_slot(at)]
+        entries: list[LinearTerm] = [(column, sequence_s[index]) for index, column in self._of_slot(at)]
         return [*entries, (self._used[at], float(slot.fixed_s[number, line]))]
 
     def _of_slot(self, number: int) -> Iterator[tuple[int, int]]:
@@ -333,7 +323,7 @@ class Assignment:
 
     def _values(self, counts: Counts) -> list[float]:
         """Columns of a solution."""
-        values = [0.0] * self._programme.num_columns
+        values = [0.0] * self._milp.num_columns
         used = [slot.passes_s(held) for slot, held in zip(self._slots, counts, strict=True) if held.any()]
         for column, seconds in zip(self._makespans, np.max(used, axis=0).tolist(), strict=True):
             values[column] = seconds

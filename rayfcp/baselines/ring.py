@@ -25,8 +25,8 @@ def propose(
 ) -> Proposal:
     """One group of all ranks per microbatch."""
     batch = columns_of(sequences, cost=cost)
-    room = cluster.num_ranks * cluster.max_tokens_per_rank
-    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=room) or [])
+    budget_tokens = cluster.num_ranks * cluster.max_tokens_per_rank
+    packed = bins_of(best_fit_decreasing(batch.num_tokens, capacity_tokens=budget_tokens) or [])
     rings = [[Draft(members=tuple(members), degree=cluster.num_ranks)] for members in packed]
     microbatches = assemble(rings, batch=batch, cluster=cluster, cost=cost)
     return Proposal(

@@ -1,13 +1,7 @@
-"""Groups of one degree for one microbatch: what a mixture of degrees has to beat.
-
-Static context parallelism: one degree for the whole batch, and the best one.
+"""Static context parallelism as in Megatron-LM: one degree for the whole batch, zig-zag rings.
 
 N ranks are N / d groups of d ranks. Sequences are packed, packs are dealt to the groups, and all groups run
 the same number of microbatches; those without a pack left run one padding token.
-
-One degree for the whole batch on several pipeline stages: batch-level 1F1B, degree and microbatch count tuned.
-
-Static context parallelism as in Megatron-LM: one degree for the whole batch, zig-zag rings.
 
 Source: Megatron-LM's `context_parallel_size`, which must divide the ranks; groups of consecutive ranks, the
 others in data parallelism; sequences packed, up to degree x tokens per rank; per-rank work halves zig-zag.
@@ -26,13 +20,14 @@ Over several pipeline stages, packs pass by 1F1B; degree and microbatch count ar
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.model import CostModel, Terms
+from rayfcp.cost.kernels.group_time import Terms
+from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_of_ranks, place_groups
 from rayfcp.plan.assembly import Columns, Draft, assemble, best_fit_decreasing, bins_of, columns_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
@@ -45,7 +40,7 @@ def makespan_s(drafts: Sequence[Draft], *, batch: Columns, cost: CostModel) -> f
     """Seconds of a microbatch without what shards add, links as the degree has them as a rule."""
     passes_s = [
         cost.passes_s(
-            sum(batch.cells[at] for at in draft.members),
+            sum(batch.pairs[at] for at in draft.members),
             sum(batch.num_tokens[at] for at in draft.members),
             degree=draft.degree,
             primitive=draft.primitive,
@@ -66,12 +61,19 @@ def of_one_degree(
     """Up to two ways to run `members` (longest first) in one microbatch on groups of `degree` ranks: longest time first
     to the group with the least, and best-fit decreasing by length; those of them that fit."""
     lengths = [batch.num_tokens[at] for at in members]
-    room, num_groups = degree * cluster.max_tokens_per_rank, cluster.num_ranks // degree
-    if not num_groups or max(lengths) > room:
+    budget_tokens, num_groups = degree * cluster.max_tokens_per_rank, cluster.num_ranks // degree
+    if not num_groups or max(lengths) > budget_tokens:
         return []
     work_s = [batch.compute_s[at] for at in members]
-    ways = [_by_time(lengths, work_s, room=room, num_groups=num_groups)]
-    owners = best_fit_decreasing(lengths, capacity_tokens=room, max_bins=num_groups)
+    order = sorted(range(len(lengths)), key=lambda at: -work_s[at])
+    balanced = least_loaded(order, lengths, work_s=work_s, loads_s=[0.0] * num_groups, budget_tokens=budget_tokens)
+    ways: list[list[list[int]] | None] = [None]
+    if balanced is not None:
+        packs: list[list[int]] = [[] for _ in range(num_groups)]
+        for at, index in balanced.items():
+            packs[index].append(at)
+        ways = [packs]
+    owners = best_fit_decreasing(lengths, capacity_tokens=budget_tokens, max_bins=num_groups)
     ways.append(bins_of(owners) if owners is not None else None)
     return [
         [Draft(members=tuple(members[at] for at in each), degree=degree, primitive=primitive) for each in way if each]
@@ -80,22 +82,32 @@ def of_one_degree(
     ]
 
 
-def _by_time(lengths: Sequence[int], work_s: Sequence[float], *, room: int, num_groups: int) -> list[list[int]] | None:
-    heap = [(0.0, index) for index in range(num_groups)]
-    groups: list[list[int]] = [[] for _ in range(num_groups)]
-    rooms = [room] * num_groups
-    for at in sorted(range(len(lengths)), key=lambda at: -work_s[at]):
+def least_loaded(
+    order: Iterable[int],
+    lengths: Sequence[int],
+    *,
+    work_s: Sequence[float],
+    loads_s: Sequence[float],
+    budget_tokens: int,
+) -> dict[int, int] | None:
+    """Bin of each sequence: in `order`, each goes to the bin with the least load (`loads_s` at first) whose budget
+    holds it; None if one fits nowhere."""
+    heap = [(load_s, index) for index, load_s in enumerate(loads_s)]
+    heapify(heap)
+    left_tokens = [budget_tokens] * len(heap)
+    bins: dict[int, int] = {}
+    for at in order:
         passed = []
-        while heap and rooms[heap[0][1]] < lengths[at]:
+        while heap and left_tokens[heap[0][1]] < lengths[at]:
             passed.append(heappop(heap))
         if not heap:
             return None
         load_s, index = heappop(heap)
-        groups[index].append(at)
-        rooms[index] -= lengths[at]
+        bins[at] = index
+        left_tokens[index] -= lengths[at]
         for each in [*passed, (load_s + work_s[at], index)]:
             heappush(heap, each)
-    return groups
+    return bins
 
 
 Owners = Sequence[int]
@@ -186,15 +198,15 @@ class _Search:
         # a group of one rank exchanges nothing: it is a ring of one
         self.degree, self.primitive = degree, primitive if degree > 1 else Primitive.RING
         self.num_groups = cluster.num_ranks // degree
-        self.room = degree * cluster.max_tokens_per_rank
+        self.budget_tokens = degree * cluster.max_tokens_per_rank
         self.num_packings = 0
         self._tokens = np.array(batch.num_tokens, np.float64)
-        self._cells = np.array(batch.cells, np.float64)
+        self._pairs = np.array(batch.pairs, np.float64)
         self._crosses = _crossing(degree, num_groups=self.num_groups, cluster=cluster, cost=cost)
         # no primitive's compute depends on the links
         forward, backward = cost.terms(degree, primitive=self.primitive)
-        self._work_s = _work_s(forward, cells=self._cells, tokens=self._tokens) + _work_s(
-            backward, cells=self._cells, tokens=self._tokens
+        self._work_s = _work_s(forward, pairs=self._pairs, tokens=self._tokens) + _work_s(
+            backward, pairs=self._pairs, tokens=self._tokens
         )
 
     def run(self, options: PlanConfig, *, limit_s: float) -> Owners | None:
@@ -213,7 +225,7 @@ class _Search:
     @functools.cached_property
     def fewest(self) -> int:
         """Microbatches that best-fit decreasing needs."""
-        packed = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=self.room) or []
+        packed = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=self.budget_tokens) or []
         return -(-(max(packed) + 1) // self.num_groups)
 
     def dealt(self, owners: Owners) -> tuple[MicrobatchPlan, ...]:
@@ -238,7 +250,7 @@ class _Search:
             yield balanced
 
     def _by_length(self, max_packs: int) -> Owners:
-        low, high = max(self.batch.num_tokens[0], -(-int(self._tokens.sum()) // max_packs)), self.room
+        low, high = max(self.batch.num_tokens[0], -(-int(self._tokens.sum()) // max_packs)), self.budget_tokens
         best = best_fit_decreasing(self.batch.num_tokens, capacity_tokens=high, max_bins=max_packs)
         while low < high:
             middle = (low + high) // 2
@@ -247,28 +259,22 @@ class _Search:
         return best or []
 
     def _by_time(self, num_packs: int) -> Owners | None:
-        heap = [(0.0, index) for index in range(num_packs)]
-        rooms = [self.room] * num_packs
-        owners = [0] * len(self.batch.ids)
-        for at in np.argsort(-self._work_s, kind="stable").tolist():
-            passed = []
-            while heap and rooms[heap[0][1]] < self.batch.num_tokens[at]:
-                passed.append(heappop(heap))
-            if not heap:
-                return None
-            load_s, index = heappop(heap)
-            owners[at] = index
-            rooms[index] -= self.batch.num_tokens[at]
-            for each in [*passed, (load_s + float(self._work_s[at]), index)]:
-                heappush(heap, each)
-        return owners
+        order = np.argsort(-self._work_s, kind="stable").tolist()
+        bins = least_loaded(
+            order,
+            self.batch.num_tokens,
+            work_s=self._work_s.tolist(),
+            loads_s=[0.0] * num_packs,
+            budget_tokens=self.budget_tokens,
+        )
+        return None if bins is None else [bins[at] for at in range(len(order))]
 
     def _least_s(self, count: int) -> float:
         """At most the seconds of any plan of `count` microbatches at this degree: all groups share all work, and
         one of them works on the longest sequence."""
         cost, batch = self.cost, self.batch
         alone_s = min(
-            self._group_s(batch.cells[0], batch.num_tokens[0], crosses=crosses)[()] for crosses in set(self._crosses)
+            self._group_s(batch.pairs[0], batch.num_tokens[0], crosses=crosses)[()] for crosses in set(self._crosses)
         )
         work_s = max(float(self._work_s.sum()) / self.num_groups, float(alone_s) - cost.fixed_s)
         exposed_s = count * cost.exposed_s + cost.reduce_exposed_s
@@ -286,19 +292,19 @@ class _Search:
 
     def _seconds(self, owners: Owners) -> tuple[Floats, Floats, Floats]:
         """Seconds of each pack with links as the degree has them as a rule; [pass, pack] inside a node, and across."""
-        cells, tokens = np.bincount(owners, self._cells), np.bincount(owners, self._tokens)
+        pairs, tokens = np.bincount(owners, self._pairs), np.bincount(owners, self._tokens)
         held = tokens > 0
-        inside_s, across_s = (self._passes_s(cells, tokens, crosses=crosses) * held for crosses in (False, True))
+        inside_s, across_s = (self._passes_s(pairs, tokens, crosses=crosses) * held for crosses in (False, True))
         usual_s = across_s if self.degree > self.cost.ranks_per_node else inside_s
         return np.asarray(usual_s.sum(axis=0)), inside_s, across_s
 
-    def _passes_s(self, cells: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
+    def _passes_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
         """[pass, pack]."""
-        passes_s = self.cost.passes_s(cells, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
+        passes_s = self.cost.passes_s(pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
         return np.stack(passes_s)
 
-    def _group_s(self, cells: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
-        return self.cost.group_s(cells, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
+    def _group_s(self, pairs: npt.ArrayLike, tokens: npt.ArrayLike, *, crosses: bool) -> Floats:
+        return self.cost.group_s(pairs, tokens, degree=self.degree, primitive=self.primitive, crosses=crosses)
 
 
 def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostModel) -> list[bool]:
@@ -308,10 +314,10 @@ def _crossing(degree: int, *, num_groups: int, cluster: ClusterSpec, cost: CostM
     return [len({nodes[rank] for rank in ranks}) > 1 for ranks in placed]
 
 
-def _work_s(terms: Terms, *, cells: Floats, tokens: Floats) -> Floats:
+def _work_s(terms: Terms, *, pairs: Floats, tokens: Floats) -> Floats:
     """Seconds of each sequence in a group, without what is fixed and what communication adds."""
     return np.asarray(
-        cells * terms.attention_s_per_cell + tokens * (terms.attention_s_per_token + terms.linear_s_per_token)
+        pairs * terms.attention_s_per_pair + tokens * (terms.attention_s_per_token + terms.linear_s_per_token)
     )
 
 

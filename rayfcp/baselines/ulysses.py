@@ -36,12 +36,12 @@ def propose(
     ]
     proposal = _best(sequences, degrees, cluster=cluster, cost=cost, options=options)
     if proposal is None:
-        room = cluster.max_tokens_per_rank
+        budget_tokens = cluster.max_tokens_per_rank
         raise InfeasiblePlanError(
             f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest Ulysses group holds "
-            f"{degrees[-1] * room} ({degrees[-1]} ranks of {room} tokens: the degree must divide {cost.num_heads} "
-            f"heads, agree with {cost.num_kv_heads} key/value heads and divide {cluster.num_ranks} ranks); lower "
-            "data.max_seqlen, add memory, or use a strategy of rings"
+            f"{degrees[-1] * budget_tokens} ({degrees[-1]} ranks of {budget_tokens} tokens: the degree must divide "
+            f"{cost.num_heads} heads, agree with {cost.num_kv_heads} key/value heads and "
+            f"divide {cluster.num_ranks} ranks); lower data.max_seqlen, add memory, or use a strategy of rings"
         )
     return proposal
 

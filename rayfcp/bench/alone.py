@@ -1,9 +1,4 @@
-"""The device that is measured: its name, its peak, the shipped profile that is nearest to it.
-
-One device as a whole run's only rank, in this process: the engine that workers have, on random tokens.
-
-`rayfcp profile --alone`: one device times itself, without Ray.
-"""
+"""`rayfcp profile --alone`: time one device in this process, without Ray, as the only rank of a run."""
 
 import os
 import platform
@@ -15,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,34 +20,34 @@ from pyarrow import parquet
 from transformers import PreTrainedConfig
 
 from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Profiled, Profiler, Rounds, Say
-from rayfcp.cluster.planning.measured import BASE_HARDWARE
+from rayfcp.cluster.planning.costs import Log, Profiled, Profiler, Rounds
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.cost.fit import PartTimings, PassShape
 from rayfcp.data import prepare_local, tokenizer_of
 from rayfcp.execute.calibrate import time_passes
-from rayfcp.execute.devices.device import device_kind, measure_flops, peak_flops, resolve_device, total_memory_bytes
+from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
+from rayfcp.execute.devices.cpu import measure_flops
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
 from rayfcp.models.describe import check_limits, model_config, profile_of
 from rayfcp.models.library import text_of
-from rayfcp.plan import HARDWARE
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
+from rayfcp.values.devices import DEVICES
 
 SIZE, WINDOWS, WINDOW_S = 512, 3, 0.2
-"""Of the products that tell a CPU's peak."""
+"""Size of the matrix products, number and length of the windows that measure a CPU's peak."""
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: torch.device) -> str:
     """As its driver, or the kernel for a CPU, gives it."""
-    if device.type != "cpu":
-        return str(getattr(torch, device.type).get_device_name(device))
+    if not DEVICES[device.type].is_host:
+        return backend_of(device).device_name(device)
     text = CPU_INFO.read_text() if CPU_INFO.exists() else ""
     found = re.search(r"(?m)^model name\s*:\s*(.+)$", text)
     return found.group(1) if found else platform.machine()
@@ -70,16 +64,17 @@ def nearest_hardware(name: str, *, kind: str) -> str:
     >>> nearest_hardware("NVIDIA H200", kind="cuda"), nearest_hardware("NVIDIA L4", kind="cuda")
     ('h200', 'h100')
     """
-    words = re.findall(r"[a-z0-9]+", name.lower()) if kind != "cpu" else []
-    return next((known for known in HARDWARE if known in words), BASE_HARDWARE[kind])
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    device = DEVICES[kind]
+    return next((known for known in device.hardware if known in words), device.base_hardware)
 
 
 def peak_of(device: torch.device, *, dtype: str) -> float | None:
     """FLOP/s: of the table for 16-bit numbers on accelerators, of matrix products in single precision on a thread of a
     CPU; None for others."""
-    if device.type == "cpu":
+    if DEVICES[device.type].is_host:
         return _thread_flops() if dtype == "float32" else None
-    return peak_flops(device) if dtype in ("bfloat16", "float16") else None
+    return backend_of(device).peak_flops(device) if dtype in ("bfloat16", "float16") else None
 
 
 def _thread_flops() -> float:
@@ -100,7 +95,7 @@ def _thread_flops() -> float:
 def one_thread(device: torch.device) -> Iterator[None]:
     """On a CPU, so that ranks are what they are where each has a core."""
     before = torch.get_num_threads()
-    if device.type == "cpu":
+    if DEVICES[device.type].is_host:
         torch.set_num_threads(1)
     try:
         yield
@@ -170,7 +165,7 @@ def random_shards(folder: Path, lengths: Sequence[int], *, vocab_size: int, seed
     rows = random_rows(lengths, vocab_size=vocab_size, seed=seed)
     parquet.write_table(pa.table({"input_ids": rows}), folder / "rows.parquet")
     data = DataConfig(paths=(str(folder / "rows.parquet"),), format="parquet")
-    prepare_local(data, out_dir=str(folder / "shards"), vocab_size=vocab_size)
+    prepare_local(data, out_dir=str(folder / "shards"))
 
 
 def random_rows(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[npt.NDArray[np.int32]]:
@@ -187,7 +182,7 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
         os.environ.setdefault(variable, loopback)
     store = dist.HashStore()
     engine.join(
-        Place(rank=0, num_ranks=1),
+        MeshPosition(rank=0, num_ranks=1),
         store=lambda: store,
         make_model=lambda world: sharded_model(library, run=config.model, seed=config.run.seed, world=world),
         hidden_size=text_of(library).hidden_size,
@@ -195,11 +190,11 @@ def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None
     )
 
 
-def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, say: Say) -> Profiled:
+def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, log: Log) -> Profiled:
     """Time the run's model on one device of this machine, fit, and write `profile.json` and `hardware.yaml`.
 
     Links between devices stay those of the nearest named profile. Passes hold up to `max_tokens` tokens: as many as
-    memory permits, at most `data.max_seqlen`, if absent. `say` hears what is being done.
+    memory permits, at most `data.max_seqlen`, if absent. `log` hears what is being done.
 
     Raises:
         ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -207,29 +202,29 @@ def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_token
     kind = device_kind(config.cluster.device)
     pick_kernel(kind)  # first: it says what to install
     device = resolve_device(kind)
-    say(f"one device alone: {device_name(device)}")
+    log(f"one device alone: {device_name(device)}")
     with alone(config, device=device) as rank:
-        timed = TimedAlone(config, rank, say=say)
+        timed = TimedAlone(config, rank, log=log)
         cluster = cluster_spec(config, rank.model, facts=(timed.facts,), generation=0)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
         folder = Path(out_dir or config.run_dir).absolute()
-        profiler = Profiler(config, timed, model=rank.model, cluster=cluster, folder=folder, say=say)
+        profiler = Profiler(config, timed, model=rank.model, cluster=cluster, folder=folder, log=log)
         return profiler.run(rounds, max_tokens=most)
 
 
 class TimedAlone:
     """One device in a world of its own; see `Timed`."""
 
-    def __init__(self, config: Config, rank: Alone, *, say: Say = lambda _: None) -> None:
-        self._config, self._engine, self._say = config, rank.engine, say
+    def __init__(self, config: Config, rank: Alone, *, log: Log = lambda _: None) -> None:
+        self._config, self._engine, self._log = config, rank.engine, log
         device = rank.engine.device
         self.device = device.type
         self.base = base_hardware(device)
         self.facts = DeviceFacts(
             node_id="here",
             device=device.type,
-            memory_bytes=total_memory_bytes(device),
-            peak_flops=peak_flops(device),
+            memory_bytes=backend_of(device).total_memory_bytes(device),
+            peak_flops=backend_of(device).peak_flops(device),
         )
 
     def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
@@ -238,7 +233,7 @@ class TimedAlone:
     def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
         found: Rounds = []
         for number in range(rounds + 1):
-            self._say(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
+            self._log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
             found.append([time_passes(self._engine, shapes, clock=device_clock(self._engine.device))])
         return found[1:]
 
@@ -246,7 +241,7 @@ class TimedAlone:
         peak = self._config.metrics.peak_flops or self.facts.peak_flops
         if peak is not None:
             return peak
-        if self.device != "cpu":
+        if not DEVICES[self.device].is_host:
             raise ConfigError(
                 f"metrics.peak_flops is not set and no table knows {device_name(self._engine.device)}; set it to the "
                 "device's dense FLOP/s in model.dtype"
@@ -259,12 +254,10 @@ class TimedAlone:
 
 def device_clock(device: torch.device) -> Callable[[], float]:
     """Seconds, told once the device has done all that it was given."""
-    if device.type == "cpu":
-        return time.perf_counter
-    module: Any = getattr(torch, device.type)
+    backend = backend_of(device)
 
     def clock() -> float:
-        module.synchronize()
+        backend.synchronize()
         return time.perf_counter()
 
     return clock

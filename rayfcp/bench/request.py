@@ -1,7 +1,5 @@
-"""What `rayfcp bench attention` is asked for, as plain values, and what stands where nothing is said.
-
-Batches and plans for attention alone: of one layer whose linear parts, parameters and fixed costs are taken away.
-"""
+"""Request and defaults of `rayfcp bench attention`, and plans of attention alone: one layer without linear parts,
+parameters and fixed costs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,16 +18,16 @@ from rayfcp.plan.strategies.registry import get
 from rayfcp.program import AttentionProgram, Forward, HeadProgram, Load, Piece, RankProgram, lower
 from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile
 
-CONTENDERS = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytescale", "wlb", "magi")
+STRATEGIES = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytescale", "wlb", "magi")
 FEW = ("flex-ring", "flex-block", "static-cp", "ring")
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much is measured where nothing is said: minutes on an accelerator, seconds on a CPU.
+    """Default sizes: minutes of work on an accelerator, seconds on a CPU.
 
-    `context_tokens`, `block_lengths`: of the kernel by block length, tokens in all and of a block.
+    `context_tokens`, `block_lengths`: of the kernel timings by block length, total tokens and tokens of a block.
     """
 
     num_ranks: int
@@ -50,7 +48,7 @@ LARGE = Size(
     rounds=3,
     context_tokens=32768,
     block_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-    strategies=CONTENDERS,
+    strategies=STRATEGIES,
 )
 """The heads of FCP with blocks (Zhao et al., 2026), Figure 3: 64 on 8, of 128 numbers."""
 
@@ -67,13 +65,13 @@ SMALL = Size(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One measurement. `device`: cpu, cuda or npu. `lengths`: file or `dist:NAME`; `max_seqlen`: longer ones are cut,
-    if it is given. `model`, `hardware`: names or YAML paths. `block_tokens`: of flex-block, its own choice if absent.
-    `rounds`: that are timed, after one that is not.
+class BenchRequest:
+    """One measurement. `device`: cpu, cuda or npu. `lengths`: file or `dist:NAME`; `max_seqlen`: longer ones are cut.
+    `model`, `hardware`: names or YAML paths. `block_tokens`: of flex-block, its own choice if absent. `rounds`: timed
+    repetitions after an untimed one.
 
     Raises:
-        ConfigError: a dtype that is not known, or a block longer than the context.
+        ConfigError: An unknown dtype, or a block longer than the context.
     """
 
     device: str
@@ -102,20 +100,20 @@ class Asked:
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         return self.num_ranks * self.tokens_per_rank
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def contenders(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The strategies asked for, `all` spelt out; those that split layers have nothing to show in one layer.
+def bench_strategies(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the requested strategies with `all` expanded, without those that split layers.
 
     Raises:
-        ConfigError: a name that is not known, or one that splits layers.
+        ConfigError: An unknown name, or an explicit one that splits layers.
 
-    >>> contenders(("flex-ring", "ring"))
+    >>> bench_strategies(("flex-ring", "ring"))
     ('flex-ring', 'ring')
     """
     found = []
@@ -124,37 +122,35 @@ def contenders(names: tuple[str, ...]) -> tuple[str, ...]:
         if why is None:
             found.append(name)
         elif name in names:
-            raise ConfigError(
-                f"--strategies has {name}, of which one layer's attention shows nothing ({why}); leave it out"
-            )
+            raise ConfigError(f"--strategies has {name}, which one layer of attention cannot show ({why}); remove it")
     return tuple(found)
 
 
-ROOM = 2
-"""Times its share of tokens that a rank may hold, so that no contender is bound by memory."""
+BUDGET_RATIO = 2
+"""Token budget of a rank over its share, so that no strategy is bound by memory."""
 TOKENS_PER_DRAW = 16
-"""Sequences are shorter than this in no distribution's mean."""
+"""Lower bound on the mean length of every distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one rank does in one microbatch: the pieces that it loads, in order, none for one token of padding."""
+class RankWork:
+    """Work of a rank in a microbatch: the pieces that it loads, in order, none for one token of padding."""
 
     pieces: tuple[Piece, ...]
     attention: AttentionProgram | HeadProgram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedRanks:
     """`parts[microbatch][rank]`. `imbalance`: of compute, as the cost model sees it."""
 
     plan: BatchPlan
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[RankWork, ...], ...]
     imbalance: float
 
 
 def attention_only(model: ModelProfile) -> ModelProfile:
-    """One layer that attends to all before, with the model's heads and next to nothing else."""
+    """Return a one-layer causal model with the heads of `model` and negligible linear parts."""
     return replace(
         model,
         num_layers=1,
@@ -169,33 +165,33 @@ def attention_only(model: ModelProfile) -> ModelProfile:
     )
 
 
-def lengths_of(asked: Asked) -> tuple[int, ...]:
-    """Lengths that add up to the tokens of all ranks, the last one cut.
+def lengths_of(request: BenchRequest) -> tuple[int, ...]:
+    """Return lengths that add up to the tokens of all ranks, the last one cut.
 
     Raises:
-        ConfigError: the source is unknown, or a file has too few.
+        ConfigError: The source is unknown, or a file has too few.
     """
-    count = max(asked.num_tokens // TOKENS_PER_DRAW, 1)
-    if asked.lengths.startswith(DISTRIBUTION):
+    count = max(request.num_tokens // TOKENS_PER_DRAW, 1)
+    if request.lengths.startswith(DISTRIBUTION):
         try:
-            drawn = distribution(asked.lengths.removeprefix(DISTRIBUTION)).sample(count, seed=asked.seed)
+            drawn = distribution(request.lengths.removeprefix(DISTRIBUTION)).sample(count, seed=request.seed)
         except ValueError as error:
             raise ConfigError(f"--lengths: {error}") from None
     else:
-        drawn = np.random.default_rng(asked.seed).permutation(read_lengths(asked.lengths))
-    cut = np.minimum(drawn, asked.max_seqlen or asked.num_tokens)
+        drawn = np.random.default_rng(request.seed).permutation(read_lengths(request.lengths))
+    cut = np.minimum(drawn, request.max_seqlen or request.num_tokens)
     ends = np.cumsum(cut)
-    if ends[-1] < asked.num_tokens:
+    if ends[-1] < request.num_tokens:
         raise ConfigError(
-            f"--lengths {asked.lengths!r} has {ends[-1]} tokens, must have --ranks x --tokens-per-rank "
-            f"({asked.num_ranks} x {asked.tokens_per_rank} = {asked.num_tokens}); lower one of them"
+            f"--lengths {request.lengths!r} has {ends[-1]} tokens, must have --ranks x --tokens-per-rank "
+            f"({request.num_ranks} x {request.tokens_per_rank} = {request.num_tokens}); lower one of them"
         )
-    whole = int(np.searchsorted(ends, asked.num_tokens))
-    rest = asked.num_tokens - (int(ends[whole - 1]) if whole else 0)
+    whole = int(np.searchsorted(ends, request.num_tokens))
+    rest = request.num_tokens - (int(ends[whole - 1]) if whole else 0)
     return (*cut[:whole].tolist(), rest)
 
 
-def planned(name: str, lengths: Sequence[int], *, asked: Asked) -> Planned:
+def planned(name: str, lengths: Sequence[int], *, request: BenchRequest) -> PlannedRanks:
     """The plan of a strategy, and what each rank is to do.
 
     Raises:
@@ -203,35 +199,35 @@ def planned(name: str, lengths: Sequence[int], *, asked: Asked) -> Planned:
         ValueError: training does not run what it plans.
     """
     sequences = sequences_of_rows(tuple(lengths))
-    setting = _setting(asked)
-    blocks = OPTIONS.blocks.model_copy(update={"block_tokens": asked.block_tokens})
+    setting = _setting(request)
+    blocks = OPTIONS.blocks.model_copy(update={"block_tokens": request.block_tokens})
     options = OPTIONS.model_copy(update={"blocks": blocks})
     plan, _ = plan_timed(sequences, strategy=name, setting=setting, options=options)
-    return Planned(
+    return PlannedRanks(
         plan=plan,
         parts=parts_of(lower(plan, sequences), num_microbatches=len(plan.microbatches)),
         imbalance=imbalance(plan, sequences, cost=setting.cost).compute,
     )
 
 
-def parts_of(programs: Sequence[RankProgram], *, num_microbatches: int) -> tuple[tuple[Part, ...], ...]:
+def parts_of(programs: Sequence[RankProgram], *, num_microbatches: int) -> tuple[tuple[RankWork, ...], ...]:
     """`[microbatch][rank]` of programs of one stage."""
     loads = [[each for each in program.instructions if isinstance(each, Load)] for program in programs]
     passes = [[each for each in program.instructions if isinstance(each, Forward)] for program in programs]
     return tuple(
         tuple(
-            Part(pieces=load[at].pieces, attention=forward[at].attention)
+            RankWork(pieces=load[at].pieces, attention=forward[at].attention)
             for load, forward in zip(loads, passes, strict=True)
         )
         for at in range(num_microbatches)
     )
 
 
-def _setting(asked: Asked) -> Setting:
-    model = attention_only(model_profile(asked.model))
-    hardware = replace(hardware_profile(asked.hardware), microbatch_overhead_s=0.0)
+def _setting(request: BenchRequest) -> Setting:
+    model = attention_only(model_profile(request.model))
+    hardware = replace(hardware_profile(request.hardware), microbatch_overhead_s=0.0)
     cost = CostModel.from_profiles(
-        model, hardware, num_ranks=asked.num_ranks, bytes_per_element=BYTES[asked.dtype], reduce_every="step"
+        model, hardware, num_ranks=request.num_ranks, bytes_per_element=BYTES[request.dtype], reduce_every="step"
     )
-    cluster = ClusterSpec(num_ranks=asked.num_ranks, max_tokens_per_rank=ROOM * asked.tokens_per_rank)
+    cluster = ClusterSpec(num_ranks=request.num_ranks, max_tokens_per_rank=BUDGET_RATIO * request.tokens_per_rank)
     return Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rayfcp.bench.request import Asked
+from rayfcp.bench.request import BenchRequest
 
 Grid = tuple[tuple[float, ...], ...]
 """`[microbatch][rank]`."""
@@ -77,7 +77,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class StrategyTiming:
     """One strategy. `error`: against the single kernel; `planned_imbalance`: what the cost model said. Without
     `seconds`, `reason` says why."""
 
@@ -110,22 +110,22 @@ class BlockRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BenchReport:
     """All of it. `peak_flops`: the device's in this dtype, None where it is not known."""
 
-    asked: Asked
+    request: BenchRequest
     device_name: str
     kernel_name: str
     peak_flops: float | None
     num_sequences: int
     kernel: Kernel
     blocks: tuple[BlockRow, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[StrategyTiming, ...]
 
     @property
-    def wrong(self) -> tuple[Entry, ...]:
+    def wrong(self) -> tuple[StrategyTiming, ...]:
         """Entries further from the single kernel than their dtype explains."""
-        bound = TOLERANCE[self.asked.dtype]
+        bound = TOLERANCE[self.request.dtype]
         return tuple(each for each in self.entries if each.seconds is not None and not each.error <= bound)
 
     def mfu(self, flops: float, *, seconds: float) -> float | None:
@@ -135,7 +135,7 @@ class Found:
         """Inputs, device, and a row for each block length and strategy; seconds and shares."""
         kernel = self.kernel
         return {
-            "inputs": self.asked.as_json(),
+            "inputs": self.request.as_json(),
             "device": self.device_name,
             "kernel": self.kernel_name,
             "peak_flops": self.peak_flops,
@@ -145,7 +145,7 @@ class Found:
             "results": [self._entry(each) for each in self.entries],
         }
 
-    def _entry(self, entry: Entry) -> dict[str, Any]:
+    def _entry(self, entry: StrategyTiming) -> dict[str, Any]:
         if entry.seconds is None:
             return {"strategy": entry.strategy, "feasible": False, "reason": entry.reason}
         seconds = entry.seconds
@@ -165,40 +165,40 @@ class Found:
         }
 
 
-def format_found(found: Found) -> str:
+def format_found(report: BenchReport) -> str:
     """Three tables for people, without a newline at the end."""
-    asked, kernel = found.asked, found.kernel
+    request, kernel = report.request, report.kernel
     head = (
-        f"{asked.num_ranks} ranks of {asked.tokens_per_rank} tokens, {found.num_sequences} sequences of "
-        f"{asked.lengths}, heads of {asked.model} in {asked.dtype}, on {found.device_name}: {found.kernel_name}"
+        f"{request.num_ranks} ranks of {request.tokens_per_rank} tokens, {report.num_sequences} sequences of "
+        f"{request.lengths}, heads of {request.model} in {request.dtype}, on {report.device_name}: {report.kernel_name}"
     )
     single = f"single kernel: {_ms(kernel.forward_s)} forward, {_ms(kernel.backward_s)} backward, MFU " + _percent(
-        found.mfu(kernel.flops, seconds=kernel.seconds)
+        report.mfu(kernel.flops, seconds=kernel.seconds)
     )
-    return "\n\n".join([f"{head}\n{single}", _block_table(found), _entry_table(found)])
+    return "\n\n".join([f"{head}\n{single}", _block_table(report), _entry_table(report)])
 
 
-def _block_table(found: Found) -> str:
+def _block_table(report: BenchReport) -> str:
     columns: list[tuple[str, Callable[[BlockRow], str]]] = [
         ("context", lambda row: f"{row.context_tokens}"),
         ("block", lambda row: f"{row.block_tokens}"),
         ("mask", lambda row: "causal" if row.causal else "full"),
         ("ms", lambda row: f"{1e3 * row.seconds:.3f}"),
         ("TFLOP/s", lambda row: f"{row.flops / row.seconds / 1e12:.3g}"),
-        ("MFU", lambda row: _percent(found.mfu(row.flops, seconds=row.seconds))),
+        ("MFU", lambda row: _percent(report.mfu(row.flops, seconds=row.seconds))),
     ]
-    return _aligned([[name for name, _ in columns], *([text(row) for _, text in columns] for row in found.blocks)])
+    return _aligned([[name for name, _ in columns], *([text(row) for _, text in columns] for row in report.blocks)])
 
 
-def _entry_table(found: Found) -> str:
+def _entry_table(report: BenchReport) -> str:
     rows = [["strategy", "microbatches", "slowest", "imbalance", "planned", "efficiency", "MFU/single", "error"]]
     left = []
-    for each in found.entries:
+    for each in report.entries:
         if each.seconds is None:
             left.append(f"{each.strategy}: not run, {each.reason}")
             continue
         shares = [each.seconds.imbalance, each.planned_imbalance]
-        shares += [each.efficiency(found.kernel), each.mfu_share(found.kernel)]
+        shares += [each.efficiency(report.kernel), each.mfu_share(report.kernel)]
         first = [each.strategy, f"{len(each.seconds.forward_s)}", _ms(each.seconds.slowest_s)]
         rows.append([*first, *(_percent(share) for share in shares), f"{each.error:.1e}"])
     return "\n".join([_aligned(rows), *left])

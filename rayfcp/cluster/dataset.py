@@ -1,6 +1,8 @@
-"""The data and the model of a run brought together: lengths indexed, shapes known."""
+"""Data and model of a run: indexed lengths, sampler, model profile."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayfcp.config import Config, ConfigError
@@ -10,10 +12,12 @@ from rayfcp.values import ModelProfile
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NAMED_BAD_ROWS = 3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Samples in their order, and the model that they are for."""
+    """Index and sampler of the data, and the model that they are for."""
 
     index: LengthIndex
     sampler: Sampler
@@ -24,12 +28,19 @@ class Dataset:
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
+    def write_bad_rows(self, path: Path) -> str:
+        """Write the rows that were skipped, one JSON object per line; return a sentence with the first of them."""
+        rows = self.index.named_bad_rows
+        path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
+        shown = "; ".join(str(row) for row in rows[:NAMED_BAD_ROWS])
+        return f"skipped: {shown}{f' and more, see {path}' if len(rows) > NAMED_BAD_ROWS else ''}"
+
 
 def open_dataset(config: Config, *, data_dir: str) -> Dataset:
-    """Read the lengths in `data_dir`; rows whose token ids the model does not have are left out.
+    """Read the lengths in `data_dir`; rows with token ids beyond the model's vocabulary are skipped.
 
     Raises:
-        ConfigError: no such model, too many bad rows, no sample left, or pictures that the model cannot take.
+        ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
     """
     from rayfcp.models.describe import model_config, profile_of
 
@@ -42,21 +53,22 @@ def open_dataset(config: Config, *, data_dir: str) -> Dataset:
         vocab_size=model.vocab_size,
         max_bad_fraction=config.data.max_bad_fraction,
     )
-    _check_sight(config, model, has_pictures=index.has_pictures)
+    _check_images(config, model, has_images=index.has_images)
     sampler = Sampler(index, seed=config.run.seed, global_batch=config.data.global_batch_sequences)
     return Dataset(index=index, sampler=sampler, library=library, model=model)
 
 
-def _check_sight(config: Config, model: ModelProfile, *, has_pictures: bool) -> None:
-    """
+def _check_images(config: Config, model: ModelProfile, *, has_images: bool) -> None:
+    """Check that the model takes the images of the data.
+
     Raises:
-        ConfigError: the data have pictures that the model cannot take.
+        ConfigError: the data have images that the model cannot take.
     """
-    if not has_pictures:
+    if not has_images:
         return
     if model.vision is None:
         raise ConfigError(
-            f"data.paths have pictures, {model.name} has no vision encoder; choose a model that sees, or leave "
+            f"data.paths have images, {model.name} has no vision encoder; choose a vision-language model, or leave "
             "data.processor out"
         )
     if config.data.processor is None:

@@ -1,4 +1,4 @@
-"""One run at a time in a run's folder: a lock that ends with the process that holds it, whatever ends that."""
+"""Lock of a run directory against a second run; it ends with the process that holds it, however that ends."""
 
 import errno
 import fcntl
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,17 +17,17 @@ from rayfcp.config import ConfigError
 
 LOCK_FILE = "run.lock"
 WAIT_S = 5.0
-"""For a run that was ended by force a moment ago, whose processes are still being cleared away."""
+"""Time for the processes of a run that was just killed to disappear."""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
-    """Hold the run's folder, which is made if need be; the lock's file is gone afterwards.
+    """Hold the lock of a run directory, which is created if needed; the lock file is removed afterwards.
 
-    The kernel (on shared file systems their lock service) keeps the lock, not the file: one that a killed run left is
-    taken over at once. Where the file system has no locks the run goes on without.
+    The kernel (on shared file systems their lock service) keeps the lock, not the file: that of a killed run is taken
+    over at once. On file systems without locks the run continues without one.
 
     Raises:
         ConfigError: another run holds it; names it, and since when. Or the folder cannot be written.
@@ -35,20 +36,44 @@ def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
     try:
         handle = _taken(folder / LOCK_FILE, wait_s=wait_s)
     except OSError as error:
-        raise ConfigError(
-            f"run.dir is {str(folder)!r}, it cannot be written ({error.strerror}); make room and permit it, or give "
-            "another"
-        ) from error
+        raise _unwritable(folder, error) from error
     try:
         yield
     finally:
         _leave(folder / LOCK_FILE, handle)
-        with suppress(OSError):  # a run that came to nothing leaves no folder either
+        with suppress(OSError):  # a run that wrote nothing leaves no directory
             folder.rmdir()
 
 
+def check_writable(run_dir: str | Path) -> None:
+    """Check that the run directory can be created; it does not exist afterwards if it did not before.
+
+    Raises:
+        ConfigError: it cannot be created or written.
+    """
+    folder = Path(run_dir)
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        for each in missing:
+            with suppress(OSError):  # not created, or used by another run by now
+                each.rmdir()
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir is {str(folder)!r}, it cannot be written ({error.strerror}); free space, grant access, or choose "
+        "another"
+    )
+
+
 def check_free(run_dir: str | Path, *, wait_s: float = WAIT_S) -> None:
-    """Nobody holds the run's folder as far as this machine sees it. A lock that a killed run left goes.
+    """Check that no run holds the directory, as far as this machine can tell. The lock of a killed run is removed.
 
     Raises:
         ConfigError: another run holds it.
@@ -59,8 +84,8 @@ def check_free(run_dir: str | Path, *, wait_s: float = WAIT_S) -> None:
 
 
 def sweep(run_dir: str | Path, *, names: tuple[str | Path, ...] = (), wait_s: float = 2.0) -> None:
-    """Remove the lock and these other files, in the folder unless absolute, that a run ended by force has left, unless
-    another run is there."""
+    """Remove the lock and these files, in the directory unless absolute, of a run that was killed, unless another run
+    holds it."""
     folder = Path(run_dir)
     if (folder / LOCK_FILE).exists():
         with suppress(ConfigError), hold(folder, wait_s=wait_s):
@@ -69,7 +94,7 @@ def sweep(run_dir: str | Path, *, names: tuple[str | Path, ...] = (), wait_s: fl
 
 
 def _taken(path: Path, *, wait_s: float) -> int:
-    """An open handle of `path` that holds its lock, and says who holds it."""
+    """Open handle of `path` that holds its lock; the file names the holder."""
     until_s = time.monotonic() + wait_s
     while True:
         handle = _opened(path, until_s=until_s)
@@ -79,31 +104,31 @@ def _taken(path: Path, *, wait_s: float) -> int:
             holder = _holder(handle)
             os.close(handle)
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                logger.warning("%s: this file system has no locks; take care that no other run uses it", path)
+                logger.warning("%s: this file system has no locks; make sure that no other run uses it", path)
                 return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             if time.monotonic() > until_s:
                 raise ConfigError(
-                    f"run.dir is {str(path.parent)!r}, another run is there: {holder}; wait for its end, stop it, or "
+                    f"run.dir is {str(path.parent)!r}, in use by another run: {holder}; wait for its end, stop it, or "
                     "use another run.name"
                 ) from error
             time.sleep(0.05)
             continue
         if _is_at(handle, path):
-            with suppress(OSError):  # on a full disk the holder has no name, but the lock
+            with suppress(OSError):  # on a full disk the lock is held without the holder's name
                 _write_holder(handle)
             return handle
-        os.close(handle)  # its holder removed it between our opening and locking it
+        os.close(handle)  # its holder removed it after it was opened here
 
 
 def _opened(path: Path, *, until_s: float) -> int:
-    """An open handle of `path`, whose folder other runs may make and take away meanwhile."""
+    """Open handle of `path`, whose folder other runs may create and remove meanwhile."""
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileExistsError, FileNotFoundError):  # it came, or went, between two looks at it
+        except (FileExistsError, FileNotFoundError):  # created or removed in between
             if time.monotonic() > until_s or path.parent.is_file():
                 raise
             time.sleep(0.001)
@@ -132,11 +157,11 @@ def _holder(handle: int) -> str:
         about = json.loads(os.pread(handle, 4096, 0))
         return f"process {about['pid']} on {about['host']} since {about['started']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "a process that has only just started"
+        return "a process that has just started"
 
 
 def _leave(path: Path, handle: int) -> None:
-    """Remove the file while it is still locked, so that nobody locks a file that goes."""
+    """Remove the file while it is still locked, so that no one else locks a removed file."""
     with suppress(OSError):
         if _is_at(handle, path):
             path.unlink()

@@ -1,32 +1,31 @@
-"""Ray for a run: the cluster that is there, or one of our own on this machine.
-
-What a run does with files before and after it: preparing data, exporting a checkpoint.
-
-`FlexTrainer`: a run from a user's process, with Ray Train's types outside.
-"""
+"""`FlexTrainer`: a run from a user's process, with Ray Train's types; preparing data and exporting checkpoints."""
 
 import logging
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_whole
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_intact
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
-from rayfcp.cluster.lock import check_free
+from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import check_layout
-from rayfcp.cluster.workers.placement import RESOURCES
 from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config, ConfigError, load_config, parse_config
 from rayfcp.data import PreparedManifest, cached_prepare, prepare, tokenizer_of
+from rayfcp.data.hub import locate
 from rayfcp.execute.reports import find_damage
 from rayfcp.telemetry.loggers.interface import check_loggers
+from rayfcp.telemetry.progress import Progress
 from rayfcp.values import StepReport
+from rayfcp.values.devices import AUTO, DEVICES
 
 if TYPE_CHECKING:
     from ray.train import Result, RunConfig, ScalingConfig
@@ -36,10 +35,10 @@ CONTROLLER_CPUS = 1
 
 
 def connect(config: Config) -> bool:
-    """Make Ray usable; True if it was started here and should be shut down at the end.
+    """Connect to Ray; True if it was started here and should be shut down at the end.
 
-    A Ray that this process already uses is taken. Otherwise `cluster.address` is joined, or a local
-    Ray is started with as many logical CPUs as the run's actors ask for, whatever the machine has.
+    A Ray that this process already uses is taken. Otherwise `cluster.address` is joined, or a local Ray is started
+    with as many logical CPUs as the run's actors request, whatever the machine has.
 
     Raises:
         ConfigError: nothing answers at `cluster.address`.
@@ -51,8 +50,8 @@ def connect(config: Config) -> bool:
             ray.init(address=config.cluster.address, logging_level=logging.WARNING, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
-                f"cluster.address is {config.cluster.address!r}, no Ray lets us in there ({error}); start one with "
-                "'ray start --head', set RAY_AUTH_MODE=token if it wants a token, or leave the address out"
+                f"cluster.address is {config.cluster.address!r}, no Ray accepts connections there ({error}); start one "
+                "with 'ray start --head', set RAY_AUTH_MODE=token if it wants a token, or leave the address out"
             ) from error
         return True
     workers = config.cluster.max_workers * config.train.threads_per_worker
@@ -69,12 +68,12 @@ def connect(config: Config) -> bool:
 
 
 def _check_local(config: Config) -> None:
-    """This machine gets no further devices, so waiting for them would be in vain.
+    """Check the devices of a local Ray, which gets no further ones.
 
     Raises:
         ConfigError: fewer accelerators than the run needs.
     """
-    name = RESOURCES.get(config.cluster.device)
+    name = None if config.cluster.device == AUTO else DEVICES[config.cluster.device].resource
     have = int(ray.cluster_resources().get(name, 0)) if name else 0
     if name and have < config.cluster.min_workers:
         ray.shutdown()
@@ -85,7 +84,7 @@ def _check_local(config: Config) -> None:
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Local paths that exist, made absolute: actors run in other folders than the user."""
+    """`config` with existing local paths made absolute, as actors run in other folders."""
     tokenizer, resume, metrics = config.data.tokenizer, config.checkpoint.resume, config.metrics
     return config.model_copy(
         update={
@@ -93,7 +92,7 @@ def with_absolute_paths(config: Config) -> Config:
             "data": config.data.model_copy(
                 update={
                     "paths": tuple(_absolute(path) for path in config.data.paths),
-                    "tokenizer": tokenizer if tokenizer == "bytes" else _absolute(tokenizer),
+                    "tokenizer": tokenizer if tokenizer in (None, "bytes") else _absolute(tokenizer),
                     "processor": _absolute(config.data.processor),
                 }
             ),
@@ -109,18 +108,18 @@ def _absolute(path: str | None) -> str | None:
     return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
 
 
-def prepared_data(config: Config, *, say: Callable[[str], None]) -> str:
-    """The folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache,
-    which is `data.cache_dir` or `.data` beside the run's folder."""
+def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
+    """Folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache, which is
+    `data.cache_dir` or `.data` beside the run directory."""
     cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
     manifest = cached_prepare(
-        config.data, cache_dir=cache, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+        config.data, cache_dir=cache, progress=lambda done, total: log(f"tokenising: {done / max(total, 1):.0%}")
     )
-    say(f"data in {manifest}")
+    log(f"data in {manifest}")
     return manifest.folder
 
 
-def prepare_data(config: Config, *, out_dir: str, say: Callable[[str], None]) -> PreparedManifest:
+def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> PreparedManifest:
     """Tokenise `config.data` into shards in `out_dir`, on the cluster of the configuration.
 
     Raises:
@@ -129,26 +128,40 @@ def prepare_data(config: Config, *, out_dir: str, say: Callable[[str], None]) ->
     started_here = connect(config)
     try:
         return prepare(
-            config.data, out_dir=out_dir, progress=lambda done, total: say(f"tokenising: {done / max(total, 1):.0%}")
+            config.data, out_dir=out_dir, progress=lambda done, total: log(f"tokenising: {done / max(total, 1):.0%}")
         )
     finally:
         if started_here:
             ray.shutdown()
 
 
-def export_run(run_dir: str | Path, *, out_dir: str | Path, say: Callable[[str], object] = lambda _: None) -> Path:
-    """Write the newest whole checkpoint of a run as a Hugging Face folder; the checkpoint that was taken. `say` hears
-    of damaged ones that are newer.
+def export_run(
+    run_dir: str | Path,
+    *,
+    out_dir: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    log: Callable[[str], object] = lambda _: None,
+) -> Path:
+    """Export a checkpoint of a run as a Hugging Face folder, and return it: the newest intact one (damaged ones are
+    logged), or that of `step`. Weights are written in `dtype`, `model.dtype` if absent.
 
     Raises:
-        ConfigError: no run or no whole checkpoint in `run_dir`, or `out_dir` is not empty.
+        ConfigError: no run or no intact checkpoint in `run_dir`, none of `step`, or `out_dir` is not empty.
     """
     from rayfcp.models.export import export_checkpoint
 
     config = load_config(Path(run_dir) / "config.yaml")
     folder = Path(run_dir) / "checkpoints"
+    if dtype is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
-    found = newest_whole(candidates, check=find_damage, say=say)
+    if step is not None and candidates:
+        steps = {int(each.name.rsplit("-", 1)[-1]): each for each in candidates}
+        if step not in steps:
+            raise ConfigError(f"--step is {step}, must be one of {', '.join(map(str, sorted(steps)))} in {folder}")
+        candidates = [steps[step]]
+    found = newest_intact(candidates, check=find_damage, log=log)
     if found is None:
         raise ConfigError(f"RUN_DIR is {run_dir}, no complete checkpoint is in {folder}; let the run save one first")
     checkpoint, manifest = found
@@ -157,17 +170,17 @@ def export_run(run_dir: str | Path, *, out_dir: str | Path, say: Callable[[str],
 
 
 class RunFailedError(RuntimeError):
-    """The run ended by an error that is not in the configuration; the message holds the worker's traceback."""
+    """The run failed, but not because of its configuration; holds the worker's traceback."""
 
 
 class FlexTrainer:
     """Trains a language model on the ranks of a Ray cluster, planning every global batch.
 
     Args:
-        config: the run. Ray Train's own configurations, if given, override it:
-        run_config: `name`, `storage_path` (the run's folder is `storage_path/name`), `checkpoint_config`.
+        config: the run, as `Config` or as nested dict. Ray Train's own configurations override it:
+        run_config: `name`, `storage_path` (the run directory is `storage_path/name`), `checkpoint_config`.
         scaling_config: `num_workers` (a number or (min, max)), `use_gpu`.
-        worker: the class of the devices' actors.
+        worker: class of the worker actors.
 
     Example:
         >>> trainer = FlexTrainer(config)                                     # doctest: +SKIP
@@ -177,21 +190,25 @@ class FlexTrainer:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | Mapping[str, Any],
         *,
         run_config: "RunConfig | None" = None,
         scaling_config: "ScalingConfig | None" = None,
         worker: type[RankWorker] = RankWorker,
     ) -> None:
+        config = config if isinstance(config, Config) else parse_config(config)
         config = _with_scaling(config, scaling_config) if scaling_config else config
         self.config = _with_run(config, run_config) if run_config else config
         self._worker = worker
+        if self.config.cluster.address is None:
+            _check_machine(self.config)
         check_runnable(self.config)
 
     def fit(self, *, watcher: Watcher | None = None) -> "Result":
-        """Run to the end and give the last step's metrics, the last checkpoint and the run's folder.
+        """Run to the end; return the last step's metrics, the last checkpoint and the run directory.
 
-        Ctrl-C or SIGTERM ends the run after the step under way with a checkpoint; a second one at once.
+        `watcher` shows the progress, by default on stderr. Ctrl-C or SIGTERM ends the run after the step under way with
+        a checkpoint; a second one at once.
 
         Raises:
             ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -200,7 +217,9 @@ class FlexTrainer:
         from ray.train import Checkpoint, Result
 
         run_dir = Path(self.config.run_dir).absolute()
-        outcome, reports = self._drive(run_dir, watcher or _Silent())
+        with ExitStack() as stack:
+            watcher = watcher or stack.enter_context(Progress(self.config.train.steps))
+            outcome, reports = self._drive(run_dir, watcher)
         if outcome.wrong_input:
             raise ConfigError(outcome.error)
         if outcome.finished is None:
@@ -222,23 +241,43 @@ class FlexTrainer:
         )
         with sigterm_interrupts() as heed_sigterm:
             if config.cluster.address is None:
-                check_free(run_dir)  # sooner than the controller, which will hold it, can tell: no Ray is started
-            watcher.say("connecting to Ray")
+                check_free(run_dir)  # before Ray is started for a controller that would find out
+            watcher.log("connecting to Ray")
             started_here = connect(config)
             heed_sigterm()
             try:
-                data_dir = prepared_data(config, say=watcher.say)
+                data_dir = prepared_data(config, log=watcher.log)
                 return follow(config, data_dir, runtime=RayRuntime(self._worker), watcher=watcher)
             finally:
                 if started_here:
                     ray.shutdown()
 
 
-def check_runnable(config: Config) -> None:
-    """What can be refused before anything starts.
+def _check_machine(config: Config) -> None:
+    """Check what a local run needs of this machine, before anything slow.
 
     Raises:
-        ConfigError: a strategy, a layout, a logger or a model that cannot run.
+        ConfigError: run.dir cannot be written or is in use, or the metrics port is taken.
+    """
+    run_dir = Path(config.run_dir).absolute()
+    check_writable(run_dir)
+    check_free(run_dir)
+    host, port = config.metrics.host, config.metrics.port
+    if port:
+        try:
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.port is {port}, it cannot be opened on {host} ({error.strerror}); choose another, or 0 for a "
+                "free one"
+            ) from error
+
+
+def check_runnable(config: Config) -> None:
+    """Check a configuration before anything starts.
+
+    Raises:
+        ConfigError: a strategy, a layout, a logger, a tokenizer or a model that cannot run.
         InfeasiblePlanError: the model does not fit.
     """
     check_layout(config)
@@ -247,13 +286,16 @@ def check_runnable(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    """Model and tokenizer exist, can run, and fit."""
+    """Check that tokenizer and model exist, can run, and fit. The tokenizer first: the model library imports slowly."""
+    if config.model.path is not None:
+        locate(config.model.path, key="model.path")  # the tokenizer may be the model's
+    vocab_size = tokenizer_of(config.data).vocab_size
     from rayfcp.models.describe import check_limits, model_config, profile_of
     from rayfcp.models.pretrained import check_weights
     from rayfcp.models.selfcheck import check_supported
     from rayfcp.models.tensor_parallel import check_tensor_parallel
 
-    library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
+    library = model_config(config.model, vocab_size=vocab_size)
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library, num_stages=config.cluster.pipeline_stages)
@@ -266,7 +308,7 @@ def _check_model(config: Config) -> None:
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
     if scaling.resources_per_worker is not None:
         raise ConfigError(
-            "ScalingConfig.resources_per_worker is not honoured; use cluster.device and train.threads_per_worker"
+            "ScalingConfig.resources_per_worker is not supported; use cluster.device and train.threads_per_worker"
         )
     workers = scaling.num_workers
     update: dict[str, Any] = {"num_workers": list(workers) if isinstance(workers, tuple | list) else workers}
@@ -276,11 +318,13 @@ def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
 
 
 def _with_run(config: Config, run: "RunConfig") -> Config:
-    """What the user set in a `RunConfig`; a name with the time and a default folder are Ray's own fillings."""
+    """`config` with what the user set in a `RunConfig`; Ray fills in a name with the time and a default folder."""
     from ray.train import RunConfig
 
     if run.failure_config is not None and run.failure_config.max_failures:
-        raise ConfigError("FailureConfig.max_failures is not honoured: a failed worker ends the run; leave it 0")
+        raise ConfigError(
+            "FailureConfig.max_failures is not supported: lost workers are replaced anyway (elastic.*); leave it 0"
+        )
     name = config.run.name if not run.name or run.name.startswith("ray_train_run-") else run.name
     stored = run.storage_path if run.storage_path != RunConfig().storage_path else None
     folder = str(Path(stored) / name) if stored else config.run.dir
@@ -289,16 +333,8 @@ def _with_run(config: Config, run: "RunConfig") -> Config:
 
 
 def _updated(config: Config, **sections: dict[str, Any]) -> Config:
-    """Some keys of some sections changed, all checked again."""
+    """`config` with changed keys, validated again."""
     raw = config.model_dump()
     for section, values in sections.items():
         raw[section] |= values
     return parse_config(raw)
-
-
-class _Silent:
-    def say(self, text: str) -> None:
-        """Nobody listens."""
-
-    def update(self, report: StepReport) -> None:
-        """Nobody looks."""

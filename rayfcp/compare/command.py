@@ -1,16 +1,13 @@
-"""What a person sees on stderr while strategies are compared.
-
-`rayfcp compare` from checked arguments to table, JSON and page.
-"""
+"""`rayfcp compare`: from checked arguments to table, JSON and page."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from rayfcp.compare.advice import Adviser, Question, format_layouts, layout_section
+from rayfcp.compare.advice import AdviceRequest, Advisor, format_layouts, layout_section
 from rayfcp.compare.arguments import Inputs, chosen
 from rayfcp.compare.comparison import compare
 from rayfcp.compare.page import render
@@ -20,35 +17,26 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.progress import Terminal
 
-if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
-
 
 class Progress(Terminal):
-    """`progress(text)` tells what comes next. `total`: how often it will be told, about."""
+    """Progress on stderr: `progress(text)` announces the next piece of work, of which there are about `total`."""
 
     def __init__(self, total: int, *, stream: TextIO | None = None) -> None:
-        super().__init__(total, columns=_columns, stream=stream)
-        self._told = 0
+        super().__init__(total, counts=False, stream=stream)
+        self._num_begun = 0
 
     def __call__(self, text: str) -> None:
-        if self.move(self._told, text):
-            self._told += 1
+        if self.move(self._num_begun, (text,)):
+            self._num_begun += 1
         else:
-            self.say(text)
-
-
-def _columns() -> "Sequence[ProgressColumn]":
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-
-    return (BarColumn(bar_width=24), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+            self.log(text)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Compares, or searches layouts too, prints what was found, writes the files that were asked for.
+    """Compare, or search layouts too; print the results and write the requested files.
 
     Raises:
-        ConfigError: arguments that cannot be used, or a file that cannot be written.
+        ConfigError: Arguments that cannot be used, or a file that cannot be written.
     """
     inputs = inputs_of(arguments)
     for option, path in (
@@ -59,29 +47,31 @@ def run(arguments: argparse.Namespace) -> None:
         if path is not None and Path(path).is_dir():
             raise ConfigError(f"{option} is {path!r}, a folder; give the path of a file")
     if arguments.data is not None and arguments.write_config is None:
-        raise ConfigError("--data is given, which goes into a configuration; give --write-config its path too")
+        raise ConfigError(
+            "--data is given without --write-config, of which it is a part; give --write-config its path too"
+        )
     if arguments.write_config is not None or None in (arguments.stages, arguments.tensor_parallel):
         _advise(inputs, arguments)
         return
     with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
-        comparison = compare(inputs, say=progress)
+        comparison = compare(inputs, log=progress)
     sys.stdout.write(f"{format_table(comparison)}\n")
     _write_all(arguments, results=comparison.as_json(), page=lambda: render(comparison))
 
 
 def _advise(inputs: Inputs, arguments: argparse.Namespace) -> None:
-    """Searches layouts, and writes a configuration if it shall."""
-    asked = Question(
+    """Search layouts, and write a configuration if requested."""
+    request = AdviceRequest(
         inputs=inputs, stages=arguments.stages, tensor_parallel=arguments.tensor_parallel, data=arguments.data
     )
-    adviser = Adviser(asked)
-    with Progress(adviser.num_pairs) as progress:
-        advice = adviser.advise(say=progress)
+    advisor = Advisor(request)
+    with Progress(advisor.num_pairs) as progress:
+        advice = advisor.advise(log=progress)
     sys.stdout.write(f"{format_table(advice.comparison)}\n\n{format_layouts(advice)}\n")
     _write_all(
         arguments,
         results=advice.as_json(),
-        page=lambda: render(advice.comparison, more=layout_section(advice), searched=advice.question.searched),
+        page=lambda: render(advice.comparison, more=layout_section(advice), searched=advice.request.searched),
     )
     if arguments.write_config is not None:
         _write("--write-config", arguments.write_config, text=run_config_text(advice))
@@ -95,7 +85,7 @@ def _write_all(arguments: argparse.Namespace, *, results: dict[str, Any], page: 
 
 
 def inputs_of(arguments: argparse.Namespace) -> Inputs:
-    """The arguments as a value."""
+    """Return the arguments as a value."""
     return Inputs(
         lengths=arguments.lengths,
         model=arguments.model,

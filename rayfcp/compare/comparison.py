@@ -1,7 +1,4 @@
-"""`auto` in a comparison: the best by prediction, simulated on the machine that is compared on.
-
-The comparison itself: each strategy plans the same batches; its plans are checked and simulated.
-"""
+"""The comparison: each strategy plans the same batches; its plans are checked and simulated."""
 
 import math
 import time
@@ -12,7 +9,7 @@ from typing import Any
 from rayfcp.compare.arguments import Inputs, chosen, missing
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
-from rayfcp.compare.results import Entry, Measured, Scene, averaged, best_baseline, measure, timeline_of
+from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, best_baseline, measure, timeline_of
 from rayfcp.compare.settings import Family, Setting, family_of, rank_profile, stages_of
 from rayfcp.config import ConfigError
 from rayfcp.config.models import PlanConfig
@@ -20,7 +17,7 @@ from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.plan.strategies.registry import AUTO
-from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
+from rayfcp.program import RankProgram, lower
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 from rayfcp.verify import check_plan
@@ -29,15 +26,15 @@ from rayfcp.verify import check_plan
 def plan_auto_timed(
     sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
 ) -> tuple[BatchPlan, float]:
-    """The plan that `auto` takes, and the CPU seconds from sequences to plan, simulation included.
+    """Return the plan that `auto` chooses by simulation on the compared hardware, and the CPU seconds it took.
 
     Raises:
-        InfeasiblePlanError: no strategy has a plan for this batch.
+        InfeasiblePlanError: No strategy has a plan for this batch.
     """
     start_s = time.process_time()
 
     def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
-        return lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+        return lower(plan, sequences, reduce_every=setting.reduce_every)
 
     def seconds(programs: Sequence[RankProgram]) -> float:
         return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
@@ -47,13 +44,13 @@ def plan_auto_timed(
     return plan, time.process_time() - start_s
 
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What all strategies are given. `hardware` is that of a rank (on a stage), i.e. of `tensor_parallel` devices
-    together; `num_ranks` where there are no stages."""
+    """Input of all strategies. `hardware`: of a rank (on a stage), i.e. of `tensor_parallel` devices together;
+    `num_ranks`: without stages."""
 
     model: ModelProfile
     hardware: HardwareProfile
@@ -64,15 +61,32 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """All entries in the order shown, and of each feasible strategy the simulated first batch."""
+    """All entries in the order of the strategies, and the simulated first batch of each feasible one.
+
+    `system`: name and iteration time of the fastest system searched beside the entries, the reference of speedups
+    where no baseline is among them.
+    """
 
     inputs: Inputs
     case: Case
     entries: tuple[Entry, ...]
     scenes: tuple[Scene, ...]
+    system: tuple[str, float] | None = None
+
+    @property
+    def reference(self) -> tuple[str, float] | None:
+        """Name and iteration time that speedups refer to; None without a baseline."""
+        best = best_baseline(self.entries)
+        if best is None or best.iteration_s is None:
+            return self.system
+        return f"{best.strategy}, the best baseline", best.iteration_s
+
+    def tokens_per_s_per_device(self, entry: Entry) -> float:
+        """Tokens per second over the devices of the cluster, of which a rank may have several."""
+        return (entry.tokens_per_s_per_rank or 0.0) * entry.num_ranks / self.inputs.devices
 
     def as_json(self) -> dict[str, Any]:
-        """The JSON contract: inputs and one entry per strategy."""
+        """Return the JSON contract: inputs and one entry per strategy."""
         best = best_baseline(self.entries)
         best_s = best.iteration_s if best else None
         return {
@@ -82,23 +96,23 @@ class Comparison:
 
 
 def compare(
-    inputs: Inputs, *, say: Say = lambda _: None, options: PlanConfig | None = None, check: bool = True
+    inputs: Inputs, *, log: Log = lambda _: None, options: PlanConfig | None = None, check: bool = True
 ) -> Comparison:
-    """Plan, check and simulate every strategy on the same batches; `say` is told what comes next. `options` take the
-    place of what `inputs` say on how plans are made; without `check` plans are not proven, which takes as long again.
+    """Plan, check and simulate every strategy on the same batches.
 
-    Plans, and all figures but `plan_s`, are the same for the same inputs.
+    `log` receives the next piece of work; `options` replace those of `inputs`; without `check` the validator, which
+    takes as long again, is skipped. The same inputs give the same plans and figures except `plan_s`.
 
     Raises:
-        ConfigError: inputs that cannot be used, in one line.
+        ConfigError: Inputs that cannot be used, in one line.
     """
     names = chosen(inputs.strategies)
-    case = _case(inputs, say=say, options=options or options_of(inputs))
+    case = _case(inputs, log=log, options=options or options_of(inputs))
     entries, scenes = [], []
     for name in names:
         entry, scene = min(
             (
-                _contest(name, case=case, inputs=inputs, num_stages=each, say=say, check=check)
+                _evaluate_on(name, case=case, inputs=inputs, num_stages=each, log=log, check=check)
                 for each in stages_of(name, inputs)
             ),
             key=lambda each: math.inf if each[0].iteration_s is None else each[0].iteration_s,
@@ -109,10 +123,10 @@ def compare(
 
 
 def model_of(inputs: Inputs) -> ModelProfile:
-    """The model, its vision encoder frozen where that is asked for.
+    """Return the model, with a frozen vision encoder if requested.
 
     Raises:
-        ConfigError: no such model, or none with an encoder to freeze.
+        ConfigError: An unknown model, or one without an encoder to freeze.
     """
     model = model_profile(inputs.model)
     if not inputs.frozen_vision:
@@ -122,7 +136,7 @@ def model_of(inputs: Inputs) -> ModelProfile:
     return replace(model, vision=replace(model.vision, frozen=True))
 
 
-def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
+def _case(inputs: Inputs, *, log: Log, options: PlanConfig) -> Case:
     model = model_of(inputs)
     hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=inputs.tensor_parallel)
     if inputs.devices < inputs.stages * inputs.tensor_parallel:
@@ -135,7 +149,7 @@ def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
             f"--stages is {inputs.stages}, must be at most the model's {model.num_layers} layers; lower it"
         )
     batches = batches_of(inputs, model=model)
-    say(f"{sum(lengths_of(batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
+    log(f"{sum(lengths_of(batches)):,} tokens in {inputs.batches} x {inputs.global_batch} sequences")
     return Case(
         model=model,
         hardware=hardware,
@@ -145,10 +159,10 @@ def _case(inputs: Inputs, *, say: Say, options: PlanConfig) -> Case:
     )
 
 
-def _contest(
-    name: str, *, case: Case, inputs: Inputs, num_stages: int, say: Say, check: bool
+def _evaluate_on(
+    name: str, *, case: Case, inputs: Inputs, num_stages: int, log: Log, check: bool
 ) -> tuple[Entry, Scene | None]:
-    """The entry of one strategy on so many stages, and the scene of its first batch."""
+    """Return the entry of a strategy on a number of stages, and the scene of its first batch if feasible."""
     longest = max(lengths_of(case.batches))
     family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest, num_stages=num_stages)
     place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
@@ -157,24 +171,23 @@ def _contest(
         return Entry(strategy=name, feasible=False, reason=why, **place), None
     try:
         if compiles_first(name):
-            say(f"{name}: {COMPILES}")
-        say(f"{name}: choosing a setting")
+            log(f"{name}: {COMPILES}")
+        log(f"{name}: choosing a setting")
         setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
-        return contest(name, setting, case=case, family=family, say=say, check=check)
+        return evaluate(name, setting, case=case, family=family, log=log, check=check)
     except InfeasiblePlanError as error:
         return Entry(strategy=name, feasible=False, reason=str(error), **place), None
 
 
-def contest(
-    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool = True
+def evaluate(
+    name: str, setting: Setting, *, case: Case, family: Family, log: Log, check: bool = True
 ) -> tuple[Entry, Scene]:
-    """The entry of one strategy under one setting of its family, and the scene of its first batch, whose plan is proven
-    if `check`.
+    """Return the entry of a strategy under one setting of its family, and the scene of its first batch.
 
     Raises:
-        InfeasiblePlanError: a batch has no plan.
+        InfeasiblePlanError: A batch has no plan.
     """
-    measured, scene, reason = _run(name, setting, case=case, family=family, say=say, check=check)
+    measured, scene, reason = _run(name, setting, case=case, family=family, log=log, check=check)
     entry = Entry(
         strategy=name,
         feasible=True,
@@ -192,12 +205,12 @@ def contest(
 
 
 def _run(
-    name: str, setting: Setting, *, case: Case, family: Family, say: Say, check: bool
-) -> tuple[Sequence[Measured], Scene, str]:
-    """Figures of all batches, the scene of the first, and why its plan is as it is."""
+    name: str, setting: Setting, *, case: Case, family: Family, log: Log, check: bool
+) -> tuple[Sequence[BatchFigures], Scene, str]:
+    """Return the figures of all batches, and the scene and the reason of the first plan."""
     figures, scenes, plans = [], [], []
     for number, batch in enumerate(case.batches):
-        say(f"{name}: batch {number + 1} of {len(case.batches)}")
+        log(f"{name}: batch {number + 1} of {len(case.batches)}")
         plan, plan_s = (
             plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
             if name == AUTO
@@ -221,15 +234,15 @@ def _run(
 
 
 def _is_free(plan: BatchPlan) -> bool:
-    """Whether its blocks lie where the strategy wants them, not where groups would put them."""
+    """Whether the strategy places blocks itself, independently of groups."""
     return any(microbatch.layout is not None for microbatch in plan.microbatches)
 
 
 def _check(plan: BatchPlan, batch: Batch, *, setting: Setting) -> None:
-    """The validator's proof of one plan.
+    """Validate one plan.
 
     Raises:
-        RuntimeError: the plan is wrong, which is an error of ours and not of the user's.
+        RuntimeError: The plan is wrong: an internal error, not the user's.
     """
     try:
         check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)

@@ -1,14 +1,13 @@
-"""Rows of a file of lengths that have pictures.
+"""Rows of a file of lengths that have images.
 
-In a .json list, a row of plain text is its length; one with pictures is an object:
+In a .json list, a row of plain text is its length; one with images is an object:
 
     {"tokens": 9000, "targets": 30,
      "pictures": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
 
-Each entry of `pictures` is a run of `count` equal pictures (default: 1), the first of `tokens` tokens from token
-`start`, the next `stride` tokens on (default: `tokens`), each of `patches` patches to the vision encoder; `mutual`
-(default: false) where its tokens see one another in the language model. `targets`: tokens that enter the loss (default:
-those that are in no picture, but for the first).
+Each entry of `pictures` is a run of `count` equal images (default: 1), the first of `tokens` tokens from token
+`start`, the next `stride` tokens on (default: `tokens`), each of `patches` patches to the vision encoder. `targets`:
+tokens that enter the loss (default: those that are in no image, but for the first).
 """
 
 import dataclasses
@@ -17,13 +16,13 @@ from typing import Any
 
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
-from rayfcp.values import ModelProfile, Pictures, SequenceSpec
+from rayfcp.values import Images, ModelProfile, SequenceSpec
 
 Row = int | SequenceSpec
-"""A sequence as it is drawn: plain text by its length, or with its pictures."""
+"""A sequence as it is drawn: plain text by its length, or with its images."""
 
 ROW = ("tokens", "targets", "pictures")
-RUN = ("start", "tokens", "patches", "count", "stride", "mutual")
+RUN = ("start", "tokens", "patches", "count", "stride")
 
 
 class WrongRowsError(ValueError):
@@ -31,12 +30,12 @@ class WrongRowsError(ValueError):
 
 
 def is_row(value: object) -> bool:
-    """Whether an entry of a .json list is meant as a row with pictures."""
+    """Whether an entry of a .json list is meant as a row with images."""
     return isinstance(value, dict)
 
 
 def row_of(value: Any, *, entry: int) -> Row:
-    """Entry `entry`, from 1, of a list in which some rows have pictures.
+    """Entry `entry`, from 1, of a list in which some rows have images.
 
     Raises:
         WrongRowsError: it is none; names the entry, the field, the value and the bound.
@@ -55,28 +54,26 @@ def row_of(value: Any, *, entry: int) -> Row:
     if targets > tokens:
         raise WrongRowsError(f"{where}: targets is {targets}, must be at most tokens ({tokens}); lower it")
     try:
-        return SequenceSpec(id=entry, num_tokens=tokens, num_targets=targets, pictures=runs)
+        return SequenceSpec(id=entry, num_tokens=tokens, num_targets=targets, images=runs)
     except ValueError as error:
         raise WrongRowsError(f"{where}: {str(error).partition(': ')[2]}") from None
 
 
-def _run(value: object, *, where: str) -> Pictures:
+def _run(value: object, *, where: str) -> Images:
     if not isinstance(value, dict):
         raise WrongRowsError(f"{where} is {value!r}, must be an object; e.g. start, tokens, patches")
+    if "mutual" in value:
+        raise WrongRowsError(f"{where}: mutual is not supported, the language model is causal in images; leave it out")
     _check_names(value, RUN, needed=RUN[:3], where=where)
-    mutual = value.get("mutual", False)
-    if not isinstance(mutual, bool):
-        raise WrongRowsError(f"{where}: mutual is {mutual!r}, must be true or false; write one of the two")
     numbers = {"count": 1, "stride": value["tokens"], **value}
-    whole = {name: _whole(numbers[name], where=f"{where}: {name}", least=name != "start") for name in RUN[:5]}
+    whole = {name: _whole(numbers[name], where=f"{where}: {name}", least=name != "start") for name in RUN}
     try:
-        return Pictures(
+        return Images(
             start=whole["start"],
             num_tokens=whole["tokens"],
             num_patches=whole["patches"],
             count=whole["count"],
             stride=whole["stride"],
-            mutual=mutual,
         )
     except ValueError as error:
         raise WrongRowsError(f"{where}: {error}") from None
@@ -100,7 +97,7 @@ def _whole(value: object, *, where: str, least: int) -> int:
 
 
 def cut(row: Row, max_seqlen: int) -> Row:
-    """The row's first `max_seqlen` tokens, or those before a picture that would be cut.
+    """The row's first `max_seqlen` tokens, or those before a image that would be cut.
 
     Raises:
         ConfigError: nothing is before it.
@@ -110,7 +107,7 @@ def cut(row: Row, max_seqlen: int) -> Row:
     if row.num_tokens <= max_seqlen:
         return row
     runs, tokens = [], max_seqlen
-    for run in row.pictures:
+    for run in row.images:
         whole = sum(stop <= max_seqlen for _, stop in run.ranges())
         if whole:
             runs.append(dataclasses.replace(run, count=whole))
@@ -119,30 +116,28 @@ def cut(row: Row, max_seqlen: int) -> Row:
             break
     if tokens == 0:
         raise ConfigError(
-            f"--max-seqlen is {max_seqlen}, must be at least {row.pictures[0].num_tokens}, the tokens of a picture "
+            f"--max-seqlen is {max_seqlen}, must be at least {row.images[0].num_tokens}, the tokens of a image "
             "that a row starts with; raise it"
         )
-    return dataclasses.replace(
-        row, num_tokens=tokens, num_targets=min(row.num_targets, tokens - 1), pictures=tuple(runs)
-    )
+    return dataclasses.replace(row, num_tokens=tokens, num_targets=min(row.num_targets, tokens - 1), images=tuple(runs))
 
 
 def check_seen(rows: Sequence[Row], *, source: str, model: ModelProfile | None) -> None:
-    """The model sees the rows' pictures, and makes of their patches as many tokens as they have.
+    """The model sees the rows' images, and makes of their patches as many tokens as they have.
 
     Raises:
         ConfigError: it does not.
     """
-    runs = [run for row in rows if not isinstance(row, int) for run in row.pictures]
+    runs = [run for row in rows if not isinstance(row, int) for run in row.images]
     if not runs:
         return
     vision = model.vision if model else None
     if vision is None:
         name = model.name if model else "of none"
-        raise ConfigError(f"--lengths {source!r} has pictures, model {name} has no vision encoder; name one that sees")
+        raise ConfigError(f"--lengths {source!r} has images, model {name} has no vision encoder; name one that sees")
     for run in runs:
         if run.num_patches != vision.merged_patches * run.num_tokens:
             raise ConfigError(
-                f"--lengths {source!r} has a picture of {run.num_patches} patches and {run.num_tokens} tokens, must "
+                f"--lengths {source!r} has a image of {run.num_patches} patches and {run.num_tokens} tokens, must "
                 f"have {vision.merged_patches} patches a token as model {model.name if model else ''}; correct it"
             )

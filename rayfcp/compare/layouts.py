@@ -1,15 +1,9 @@
-"""Layouts that devices can have: pipeline stages and tensor-parallel devices, and what one device sees of each.
+"""Search of parallel layouts: numbers of pipeline stages and of tensor-parallel devices.
 
-What a search of layouts finds out about a strategy on a layout.
-
-A layout made ready for strategies: its settings, the lower bounds of its batches, the plans that are known of it.
-
-The search of layouts: which are looked at, by what they are left out, and what is simulated.
-
-Of each strategy, layouts are gone through from the lowest lower bound on. The first batch is planned on each, under
-each setting; a layout whose bound is no less than the best prediction waits. The best by prediction are simulated on
-all batches. Predictions prove nothing, so those that wait are planned too unless their bounds are no less than what was
-simulated. So whatever is left out for its bound is proven to be no faster.
+For each strategy, layouts are visited in the order of their lower bounds. The first batch is planned on each, under
+each setting; a layout whose bound is no less than the best prediction is deferred. The best by prediction are simulated
+on all batches. Predictions prove nothing, so deferred layouts are planned too unless their bounds are no less than what
+was simulated: whatever is excluded by its bound is proven to be no faster.
 """
 
 import math
@@ -21,7 +15,7 @@ from typing import Any, Literal
 
 from rayfcp.baselines.static_cp import divisors
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.comparison import Case, Say, contest
+from rayfcp.compare.comparison import Case, Log, evaluate
 from rayfcp.compare.lengths import Batch, lengths_of
 from rayfcp.compare.planning import best_prediction, bound_s, plan_timed
 from rayfcp.compare.results import Entry, Scene
@@ -31,15 +25,13 @@ from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.plan import model_flops
 from rayfcp.plan.strategies.registry import AUTO, get
-from rayfcp.telemetry.summary import seconds
+from rayfcp.telemetry.summary import counted, seconds
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
-
-HOST = "cpu"
-"""The device whose profile says what a worker may take; of others a run plans with a share."""
+from rayfcp.values.devices import CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Layout:
+class ParallelLayout:
     """How the devices of a rank share the model's layers."""
 
     num_stages: int
@@ -51,20 +43,21 @@ class Layout:
 
     def __str__(self) -> str:
         """
-        >>> str(Layout(num_stages=2, tensor_parallel=1))
+        >>> str(ParallelLayout(num_stages=2, tensor_parallel=1))
         '2 stages x 1 device'
         """
-        stages, devices = self.num_stages, self.tensor_parallel
-        return f"{stages} stage{'s' if stages > 1 else ''} x {devices} device{'s' if devices > 1 else ''}"
+        return f"{counted(self.num_stages, 'stage')} x {counted(self.tensor_parallel, 'device')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A layout as one of its devices sees it: a narrower model on a cluster whose ranks have one device a stage.
-    `split_vocabulary`: embedding and head are shared out over tensor-parallel devices too, as Megatron-LM does; rayfcp
-    holds them whole on each."""
+    """A layout from the view of one device: a narrower model on a cluster whose ranks have one device per stage.
 
-    layout: Layout
+    `split_vocabulary`: embedding and head are split over tensor-parallel devices too, as in Megatron-LM; rayfcp
+    replicates them.
+    """
+
+    layout: ParallelLayout
     split_vocabulary: bool
     inputs: Inputs
     model: ModelProfile
@@ -76,9 +69,14 @@ class View:
 
 
 def view_of(
-    layout: Layout, *, inputs: Inputs, model: ModelProfile, hardware: HardwareProfile, split_vocabulary: bool = False
+    layout: ParallelLayout,
+    *,
+    inputs: Inputs,
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    split_vocabulary: bool = False,
 ) -> View:
-    """`inputs` say what there is beside the layout; their memory is that of a device."""
+    """Return the view of a layout; the memory of `inputs` is that of a device."""
     size = layout.tensor_parallel
     own = device_model(model, size)
     if split_vocabulary:
@@ -93,10 +91,10 @@ def view_of(
 
 
 def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
-    """Of a device, as a run plans with it: as asked for, or the share of the hardware's that runs take."""
+    """Memory of a device that a run plans with: as requested, else the share of the hardware's that runs use."""
     if inputs.memory_gib is not None:
         return inputs.memory_gib
-    share = 1.0 if hardware.name == HOST else ACCELERATOR_MEMORY_SHARE
+    share = 1.0 if hardware.name in CPU.hardware else ACCELERATOR_MEMORY_SHARE  # CPUs: a worker's own already
     return int(share * hardware.memory_bytes) / GIB
 
 
@@ -106,12 +104,12 @@ def layouts(
     hardware: HardwareProfile,
     stages: int | None = None,
     tensor_parallel: int | None = None,
-) -> tuple[Layout, ...]:
-    """All that leave none of the devices idle and keep a rank's tensor-parallel devices on one node; with the
-    number of stages or of tensor-parallel devices that is given, or any that divides. At least one."""
+) -> tuple[ParallelLayout, ...]:
+    """Return all layouts, at least one, that use all devices and keep tensor-parallel devices on one node; sizes that
+    are not given are searched."""
     sizes = [tensor_parallel] if tensor_parallel else divisors(hardware.devices_per_node)
     found = [
-        Layout(num_stages=number, tensor_parallel=size)
+        ParallelLayout(num_stages=number, tensor_parallel=size)
         for size in sizes
         if tensor_parallel or num_devices % size == 0
         for number in ([stages] if stages else divisors(max(num_devices // size, 1)))
@@ -119,11 +117,11 @@ def layouts(
     return tuple(sorted(found))
 
 
-def misfit(layout: Layout, *, inputs: Inputs, model: ModelProfile, hardware: HardwareProfile) -> str:
-    """Why a layout cannot be, whatever its memory; nothing if it can."""
+def misfit(layout: ParallelLayout, *, inputs: Inputs, model: ModelProfile, hardware: HardwareProfile) -> str:
+    """Return why a layout is impossible whatever its memory; empty if it is possible."""
     size, number = layout.tensor_parallel, layout.num_stages
     if layout.devices_per_rank > inputs.devices:
-        return f"{number} stages x {size} devices are more than the {inputs.devices} devices that there are"
+        return f"{number} stages x {size} devices need more than the {inputs.devices} available devices"
     if number > model.num_layers:
         return f"{number} stages are more than the model's {model.num_layers} layers"
     if layout.devices_per_rank > 1 and model.vision is not None:
@@ -148,13 +146,13 @@ Status = Literal["simulated", "predicted", "bounded", "infeasible"]
 class Trial:
     """A strategy on a layout.
 
-    simulated: on all batches, `entry` has the figures. predicted: its plan of the first batch takes `predicted_s`, too
-    long to be simulated. bounded: no plan takes less than `lower_bound_s`, the mean over batches, and another layout is
-    as fast. infeasible. `reason` says why it was not simulated.
+    Status: simulated (on all batches, figures in `entry`); predicted (its plan of the first batch takes `predicted_s`,
+    too long to be simulated); bounded (no plan takes less than `lower_bound_s`, the mean over batches, and another
+    layout is as fast); infeasible. `reason`: why it was not simulated.
     """
 
     strategy: str
-    layout: Layout
+    layout: ParallelLayout
     split_vocabulary: bool
     status: Status
     reason: str = ""
@@ -169,14 +167,14 @@ class Trial:
         """Simulated seconds.
 
         Raises:
-            ValueError: it was not simulated.
+            ValueError: The trial was not simulated.
         """
         if self.entry is None or self.entry.iteration_s is None:
             raise ValueError(f"{self.strategy} on {self.layout} is {self.status}, must be simulated")
         return self.entry.iteration_s
 
     def as_json(self) -> dict[str, Any]:
-        """A line of `layouts`."""
+        """Return an entry of `layouts`."""
         entry = self.entry
         return {
             "strategy": self.strategy,
@@ -196,8 +194,8 @@ class Trial:
         }
 
 
-class Spot:
-    """One view and all that is found out about it; `model` is the whole one."""
+class LayoutCandidate:
+    """A layout with its settings, lower bounds and predictions; `model` is the whole model."""
 
     def __init__(self, view: View, *, model: ModelProfile, batches: Sequence[Batch], options: PlanConfig) -> None:
         self.view = view
@@ -210,7 +208,7 @@ class Spot:
 
     @cached_property
     def family(self) -> Family:
-        """The settings under which a run has the memory for the longest sequence, as the run itself counts."""
+        """Settings under which a run, by its own count, has the memory for the longest sequence."""
         found = family_of(
             AUTO,
             self.view.inputs,
@@ -221,11 +219,11 @@ class Spot:
         )
         settings = [as_run(each) for each in found.settings]
         kept = tuple(each for each in settings if each is not None)
-        why = found.why_none or "its stages have no room for one token beside their states; add stages or memory"
+        why = found.why_none or "its stages have no memory for one token beside their states; add stages or memory"
         return replace(found, settings=kept, why_none="" if kept else why)
 
     def bounds_s(self, strategy: str) -> list[float]:
-        """Of each batch: no plan of the strategy takes less, under any setting."""
+        """Lower bounds of each batch, over all settings."""
         freely = get(strategy).places_blocks
         if freely not in self._bounds:
             self._bounds[freely] = [
@@ -234,20 +232,20 @@ class Spot:
         return self._bounds[freely]
 
     def predicted(self, strategy: str) -> tuple[float, Setting]:
-        """Seconds of the first batch under the best setting.
+        """Return seconds of the first batch, and the best setting.
 
         Raises:
-            InfeasiblePlanError: no setting has a plan.
+            InfeasiblePlanError: No setting has a plan.
         """
         return best_prediction(strategy, settings=self.family.settings, predict=self._predict)
 
-    def simulated(self, strategy: str, setting: Setting, *, say: Say) -> Trial:
-        """On all batches.
+    def simulated(self, strategy: str, setting: Setting, *, log: Log) -> Trial:
+        """Simulate all batches.
 
         Raises:
-            InfeasiblePlanError: a batch has no plan.
+            InfeasiblePlanError: A batch has no plan.
         """
-        entry, scene = contest(strategy, setting, case=self.case, family=self.family, say=say)
+        entry, scene = evaluate(strategy, setting, case=self.case, family=self.family, log=log)
         return Trial(
             **self.about(strategy),
             status="simulated",
@@ -258,7 +256,7 @@ class Spot:
         )
 
     def about(self, strategy: str) -> dict[str, Any]:
-        """The fields of a trial that say of what it is."""
+        """Identifying fields of a trial."""
         return {"strategy": strategy, "layout": self.view.layout, "split_vocabulary": self.view.split_vocabulary}
 
     def _predict(self, strategy: str, setting: Setting) -> float:
@@ -277,14 +275,14 @@ class Spot:
         return found
 
     def _of_whole_model(self, entry: Entry, sequences: Sequence[SequenceSpec]) -> Entry:
-        """What devices compute more than once, as a head that is whole on each, is no use: MFU counts it once."""
+        """Count work that devices replicate, such as a replicated head, once in the MFU."""
         size = self.view.layout.tensor_parallel
         useful = model_flops(self._model, sequences) / (size * model_flops(self.view.model, sequences))
         return replace(entry, mfu=entry.mfu * useful if entry.mfu is not None else None)
 
 
 def as_run(setting: Setting) -> Setting | None:
-    """The setting with as many tokens a rank as a run plans with; None if not one fits."""
+    """Return the setting with the token budget of a run; None if not one token fits."""
     pipeline = setting.cost.pipeline
     if pipeline is None:
         return setting
@@ -294,8 +292,8 @@ def as_run(setting: Setting) -> Setting | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Of each strategy, at most `finalists` layouts are simulated, none predicted to take more than 1 + `margin` times
-    the best one."""
+    """Limits of the search: per strategy at most `finalists` layouts are simulated, none predicted to take more than
+    1 + `margin` times the best. More costs simulations, fewer risk that a prediction error hides the best."""
 
     finalists: int = 3
     margin: float = 0.1
@@ -303,102 +301,102 @@ class Effort:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Screened:
-    """A spot with its plan of the first batch."""
+    """A candidate with its prediction for the first batch."""
 
-    spot: Spot
+    candidate: LayoutCandidate
     predicted_s: float
     setting: Setting
 
 
 class LayoutSearch:
-    """The trials of one strategy on several spots, in their order."""
+    """Trials of one strategy on several candidates, in their order."""
 
-    def __init__(self, strategy: str, spots: Sequence[Spot], *, effort: Effort, say: Say) -> None:
-        self._strategy, self._spots, self._effort, self._say = strategy, spots, effort, say
-        self._trials: dict[Spot, Trial] = {}
-        self._screened: dict[Spot, Screened] = {}
+    def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, effort: Effort, log: Log) -> None:
+        self._strategy, self._candidates, self._effort, self._log = strategy, candidates, effort, log
+        self._trials: dict[LayoutCandidate, Trial] = {}
+        self._screened: dict[LayoutCandidate, Screened] = {}
 
     def run(self) -> tuple[Trial, ...]:
-        """One trial a spot; the fastest keeps its scene."""
-        waiting = self._by_prediction([spot for spot in self._spots if self._fits(spot)])
+        """Return one trial per candidate; only the fastest keeps its scene."""
+        waiting = self._by_prediction([candidate for candidate in self._candidates if self._fits(candidate)])
         self._simulate()
-        for spot in waiting:
-            if self._mean_bound_s(spot) < self._best_s:
-                self._screen(spot)
+        for candidate in waiting:
+            if self._mean_bound_s(candidate) < self._best_s:
+                self._screen(candidate)
         self._simulate()
-        for spot in self._spots:
-            if spot not in self._trials:
-                self._trials[spot] = self._left_out(spot)
+        for candidate in self._candidates:
+            if candidate not in self._trials:
+                self._trials[candidate] = self._left_out(candidate)
         best_s = self._best_s
         return tuple(
             each if each.status != "simulated" or each.iteration_s <= best_s else replace(each, scene=None)
-            for each in (self._trials[spot] for spot in self._spots)
+            for each in (self._trials[candidate] for candidate in self._candidates)
         )
 
-    def _fits(self, spot: Spot) -> bool:
-        """Whether it has a setting and bounds at all."""
-        why = spot.family.why_none
+    def _fits(self, candidate: LayoutCandidate) -> bool:
+        """Whether the candidate has a setting and bounds."""
+        why = candidate.family.why_none
         if not why:
             try:
-                self._mean_bound_s(spot)
+                self._mean_bound_s(candidate)
             except InfeasiblePlanError as error:
                 why = str(error)
         if why:
-            self._refuse(spot, why)
+            self._refuse(candidate, why)
         return not why
 
-    def _by_prediction(self, spots: Sequence[Spot]) -> list[Spot]:
-        """Plans the first batch on each, from the lowest bound on; returns those that were not planned."""
+    def _by_prediction(self, candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
+        """Plan the first batch on each, from the lowest bound on; return those that were deferred."""
         waiting = []
-        for spot in sorted(spots, key=lambda each: each.bounds_s(self._strategy)[0]):
-            if spot.bounds_s(self._strategy)[0] >= self._predicted_s:
-                waiting.append(spot)
+        for candidate in sorted(candidates, key=lambda each: each.bounds_s(self._strategy)[0]):
+            if candidate.bounds_s(self._strategy)[0] >= self._predicted_s:
+                waiting.append(candidate)
             else:
-                self._screen(spot)
+                self._screen(candidate)
         return waiting
 
-    def _screen(self, spot: Spot) -> None:
-        self._say(f"{self._strategy} on {spot.view.layout}: planning")
+    def _screen(self, candidate: LayoutCandidate) -> None:
+        self._log(f"{self._strategy} on {candidate.view.layout}: planning")
         try:
-            predicted_s, setting = spot.predicted(self._strategy)
+            predicted_s, setting = candidate.predicted(self._strategy)
         except InfeasiblePlanError as error:
-            self._refuse(spot, str(error))
+            self._refuse(candidate, str(error))
         else:
-            self._screened[spot] = Screened(spot=spot, predicted_s=predicted_s, setting=setting)
+            self._screened[candidate] = Screened(candidate=candidate, predicted_s=predicted_s, setting=setting)
 
     def _simulate(self) -> None:
-        """The best by prediction that were not yet, as far as the effort goes."""
+        """Simulate the best by prediction within the effort."""
         for each in sorted(self._screened.values(), key=lambda one: one.predicted_s):
-            spot, num_done = each.spot, sum(one.status == "simulated" for one in self._trials.values())
+            candidate, num_done = each.candidate, sum(one.status == "simulated" for one in self._trials.values())
             late = each.predicted_s > (1 + self._effort.margin) * self._predicted_s
-            if spot in self._trials or (num_done and (late or num_done >= self._effort.finalists)):
+            if candidate in self._trials or (num_done and (late or num_done >= self._effort.finalists)):
                 continue
-            if self._mean_bound_s(spot) >= self._best_s:
+            if self._mean_bound_s(candidate) >= self._best_s:
                 continue
             try:
-                done = spot.simulated(self._strategy, each.setting, say=self._telling(spot))
+                done = candidate.simulated(self._strategy, each.setting, log=self._log_on(candidate))
             except InfeasiblePlanError as error:
-                self._refuse(spot, str(error))
+                self._refuse(candidate, str(error))
             else:
-                self._trials[spot] = replace(done, predicted_s=each.predicted_s)
+                self._trials[candidate] = replace(done, predicted_s=each.predicted_s)
 
-    def _telling(self, spot: Spot) -> Say:
-        return lambda text: self._say(f"{spot.view.layout}: {text}")
+    def _log_on(self, candidate: LayoutCandidate) -> Log:
+        return lambda text: self._log(f"{candidate.view.layout}: {text}")
 
-    def _refuse(self, spot: Spot, why: str) -> None:
-        self._trials[spot] = Trial(**spot.about(self._strategy), status="infeasible", reason=why)
-        self._screened.pop(spot, None)
+    def _refuse(self, candidate: LayoutCandidate, why: str) -> None:
+        self._trials[candidate] = Trial(**candidate.about(self._strategy), status="infeasible", reason=why)
+        self._screened.pop(candidate, None)
 
-    def _left_out(self, spot: Spot) -> Trial:
-        bound_s, best_s, screened = self._mean_bound_s(spot), self._best_s, self._screened.get(spot)
-        common = {**spot.about(self._strategy), "lower_bound_s": bound_s}
+    def _left_out(self, candidate: LayoutCandidate) -> Trial:
+        bound_s, best_s, screened = self._mean_bound_s(candidate), self._best_s, self._screened.get(candidate)
+        common = {**candidate.about(self._strategy), "lower_bound_s": bound_s}
         if bound_s >= best_s:
             why = f"no plan takes less than {seconds(bound_s)}, another layout takes {seconds(best_s)}"
             return Trial(**common, status="bounded", reason=why)
-        assert screened is not None, "what no bound excludes was planned"
+        assert screened is not None, "a candidate that no bound excludes was planned"
         why = (
-            f"predicted to take {seconds(screened.predicted_s)} for the first batch, other layouts "
-            f"{seconds(self._predicted_s)} and more"
+            f"predicted to take {seconds(screened.predicted_s)} for the first batch, the best layout "
+            f"{seconds(self._predicted_s)}"
         )
         return Trial(
             **common,
@@ -408,16 +406,16 @@ class LayoutSearch:
             setting=screened.setting,
         )
 
-    def _mean_bound_s(self, spot: Spot) -> float:
-        return fmean(spot.bounds_s(self._strategy))
+    def _mean_bound_s(self, candidate: LayoutCandidate) -> float:
+        return fmean(candidate.bounds_s(self._strategy))
 
     @property
     def _predicted_s(self) -> float:
-        """The best so far."""
+        """Best prediction so far."""
         return min((each.predicted_s for each in self._screened.values()), default=math.inf)
 
     @property
     def _best_s(self) -> float:
-        """The best simulated mean so far."""
+        """Best simulated mean so far."""
         done = [each.iteration_s for each in self._trials.values() if each.status == "simulated"]
         return min(done, default=math.inf)

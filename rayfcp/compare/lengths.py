@@ -12,7 +12,7 @@ import numpy.typing as npt
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.distributions import DISTRIBUTIONS
 from rayfcp.compare.image_lengths import Row, WrongRowsError, check_seen, cut, is_row, row_of
-from rayfcp.compare.videos import PICTURES_PER_SECOND, VIDEOS, frames_of
+from rayfcp.compare.videos import IMAGES_PER_SECOND, VIDEOS, frames_of
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
 from rayfcp.values import ModelProfile, SequenceSpec, Windows
@@ -49,10 +49,10 @@ def draw_batches(
     model: ModelProfile | None = None,
 ) -> tuple[Batch, ...]:
     """The sequences of each batch as the model's layers and encoder see them, ids their positions: drawn without
-    replacement with `seed`, cut to `max_seqlen`, pictures whole. Without `model`, plain text.
+    replacement with `seed`, cut to `max_seqlen`, images whole. Without `model`, plain text.
 
     Raises:
-        ConfigError: the file cannot be used, holds fewer rows than the batches need, or has pictures that the model
+        ConfigError: the file cannot be used, holds fewer rows than the batches need, or has images that the model
             does not see.
     """
     needed = num_batches * global_batch
@@ -96,17 +96,17 @@ def _as_rows(lengths: Lengths) -> Sequence[Row]:
 
 
 def _drawn(name: str, count: int, *, max_seqlen: int, seed: int, model: ModelProfile | None) -> Sequence[Row]:
-    """`count` rows of a named distribution, or of a set of videos and, behind an @, how many pictures a second."""
+    """`count` rows of a named distribution, or of a set of videos and, behind an @, how many images a second."""
     word, _, rate = name.partition(RATE)
     try:
         pick(word, (*DISTRIBUTIONS, *VIDEOS), what="distribution")
         if word in VIDEOS:
             if model is None:
                 raise ValueError(f"{word} is a set of videos, which need a model that sees; name text, as dist:github")
-            frames = frames_of(model, per_second=_rate(rate) if rate else PICTURES_PER_SECOND)
+            frames = frames_of(model, per_second=_rate(rate) if rate else IMAGES_PER_SECOND)
             return VIDEOS[word].sample(count, frames=frames, max_seqlen=max_seqlen, seed=seed)
         if rate:
-            raise ValueError(f"distribution {word} is of text, which has no pictures; drop {RATE}{rate}")
+            raise ValueError(f"distribution {word} is of text, which has no images; drop {RATE}{rate}")
     except ValueError as error:
         raise ConfigError(f"--lengths: {error}") from None
     return _as_rows(DISTRIBUTIONS[word].sample(count, seed=seed))
@@ -118,12 +118,12 @@ def _rate(text: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise ValueError(f"pictures a second are {text!r}, must be a number above 0; e.g. dist:msrvtt@2")
+        raise ValueError(f"images a second are {text!r}, must be a number above 0; e.g. dist:msrvtt@2")
     return rate
 
 
 def read_rows(path: str) -> Sequence[Row]:
-    """All rows of a file: lengths as in `read_lengths`, and in a .json list also objects with pictures.
+    """All rows of a file: lengths as in `read_lengths`, and in a .json list also objects with images.
 
     Raises:
         ConfigError: as `read_lengths`, or an object that is no row.

@@ -1,38 +1,38 @@
-"""Planning as a comparison does it: timed without bound, and the setting that suits a strategy best."""
+"""Planning in a comparison: timed without lower bound, and the best setting of a strategy."""
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 from rayfcp.compare.arguments import Inputs
-from rayfcp.compare.lengths import Batch
-from rayfcp.compare.settings import Setting
+from rayfcp.compare.lengths import Batch, sequences_of_rows
+from rayfcp.compare.settings import Setting, family_of
 from rayfcp.config.models import PlanConfig
-from rayfcp.plan import lower_bound
+from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
 from rayfcp.plan.pipeline.bound import pipeline_bound
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
+from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive
 
 OPTIONS = PlanConfig(primitives=("ring", "ulysses"))
-"""compare may use every primitive that the simulator has."""
+"""compare uses every primitive of the simulator."""
 
 WARM_UP_SEQUENCES = 8
 """Sequences of the untimed first plan of a strategy that takes seconds a plan."""
 
 
 def options_of(inputs: Inputs) -> PlanConfig:
-    """What all strategies are told."""
+    """Return the planning options of all strategies."""
     return OPTIONS.model_copy(update={"packing": inputs.packing, "degrees": inputs.degrees})
 
 
 def plan_timed(
     sequences: Batch, *, strategy: str, setting: Setting, options: PlanConfig = OPTIONS
 ) -> tuple[BatchPlan, float]:
-    """A plan without lower bound (0), and the CPU seconds from sequences to plan: what one core takes for it.
+    """Return a plan without lower bound (0), and the CPU seconds of one core from sequences to plan.
 
     Raises:
-        InfeasiblePlanError: the strategy has no plan for this batch.
+        InfeasiblePlanError: The strategy has no plan for this batch.
     """
     start_s = time.process_time()
     proposal = get(strategy).plan(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
@@ -51,17 +51,16 @@ def plan_timed(
 
 
 def best_setting(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: PlanConfig = OPTIONS) -> Setting:
-    """The setting with the least predicted time of this batch; of equals the first.
+    """Return the setting with the least predicted time of this batch, the first of equals.
 
-    A strategy that takes seconds a plan takes the setting of a quick one, and plans a few sequences, so that its
-    code is warm afterwards too.
+    A slow strategy takes the setting of a quick one, and plans a few sequences so that its code is compiled afterwards.
 
     Raises:
-        InfeasiblePlanError: the strategy has no plan under any setting.
+        InfeasiblePlanError: The strategy has no plan under any setting.
     """
 
-    def predict(asked: str, setting: Setting) -> float:
-        return plan_timed(batch, strategy=asked, setting=setting, options=options)[0].predicted_s
+    def predict(name: str, setting: Setting) -> float:
+        return plan_timed(batch, strategy=name, setting=setting, options=options)[0].predicted_s
 
     _, setting = best_prediction(strategy, settings=settings, predict=predict)
     if get(strategy).settings_from:
@@ -74,17 +73,16 @@ def best_setting(strategy: str, batch: Batch, *, settings: Sequence[Setting], op
 def best_prediction(
     strategy: str, *, settings: Sequence[Setting], predict: Callable[[str, Setting], float]
 ) -> tuple[float, Setting]:
-    """The least that `predict` says of a strategy, or of those whose settings it takes, and under which setting; of
-    equals the first.
+    """Return the least prediction and its setting, over the settings and the strategies whose settings this one takes.
 
     Raises:
-        InfeasiblePlanError: `predict` raised it for all.
+        InfeasiblePlanError: `predict` raised it for all settings.
     """
     best: tuple[float, Setting] | None = None
     why = InfeasiblePlanError("no setting was tried")
-    for asked, setting in product(get(strategy).settings_from or (strategy,), settings):
+    for name, setting in product(get(strategy).settings_from or (strategy,), settings):
         try:
-            seconds = predict(asked, setting)
+            seconds = predict(name, setting)
         except InfeasiblePlanError as error:
             why = error
             continue
@@ -96,8 +94,8 @@ def best_prediction(
 
 
 def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: bool) -> float:
-    """The least of the lower bounds over all settings: the family is free to choose its setting, and the primitive
-    of each group. `placed_freely`: the family is that of plans with layouts of their own."""
+    """Return the least lower bound over all settings: a family may choose its setting and the primitive of each group.
+    `placed_freely`: the family of plans that place blocks themselves."""
     return min(
         pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
         if setting.cluster.num_stages > 1
@@ -110,3 +108,58 @@ def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: boo
         )
         for setting in settings
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedBatch(BatchPlan):
+    """A plan with its inputs, as `lower`, `check_plan` and `simulate` take them."""
+
+    sequences: Batch
+    cluster: ClusterSpec
+    cost: CostModel
+
+
+def plan_lengths(
+    lengths: Sequence[int],
+    *,
+    model: str,
+    hardware: str,
+    ranks: int,
+    stages: int = 1,
+    strategy: str = "flex-ring",
+    memory_gib: float | None = None,
+    options: PlanConfig = OPTIONS,
+) -> PlannedBatch:
+    """Plan one batch of causal sequences, given by their lengths, with the best setting of the strategy.
+
+    `model`, `hardware`: names of profiles or YAML paths; `memory_gib`: per device, the hardware's if absent. Each rank
+    has one device per stage.
+
+    Raises:
+        InfeasiblePlanError: No setting has a plan for these lengths.
+        ValueError: An unknown name, or no lengths.
+    """
+    if not lengths:
+        raise ValueError("lengths has 0 entries, must have at least 1; give the tokens of each sequence")
+    profile, machine = model_profile(model), hardware_profile(hardware)
+    inputs = Inputs(
+        lengths="",
+        model=model,
+        hardware=hardware,
+        devices=ranks * stages,
+        stages=stages,
+        global_batch=len(lengths),
+        batches=1,
+        max_seqlen=max(lengths),
+        memory_gib=memory_gib,
+        strategies=(strategy,),
+    )
+    family = family_of(strategy, inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
+    if family.why_none:
+        raise InfeasiblePlanError(family.why_none)
+    sequences = sequences_of_rows(list(lengths), windows=profile.windows)
+    setting = best_setting(strategy, sequences, settings=family.settings, options=options)
+    plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
+    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    values["recomputed_layers"] = setting.recomputed_layers
+    return PlannedBatch(**values, sequences=sequences, cluster=setting.cluster, cost=setting.cost)

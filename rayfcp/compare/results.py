@@ -1,7 +1,4 @@
-"""The figures of one strategy on one batch, and their averages over batches: an entry of the results.
-
-One plan of one batch, simulated: its figures and what there is to see of it.
-"""
+"""Figures of a strategy's simulated plans, one batch at a time and averaged: an entry of the results."""
 
 import statistics
 from collections import Counter
@@ -11,7 +8,7 @@ from typing import Any
 
 from rayfcp.compare.settings import GIB, Setting
 from rayfcp.plan.strategies.registry import get
-from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
+from rayfcp.program import RankProgram, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
 from rayfcp.values import BatchPlan, HardwareProfile, Imbalance, ModelProfile, SequenceSpec
 
@@ -19,8 +16,8 @@ PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One plan of one batch, simulated. `gap` = iteration_s / lower_bound_s."""
+class BatchFigures:
+    """Figures of one simulated plan of one batch. `gap` = iteration_s / lower_bound_s."""
 
     num_tokens: int
     num_ranks: int
@@ -47,8 +44,8 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a comparison says of one strategy. Figures are means over batches, save `plan_s` (their median) and
-    `peak_memory_gib` (their maximum); all are None where the strategy is infeasible, and `reason` says why."""
+    """Result of one strategy. Figures are means over batches except `plan_s` (median) and `peak_memory_gib` (maximum);
+    all are None if the strategy is infeasible, and `reason` says why."""
 
     strategy: str
     feasible: bool
@@ -73,10 +70,10 @@ class Entry:
     gather_every: str | None = None
     layers_of_stage: tuple[int, ...] = ()
     max_tokens_per_rank: int | None = None
-    per_batch: tuple[Measured, ...] = ()
+    per_batch: tuple[BatchFigures, ...] = ()
 
     def as_json(self, *, best_baseline_s: float | None) -> dict[str, Any]:
-        """The entry of the JSON contract; an infeasible one has nulls."""
+        """Return the entry of the JSON contract, with nulls if infeasible."""
         shown = {name: getattr(self, name) for name in self.__slots__ if name != "per_batch"}
         if self.imbalance is not None:
             shown["imbalance"] = self.imbalance.by_resource
@@ -103,13 +100,13 @@ class Entry:
 
 
 def best_baseline(entries: Sequence[Entry]) -> Entry | None:
-    """The fastest feasible entry that is not ours."""
+    """Return the fastest feasible entry of a baseline."""
     feasible = [each for each in entries if each.iteration_s is not None and get(each.strategy).is_baseline]
     return min(feasible, key=lambda each: each.iteration_s or 0.0, default=None)
 
 
-def averaged(batches: Sequence[Measured]) -> dict[str, Any]:
-    """The figures of an Entry from those of its batches."""
+def averaged(batches: Sequence[BatchFigures]) -> dict[str, Any]:
+    """Return the figures of an Entry from those of its batches."""
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(each, name) for each in batches)
@@ -132,21 +129,20 @@ def averaged(batches: Sequence[Measured]) -> dict[str, Any]:
     }
 
 
-def _mean_imbalance(batches: Sequence[Measured]) -> Imbalance:
-    """Of each resource, over the batches that use it."""
+def _mean_imbalance(batches: Sequence[BatchFigures]) -> Imbalance:
+    """Average each resource over the batches that use it."""
     found = [each.imbalance.by_resource for each in batches]
     names = dict.fromkeys(name for each in found for name in each)
     return Imbalance(**{name: statistics.fmean(each[name] for each in found if name in each) for name in names})
 
 
 def _whole(value: float) -> float:
-    """As an integer where it is one, so that JSON says 3 and not 3.0."""
-    return int(value) if value == int(value) else value
+    return int(value) if value == int(value) else value  # JSON says 3, not 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """A plan and its simulation. `strategy`: that was asked for it; `auto` takes plans of others."""
+    """A plan and its simulation. `strategy`: as requested; `auto` uses plans of others."""
 
     strategy: str
     plan: BatchPlan
@@ -163,11 +159,11 @@ def measure(
     setting: Setting,
     bound_s: float,
     plan_s: float,
-) -> tuple[Measured, Scene]:
-    """Figures and scene of a plan; `hardware` is that of a rank (on a stage)."""
-    programs = lower(plan, sequences, reduce_every=setting.reduce_every, primitives=ALL_PRIMITIVES)
+) -> tuple[BatchFigures, Scene]:
+    """Simulate a plan; `hardware` is that of a rank (on a stage)."""
+    programs = lower(plan, sequences, reduce_every=setting.reduce_every)
     timeline = timeline_of(programs, model=model, hardware=hardware, setting=setting)
-    measured = Measured(
+    measured = BatchFigures(
         num_tokens=timeline.num_tokens,
         num_ranks=timeline.num_ranks,
         iteration_s=timeline.iteration_s,
@@ -188,7 +184,7 @@ def measure(
 def timeline_of(
     programs: Sequence[RankProgram], *, model: ModelProfile, hardware: HardwareProfile, setting: Setting
 ) -> Timeline:
-    """Programs on the devices of a setting."""
+    """Simulate programs on the devices of a setting."""
     return simulate(
         programs,
         model=model,

@@ -1,4 +1,4 @@
-"""The configuration of a run that trains as was advised."""
+"""Run configuration from an advice."""
 
 from textwrap import wrap
 from typing import Any
@@ -10,40 +10,40 @@ from rayfcp.config import ConfigError, parse_config
 from rayfcp.config.loading import write_yaml
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.stages import split_by_cost
-from rayfcp.plan import HARDWARE, hardware_profile, model_profile
+from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.values import ModelProfile
+from rayfcp.values.devices import AUTO, device_of_hardware
 
 DATA, MODEL = "PATH/OF/YOUR/DATA", "PATH/OF/YOUR/MODEL"
-"""What only the user can say."""
+"""Placeholders that only the user can fill in."""
 
 WITHOUT_FAMILY = "gpt-"
-"""Named shapes that no family of the library has; they run as llama's layers."""
+"""Prefix of named shapes without a family in transformers; they run with llama's layers."""
 
-DEVICES = {"cpu": "cpu", "ascend-910c": "npu"}
 DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
-"""By bytes of the numbers that the hardware's peak is of."""
+"""By bytes per element of the precision that the hardware's peak refers to."""
 
 
 def run_config_text(advice: Advice) -> str:
-    """YAML for `rayfcp train`, with the recommendation above it.
+    """Return YAML for `rayfcp train`, with the recommendation as a comment.
 
     Raises:
-        ConfigError: nothing is feasible, or the model's or hardware's profile cannot be said in a configuration.
+        ConfigError: Nothing is feasible, or a configuration cannot express the model's or hardware's profile.
     """
     raw = run_config(advice)
     parse_config(raw)
-    head = [*recommendation(advice), *_left_to_say(raw)]
+    head = [*recommendation(advice), *_placeholders(raw)]
     lines = [part for line in head for part in wrap(line, width=100)]
     return "".join(f"# {line}\n" for line in lines) + write_yaml(raw)
 
 
 def run_config(advice: Advice) -> dict[str, Any]:
-    """The sections as plain data.
+    """Return the sections as plain data.
 
     Raises:
-        ConfigError: as of `run_config_text`.
+        ConfigError: As `run_config_text`.
     """
-    best, inputs = advice.best, advice.question.inputs
+    best, inputs = advice.best, advice.request.inputs
     if best is None:
         raise ConfigError("no layout is feasible, so there is nothing to write; add devices or memory (--memory-gib)")
     model = model_profile(inputs.model)
@@ -51,7 +51,7 @@ def run_config(advice: Advice) -> dict[str, Any]:
         "run": {"name": f"{model.name}-{best.strategy}", "seed": inputs.seed},
         "model": _model(model, inputs=inputs),
         "data": {
-            "paths": [advice.question.data or DATA],
+            "paths": [advice.request.data or DATA],
             "max_seqlen": inputs.max_seqlen,
             "global_batch_sequences": inputs.global_batch,
         },
@@ -67,7 +67,7 @@ def run_config(advice: Advice) -> dict[str, Any]:
 
 
 def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
-    """By name, or as an architecture; a family's own features are only in a folder of the library's."""
+    """Return the model by name or architecture; features of a family need its folder."""
     dtype = {"dtype": DTYPES[hardware_profile(inputs.hardware).dtype_bytes]}
     named = not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
     if named and not inputs.model.startswith(WITHOUT_FAMILY):
@@ -87,10 +87,10 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
 
 
 def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, Any]:
-    hardware, layout = hardware_profile(advice.question.inputs.hardware).name, best.layout
+    hardware, layout = hardware_profile(advice.request.inputs.hardware).name, best.layout
     given: dict[str, Any] = {
-        "device": DEVICES.get(hardware, "cuda" if hardware in HARDWARE else "auto"),
-        "num_workers": advice.question.inputs.devices,
+        "device": known.name if (known := device_of_hardware(hardware)) else AUTO,
+        "num_workers": advice.request.inputs.devices,
         "pipeline_stages": layout.num_stages,
         "tensor_parallel": layout.tensor_parallel,
         "memory_gib_per_device": advice.memory_gib,
@@ -111,11 +111,11 @@ def _train(best: Trial) -> dict[str, Any]:
     return {"recompute_layers": setting.recomputed_layers, "reduce_every": setting.reduce_every}
 
 
-def _left_to_say(raw: dict[str, Any]) -> list[str]:
-    """Of places to fill in, one line each."""
+def _placeholders(raw: dict[str, Any]) -> list[str]:
+    """Return a line for each placeholder."""
     lines = []
     if raw["data"]["paths"] == [DATA]:
-        lines.append(f"To fill in: data.paths, what is read, and its data.tokenizer; it says {DATA}.")
+        lines.append(f"To fill in: data.paths and data.tokenizer; the placeholder is {DATA}.")
     if raw["model"].get("path") == MODEL:
-        lines.append(f"To fill in: model.path, the folder of the model; it says {MODEL}.")
+        lines.append(f"To fill in: model.path, the model's folder; the placeholder is {MODEL}.")
     return lines

@@ -1,8 +1,8 @@
-"""What the trainer is free to choose beside the plan: recomputed layers, and when gradients are reduced and parameters
-gathered.
+"""Settings that the trainer chooses beside the plan: recomputed layers, and how often gradients are reduced and
+parameters gathered.
 
-Strategies without pipeline stages take all devices as ranks, pipelines share them out over stages: two families,
-each with its ranks and the settings that it may choose from.
+Strategies without pipeline stages use all devices as ranks, pipelines divide them over stages: two families, each with
+its ranks and its settings.
 """
 
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One choice, and the cluster and cost that come of it. With several stages, plans say what is recomputed."""
+    """One choice with its cluster and cost model. With several stages, plans contain the recomputed layers."""
 
     recomputed_layers: int
     reduce_every: ReduceEvery
@@ -32,11 +32,11 @@ class Setting:
 
 
 def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """T devices that share each layer, as one device with T times the compute, memory and links; what their sums take
-    is laid upon the linear layers.
+    """Return T tensor-parallel devices as one device with T times the compute, memory and links; the time of their
+    all-reduces lowers the efficiency of the linear layers.
 
     Raises:
-        ConfigError: T does not divide the heads, or its devices do not fit in a node.
+        ConfigError: T does not divide the heads, or the devices of a node.
     """
     if tensor_parallel == 1:
         return hardware
@@ -61,13 +61,13 @@ def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_paral
 def settings_of(
     inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int, longest: int
 ) -> tuple[Setting, ...]:
-    """All settings under which the `longest` sequence fits on the ranks; `hardware` is that of a rank.
+    """Return all settings under which the `longest` sequence fits on the ranks; `hardware` is that of a rank.
 
-    Free choices are tried as {no, half, all} layers x {each microbatch, each step}; a fixed `max_tokens_per_rank`
-    stands for no recomputation and one reduction a step, unless `inputs` says otherwise.
+    Free choices are {no, half, all} layers x {per step, per microbatch}; a fixed `max_tokens_per_rank` implies no
+    recomputation and one reduction per step unless `inputs` says otherwise.
 
     Raises:
-        InfeasiblePlanError: there is none; told for the setting that needs the least memory.
+        InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
     """
     found, why = [], InfeasiblePlanError("no setting was tried")
     for layers, reduce_every in _choices(inputs, num_layers=model.num_layers):
@@ -100,7 +100,7 @@ def settings_of(
 
 
 def _choices(inputs: Inputs, *, num_layers: int) -> list[tuple[int, ReduceEvery]]:
-    """Layers and reductions to try, most memory first."""
+    """Return layers and reductions to try, the most memory first."""
     fixed = inputs.max_tokens_per_rank is not None
     layers = (0,) if fixed else tuple(sorted({0, num_layers // 2, num_layers}))
     reductions: tuple[ReduceEvery, ...] = ("step",) if fixed else ("step", "microbatch")
@@ -116,7 +116,6 @@ def _choices(inputs: Inputs, *, num_layers: int) -> list[tuple[int, ReduceEvery]
 
 
 def _setting_memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
-    """Of a rank."""
     if inputs.memory_gib is None:
         return hardware.memory_bytes
     return int(inputs.memory_gib * inputs.tensor_parallel * GIB)
@@ -131,12 +130,12 @@ def _check_longest(longest: int, tokens: int, *, num_ranks: int) -> None:
 
 
 UNBOUNDED_BYTES = 1 << 50
-"""Memory of a device where a number of tokens stands for the memory model."""
+"""Memory of a device if --max-tokens-per-rank replaces the memory model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """`why_none`: why no setting is feasible, if so."""
+    """Ranks, stages and settings; `why_none`: why no setting is feasible, if so."""
 
     num_ranks: int
     num_stages: int
@@ -145,7 +144,7 @@ class Family:
 
 
 def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
-    """Numbers of stages of the families that a strategy may choose from: `auto` has both."""
+    """Return the numbers of stages of a strategy's families: `auto` has both."""
     if name == AUTO:
         return tuple(dict.fromkeys((1, inputs.stages)))
     return (inputs.stages,) if get(name).needs_stages else (1,)
@@ -160,8 +159,8 @@ def family_of(
     longest: int,
     num_stages: int | None = None,
 ) -> Family:
-    """That of a strategy, on the first of the numbers of stages that it may choose from unless one is given; `hardware`
-    is that of a rank on a stage, `longest` the most tokens of a sequence."""
+    """Return a strategy's family, with the first of its numbers of stages unless one is given; `hardware` is that of a
+    rank on a stage, `longest` the most tokens of a sequence."""
     num_stages = num_stages or stages_of(name, inputs)[0]
     num_ranks = inputs.devices // inputs.tensor_parallel // num_stages
     try:
@@ -178,12 +177,12 @@ def family_of(
 def stage_settings(
     inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int
 ) -> tuple[Setting, ...]:
-    """All settings under which the states of every stage fit: layers split evenly or by cost, gradients reduced and
-    parameters gathered with each microbatch or once a step. What is recomputed is the planner's own choice.
+    """Return all settings under which the states of every stage fit: layers split evenly or by cost, gradients reduced
+    and parameters gathered per microbatch or per step. The planner chooses the recomputed layers.
 
     Raises:
-        InfeasiblePlanError: there is none; told for the setting that needs the least memory.
-        ValueError: more stages than layers.
+        InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
+        ValueError: There are more stages than layers.
     """
     either: tuple[ReduceEvery, ...] = ("step", "microbatch")
     reductions = (inputs.reduce_every,) if inputs.reduce_every else either
@@ -249,7 +248,6 @@ def _evenly(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
 
 
 def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
-    """Of a rank on a stage."""
     if inputs.max_tokens_per_rank is not None:
         return UNBOUNDED_BYTES
     if inputs.memory_gib is None:
@@ -258,19 +256,19 @@ def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
 
 
 def _max_tokens(pipeline: PipelineCost) -> int:
-    """Most tokens of a rank in one microbatch, all layers recomputed and nothing else there.
+    """Return the most tokens of a rank in one microbatch with all layers recomputed.
 
     Raises:
-        InfeasiblePlanError: not one fits.
+        InfeasiblePlanError: Not one fits.
     """
     each = pipeline.layer_bytes
     tokens = min(
         room // (layers * each.kept + each.working)
-        for room, layers in zip(pipeline.room_bytes, pipeline.layers_of_stage, strict=True)
+        for room, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
     )
     if tokens < 1:
         raise InfeasiblePlanError(
-            f"beside the states of a stage, {min(pipeline.room_bytes) / GIB:.3g} GiB are left, too little for one "
+            f"beside the states of a stage, {min(pipeline.budget_bytes) / GIB:.3g} GiB are left, too little for one "
             "token; add devices, stages or memory"
         )
     return tokens

@@ -1,25 +1,24 @@
-"""The results as lines of text: one aligned row per strategy, fastest first, and what could not run below."""
+"""Results as text: one aligned row per strategy, the fastest first, and infeasible strategies below."""
 
 from collections.abc import Callable, Sequence
 
 from rayfcp.compare.comparison import Comparison
-from rayfcp.compare.results import Entry, best_baseline
-from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.compare.results import Entry
+from rayfcp.telemetry.summary import counted, number, percent, seconds
 
 Column = tuple[str, Callable[[Entry], str]]
 
 
 def columns(comparison: Comparison) -> tuple[Column, ...]:
-    """Heads, and the text of a feasible entry below each."""
-    best = best_baseline(comparison.entries)
-    best_s = best.iteration_s if best else None
-    encoder: tuple[Column, ...] = (("encoder", _encoder_text),) if _sees(comparison) else ()
+    """Return heads, and the text of a feasible entry below each."""
+    reference = comparison.reference
+    encoder: tuple[Column, ...] = (("encoder", _encoder_text),) if _has_images(comparison) else ()
     return (
         ("strategy", lambda each: each.strategy),
         ("iteration", lambda each: seconds(each.iteration_s or 0.0)),
-        ("speedup", lambda each: f"{each.speedup(best_s):.2f}x" if best_s else "-"),
+        ("speedup", lambda each: f"{each.speedup(reference[1]):.2f}x" if reference else "-"),
         ("gap", lambda each: f"{each.gap:.3f}"),
-        ("tokens/s/rank", lambda each: number(round(each.tokens_per_s_per_rank or 0.0))),
+        ("tokens/s/device", lambda each: number(round(comparison.tokens_per_s_per_device(each)))),
         ("MFU", lambda each: percent(each.mfu or 0.0)),
         ("attention", lambda each: percent(each.attention_mfu or 0.0)),
         ("imbalance", lambda each: percent(each.imbalance.compute) if each.imbalance else "-"),
@@ -34,7 +33,7 @@ def columns(comparison: Comparison) -> tuple[Column, ...]:
 
 
 def format_table(comparison: Comparison) -> str:
-    """All lines, without a newline at the end."""
+    """Return all lines, without a newline at the end."""
     feasible = ranked(comparison.entries)
     lines = []
     if feasible:
@@ -58,44 +57,42 @@ def format_table(comparison: Comparison) -> str:
 
 
 def footnotes(comparison: Comparison) -> list[str]:
-    """What the columns mean, and who is compared with whom."""
-    best = best_baseline(comparison.entries)
-    encoder = " encoder: of the seconds of pictures likewise;" if _sees(comparison) else ""
-    over = f"over {best.strategy}, the best baseline; " if best else "needs a baseline in the run; "
+    """Return what the columns mean, and what the speedup refers to."""
+    reference = comparison.reference
+    encoder = " encoder: of the vision encoder's time likewise;" if _has_images(comparison) else ""
+    over = f"over {reference[0]}; " if reference else "needs a baseline among --strategies; "
     return [
         f"speedup {over}gap: iteration over lower bound; attention: MFU of attention alone;",
-        f"imbalance: of compute, (max - mean) / max;{encoder} planning: CPU time of one core a batch; "
-        "degrees: groups a batch;",
-        "setting: layers recomputed, when gradients are reduced (of stages: when parameters are gathered as well)",
+        f"imbalance: of compute, (max - mean) / max;{encoder} planning: CPU time of one core per batch; "
+        "degrees: groups per batch;",
+        "setting: recomputed layers, how often gradients are reduced and, with stages, parameters gathered",
     ]
 
 
 def ranked(entries: Sequence[Entry]) -> list[Entry]:
-    """Feasible entries, fastest first."""
+    """Return feasible entries, the fastest first."""
     return sorted((each for each in entries if each.feasible), key=lambda each: each.iteration_s or 0.0)
 
 
-def _sees(comparison: Comparison) -> bool:
-    """Whether pictures were encoded."""
+def _has_images(comparison: Comparison) -> bool:
     return any(each.imbalance and each.imbalance.encoder is not None for each in comparison.entries)
 
 
 def _encoder_text(entry: Entry) -> str:
-    """Imbalance of the vision encoder."""
     uneven = entry.imbalance.encoder if entry.imbalance else None
     return "-" if uneven is None else percent(uneven)
 
 
 def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:
-    """Degrees, largest first, with how many groups have them, e.g. `8x3 4x2 1x12`; the rarest are left out."""
+    """Return degrees, the largest first, with their numbers of groups, e.g. `8x3 4x2 1x12`, without the rarest."""
     shown = sorted(degrees, key=lambda degree: (-degree * degrees[degree], -degree))[:most]
     text = " ".join(f"{degree}x{degrees[degree]:.3g}" for degree in sorted(shown, reverse=True))
     return f"{text} and {len(degrees) - most} more" if len(degrees) > most else text
 
 
 def setting_text(entry: Entry) -> str:
-    """Recomputed layers and when gradients are reduced, e.g. `18, microbatch`; of stages, when gradients are reduced
-    and parameters gathered, e.g. `4 stages, step, microbatch`."""
+    """Return the setting in words, e.g. `18 layers recomputed, reduce per microbatch`."""
     if entry.num_stages > 1:
-        return f"{entry.num_stages} stages, {entry.reduce_every}, {entry.gather_every}"
-    return f"{entry.recomputed_layers}, {entry.reduce_every}"
+        return f"{entry.num_stages} stages, reduce per {entry.reduce_every}, gather per {entry.gather_every}"
+    layers = "nothing" if not entry.recomputed_layers else counted(entry.recomputed_layers, "layer")
+    return f"{layers} recomputed, reduce per {entry.reduce_every}"

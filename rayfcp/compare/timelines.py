@@ -1,28 +1,36 @@
-"""Ranges of degrees that share a colour.
+"""Time by rank of one simulated batch, as charts: what each rank does in each microbatch, or with stages in each pass.
 
-Time x device pictures of pipelines: which pass every stage is in, one rectangle for the ranks that agree.
-
-Time x rank pictures: what every rank does in one simulated batch, one rectangle a group and microbatch (of
-pipelines: a pass and stage).
+Ranks that do the same at the same time share a bar, so that a page of hundreds of ranks stays small.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from rayfcp.compare.results import Scene
 from rayfcp.simulate import Timeline
-from rayfcp.telemetry.charts import Scale, key_mark, ticks
-from rayfcp.telemetry.summary import number, seconds
+from rayfcp.telemetry.page import Chart
+from rayfcp.telemetry.summary import counted, number, seconds
+from rayfcp.telemetry.trace import COLOURS
 from rayfcp.values import Span, SpanKind
 
 EDGES = (1, 2, 3, 5, 9, 17)
-"""First degrees of the ranges."""
+"""First degrees of the ranges that share a colour."""
+
+GRAIN = 1000
+"""Parts of a step; bars that differ by less than one are equal."""
+
+OWN_SCALE = 2.5
+"""A strategy that takes so many times the fastest's time is drawn on a scale of its own."""
+
+PASSES = (SpanKind.FORWARD, SpanKind.BACKWARD)
+EXCHANGE, IDLE = "--exchange", "--idle"
+HELP = "Click, then turn the wheel or pinch to zoom; drag to move, double click for all."
 
 
 def degree_bands(num_ranks: int) -> list[tuple[str, int, int]]:
-    """At most six ranges `[low, high)` of degrees that cover 1 to `num_ranks`, with their names.
+    """Return at most six ranges `[low, high)` of degrees that cover 1 to `num_ranks`, with their names.
 
     >>> degree_bands(8)
     [('1', 1, 2), ('2', 2, 3), ('3-4', 3, 5), ('5-8', 5, 9)]
@@ -36,7 +44,7 @@ def degree_bands(num_ranks: int) -> list[tuple[str, int, int]]:
 
 
 def band_of(degree: int) -> int:
-    """Which range a degree falls into, from 0.
+    """Return the index of the range of a degree.
 
     >>> [band_of(degree) for degree in (1, 2, 4, 8, 16, 300)]
     [0, 1, 2, 3, 4, 5]
@@ -44,229 +52,147 @@ def band_of(degree: int) -> int:
     return sum(degree >= edge for edge in EDGES) - 1
 
 
-PASSES = (SpanKind.FORWARD, SpanKind.BACKWARD)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassCell:
-    """A pass of a microbatch on ranks `[first, last]` of a stage."""
+class Bar:
+    """A microbatch, or a pass of one, on ranks `[first, last]` of a stage, from `start_s` on.
 
-    stage: int
+    `parts`: CSS variable and seconds of what follows one after the other, whatever the order in the simulation.
+    """
+
     first: int
     last: int
-    microbatch: int
-    backward: bool
     start_s: float
-    stop_s: float
+    parts: tuple[tuple[str, float], ...]
+    lines: tuple[str, ...]
 
 
-def stage_drawing(scene: Scene, *, across: Scale, down: Scale) -> Iterator[str]:
-    """Every device's row: waiting, and on it the passes."""
+def scene_charts(scenes: Sequence[Scene]) -> list[Chart]:
+    """Return a chart for each scene, on one scale of time as far as they are comparable."""
+    times = [scene.timeline.iteration_s for scene in scenes]
+    shared_s = max((each for each in times if each <= OWN_SCALE * min(times)), default=0.0)
+    return [_chart(scene, shared_s=shared_s) for scene in scenes]
+
+
+def _chart(scene: Scene, *, shared_s: float) -> Chart:
     timeline = scene.timeline
-    for stage in range(timeline.num_stages):
-        top, height = down(stage * timeline.num_ranks), down(timeline.num_ranks) - down(0)
-        width = across(timeline.iteration_s) - across(0.0)
-        yield (
-            f'<rect class="kind-idle" x="{across(0.0):.2f}" y="{top:.2f}" width="{width:.2f}" '
-            f'height="{height - 1:.2f}"/>'
-        )
-        middle = top + height / 2 + 4
-        yield f'<text class="tick" x="{across.start - 8}" y="{middle:.2f}" text-anchor="end">stage {stage}</text>'
-    for cell in pass_cells(scene):
-        yield _drawn_stages(cell, scene=scene, across=across, down=down)
-
-
-def pass_cells(scene: Scene) -> Iterator[PassCell]:
-    """All passes; neighbouring ranks of a stage that are in one at the same time, to a thousandth of the step, are
-    one."""
-    grain = scene.timeline.iteration_s / 1000
-    passes = [span for span in scene.timeline.spans if span.kind in PASSES and _is_whole(span)]
-    passes.sort(key=lambda span: (span.stage, _microbatch(span), span.kind, span.rank))
-    for _, spans in groupby(passes, key=lambda span: (span.stage, _microbatch(span), span.kind)):
-        yield from _joined(list(spans), grain=grain)
-
-
-def _joined(spans: Sequence[Span], *, grain: float) -> Iterator[PassCell]:
-    """Of one pass, in the order of ranks."""
-    first = 0
-    for at, span in enumerate(spans, start=1):
-        opens = spans[first]
-        if at < len(spans):
-            other = spans[at]
-            if abs(other.start_s - opens.start_s) < grain and abs(other.stop_s - opens.stop_s) < grain:
-                continue
-        yield PassCell(
-            stage=opens.stage,
-            first=opens.rank,
-            last=span.rank,
-            microbatch=_microbatch(opens),
-            backward=opens.kind is SpanKind.BACKWARD,
-            start_s=opens.start_s,
-            stop_s=opens.stop_s,
-        )
-        first = at
-
-
-def _is_whole(span: Span) -> bool:
-    """Not a round of it."""
-    return "round" not in span.label
-
-
-def _microbatch(span: Span) -> int:
-    return int(span.label.split()[-1])
-
-
-def _drawn_stages(cell: PassCell, *, scene: Scene, across: Scale, down: Scale) -> str:
-    base = cell.stage * scene.timeline.num_ranks
-    top, bottom = down(base + cell.first), down(base + cell.last + 1)
-    width = across(cell.stop_s) - across(cell.start_s)
-    colour = "kind-backward" if cell.backward else "kind-forward"
-    inset = min(0.5, 0.15 * width)
-    return (
-        f"<g><title>{escape(_told_stages(cell, scene=scene))}</title>"
-        f'<rect class="{colour}" x="{across(cell.start_s):.2f}" y="{top:.2f}" width="{width - inset:.2f}" '
-        f'height="{bottom - top - 1:.2f}"/></g>'
+    note = (
+        f"{seconds(timeline.iteration_s)}, {counted(len(scene.plan.microbatches), 'microbatch', plural='microbatches')}"
     )
+    if timeline.num_stages > 1:
+        note += f", {timeline.num_stages} stages of {counted(timeline.num_ranks, 'rank')}"
+    if timeline.iteration_s > shared_s:
+        note += "; on its own time scale"
+    bars: list[tuple[float, ...]] = []
+    words: list[tuple[str, ...]] = []
+    colours: dict[str, int] = {}
+    for bar in pass_bars(scene) if timeline.num_stages > 1 else microbatch_bars(scene):
+        at_s = bar.start_s
+        for colour, lasts_s in bar.parts:
+            if lasts_s > 0:
+                number_of_colour = colours.setdefault(colour, len(colours))
+                stop_s = round(at_s + lasts_s, 6)
+                bars.append((bar.first, bar.last, round(at_s, 6), stop_s, number_of_colour, len(words)))
+            at_s += lasts_s
+        words.append(bar.lines)
+    return {
+        "kind": "timeline",
+        "title": scene.strategy,
+        "note": note,
+        "groups": _groups(timeline),
+        "bars": bars,
+        "words": words,
+        "colours": list(colours),
+        "legends": [{"title": "", "entries": _legend(timeline)}],
+        "views": [("all", 0.0, max(shared_s, timeline.iteration_s))],
+    }
 
 
-def _told_stages(cell: PassCell, *, scene: Scene) -> str:
-    microbatch = scene.plan.microbatches[cell.microbatch]
+def _groups(timeline: Timeline) -> list[dict[str, Any]]:
+    rows = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    if timeline.num_stages == 1:
+        return [{"name": "", "rows": rows}]
+    return [{"name": f"stage {stage}", "rows": rows} for stage in range(timeline.num_stages)]
+
+
+def _legend(timeline: Timeline) -> list[tuple[str, str]]:
+    if timeline.num_stages > 1:
+        return [("kind-forward", "forward"), ("kind-backward", "backward")]
+    bands = enumerate(degree_bands(timeline.num_ranks), start=1)
+    compute = [(f"ramp{at}", f"compute, degree {name}") for at, (name, _, _) in bands]
+    return [*compute, ("kind-exchange", "exposed communication"), ("kind-idle", "waiting")]
+
+
+def pass_bars(scene: Scene) -> Iterator[Bar]:
+    """Yield the passes of all stages; neighbouring ranks that run one at the same time share a bar."""
+    timeline, grain = scene.timeline, scene.timeline.iteration_s / GRAIN
+    passes = [span for span in timeline.spans if span.kind in PASSES and "round" not in span.label]
+    passes.sort(key=lambda span: (span.stage, _microbatch(span), span.kind, span.rank))
+    for (stage, microbatch, kind, start, _), same in groupby(
+        passes,
+        key=lambda s: (s.stage, _microbatch(s), s.kind, round(s.start_s / grain), round(s.stop_s / grain)),
+    ):
+        spans = list(same)
+        first, last = spans[0].rank, spans[-1].rank
+        yield Bar(
+            first=stage * timeline.num_ranks + first,
+            last=stage * timeline.num_ranks + last,
+            start_s=start * grain,
+            parts=((COLOURS[kind], spans[0].stop_s - spans[0].start_s),),
+            lines=(f"{_ranks(first, last)}: {kind} of microbatch {microbatch}", *_pass_lines(scene, stage, microbatch)),
+        )
+
+
+def _pass_lines(scene: Scene, stage: int, number_of_microbatch: int) -> list[str]:
+    microbatch = scene.plan.microbatches[number_of_microbatch]
     slices = {each.sequence: each for each in microbatch.slices}
     ids = [each for group in microbatch.groups for each in group.sequences]
     tokens = sum(slices[each].num_tokens if each in slices else scene.sequences[each].num_tokens for each in ids)
-    ranks = f"rank {cell.first}" if cell.first == cell.last else f"ranks {cell.first}-{cell.last}"
-    lines = [
-        f"stage {cell.stage}, {ranks}: {'backward' if cell.backward else 'forward'} {cell.microbatch}",
-        f"{number(tokens)} tokens of {len(ids)} sequence{'s' if len(ids) != 1 else ''}",
-    ]
+    lines = [f"{number(tokens)} tokens of {counted(len(ids), 'sequence')}"]
     lines += [f"slice [{number(each.start)}, {number(each.stop)}) of {each.sequence}" for each in microbatch.slices]
     for pipeline in scene.plan.pipelines:
-        if pipeline.start <= cell.microbatch < pipeline.stop:
-            layers = pipeline.recomputed_layers[cell.stage][cell.microbatch - pipeline.start]
-            lines += [f"{layers} layers recomputed"] if layers else []
-    return "\n".join([*lines, seconds(cell.stop_s - cell.start_s)])
+        if pipeline.start <= number_of_microbatch < pipeline.stop:
+            layers = pipeline.recomputed_layers[stage][number_of_microbatch - pipeline.start]
+            lines += [f"{counted(layers, 'layer')} recomputed"] if layers else []
+    return lines
 
 
-WIDTH, LEFT, RIGHT, AXIS = 1160, 64, 12, 26
-SHORTEST, TALLEST, ROW = 110.0, 330.0, 12.0
-OWN_SCALE = 2.5
-"""A strategy that takes so many times the fastest's time is drawn on a scale of its own."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One microbatch on ranks `[first, last]`, in seconds: its start, and how long each kind takes, one after the
-    other whatever the order in which they were met. `closes`: the next rank is of another group."""
-
-    first: int
-    last: int
-    start_s: float
-    lasts_s: tuple[float, float, float]
-    group: int | None
-    microbatch: int
-    closes: bool
-
-
-def pictures(scenes: Sequence[Scene]) -> str:
-    """A figure per scene, in the order given, on one scale of time as far as they are comparable."""
-    times = [scene.timeline.iteration_s for scene in scenes]
-    if not times:
-        return ""
-    shared = max(each for each in times if each <= OWN_SCALE * min(times))
-    legend = _legend(scenes)
-    legend += f"<li>{key_mark('kind-idle')}waiting</li>"
-    figures = [_figure(scene, stop_s=max(shared, scene.timeline.iteration_s), shared_s=shared) for scene in scenes]
-    return f'<ul class="legend">{legend}</ul><div class="stack">{"".join(figures)}</div>'
-
-
-def _legend(scenes: Sequence[Scene]) -> str:
-    plain = [scene.timeline.num_ranks for scene in scenes if scene.timeline.num_stages == 1]
-    legend = ""
-    if plain:
-        names = {f"ramp{at + 1}": name for at, (name, _, _) in enumerate(degree_bands(max(plain)))}
-        legend += "".join(f"<li>{key_mark(colour)}compute, degree {name}</li>" for colour, name in names.items())
-        legend += f"<li>{key_mark('kind-exchange')}communication that nothing hides</li>"
-    if len(plain) < len(scenes):
-        legend += f"<li>{key_mark('kind-forward')}forward</li><li>{key_mark('kind-backward')}backward</li>"
-    return legend
-
-
-def _figure(scene: Scene, *, stop_s: float, shared_s: float) -> str:
-    timeline = scene.timeline
-    plot = min(max(timeline.num_devices * ROW, SHORTEST), TALLEST)
-    across = Scale(low=0.0, high=stop_s, start=LEFT, stop=WIDTH - RIGHT)
-    down = Scale(low=0, high=timeline.num_devices, start=0.0, stop=plot)
-    parts = list(_axes(timeline, across=across, down=down, stop_s=stop_s))
-    if timeline.num_stages > 1:
-        parts += stage_drawing(scene, across=across, down=down)
-    else:
-        for cell in cells(scene):
-            parts += _drawn(cell, scene=scene, across=across, down=down)
-    note = f"{seconds(timeline.iteration_s)}, {_counted(len(scene.plan.microbatches), 'microbatch', 'es')}"
-    if timeline.num_stages > 1:
-        note += f", {timeline.num_stages} stages of {_counted(timeline.num_ranks, 'rank', 's')}"
-    if stop_s > shared_s:
-        note += "; on a scale of its own"
-    label = f"{scene.strategy}: what {timeline.num_devices} devices do over {seconds(timeline.iteration_s)}"
-    return (
-        f"<figure><figcaption><h3>{escape(scene.strategy)}</h3><p>{escape(note)}</p></figcaption>"
-        f'<div class="scroll"><svg class="chart timeline" viewBox="0 0 {WIDTH} {plot + AXIS:.0f}" role="img" '
-        f'aria-label="{escape(label)}">{"".join(parts)}</svg></div></figure>'
-    )
-
-
-def _axes(timeline: Timeline, *, across: Scale, down: Scale, stop_s: float) -> Iterator[str]:
-    bottom = down(timeline.num_devices)
-    for mark in ticks(0.0, stop_s, count=8):
-        if mark <= stop_s:
-            x = across(mark)
-            yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="0" y2="{bottom:.2f}"/>'
-            yield f'<text class="tick" x="{x:.2f}" y="{bottom + 18:.2f}" text-anchor="middle">{seconds(mark)}</text>'
-    for rank in sorted({0, timeline.num_ranks - 1}) if timeline.num_stages == 1 else ():
-        y = (down(rank) + down(rank + 1)) / 2 + 4
-        y = min(max(y, 9.0), bottom)
-        yield f'<text class="tick" x="{LEFT - 8}" y="{y:.2f}" text-anchor="end">rank {rank}</text>'
-
-
-def cells(scene: Scene) -> Iterator[Cell]:
-    """The microbatches of all ranks; neighbours of one group that do the same, to a thousandth of the step, are one."""
-    timeline, grain = scene.timeline, scene.timeline.iteration_s / 1000
+def microbatch_bars(scene: Scene) -> Iterator[Bar]:
+    """Yield the microbatches of all ranks; neighbours of one group that do the same share a bar."""
+    timeline, grain = scene.timeline, scene.timeline.iteration_s / GRAIN
     starts = _starts(timeline, count=len(scene.plan.microbatches))
     for index, microbatch in enumerate(scene.plan.microbatches):
         group_of = {rank: at for at, group in enumerate(microbatch.groups) for rank in group.ranks}
-        open_cell: Cell | None = None
-        for rank in range(timeline.num_ranks):
-            cell = Cell(
-                first=rank,
-                last=rank,
-                start_s=starts[rank][index],
-                lasts_s=_lasts(timeline, rank=rank, index=index, starts=starts[rank]),
-                group=group_of.get(rank),
-                microbatch=index,
-                closes=rank not in group_of or group_of.get(rank + 1) != group_of[rank],
+        ranks = [
+            (rank, starts[rank][index], _lasts(timeline, rank=rank, index=index, starts=starts[rank]))
+            for rank in range(timeline.num_ranks)
+        ]
+        for (group, _), same in groupby(
+            ranks, key=lambda each: (group_of.get(each[0]), [round(s / grain) for s in (each[1], *each[2])])
+        ):
+            (first, start_s, lasts_s), *others = same
+            last = others[-1][0] if others else first
+            degree = microbatch.groups[group].degree if group is not None else 1
+            colours = (f"--r{band_of(degree) + 1}", EXCHANGE, IDLE)
+            yield Bar(
+                first=first,
+                last=last,
+                start_s=start_s,
+                parts=tuple(zip(colours, lasts_s, strict=True)),
+                lines=tuple(_group_lines(scene, index, group, ranks=_ranks(first, last), lasts_s=lasts_s)),
             )
-            if open_cell is not None and _alike(open_cell, cell, grain=grain):
-                open_cell = replace(open_cell, last=rank, closes=cell.closes)
-                continue
-            if open_cell is not None:
-                yield open_cell
-            open_cell = cell
-        if open_cell is not None:
-            yield open_cell
 
 
 def _starts(timeline: Timeline, *, count: int) -> list[list[float]]:
-    """When each rank begins each microbatch, `[rank][microbatch]`, and the end of the step."""
+    """Return when each rank begins each microbatch, `[rank][microbatch]`, and the end of the step."""
     starts = [[0.0] * count + [timeline.iteration_s] for _ in range(timeline.num_ranks)]
     for span in timeline.spans:
         if span.kind is SpanKind.LOAD:
-            starts[span.rank][int(span.label.split()[-1])] = span.start_s
+            starts[span.rank][_microbatch(span)] = span.start_s
     return starts
 
 
 def _lasts(timeline: Timeline, *, rank: int, index: int, starts: Sequence[float]) -> tuple[float, float, float]:
-    """Seconds of compute, of communication that nothing hid, and of waiting: the last two in the proportion that
-    the rank has over the whole step."""
+    """Return seconds of compute, exposed communication and waiting; the last two in their proportion over the step."""
     window_s = starts[index + 1] - starts[index]
     spent = timeline.by_rank[rank]
     loads_s = (spent.compute - timeline.compute_s[rank]) / (len(starts) - 1)
@@ -276,43 +202,24 @@ def _lasts(timeline: Timeline, *, rank: int, index: int, starts: Sequence[float]
     return compute_s, share * (window_s - compute_s), (1 - share) * (window_s - compute_s)
 
 
-def _alike(one: Cell, other: Cell, *, grain: float) -> bool:
-    pairs = zip((one.start_s, *one.lasts_s), (other.start_s, *other.lasts_s), strict=True)
-    return one.group == other.group and all(abs(a - b) < grain for a, b in pairs)
-
-
-def _drawn(cell: Cell, *, scene: Scene, across: Scale, down: Scale) -> Iterator[str]:
-    """Rectangles side by side under one title."""
-    top, bottom = down(cell.first), down(cell.last + 1)
-    height = bottom - top - (min(1.0, 0.2 * (bottom - top)) if cell.closes else 0.0)
-    degree = scene.plan.microbatches[cell.microbatch].groups[cell.group].degree if cell.group is not None else 1
-    colours = (f"ramp{band_of(degree) + 1}", "kind-exchange", "kind-idle")
-    at_s, rectangles = cell.start_s, []
-    for colour, lasts_s in zip(colours, cell.lasts_s, strict=True):
-        width = across(at_s + lasts_s) - across(at_s)
-        if width >= 0.1:
-            rectangles.append(
-                f'<rect class="{colour}" x="{across(at_s):.2f}" y="{top:.2f}" width="{width:.2f}" '
-                f'height="{height:.2f}"/>'
-            )
-        at_s += lasts_s
-    yield f"<g><title>{escape(_told(cell, scene=scene))}</title>{''.join(rectangles)}</g>"
-
-
-def _told(cell: Cell, *, scene: Scene) -> str:
-    ranks = f"rank {cell.first}" if cell.first == cell.last else f"ranks {cell.first}-{cell.last}"
-    lines = [f"{ranks}, microbatch {cell.microbatch}"]
-    if cell.group is None:
-        lines.append("no sequences")
+def _group_lines(
+    scene: Scene, index: int, group_index: int | None, *, ranks: str, lasts_s: tuple[float, float, float]
+) -> Iterator[str]:
+    yield f"{ranks}, microbatch {index}"
+    if group_index is None:
+        yield "no sequences"
     else:
-        group = scene.plan.microbatches[cell.microbatch].groups[cell.group]
-        tokens = sum(scene.sequences[index].num_tokens for index in group.sequences)
-        kind = f", {group.primitive.value}" if group.degree > 1 else ""
-        lines.append(f"degree {group.degree}{kind}")
-        lines.append(f"{_counted(len(group.sequences), 'sequence', 's')}, {number(tokens)} tokens")
-    told = zip(("compute", "communication", "waiting"), cell.lasts_s, strict=True)
-    return "\n".join([*lines, *(f"{name} {seconds(value)}" for name, value in told)])
+        group = scene.plan.microbatches[index].groups[group_index]
+        tokens = sum(scene.sequences[each].num_tokens for each in group.sequences)
+        yield f"degree {group.degree}" + (f", {group.primitive.value}" if group.degree > 1 else "")
+        yield f"{counted(len(group.sequences), 'sequence')}, {number(tokens)} tokens"
+    for name, spent_s in zip(("compute", "communication", "waiting"), lasts_s, strict=True):
+        yield f"{name}\t{seconds(spent_s)}"
 
 
-def _counted(count: int, noun: str, plural: str) -> str:
-    return f"{number(count)} {noun}{plural if count != 1 else ''}"
+def _ranks(first: int, last: int) -> str:
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"
+
+
+def _microbatch(span: Span) -> int:
+    return int(span.label.split()[-1])

@@ -1,7 +1,7 @@
-"""What a model with vision makes of a video's frames: how many pictures, and how large they are.
+"""What a model with vision makes of a video's frames: how many images, and how large they are.
 
 The paper of Flexible Context Parallelism (Niu et al.) gives neither frames per second nor resolution, only the longest
-sequence, 128K tokens. Both are assumed here: `PICTURES_PER_SECOND` pictures of frames of about `FRAME_PIXELS` pixels.
+sequence, 128K tokens. Both are assumed here: `IMAGES_PER_SECOND` images of frames of about `FRAME_PIXELS` pixels.
 With these, static baselines of 8B models take degree 4 on MSR-VTT and 8 on OpenVid, as they do in the paper's Table 6.
 
 Synthetic videos with captions, each set from what is published of its data set, and the sequences that a model with
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from rayfcp.compare.distributions import Between, Draw, Lognormal, Mixture, Pareto
 from rayfcp.cost.profiles import pick
-from rayfcp.values import ModelProfile, Pictures, SequenceSpec, VisionProfile
+from rayfcp.values import Images, ModelProfile, SequenceSpec, VisionProfile
 
-PICTURES_PER_SECOND = 2.0
+IMAGES_PER_SECOND = 2.0
 """Qwen3-VL's are two frames each, InternVL's one."""
 
 FRAME_PIXELS = 512 * 512
@@ -29,7 +29,7 @@ FRAME_PIXELS = 512 * 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """`per_second` pictures; `marks` tokens of text stand around each. `tile`: the edge in pixels to which all frames
+    """`per_second` images; `marks` tokens of text stand around each. `tile`: the edge in pixels to which all frames
     are brought, 0 where they keep their shape and take about `FRAME_PIXELS`. `merged_patches` patches of `patch` x
     `patch` pixels become a token."""
 
@@ -39,12 +39,12 @@ class Frames:
     marks: int
     per_second: float
 
-    def pictures(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
-        """How many pictures clips of so many seconds give."""
+    def images(self, seconds: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+        """How many images clips of so many seconds give."""
         return np.maximum(np.floor(seconds * self.per_second), 1).astype(np.int64)
 
-    def picture(self, *, width: int, height: int) -> Pictures:
-        """One picture at token 0, from frames of `width` x `height` pixels; `stride` holds its marks too.
+    def image(self, *, width: int, height: int) -> Images:
+        """One image at token 0, from frames of `width` x `height` pixels; `stride` holds its marks too.
 
         Edges become multiples of a token's pixels, rounded down, as the library's processors of videos do.
         """
@@ -55,12 +55,10 @@ class Frames:
             scale = math.sqrt(FRAME_PIXELS / (width * height))
             width, height = (max(unit, int(edge * scale) // unit * unit) for edge in (width, height))
         tokens = (width // unit) * (height // unit)
-        return Pictures(
-            start=0, num_tokens=tokens, num_patches=tokens * self.merged_patches, stride=tokens + self.marks
-        )
+        return Images(start=0, num_tokens=tokens, num_patches=tokens * self.merged_patches, stride=tokens + self.marks)
 
 
-def frames_of(model: ModelProfile, *, per_second: float = PICTURES_PER_SECOND) -> Frames:
+def frames_of(model: ModelProfile, *, per_second: float = IMAGES_PER_SECOND) -> Frames:
     """How the model sees videos; its family is told by how many numbers make a patch.
 
     InternVL: a tile of 448 x 448 pixels a frame, `Frame7: <img>` before it and `</img>` and a line break behind it.
@@ -76,7 +74,7 @@ def frames_of(model: ModelProfile, *, per_second: float = PICTURES_PER_SECOND) -
     if vision.patch_values not in known:
         raise ValueError(
             f"vision.patch_values of model {model.name} is {vision.patch_values}, must be one of "
-            f"{', '.join(map(str, known))} for videos by name; give lengths with pictures in a file"
+            f"{', '.join(map(str, known))} for videos by name; give lengths with images in a file"
         )
     return known[vision.patch_values](vision, per_second)
 
@@ -134,41 +132,41 @@ class Videos:
     source: str
 
     def sample(self, count: int, *, frames: Frames, max_seqlen: int, seed: int) -> tuple[SequenceSpec, ...]:
-        """`count` independent sequences: a prompt, the clip's pictures, its caption, which alone enters the loss. Of a
-        clip that is too long for `max_seqlen` tokens fewer pictures are taken.
+        """`count` independent sequences: a prompt, the clip's images, its caption, which alone enters the loss. Of a
+        clip that is too long for `max_seqlen` tokens fewer images are taken.
 
         Raises:
-            ValueError: not one picture fits.
+            ValueError: not one image fits.
         """
         rng = np.random.default_rng(seed)
         seconds = self.seconds(rng, count)
         captions = np.maximum(np.rint(TOKENS_PER_WORD * self.words(rng, count)), 1).astype(int)
-        picture = frames.picture(width=self.width, height=self.height)
-        room = (max_seqlen - PROMPT_TOKENS - captions) // picture.stride
+        image = frames.image(width=self.width, height=self.height)
+        room = (max_seqlen - PROMPT_TOKENS - captions) // image.stride
         if room.min() < 1:
             raise ValueError(
-                f"max_seqlen is {max_seqlen}, must be at least {PROMPT_TOKENS + captions.max() + picture.stride} for a "
-                f"picture and the caption of a clip of {self.name}; raise it"
+                f"max_seqlen is {max_seqlen}, must be at least {PROMPT_TOKENS + captions.max() + image.stride} for a "
+                f"image and the caption of a clip of {self.name}; raise it"
             )
-        pictures = np.clip(frames.pictures(seconds), 1, room)
+        images = np.clip(frames.images(seconds), 1, room)
         return tuple(
-            _sequence(number, picture=picture, count=int(pictures[number]), caption=int(captions[number]))
+            _sequence(number, image=image, count=int(images[number]), caption=int(captions[number]))
             for number in range(count)
         )
 
 
-def _sequence(number: int, *, picture: Pictures, count: int, caption: int) -> SequenceSpec:
-    """Prompt, `count` pictures with the text before each, and caption. Half of that text stands before the picture."""
-    marks = picture.stride - picture.num_tokens
-    run = Pictures(
+def _sequence(number: int, *, image: Images, count: int, caption: int) -> SequenceSpec:
+    """Prompt, `count` images with the text before each, and caption. Half of that text stands before the image."""
+    marks = image.stride - image.num_tokens
+    run = Images(
         start=PROMPT_TOKENS + marks - marks // 2,
-        num_tokens=picture.num_tokens,
-        num_patches=picture.num_patches,
+        num_tokens=image.num_tokens,
+        num_patches=image.num_patches,
         count=count,
-        stride=picture.stride,
+        stride=image.stride,
     )
-    tokens = PROMPT_TOKENS + count * picture.stride + caption
-    return SequenceSpec(id=number, num_tokens=tokens, num_targets=caption, pictures=(run,))
+    tokens = PROMPT_TOKENS + count * image.stride + caption
+    return SequenceSpec(id=number, num_tokens=tokens, num_targets=caption, images=(run,))
 
 
 # 85 % of the clips last up to 10 s; with 4.5 s in their mean, the mean of all is 11.7 s when the others follow this

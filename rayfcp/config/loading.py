@@ -1,12 +1,10 @@
-"""The error of a configuration that cannot be used.
+"""From a YAML file, a dict and the command line to a checked Config, and back.
 
-YAML as a run's configuration uses it: plain data only, no key twice, `1e-3` is a number, a date is text.
-
-What pydantic found wrong, said in one line: the dotted field, the value, the bound, the remedy.
-
-From a YAML file and the command line to a checked Config, and back.
+YAML is read as plain data: no key twice, `1e-3` is a number, a date is text. Every problem becomes one line that names
+the dotted key, the value, the bound and the remedy.
 """
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -72,7 +70,7 @@ def read_yaml(text: str, *, source: str) -> Any:
     """Plain data of one YAML document.
 
     Raises:
-        ConfigError: The text is not YAML; names `source`, the line and the column, both from 1.
+        ConfigError: the text is not YAML; names `source`, the line and the column, both from 1.
     """
     try:
         return yaml.load(text, Loader=_Loader)
@@ -121,25 +119,90 @@ def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[st
             yield from known_keys(field.annotation, f"{prefix}{name}.")
 
 
-def nearest_key(unknown: str) -> str:
-    """The known key closest in spelling; one of the same section, or of the same name elsewhere, comes first.
+ALIASES = {
+    "train.steps": "max_steps training_steps",
+    "train.learning_rate": "lr",
+    "train.lr_schedule": "lr_scheduler lr_scheduler_type",
+    "train.warmup_steps": "warmup_ratio",
+    "train.beta1": "adam_beta1",
+    "train.beta2": "adam_beta2",
+    "train.grad_clip": "max_grad_norm max_norm",
+    "train.recompute_layers": "gradient_checkpointing activation_checkpoint activation_checkpointing",
+    "train.compile": "torch_compile",
+    "checkpoint.every_steps": "save_steps save_interval interval",
+    "checkpoint.keep": "save_total_limit keep_latest_k",
+    "checkpoint.resume": "resume_from_checkpoint load_step",
+    "run.dir": "output_dir dump_folder",
+    "run.name": "run_name",
+    "model.path": "model_name_or_path hf_assets_path flavor",
+    "model.dtype": "bf16 fp16 torch_dtype mixed_precision mixed_precision_param",
+    "data.paths": "dataset dataset_name dataset_path train_file",
+    "data.text_column": "dataset_text_field",
+    "data.tokenizer": "tokenizer_path tokenizer_name tokenizer_name_or_path",
+    "data.max_seqlen": "seq_len max_length max_seq_length block_size cutoff_len",
+    "data.global_batch_sequences": "global_batch_size train_batch_size per_device_train_batch_size local_batch_size "
+    "batch_size",
+    "cluster.num_workers": "world_size num_gpus num_nodes nproc_per_node data_parallel_shard_degree "
+    "data_parallel_replicate_degree",
+    "cluster.tensor_parallel": "tensor_parallel_degree tensor_parallel_size tp",
+    "cluster.pipeline_stages": "pipeline_parallel_degree pipeline_parallel_size pp",
+    "metrics.loggers": "report_to enable_wandb enable_tensorboard",
+}
+"""Keys by what Hugging Face Trainer and torchtitan call them."""
 
-    >>> nearest_key("train.stpes"), nearest_key("model.strategy"), nearest_key("trian")
-    ('train.steps', 'plan.strategy', 'train')
+UNSUPPORTED = {
+    "lora lora_r lora_alpha lora_rank peft peft_config adapter qlora": "adapters are not supported, all weights train",
+    "load_in_4bit load_in_8bit quantization quantization_config float8": "quantization is not supported",
+    "optim optimizer optimizers": "the optimizer is AdamW; set train.learning_rate, beta1, beta2 and weight_decay",
+    "eval_steps eval_strategy evaluation_strategy validation per_device_eval_batch_size": "evaluation is not supported",
+    "num_train_epochs epochs num_epochs": "runs are counted in steps; set train.steps",
+    "gradient_accumulation_steps micro_batch_size pipeline_parallel_microbatch_size": "microbatches are planned per "
+    "batch; set data.global_batch_sequences",
+    "context_parallel_degree context_parallel_size cp sequence_parallel_size": "degrees of context parallelism are "
+    "planned per batch; set plan.strategy",
+    "packing group_by_length": "sequences are always packed, by length",
+    "fsdp fsdp_config deepspeed ddp": "parameters are always sharded with FSDP2",
+    "expert_parallel_degree": "expert parallelism is not supported",
+    "label_smoothing_factor neftune_noise_alpha dropout": "regularization beyond train.weight_decay is not supported",
+}
+
+MIN_LIKENESS = 0.7
+"""Ratio of matching characters from which on a key is suggested."""
+
+
+def nearest_key(unknown: str) -> str | None:
+    """The known key closest in spelling, one of the same section first; None if none is close.
+
+    >>> nearest_key("train.stpes"), nearest_key("model.strategy"), nearest_key("trian"), nearest_key("model.qwerty")
+    ('train.steps', 'plan.strategy', 'train', None)
     """
     section, _, name = unknown.rpartition(".")
-
-    def likeness(candidate: str) -> float:
-        its_section, _, its_name = candidate.rpartition(".")
-        return SequenceMatcher(None, name, its_name).ratio() + (0.25 if section == its_section else 0.0)
-
-    return max(known_keys(), key=likeness)
+    likeness = {key: SequenceMatcher(None, name, key.rpartition(".")[2]).ratio() for key in known_keys()}
+    near = [key for key, ratio in likeness.items() if ratio >= MIN_LIKENESS]
+    return max(near, key=lambda key: likeness[key] + 0.25 * (key.rpartition(".")[0] == section), default=None)
 
 
 def unknown_key(dotted: str) -> str:
-    """The line for a key that no section declares."""
-    shown = " ".join(dotted.split()) or repr(dotted)
-    return f"{shown} is not a known key; did you mean {nearest_key(dotted)}?"
+    """The line for a key that no section declares.
+
+    >>> unknown_key("train.save_steps")
+    'train.save_steps is not a known key; it is called checkpoint.every_steps here'
+    """
+    given = " ".join(dotted.split()) or repr(dotted)
+    section, _, name = dotted.rpartition(".")
+    for key, names in ALIASES.items():
+        if name in names.split():
+            return f"{given} is not a known key; it is called {key} here"
+    for part in dotted.split("."):
+        for names, reason in UNSUPPORTED.items():
+            if part in names.split():
+                return f"{given} is not a known key; {reason}"
+    if near := nearest_key(dotted):
+        return f"{given} is not a known key; did you mean {near}?"
+    prefix = f"{section}." if any(key.startswith(f"{section}.") for key in known_keys()) else ""
+    known = (key.removeprefix(prefix) for key in known_keys() if key.startswith(prefix))
+    names = ", ".join(key for key in known if "." not in key)
+    return f"{given} is not a known key; {section or 'a configuration'} has {names}"
 
 
 def describe(error: ValidationError) -> str:
@@ -187,57 +250,64 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path`, changed by `section.key=value` overrides, later ones last.
+def load_config(source: str | Path | Mapping[str, Any], *, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a YAML file or a dict of sections, changed by `section.key=value` overrides in order.
 
     A value is read as YAML: `train.learning_rate=1e-4`, `cluster.num_workers=[2, 4]`, `run.dir=null`.
 
     Raises:
-        ConfigError: One line that names the file or the dotted key, the value, the bound and the remedy.
+        ConfigError: one line that names the file or the dotted key, the value, the bound and the remedy.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"config file {str(path)!r} does not exist; check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}; give a YAML text file") from error
-    raw = read_yaml(text, source=str(path))
-    if not isinstance(raw, dict):
-        raise ConfigError(
-            f"config file {str(path)!r} holds {shown(raw)}, must hold sections of keys; see jobs/quickstart.yaml"
-        )
+    raw = (
+        copy.deepcopy(dict(source))
+        if isinstance(source, Mapping)
+        else read_mapping(source, what="config", content="sections of keys; see jobs/quickstart.yaml")
+    )
     for override in overrides:
         _override(raw, override)
     return parse_config(raw)
 
 
-def config_of_keys(overrides: Sequence[str]) -> Config:
-    """The configuration of `section.key=value` words alone, for what reads no data: `data.paths` may be missing.
+def read_mapping(path: str | Path, *, what: str, content: str) -> dict[str, Any]:
+    """The keys of the YAML file `path`; `what` kind of file it is and its expected `content` are named in errors.
 
     Raises:
-        ConfigError: One line, as of `load_config`.
+        ConfigError: it cannot be read or does not hold keys.
+    """
+    where = f"{what} file {str(path)!r}"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{where} does not exist; check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where} cannot be read: {error}; give a YAML text file") from error
+    raw = read_yaml(text, source=str(path))
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where} holds {shown(raw)}, must hold {content}")
+    return raw
+
+
+def config_of_keys(overrides: Sequence[str]) -> Config:
+    """The configuration of `section.key=value` words, for commands that read no data: `data.paths` may be missing.
+
+    Raises:
+        ConfigError: one line, as of `load_config`.
 
     >>> config_of_keys(["model.name=qwen3-1.7b", "train.steps=3"]).train.steps
     3
     """
-    raw: dict[str, Any] = {"data": {"paths": [STDLIB_PLACEHOLDER]}}
-    for override in overrides:
-        _override(raw, override)
-    return parse_config(raw)
+    return load_config({"data": {"paths": [STDLIB_PLACEHOLDER]}}, overrides=overrides)
 
 
 def parse_config(raw: Mapping[str, Any]) -> Config:
     """The checked configuration of plain data, e.g. of a YAML file. An empty section takes its defaults.
 
     Raises:
-        ConfigError: One line for the first problem.
+        ConfigError: one line for the first problem.
     """
-    given = {section: {} if keys is None else keys for section, keys in raw.items()}
-    # A misspelt `data` would otherwise only be told as a missing one; so would a file without it.
-    try:
-        return Config.model_validate({"data": {}, **given})
-    except ValidationError as error:
-        raise ConfigError(describe(error)) from error
+    given = {str(section): {} if keys is None else keys for section, keys in raw.items()}
+    # Without `data`, pydantic would report only that, and not a misspelt `data`.
+    return Config(**{"data": {}, **given})
 
 
 def dump_config(config: Config) -> str:
@@ -246,10 +316,10 @@ def dump_config(config: Config) -> str:
 
 
 def check_paths(config: Config) -> None:
-    """Whether the local files and folders that the configuration names are there. URLs are left to their readers.
+    """Check that the local files and folders that the configuration names exist. URLs are left to their readers.
 
     Raises:
-        ConfigError: One line for the first that is missing.
+        ConfigError: one line for the first that is missing.
     """
     named = [("data.paths", path) for path in config.data.paths]
     if config.checkpoint.resume not in ("auto", "never"):
@@ -261,7 +331,7 @@ def check_paths(config: Config) -> None:
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
-    """Sets one `section.key=value` in `raw`."""
+    """Set one `section.key=value` in `raw`."""
     dotted, equals, value = text.partition("=")
     parts = dotted.strip().split(".")
     if not equals or not all(parts):

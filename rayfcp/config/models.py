@@ -1,29 +1,22 @@
-"""Before a value is checked: the short forms that a user may write.
-
-What all sections of a configuration share.
-
-The shape of a model that starts from random weights, as a user writes it.
-
-The section `plan`: how a global batch becomes a plan.
-
-The section `elastic`: what a run does when devices come and go.
-
-What a user writes: the sections of a run's configuration, each key with its meaning and bounds.
-"""
+"""The sections of a run's configuration, each key with its meaning and bounds."""
 
 import sysconfig
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     PositiveFloat,
+    ValidationError,
     field_validator,
     model_validator,
 )
+
+from rayfcp.values.devices import AUTO, DEVICES
 
 
 def as_list(value: Any) -> Any:
@@ -47,6 +40,17 @@ def workers_or_range(value: Any) -> Any:
     if numbers[0] > numbers[-1]:
         raise ValueError("must have min no greater than max; swap them")
     return tuple(numbers) if len(numbers) == 2 else numbers[0]
+
+
+def known_device(name: str) -> str:
+    """A name of `DEVICES`, or `auto`.
+
+    Raises:
+        ValueError: Another name.
+    """
+    if name not in (AUTO, *DEVICES):
+        raise ValueError(f"must be one of {', '.join(map(repr, (AUTO, *DEVICES)))}; write one of them")
+    return name
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -138,10 +142,10 @@ class ArchitectureConfig(Section):
 
     @model_validator(mode="after")
     def _sees_if_its_family_does(self) -> "ArchitectureConfig":
-        if self.vision is not None and self.model_type not in SEEING_FAMILIES:
+        if self.vision is not None and self.model_type not in VISION_FAMILIES:
             raise ValueError(
                 f"vision is set, must be absent for model_type {self.model_type!r}; drop it, or set model_type to one "
-                f"of {', '.join(SEEING_FAMILIES)}"
+                f"of {', '.join(VISION_FAMILIES)}"
             )
         layers = self.vision.deepstack_layers if self.vision is not None else ()
         if layers and (self.model_type != "qwen3_vl" or len(layers) > self.num_layers):
@@ -152,22 +156,22 @@ class ArchitectureConfig(Section):
         return self
 
 
-SEEING_FAMILIES = ("qwen3_vl", "internvl")
+VISION_FAMILIES = ("qwen3_vl", "internvl")
 """Values of `model_type` with a vision encoder."""
 
 
 class BlockOptions(Section):
-    """Of `flex-block` (FCP with blocks, Zhao et al., 2026).
+    """Options of `flex-block` (FCP with blocks, Zhao et al., 2026).
 
     `alpha`, `beta`: weights of memory and compute in Algorithm 1. A rank may hold 1 + `tolerance` times the mean
-    tokens, if memory permits. `search_moves`: moves and swaps after `lpt`, 0 for none. `paced`: transfers
-    come when their target has computed those before, else in the order of the colouring alone.
+    tokens, if memory permits. `paced`: transfers come when their target has computed those before, else in the order of
+    the edge coloring alone.
     """
 
     block_tokens: Count | None = Field(default=None, description="of a block; from the cost model if absent")
     placement: Literal["shares", "lpt"] = Field(
         default="shares",
-        description="equal tokens and cells with the fewest cuts, or blocks of one size, longest first",
+        description="equal tokens and pairs with the fewest cuts, or blocks of one size, longest first",
     )
     pairing: Literal["zigzag", "free"] = Field(
         default="zigzag", description="of lpt: a block goes with its mirror image"
@@ -175,17 +179,17 @@ class BlockOptions(Section):
     alpha: NonNegativeFloat = 1.0
     beta: NonNegativeFloat = 1.0
     tolerance: NonNegativeFloat = 0.02
-    search_moves: int = Field(default=2000, ge=0)
+    search_moves: int = Field(default=2000, ge=0, description="without effect, kept for older configurations")
     heads: Count | None = Field(
         default=None, description="ranks of a node that share heads; the best that plan.primitives allow if absent"
     )
     coalesce: Count | None = Field(default=None, description="rounds that run as one; the fewest that hide if absent")
-    num_buffers: int = Field(default=3, ge=2, description="stages of received transfers that a rank holds at once")
+    num_buffers: int = Field(default=3, ge=2, description="phases of received transfers that a rank holds at once")
     paced: bool = True
 
 
 class PipelineOptions(Section):
-    """Of `elastic-pipeline` (InfiniPipe, Wang et al., 2025).
+    """Options of `elastic-pipeline` (InfiniPipe, Wang et al., 2025).
 
     The defaults are the whole method; the others are its ablations. `recompute`: as memory asks of each stage and
     chunk, one number of layers for all, nothing, or everything. `order` 1f1b: the window never shrinks.
@@ -201,16 +205,16 @@ class PipelineOptions(Section):
     slices: Count | None = Field(default=None, description="of the longest sequence; searched if absent")
     max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
     pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
-    candidates: Count = Field(default=12, description="of all tried, how many are replayed exactly")
+    candidates: Count = Field(default=12, description="of all tried, how many are also tried in several pipelines")
     milp_nodes: int = Field(
         default=100,
         ge=0,
-        description="of the search that betters recomputation beyond 2 % of its bound; 0: rounded only",
+        description="without effect, kept for older configurations",
     )
 
 
 class PlanConfig(Section):
-    """How a global batch becomes a plan."""
+    """Planning of global batches."""
 
     strategy: str = "flex-ring"
     auto_candidates: int = Field(
@@ -238,7 +242,7 @@ class PlanConfig(Section):
 
 
 class ElasticConfig(Section):
-    """How long the run waits for what it lacks, and what it keeps against losses."""
+    """Timeouts, snapshots and limits of an elastic run."""
 
     start_timeout_s: PositiveFloat = Field(default=300.0, description="for workers to start")
     collective_timeout_s: PositiveFloat = Field(default=600.0, description="for one exchange between ranks")
@@ -265,7 +269,7 @@ STDLIB_PLACEHOLDER = "{stdlib}"
 
 
 class RunConfig(Section):
-    """Where a run keeps its files, and the seed of everything random in it."""
+    """Name and files of a run, and the seed of everything random in it."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     dir: str | None = Field(default=None, description="run directory; runs/NAME if absent")
@@ -292,7 +296,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What is read, how it becomes tokens, and what happens to rows that are too long or broken."""
+    """Input files, tokenization, and the handling of long and broken rows."""
 
     paths: Words = Field(
         min_length=1, description="files, folders, fsspec URLs; `{stdlib}` is this Python's standard library"
@@ -303,19 +307,20 @@ class DataConfig(Section):
         default=(), description="patterns of file and folder names below `paths` that are left out, e.g. test*"
     )
     text_column: str = "text"
-    tokenizer: str = Field(default="bytes", description="`bytes`, or a Hugging Face tokenizer by path")
+    tokenizer: str | None = Field(
+        default=None,
+        description="`bytes`, or a Hugging Face tokenizer by path; if absent, that of model.path, else `bytes`",
+    )
     processor: str | None = Field(
-        default=None, description="a Hugging Face processor by path, for rows with pictures; it brings its tokenizer"
+        default=None, description="a Hugging Face processor by path, for rows with images; it brings its tokenizer"
     )
     max_picture_pixels: Count = Field(
         default=1 << 26, description="of an image or a frame; rows with larger are left out"
     )
     video_fps: PositiveFloat | None = Field(default=None, description="of the rows' frames; the processor's if absent")
-    picture_targets: bool = Field(default=False, description="whether tokens that stand for pictures enter the loss")
-    decoder_actors: int = Field(
-        default=2, ge=0, description="CPUs that decode pictures ahead of the step; 0: workers do"
-    )
-    decode_ahead_steps: Count = Field(default=2, description="steps whose pictures are decoded before they run")
+    picture_targets: bool = Field(default=False, description="whether tokens that stand for images enter the loss")
+    decoder_actors: int = Field(default=2, ge=0, description="CPUs that decode images ahead of the step; 0: workers do")
+    decode_ahead_steps: Count = Field(default=2, description="steps whose images are decoded before they run")
     max_seqlen: Count = 8192
     global_batch_sequences: Count = 32
     long_sequences: Literal["cut", "split", "drop"] = "cut"
@@ -329,7 +334,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _one_tokenizer(self) -> "DataConfig":
-        if self.processor is not None and self.tokenizer not in ("bytes", self.processor):
+        if self.processor is not None and self.tokenizer not in (None, "bytes", self.processor):
             raise ValueError(
                 f"tokenizer is {self.tokenizer!r}, must be absent beside processor ({self.processor!r}), which brings "
                 "its own; leave it out"
@@ -341,7 +346,7 @@ class ClusterConfig(Section):
     """Which devices, and how many."""
 
     address: str | None = Field(default=None, description="Ray address; a local Ray is started if absent")
-    device: Literal["auto", "cpu", "cuda", "npu"] = "auto"
+    device: Annotated[str, AfterValidator(known_device)] = AUTO
     num_workers: Annotated[Count | tuple[Count, Count], BeforeValidator(workers_or_range)] = Field(
         default=1, description="devices, or [min, max] of them"
     )
@@ -404,7 +409,7 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is kept on disk, and where a run starts from."""
+    """Checkpoints on disk, and the one from which a run starts."""
 
     every_steps: Count | None = Field(default=None, description="only at the end if absent")
     keep: Count = 2
@@ -413,7 +418,7 @@ class CheckpointConfig(Section):
 
 
 class MetricsConfig(Section):
-    """What is reported, and where."""
+    """Metrics, the live page and loggers."""
 
     host: str = Field(default="127.0.0.1", description="interface of metrics and live page; others ask for a token")
     port: int = Field(default=0, ge=0, le=65535, description="0 takes a free port")
@@ -422,7 +427,7 @@ class MetricsConfig(Section):
     peak_flops: PositiveFloat | None = Field(default=None, description="of one device; from a table if absent")
     trace_steps: int = Field(default=3, ge=0, description="the last steps whose spans trace.json keeps")
     loggers: Annotated[tuple[Literal["tensorboard", "mlflow", "wandb"], ...], BeforeValidator(as_list)] = Field(
-        default=(), description="other dashboards that are told of each step; each is an extra of this package"
+        default=(), description="other loggers that record each step; each is an extra of this package"
     )
 
 
@@ -438,6 +443,18 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     elastic: ElasticConfig = ElasticConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    def __init__(self, **sections: Any) -> None:
+        """
+        Raises:
+            ConfigError: one line for the first problem.
+        """
+        from rayfcp.config.loading import ConfigError, describe
+
+        try:
+            super().__init__(**sections)
+        except ValidationError as error:
+            raise ConfigError(describe(error)) from None
 
     @property
     def run_dir(self) -> str:
@@ -456,7 +473,12 @@ class Config(Section):
                 f"train.compile is true, must be false with cluster.tensor_parallel above 1 "
                 f"({self.cluster.tensor_parallel}); set one of them back"
             )
-        if self.model.path is not None or self.model.name is not None:
+        if self.model.path is not None:
+            if self.data.tokenizer is None and self.data.processor is None:
+                data = self.data.model_copy(update={"tokenizer": self.model.path})
+                object.__setattr__(self, "data", data)  # the section is frozen
+            return self
+        if self.model.name is not None:
             return self
         if train.recompute_layers > shape.num_layers:
             raise ValueError(

@@ -1,9 +1,5 @@
-"""What one of the T tensor-parallel devices of a rank has of each layer, as a model and a machine of its own.
-
-True FLOPs of a training step, for MFU: recomputation and padding are not counted.
-
-Coefficients of the cost model from the profiles of a model and a kind of device.
-"""
+"""Analytic coefficients of the cost model from profiles, FLOPs of a training step for MFU, and the part of a model on
+one tensor-parallel device."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,8 +11,8 @@ from rayfcp.values import HardwareProfile, ModelProfile, SequenceSpec
 
 
 def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
-    """What one of a rank's tensor-parallel devices holds and computes of each layer, as a model of its own: its
-    heads and its part of the MLP. Hidden states, embedding and head are whole on each."""
+    """The part of each layer on one of a rank's tensor-parallel devices, as a model: its heads and its part of the MLP.
+    Hidden states, embedding and head are whole on each."""
     return dataclasses.replace(
         model,
         num_heads=model.num_heads // tensor_parallel,
@@ -27,8 +23,8 @@ def device_model(model: ModelProfile, tensor_parallel: int) -> ModelProfile:
 
 
 def device_hardware(hardware: HardwareProfile, own: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """A device that runs `own`, its part of a model: its linear layers also take what sums over T devices take, and T
-    of a node's devices are one rank."""
+    """A device that runs `own`, its part of a model: linear layers include the sums over T devices, and T devices of a
+    node are one rank."""
     if tensor_parallel == 1:
         return hardware
     linear_s = own.linear_flops_per_token / (hardware.peak_flops * hardware.linear_efficiency)
@@ -42,9 +38,9 @@ def device_hardware(hardware: HardwareProfile, own: ModelProfile, *, tensor_para
 def efficiency_with_sums(
     hardware: HardwareProfile, model: ModelProfile, *, linear_s: float, tensor_parallel: int
 ) -> float:
-    """The share of peak that linear layers reach which take `linear_s` a token, and what T devices sum beside.
+    """Share of peak of linear layers that take `linear_s` per token and the sums over T devices.
 
-    In each pass of a layer 4 times (T - 1) / T of a token's hidden state pass each device's link: two sums, each a
+    In each pass of a layer, 4 (T - 1) / T of a token's hidden state pass each device's link: two sums, each a
     reduction and a gather (Megatron-LM with sequence parallelism). Nothing hides them.
     """
     moved_bytes = 4 * model.num_layers * model.hidden_size * hardware.dtype_bytes * (1 - 1 / tensor_parallel)
@@ -56,33 +52,34 @@ FORWARD_AND_BACKWARD = 3.0
 
 
 def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
-    """Forward and backward FLOPs of the language model's attention, over the (query, key) cells of each mask and no
-    others."""
-    cells = sum(sequence.attention_cells for sequence in sequences)
-    return FORWARD_AND_BACKWARD * model.attention_flops_per_cell * cells
+    """Forward and backward FLOPs of the language model's attention over visible pairs; recomputation is not counted."""
+    pairs = sum(sequence.attention_pairs for sequence in sequences)
+    return FORWARD_AND_BACKWARD * model.attention_flops_per_pair * pairs
 
 
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
     """Forward and backward FLOPs of the whole model, output head and vision encoder included."""
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    runs = [run for sequence in sequences for run in sequence.pictures]
-    seen = vision_flops(
+    runs = [run for sequence in sequences for run in sequence.images]
+    encoder = vision_flops(
         model,
         num_patches=sum(run.count * run.num_patches for run in runs),
-        cells=sum(run.encoder_cells for run in runs),
+        pairs=sum(run.encoder_pairs for run in runs),
     )
-    return FORWARD_AND_BACKWARD * model.linear_flops_per_token * num_tokens + attention_flops(model, sequences) + seen
+    return (
+        FORWARD_AND_BACKWARD * model.linear_flops_per_token * num_tokens + attention_flops(model, sequences) + encoder
+    )
 
 
-def vision_flops(model: ModelProfile, *, num_patches: float, cells: float) -> float:
-    """Of the vision encoder over pictures with so many patches and (patch, patch) cells: forward and, unless it is
-    frozen, backward; 0 for a model without one."""
+def vision_flops(model: ModelProfile, *, num_patches: float, pairs: float) -> float:
+    """FLOPs of the vision encoder over images with `num_patches` patches and `pairs` (patch, patch) pairs: forward and,
+    unless it is frozen, backward; 0 for a model without one."""
     vision = model.vision
     if vision is None:
         return 0.0
     times = 1.0 if vision.frozen else FORWARD_AND_BACKWARD
     return times * (
-        vision.linear_flops_per_patch(model.hidden_size) * num_patches + vision.attention_flops_per_cell * cells
+        vision.linear_flops_per_patch(model.hidden_size) * num_patches + vision.attention_flops_per_pair * pairs
     )
 
 
@@ -123,7 +120,7 @@ def coefficients(
     if len(layers_of_stage) > 1:
         return found
     gathered, reduced = gather_every == "microbatch", reduce_every == "microbatch"
-    return found | _meetings(model, hardware, num_ranks=num_ranks, gathered=gathered, reduced=reduced, **sizes)
+    return found | _run_ahead(model, hardware, num_ranks=num_ranks, gathered=gathered, reduced=reduced, **sizes)
 
 
 class _Sizes(TypedDict):
@@ -141,7 +138,7 @@ def _compute(model: ModelProfile, hardware: HardwareProfile, *, again: int, byte
     linear_flops = forward_flops * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
     linear_s_per_token = linear_flops / (peak * hardware.linear_efficiency)
     return {
-        "attention_s_per_cell": model.attention_flops_per_cell * attention / (peak * hardware.attention_efficiency),
+        "attention_s_per_pair": model.attention_flops_per_pair * attention / (peak * hardware.attention_efficiency),
         "linear_s_per_token": linear_s_per_token,
         "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
         "attention_half_tokens": hardware.attention_half_tokens,
@@ -186,7 +183,7 @@ def _shards(
     reduce_every: Literal["microbatch", "step"],
     gather_every: Literal["microbatch", "step"],
 ) -> dict[str, float]:
-    """Of the stage with the most traffic (`shard_traffic`); what is gathered or reduced once a step goes with the last
+    """Traffic of the stage that has most (`shard_traffic`); what is gathered or reduced once a step goes with the last
     microbatch."""
     stages = shard_traffic(
         model, hardware, num_ranks=num_ranks, layers_of_stage=layers_of_stage, bytes_per_element=bytes_per_element
@@ -204,7 +201,7 @@ def _shards(
     }
 
 
-def _meetings(
+def _run_ahead(
     model: ModelProfile,
     hardware: HardwareProfile,
     *,
@@ -214,32 +211,16 @@ def _meetings(
     gathered: bool,
     reduced: bool,
 ) -> dict[str, float]:
-    """Where ranks meet in the layers of a single stage: the next layer's parameters travel from a layer's start on,
-    backward beside the gradients of the one before, and nobody begins a layer before all have begun the one before and
-    its parameters are there. The last layer of a pass has none beside it. Of backward the mean over layers that are
-    recomputed and others. Who is slow forward has many tokens, and much to do in the head; so forward goes to the start
-    of backward's first layer, and `linear_forward` has all of the head."""
+    """Run-ahead of a single stage: no rank begins a layer before all have begun the one before and the layer's
+    parameters are there. A rank that is slow in forward has many tokens, and much to do in the head; so forward goes to
+    the start of backward's first layer, and `linear_forward` has all of the head."""
     layers, peak = model.num_layers, hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
     layer_s = 2.0 * model.layer_matmul_parameters / (peak * hardware.linear_efficiency)  # a token's, forward
-    heads = model.num_heads + 2 * model.num_kv_heads
-    before = model.hidden_size * model.head_dim * heads / model.layer_matmul_parameters
-    moved = model.layer_parameters * (num_ranks - 1) / num_ranks
-    gather_s = gathered * moved * bytes_per_element / hardware.intra_node_bandwidth
-    reduce_s = reduced * moved * max(bytes_per_element, REDUCED_BYTES) / hardware.intra_node_bandwidth
-    waited = gathered * bytes_per_element + reduced * max(bytes_per_element, REDUCED_BYTES)
-    inter = hardware.devices_per_node * inter_bandwidth(hardware)
-    once = again / layers
-    waits_s = (before, (1 - once) * LINEAR_BACKWARD * (1 - before) + once * before)
     token_s = model.linear_flops_per_token / (peak * hardware.linear_efficiency)
     all_s = token_s * (1 + LINEAR_BACKWARD) + again * layer_s
-    least_s = [layers * layer_s * each * hardware.linear_half_tokens for each in waits_s]
+    moved = model.layer_parameters * (num_ranks - 1) / num_ranks
+    waited = gathered * bytes_per_element + reduced * max(bytes_per_element, REDUCED_BYTES)
     return {
-        "beside": hardware.overlap * (layers - 1) / layers,
-        "busy_forward_s": max(layers * gather_s - least_s[0], 0.0),
-        "busy_backward_s": max(layers * (gather_s + reduce_s) - least_s[1], 0.0),
-        "busy_inter_share": hardware.intra_node_bandwidth / inter if num_ranks > hardware.devices_per_node else 0.0,
-        "before_forward": layers * layer_s * waits_s[0] / all_s,
-        "before_backward": layers * layer_s * waits_s[1] / all_s,
         "linear_forward": ((1 + LINEAR_BACKWARD) * token_s - LINEAR_BACKWARD * layers * layer_s) / all_s,
         "ahead": hardware.overlap / layers,
         "ahead_s": hardware.overlap * moved * waited / collective_bandwidth(hardware, num_ranks=num_ranks),
@@ -249,8 +230,7 @@ def _meetings(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTraffic:
     """Seconds in which a rank of a stage gathers parameters for a forward pass and for a backward pass, and reduces
-    gradients; of these, what comes before anything computes or when nothing does any more: of forward `exposed_s`,
-    of backward `backward_exposed_s`, of the reduction `reduced_exposed_s`."""
+    gradients, and the exposed part of each, before anything computes or when nothing does any more."""
 
     forward_s: float
     backward_s: float
@@ -268,10 +248,13 @@ def shard_traffic(
     layers_of_stage: Sequence[int],
     bytes_per_element: int,
 ) -> tuple[ShardTraffic, ...]:
-    """Of each stage: (N - 1) / N of its parameters pass each of its N ranks: layers gathered for forward and for
-    backward, embedding and head once, gradients scattered in fp32. Embedding, head and the first layer come
-    before anything computes, and their gradients go when nothing does any more. A backward pass begins with the head,
-    and a last layer that is still gathered, or, on stages without it, with nothing to hide the first layer behind."""
+    """Traffic of each stage: (N - 1) / N of its parameters pass each of its N ranks.
+
+    Layers are gathered for forward and for backward, embedding and head once, and gradients are scattered in fp32.
+    Embedding, head and the first layer come before anything computes, and their gradients go when nothing does any
+    more. A backward pass begins with the head and a last layer that is still gathered, or, on stages without head, with
+    nothing to hide the first layer behind.
+    """
     s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
     gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
@@ -304,8 +287,8 @@ def inter_bandwidth(hardware: HardwareProfile) -> float:
 
 
 def collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
-    """Bytes/s into each rank when all ranks gather: what enters a node comes over the links of all its
-    ranks at once and is spread inside, so a rank is not held to its own link between nodes."""
+    """Bytes/s into each rank when all ranks gather. Traffic enters a node over the links of all its ranks at once and
+    is spread inside, so a rank is not limited to its own link between nodes."""
     if num_ranks <= hardware.devices_per_node:
         return hardware.intra_node_bandwidth
     return min(hardware.intra_node_bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))

@@ -1,4 +1,4 @@
-"""How kernels are compiled: once for all processes, and anew when any kernel's source changes."""
+"""Compilation of kernels: once for all processes, and anew when any kernel's source changes."""
 
 import contextlib
 import functools
@@ -14,10 +14,14 @@ from numba.core.caching import FunctionCache
 F = TypeVar("F", bound=Callable[..., object])
 
 
+_SHARED = Path(__file__).parent / "kernels"
+
+
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Of all kernels of a folder: numba looks at a function's own file only, and kernels use those of other files."""
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    """Hash of all kernels of a folder and of those that all folders share: numba looks at a function's own file only,
+    and kernels use those of other files."""
+    text = b"".join(path.read_bytes() for each in (_SHARED, folder) for path in sorted(each.glob("*.py")))
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
@@ -27,7 +31,7 @@ class _FolderCache(FunctionCache):
         self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """None where nothing is kept, or nothing that this version can read: its modules may have other names."""
+        """The kept machine code; None if there is none that this version can read, e.g. after modules were renamed."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except (ImportError, AttributeError, EOFError, pickle.UnpicklingError):
@@ -36,7 +40,7 @@ class _FolderCache(FunctionCache):
 
 
 def is_kept(kernel: Callable[..., object]) -> bool:
-    """Whether machine code of a kernel is kept for its source as it is, so that nobody waits for a compiler."""
+    """Whether machine code of a kernel is kept for its present source, so that the first call does not compile."""
     cache = getattr(kernel, "_cache", None)
     try:
         return isinstance(cache, _FolderCache) and bool(cache._cache_file._load_index())  # type: ignore[no-untyped-call]
@@ -45,10 +49,10 @@ def is_kept(kernel: Callable[..., object]) -> bool:
 
 
 class _Inner:
-    """A kernel for other kernels: compiled code finds it by its type, and called from Python it says so."""
+    """A kernel for other kernels: compiled code finds it by its type; calls from Python are refused."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel  # which the type refers to weakly
+        self._kernel = kernel  # the type refers to it weakly
         self._numba_type_ = kernel._numba_type_
 
     def __call__(self, *_: object) -> None:
@@ -56,24 +60,27 @@ class _Inner:
 
 
 def compiled(function: F) -> F:
-    """Machine code of `function`, kept beside it, in the user's cache where that folder cannot be written to,
-    or in this process only. Arithmetic is exact IEEE: a plan has the same bytes in any process."""
+    """Compile `function`. The machine code is kept beside it, in the user's cache where that folder cannot be written
+    to, or in this process only. Arithmetic is exact IEEE: a plan has the same bytes in any process."""
     return cast(F, _compiled(function, _nrt=True))
 
 
 def inner(function: F) -> F:
-    """As `compiled`, for what makes no arrays and is called by kernels only: it does not count references, which takes
-    longer than its work, and has no entry from Python, which would take a fifth of all the time to compile."""
+    """As `compiled`, for functions that make no arrays and are called by kernels only: without reference counts, which
+    take longer than their work, and without an entry from Python, a fifth of all compile time."""
     return cast(F, _Inner(_compiled(function, _nrt=False, no_cpython_wrapper=True)))
 
 
 def inlined(function: F) -> F:
-    """As `inner`, for what is small and called often: handing over all arrays takes longer than its work."""
+    """As `inner`, for small functions that are called often: passing all arrays takes longer than their work."""
     return cast(F, _Inner(_compiled(function, _nrt=False, no_cpython_wrapper=True, forceinline=True)))
 
 
 def _compiled(function: Callable[..., object], **options: Any) -> Any:
     kernel: Any = numba.njit(error_model="numpy", **options)(function)
+    template, unliteral = kernel.get_call_template, cast(Any, numba.types.unliteral)
+    # numba would compile a kernel once more for each constant that a caller passes: take the constant's type instead
+    kernel.get_call_template = lambda args, kws: template([unliteral(each) for each in args], kws)
     with contextlib.suppress(RuntimeError):  # no folder can be written to
         kernel._cache = _FolderCache(function)
     return kernel

@@ -1,4 +1,4 @@
-"""From measured coefficients back to a hardware profile: what `CostModel.from_profiles` would give them for."""
+"""From measured coefficients back to the hardware profile for which `CostModel.from_profiles` gives them."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ def measured_hardware(
     linear_half_tokens: float = 0.0,
     num_nodes: int = 1,
 ) -> HardwareProfile:
-    """`base` with all that `cost` says of this device while it runs `model`.
+    """`base` with the efficiencies, links and overheads that `cost` implies for a device that runs `model`.
 
-    Efficiencies are the shares of `peak_flops` that whole passes reached; where they reached more, that is the
-    peak. Bandwidth and latency are a ring's, gathers included in `microbatch_overhead_s`. Links that were not measured
-    (inside nodes where nodes hold one rank, between nodes where there is one) stay, and so do both where
-    `cost` has no ring, bandwidth where a ring's bytes vanished in noise, and attention's efficiency where its time did.
-    `linear_half_tokens` takes its part of the fixed cost, at most all of it.
+    Efficiencies are the shares of `peak_flops` that whole passes reached; where they reached more, that is the peak.
+    Bandwidth and latency are a ring's; gathers are part of `microbatch_overhead_s`. Values of `base` stay where nothing
+    was measured: links inside nodes of one rank, links between nodes of a single node, both without rings; bandwidth
+    where a ring's bytes vanished in noise, and attention's efficiency where its time did. `linear_half_tokens` takes
+    its part of the fixed cost, at most all of it.
 
     Raises:
         ValueError: linear layers take no time, which no efficiency explains.
@@ -55,9 +55,9 @@ def measured_hardware(
 def _rates(cost: CostModel, model: ModelProfile) -> tuple[float, float]:
     """FLOP/s of attention, 0 where its time vanished in noise, and of linear layers."""
     again = cost.recomputed_layers
-    attention_flops = model.attention_flops_per_cell * (1 + ATTENTION_BACKWARD + again / model.num_layers)
+    attention_flops = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + again / model.num_layers)
     linear_flops = model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
-    attention_s = cost.attention_s_per_cell
+    attention_s = cost.attention_s_per_pair
     return attention_flops / attention_s if attention_s > 0 else 0.0, linear_flops / cost.linear_s_per_token
 
 
@@ -75,7 +75,7 @@ def _links(cost: CostModel, model: ModelProfile, *, bytes_per_element: int, num_
 
 
 def _ring_bytes(model: ModelProfile, *, bytes_per_element: int, again: int) -> float:
-    """Bytes of one token that pass a hop: keys and values in each pass, their gradients in backward."""
+    """Bytes of one token over a hop: keys and values in each pass, their gradients in backward."""
     kv_bytes = model.kv_bytes_per_token(bytes_per_element)
     gradient_bytes = model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
     return (model.num_layers + again) * kv_bytes + model.num_layers * (kv_bytes + gradient_bytes)

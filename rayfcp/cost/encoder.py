@@ -1,4 +1,4 @@
-"""What a vision encoder costs: seconds and memory of pictures, of their features' way, of the encoder's shards."""
+"""Cost of a vision encoder: seconds and memory of images, of moving their features, of the encoder's shards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,27 +14,29 @@ from rayfcp.cost.analytic import (
     collective_bandwidth,
     inter_bandwidth,
 )
+from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
 from rayfcp.values import HardwareProfile, ModelProfile
 from rayfcp.values.arrays import Floats
+from rayfcp.values.profile import exact_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCost:
     """Coefficients for forward and backward together; forward alone where the encoder is `frozen`.
 
-    A picture of n patches takes n `s_per_patch` + (n^2 + `half_patches` n) `s_per_cell`; a rank takes `fixed_s` more in
-    a microbatch that has pictures, whether it encodes any or not. Of linear layers the share `linear_forward` is
+    An image of n patches takes n `s_per_patch` + (n^2 + `half_patches` n) `s_per_pair`; a rank takes `fixed_s` more in
+    a microbatch that has images, whether it encodes any or not. Of linear layers the share `linear_forward` is
     forward, of attention `attention_forward`. A row of features passes a port in `row_intra_s` or, between nodes,
     `row_inter_s`, and a round of their exchange takes `round_s` at least. `shard_s`, `reduce_s`, `exposed_s`,
     `reduce_exposed_s`: traffic of the encoder's shards, as `CostModel` has it for the language model.
 
-    Memory is counted in tokens of a rank's room (`ClusterSpec.max_tokens_per_rank`): from Encode to Backward a patch
+    Memory is counted in tokens of a rank's budget (`ClusterSpec.max_tokens_per_rank`): from Encode to Backward a patch
     takes `kept_tokens`, while the encoder computes `working_tokens` more.
     """
 
     s_per_patch: float
-    s_per_cell: float
+    s_per_pair: float
     half_patches: float = 0.0
     fixed_s: float = 0.0
     linear_forward: float = 1 / 3
@@ -67,7 +69,7 @@ class EncoderCost:
         bytes_per_element: int,
         reduced: bool,
     ) -> "EncoderCost | None":
-        """Of `model.vision`; None where a model has none. `reduced`: gradients are reduced in every microbatch."""
+        """Cost of `model.vision`; None without one. `reduced`: gradients are reduced in every microbatch."""
         vision = model.vision
         if vision is None:
             return None
@@ -81,7 +83,7 @@ class EncoderCost:
         held = patch_bytes(model, bytes_per_element=bytes_per_element)
         return cls(
             s_per_patch=s_per_patch,
-            s_per_cell=attention * vision.attention_flops_per_cell / (peak * hardware.attention_efficiency),
+            s_per_pair=attention * vision.attention_flops_per_pair / (peak * hardware.attention_efficiency),
             half_patches=hardware.attention_half_tokens,
             fixed_s=hardware.linear_half_tokens * s_per_patch,
             linear_forward=1 / linear,
@@ -97,14 +99,14 @@ class EncoderCost:
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "EncoderCost":
-        """From `dataclasses.asdict`, also when that went through JSON."""
-        return cls(**fields)
+        """As `CostModel.of_fields`."""
+        return cls(**exact_fields(cls, fields, source="encoder cost"))
 
     def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:
-        """Seconds of pictures in forward and in backward."""
+        """Seconds of images in forward and in backward."""
         patches = np.asarray(num_patches, np.float64)
         linear_s = self.s_per_patch * patches
-        attention_s = self.s_per_cell * patches * (patches + self.half_patches)
+        attention_s = self.s_per_pair * patches * (patches + self.half_patches)
         forward_s = self.linear_forward * linear_s + self.attention_forward * attention_s
         return np.asarray(forward_s), np.asarray(linear_s + attention_s - forward_s)
 
@@ -114,20 +116,20 @@ class EncoderCost:
         return self.linear_forward * self.fixed_s, (1 - self.linear_forward) * self.fixed_s
 
     def microbatch_s(self, computed_s: float, *, moved_s: float, overlap: float, last: bool) -> float:
-        """Seconds that pictures add to a microbatch: the slowest rank's, forward and backward, the fixed ones included,
-        beside which shards travel, and the way of the features. `last`: of the step."""
+        """Seconds that images add to a microbatch: forward and backward of the slowest rank with its fixed seconds,
+        beside the traffic of shards, and `moved_s` of features. `last`: of the step."""
         exposed_s = self.exposed_s + (self.reduce_exposed_s if last else 0.0)
-        traffic_s = max(self.shard_s + (self.reduce_s if last else 0.0) - exposed_s, 0.0)
-        return computed_s + traffic_s - overlap * min(traffic_s, computed_s) + exposed_s + moved_s
+        traffic_s = self.shard_s + (self.reduce_s if last else 0.0)
+        return float(overlapped_s(computed_s, traffic_s, exposed_s, overlap)) + moved_s
 
 
 def _shards(
     model: ModelProfile, hardware: HardwareProfile, *, num_ranks: int, bytes_per_element: int, reduced: bool
 ) -> dict[str, float]:
-    """All parameters are gathered for forward, layers again for backward, gradients scattered in fp32. What embeds
-    patches, the mergers and the first layer come before anything computes, and the last gradients go when nothing
-    computes any more. Of a frozen encoder nothing goes back."""
-    assert model.vision is not None, "the model sees"
+    """Traffic of the encoder's shards: all parameters are gathered for forward, layers again for backward, gradients
+    scattered in fp32. The patch embedding, the mergers and the first layer come before anything computes, and the last
+    gradients go when nothing computes any more. A frozen encoder has no backward pass."""
+    assert model.vision is not None, "the model is a VLM"
     vision = model.vision
     s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
     gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
@@ -143,9 +145,10 @@ def _shards(
 
 
 def check_one_stage(name: str, *, num_stages: int) -> None:
-    """
+    """Check that a VLM has one pipeline stage.
+
     Raises:
-        ValueError: several pipeline stages of a model with a vision encoder.
+        ValueError: several.
     """
     if num_stages > 1:
         raise ValueError(

@@ -1,25 +1,56 @@
-"""Seconds of a layout whose blocks lie anywhere, round by round.
-
-What a rank sends or receives, the larger of both, in heads of one token: comparable between primitives.
-"""
+"""Seconds of a layout whose blocks lie anywhere, round by round, and its traffic by rank."""
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD
 from rayfcp.cost.model import CostModel, speeds_of
 from rayfcp.cost.placement import node_of_ranks
-from rayfcp.cost.work import Index, LayoutWork, Loads, Pass, Rounds, work_of
+from rayfcp.cost.work import LayoutWork, layout_work
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from rayfcp.values.arrays import Floats, Ints
 
 HOLD = 2
 """Rounds from a transfer to the one in which its gradients go home, without pacing."""
 
 LAYERS = 3
 """Layers that are walked through: the last ones repeat."""
+
+
+class Rounds(NamedTuple):
+    """The rounds of a layout as columns.
+
+    `work_s[run, phase]`: attention of all passes. Round r, which is in flight in phase `phase[r]`, has the transfers
+    `bounds[r]` to `bounds[r + 1]`; `moved_s` by transfer, and the latency `latency_s` of each, are of all passes;
+    `across`: a transfer goes between nodes (1) or stays inside one (0). `exchange_s[run]`: exchanges of all passes
+    among the `heads` ranks of a run.
+    """
+
+    work_s: Floats
+    phase: Ints
+    bounds: Ints
+    source: Ints
+    target: Ints
+    across: Ints
+    moved_s: Floats
+    latency_s: float
+    exchange_s: Floats
+    heads: int
+    overlap: float
+
+
+class Pass(NamedTuple):
+    """Shares of attention, of what a ring moves, and of latencies and exchanges of heads, in one pass; `hold`: rounds
+    from a transfer to the one in which its gradients go home."""
+
+    attention: float
+    keys: float
+    gradients: float
+    latencies: float
+    hold: int
 
 
 def layout_s(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> float:
@@ -33,18 +64,18 @@ def layout_passes(
     """Seconds of the slowest rank's forward, and of the slowest rank's backward, with the fixed cost.
 
     By the coefficients of rings (Eq. 8-10 of Flexible Context Parallelism). In a round a rank attends to what the
-    round before brought, while its transfers fly; it goes on when both are over. A transfer starts when both
-    ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes
-    its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
+    round before brought while its transfers are in flight, and goes on when both are over. A transfer starts when both
+    ranks are in its round and both ports are free - a rank has ports inside its node and between nodes - and takes the
+    seconds of its tokens over that link, and the latency. In backward the same rounds bring keys and values again, and
     gradients go home `HOLD` rounds later in the transposed rounds (with pacing, as many as it has buffers).
-    Where runs of ranks share out heads, this is the walk of runs, each rank with its share of heads and on its own
-    ports, between exchanges that cost what Ulysses' do for the most tokens of the run's ranks; infinitely much if the
-    heads cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest.
-    Recomputed layers run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their
-    gradients went the way back.
+    Where runs of ranks share out heads, this holds for runs, each rank with its share of heads and on its own ports,
+    between exchanges that cost those of Ulysses for the most tokens of the run's ranks; infinitely much if the heads
+    cannot be shared out so. Ranks compute at their own speeds, those of a run at that of its slowest. Recomputed layers
+    run the forward rounds once more. Relays, which only layouts by hand have, are priced as if their gradients went the
+    way back.
     """
     num_ranks = cluster.num_ranks
-    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
+    work = layout_work(layout, by_id=by_id, num_ranks=num_ranks)
     rounds = _rounds(layout, work, cluster=cluster, cost=cost)
     if not np.isfinite(rounds.exchange_s).all():
         return math.inf, math.inf
@@ -53,7 +84,7 @@ def layout_passes(
     return passes_s(rounds, linear_s, hold=hold, cost=cost)
 
 
-def passes_s(rounds: Rounds, linear_s: Loads, *, hold: int, cost: CostModel) -> tuple[float, float]:
+def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:
     """`layout_passes` of rounds as columns; `linear_s`: linear layers and fixed cost of each rank."""
     forward, again, backward = _passes(cost, hold=hold)
     both = (backward, again) if cost.recomputed_layers else (backward,)
@@ -84,7 +115,7 @@ def _passes(cost: CostModel, *, hold: int) -> tuple[Pass, Pass, Pass]:
     return forward, again, backward
 
 
-def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> float:
+def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Floats) -> float:
     """Seconds by which a layer that follows equal ones puts off the slowest rank: ranks that are done early begin the
     next one early, but none before all have begun this one, since they gather its parameters then."""
     from rayfcp.cost.kernels.passes import finish_s
@@ -102,16 +133,15 @@ def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Loads) -> floa
 def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: CostModel) -> Rounds:
     nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, layout.heads)
     across = (nodes[work.source] != nodes[work.target]).any(axis=1)
-    coalesce = layout.pacing.coalesce if layout.pacing else 1
+    phase_of = layout.pacing.phase_of if layout.pacing else np.asarray
     half, speeds = cost.attention_half_tokens, speeds_of(cluster).reshape(-1, layout.heads).min(axis=1)
     hop_s = np.where(across, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
-    per_cell_s = cost.attention_s_per_cell / layout.heads
-    stage = np.arange(len(layout.rounds)) // coalesce
-    own_s = per_cell_s * (work.own_cells + half * work.own_sides) / speeds
-    brought_s = per_cell_s * (work.cells + half * work.sides) / speeds[work.target]
+    per_pair_s = cost.attention_s_per_pair / layout.heads
+    own_s = per_pair_s * (work.own_pairs + half * work.own_sides) / speeds
+    brought_s = per_pair_s * (work.pairs + half * work.sides) / speeds[work.target]
     return Rounds(
-        work_s=_phases_s(layout, work, stage=work.round // coalesce, own_s=own_s, brought_s=brought_s),
-        stage=stage,
+        work_s=_phases_s(layout, phase=phase_of(work.round), work=work, own_s=own_s, brought_s=brought_s),
+        phase=phase_of(np.arange(len(layout.rounds))),
         bounds=np.searchsorted(work.round, np.arange(len(layout.rounds) + 1)),
         source=work.source,
         target=work.target,
@@ -124,26 +154,23 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     )
 
 
-def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Index, cost: CostModel) -> Loads:
+def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Ints, cost: CostModel) -> Floats:
     """Seconds of each run's exchanges, those of a Ulysses group whose ranks all hold as many tokens as its fullest."""
     tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)
     return cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1))
 
 
-def _phases_s(layout: Layout, work: LayoutWork, *, stage: Index, own_s: Loads, brought_s: Loads) -> Loads:
+def _phases_s(layout: Layout, *, phase: Ints, work: LayoutWork, own_s: Floats, brought_s: Floats) -> Floats:
     """Attention of each rank in each phase: all at once in the phase after it came, or as pacing shares it out."""
-    if layout.pacing and len(stage):
+    if layout.pacing and len(phase):
         from rayfcp.cost.kernels.flow import Flow, phases_of
 
-        buffers = layout.pacing.num_buffers
-        return phases_of(Flow(stage, work.source, work.target, np.zeros(len(stage)), brought_s, own_s, buffers))
-    work_s = np.zeros((len(own_s), int(stage.max(initial=-1)) + 2))
+        due = layout.pacing.due_phase(phase)
+        return phases_of(Flow(phase, work.source, work.target, np.zeros(len(phase)), brought_s, own_s, due))
+    work_s = np.zeros((len(own_s), int(phase.max(initial=-1)) + 2))
     work_s[:, 0] = own_s
-    np.add.at(work_s, (work.target, stage + 1), brought_s)
+    np.add.at(work_s, (work.target, phase + 1), brought_s)
     return work_s
-
-
-Volumes = npt.NDArray[np.float64]
 
 
 def hop_heads(cost: CostModel, *, heads: int = 1) -> float:
@@ -151,7 +178,7 @@ def hop_heads(cost: CostModel, *, heads: int = 1) -> float:
     return 2 * max(cost.num_kv_heads / heads, 1.0)
 
 
-def ring_tokens(tokens: Volumes) -> Volumes:
+def ring_tokens(tokens: Floats) -> Floats:
     """Tokens whose keys and values each position of a ring sends or receives; `tokens[p]` are its own.
 
     All of the group's but those of its successor leave it, all but its own come.
@@ -160,11 +187,11 @@ def ring_tokens(tokens: Volumes) -> Volumes:
     array([9., 9., 9.])
     """
     total = tokens.sum()
-    volumes: Volumes = np.maximum(total - np.roll(tokens, -1), total - tokens) if len(tokens) > 1 else 0 * tokens
+    volumes: Floats = np.maximum(total - np.roll(tokens, -1), total - tokens) if len(tokens) > 1 else 0 * tokens
     return volumes
 
 
-def round_tokens(layout: Layout, *, num_ranks: int) -> Volumes:
+def round_tokens(layout: Layout, *, num_ranks: int) -> Floats:
     """Tokens whose keys and values each rank sends or receives in the rounds of a layout, of its share of heads."""
     sizes = [block.num_tokens for block in layout.blocks]
     num_runs = num_ranks // layout.heads
@@ -177,7 +204,7 @@ def round_tokens(layout: Layout, *, num_ranks: int) -> Volumes:
     return np.repeat(np.maximum(sent, received), layout.heads)
 
 
-def exchanged_heads(tokens: Volumes, cost: CostModel) -> Volumes:
+def exchanged_heads(tokens: Floats, cost: CostModel) -> Floats:
     """Heads of one token that each position of a Ulysses group sends or receives forward (DeepSpeed-Ulysses, 3.2).
 
     Of d ranks each sends every other its own tokens' queries, keys and values of that rank's heads, and gets
@@ -187,5 +214,5 @@ def exchanged_heads(tokens: Volumes, cost: CostModel) -> Volumes:
     outputs = cost.num_heads / degree
     inputs = outputs + 2 * max(cost.num_kv_heads / degree, 1.0)
     own, others = (degree - 1) * tokens, tokens.sum() - tokens
-    volumes: Volumes = np.maximum(own * inputs + others * outputs, others * inputs + own * outputs)
+    volumes: Floats = np.maximum(own * inputs + others * outputs, others * inputs + own * outputs)
     return volumes

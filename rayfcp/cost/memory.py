@@ -1,19 +1,25 @@
-"""The memory model: how many tokens a rank can hold in one microbatch (Eq. 7 turned around)."""
+"""The memory model: bytes of states, layers and passes, and the tokens that a rank can hold (Eq. 7 turned around).
+
+Planners, the ledger of programs, the simulator and plan checks count with these definitions (docs/cost_model.md).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rayfcp.cost.stages import outer_parameters
 from rayfcp.values import InfeasiblePlanError, ModelProfile
+from rayfcp.values.arrays import Floats
 
-STATE_BYTES = 16  # per parameter: fp32 weight, gradient and Adam's two moments
+Amount = TypeVar("Amount", int, Floats)
+
+STATE_BYTES = 16  # per parameter: fp32 weight and gradient, Adam's two moments
 FP32_BYTES = 4
-GATHERED_LAYERS = 2  # the one that computes and the one that is fetched meanwhile
+GATHERED_LAYERS = 2  # the one that computes and the one being fetched
 GIB = 1 << 30
 
 ACCELERATOR_MEMORY_SHARE = 0.9
-"""Of a device's memory that a run plans with; the rest is for its context, communicators and fragmentation."""
+"""Share of a device's memory that a run plans with; the rest is for its context, communicators and fragmentation."""
 
 LOSS_CHUNK_TOKENS = 2048
 """Most tokens of a rank whose logits exist at a time."""
@@ -56,9 +62,9 @@ def state_bytes(
 ) -> int:
     """Bytes on a device that do not depend on tokens.
 
-    Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole
-    model (`reduce_every="step"`) or of what is gathered (`"microbatch"`); what the loss needs (`loss_bytes`); the
-    same of a vision encoder (`encoder_state_bytes`).
+    Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole model
+    (`reduce_every="step"`) or of what is gathered (`"microbatch"`); the loss (`loss_bytes`); the same of a vision
+    encoder (`encoder_state_bytes`).
     """
     embeddings = model.num_parameters - model.num_layers * model.layer_parameters
     gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
@@ -97,8 +103,8 @@ def stage_state_bytes(
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
-    """Tokens of a chunk of the loss, of which there are logits and, as wide as fp32 at least, shares of the words.
-    Beside them lies the head's gradient, made in the forward pass: a wide head leaves less room for tokens.
+    """Tokens of a chunk of the loss, each with logits and, in fp32 at least, probabilities of all words. The head's
+    gradient, made in the forward pass, lies beside them: a wide head leaves memory for fewer tokens.
 
     >>> loss_chunk_tokens(2048, bytes_per_element=2), loss_chunk_tokens(4096, bytes_per_element=2)
     (2048, 1365)
@@ -108,7 +114,7 @@ def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
 
 
 def loss_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:
-    """What the loss needs: a chunk's logits and the head's gradient."""
+    """Bytes of the loss: a chunk's logits and the head's gradient."""
     tokens = loss_chunk_tokens(model.hidden_size, bytes_per_element=bytes_per_element)
     per_word = tokens * _logit_bytes(bytes_per_element) + bytes_per_element * model.hidden_size
     return model.vocab_size * max(per_word, _LOSS_BYTES_PER_WORD)
@@ -120,13 +126,13 @@ def _logit_bytes(bytes_per_element: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes per token of a rank in one layer, of what stays from a forward pass to its backward pass.
+    """Bytes per token of a rank in one layer, from a forward pass to its backward pass.
 
-    `whole`: all that backward needs (`layer_token_bytes`); `kept`: what a recomputed layer keeps, its input;
+    `whole`: everything that backward needs (`layer_token_bytes`); `kept`: the input, which a recomputed layer keeps;
     `kv`: keys and values, part of `whole`, which a recomputed layer keeps too where later slices need them;
-    `kv_gradients`: gradients of these, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
-    `working`, of the one microbatch that computes, gradients of the MLP's inner activations; `buffers`, per token
-    whose keys and values travel, one round's in use and one arriving, with their gradients.
+    `kv_gradients`: their gradients, in fp32 at least. Not by layer: `head`, the last norm, on the last stage;
+    `working`: gradients of the MLP's inner activations of the one microbatch that computes; `buffers`: per token whose
+    keys and values travel, those of one round in use and one arriving, with their gradients.
     """
 
     whole: int
@@ -137,9 +143,25 @@ class LayerBytes:
     working: int
     buffers: int
 
+    def layer(self, tokens: Amount, attended: Amount) -> Amount:
+        """Bytes that a layer which is not recomputed keeps of `tokens` of a rank, which has the keys and values of
+        `attended` tokens (in shares of all heads) while it computes."""
+        return self.whole * tokens + self.kv * (attended - tokens)
+
+    def freed(self, tokens: Amount, attended: Amount, *, later: Amount) -> Amount:
+        """Bytes less that a recomputed layer keeps: its input stays, and the keys and values of `later` tokens, which
+        later slices need."""
+        less = self.layer(tokens, attended) - self.kept * tokens - self.kv * later
+        return (less + abs(less)) // 2  # at least 0
+
+    def computing(self, tokens: Amount, travelling: Amount) -> Amount:
+        """Bytes more of the one microbatch that computes, beside which the keys and values of at most `travelling`
+        tokens are in buffers at a time."""
+        return self.working * tokens + self.buffers * travelling
+
 
 def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
-    """Of a layer of `model`, e bytes an element."""
+    """`LayerBytes` of `model`."""
     e = bytes_per_element
     kv, gradients = model.kv_bytes_per_token(e), model.kv_bytes_per_token(max(e, FP32_BYTES))
     return LayerBytes(
@@ -156,16 +178,13 @@ def layer_bytes(model: ModelProfile, *, bytes_per_element: int) -> LayerBytes:
 def token_bytes(model: ModelProfile, *, recomputed_layers: int, bytes_per_element: int) -> int:
     """Bytes per token (M_token of Eq. 7): saved activations and one layer's working set.
 
-    A recomputed layer keeps its input; while it is computed again one layer is whole. The working set
-    holds the gradients of the MLP's two inner activations and the ring's buffers: one round's keys and
-    values in use and one arriving, with their fp32 gradients. Any token of a model that sees may have features.
+    A recomputed layer keeps its input; while it is computed again one layer is whole. The working set holds the
+    gradients of the MLP's two inner activations and the ring's buffers. Any token of a VLM may have features.
     """
-    whole = layer_token_bytes(model, bytes_per_element=bytes_per_element)
-    kept = (model.num_layers - recomputed_layers) * whole
-    kept += recomputed_layers * bytes_per_element * model.hidden_size + (whole if recomputed_layers else 0)
-    buffers = 2 * (model.kv_bytes_per_token(bytes_per_element) + model.kv_bytes_per_token(FP32_BYTES))
+    each = layer_bytes(model, bytes_per_element=bytes_per_element)
+    freed = recomputed_layers * each.freed(1, 1, later=0) - (each.layer(1, 1) if recomputed_layers else 0)
     features = model.vision.num_mergers * bytes_per_element * model.hidden_size if model.vision else 0
-    return kept + working_token_bytes(model, bytes_per_element=bytes_per_element) + buffers + features
+    return model.num_layers * each.layer(1, 1) - freed + each.computing(1, 1) + features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +196,13 @@ class PatchBytes:
 
 
 def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
-    """Of `model.vision`, h wide, e bytes an element.
+    """Bytes of `model.vision`, h wide, e bytes per element.
 
-    A layer saves inputs and outputs of two norms, 4 e h; queries, keys, values, the first two also as turned, and
+    A layer saves inputs and outputs of two norms, 4 e h; queries, keys, values, the first two also after rotation, and
     outputs, 6 e h, and fp32 logsumexp, 4 H; of the MLP two inner activations, four where it is gated. A merger saves
-    its normed input, two inner activations and its rows. A frozen encoder keeps its rows only, and needs one layer.
+    its normed input, two inner activations and its rows. A frozen encoder keeps only its rows and computes one layer.
     """
-    assert model.vision is not None, "the model sees"
+    assert model.vision is not None, "the model is a VLM"
     vision, e = model.vision, bytes_per_element
     layer = e * 10 * vision.hidden_size + FP32_BYTES * vision.num_heads
     layer += (4 if vision.gated else 2) * e * vision.ffn_size

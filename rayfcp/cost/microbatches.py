@@ -1,11 +1,5 @@
-"""What microbatches of a pipeline hold, as columns, and what their passes take (InfiniPipe, section 3.1).
-
-What each microbatch of a pipeline keeps on a rank of each stage (InfiniPipe, Eqs. 5-10, corrected).
-
-What each pass of each microbatch takes each stage of a pipeline.
-
-What microbatches of whole sequences, in groups or in layouts of their own, take and hold on each pipeline stage.
-"""
+"""Seconds and bytes of microbatches on each pipeline stage (InfiniPipe, section 3.1, Eqs. 1-10, corrected): chunks of
+slices with context, and microbatches of whole sequences in groups or in layouts of their own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,30 +7,29 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rayfcp.cost.analytic import LINEAR_BACKWARD
+from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.layout import layout_passes
-from rayfcp.cost.model import CostModel, group_speeds, slowed, speeds_of
+from rayfcp.cost.model import CostModel, group_speeds, speeds_of
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, MicrobatchPlan, Primitive, SequenceSpec
-from rayfcp.values.arrays import Floats, Ints
+from rayfcp.values.arrays import Bools, Floats, Ints
 
 
 class Chunks(NamedTuple):
     """Microbatches of one group each, a chunk {context, slices}, by number.
 
-    `tokens`; `cells`: (query, key) cells, those with context included: a slice [a, b) has (b (b + 1) - a (a + 1)) / 2,
-    in the mean over layers fewer where these have windows (all other columns count context whole, and bound it then);
-    `sides`: the longer side, in tokens, of each meeting of a slice with an earlier one of its sequence, summed;
-    `context`: tokens of those earlier ones, `longest`: of the longest of them; `kept`: tokens of slices that have later
-    ones; `finished`: tokens of all earlier slices of sequences that end here, whose gradients begin to be summed in
-    this chunk's backward pass. `earlier`: how many slices the context is in.
+    `tokens`; `pairs`: visible (query, key) pairs, those with context included, in the mean over layers (all other
+    columns count context whole, an upper bound with windows); `sides`: the longer side, in tokens, of each rectangle of
+    a slice and an earlier one of its sequence, summed; `context`: tokens of the earlier slices, `longest`: of the
+    longest of them, `earlier`: their number; `kept`: tokens of slices that have later ones; `finished`: tokens of all
+    earlier slices of sequences that end here, whose gradients begin to be summed in this chunk's backward pass.
     """
 
     tokens: Floats
-    cells: Floats
+    pairs: Floats
     sides: Floats
     context: Floats
     longest: Floats
@@ -53,12 +46,32 @@ class Chunks(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Seconds of a forward and of a backward pass of all layers on one stage, without recomputation, and tokens of the
-    fullest rank, by microbatch."""
+    """Seconds of a forward and of a backward pass of all layers on one stage, without recomputation, tokens of the
+    fullest rank, and the speed of the slowest, by microbatch."""
 
     forward_s: Floats
     backward_s: Floats
     rank_tokens: Floats
+    speed: Floats | float = 1.0
+
+    def head_s(self, cost: CostModel) -> tuple[Floats, Floats]:
+        """Seconds of the head's forward and backward."""
+        assert cost.pipeline is not None, "stages have a cost"
+        both = cost.pipeline.head_s_per_token * self.rank_tokens / self.speed
+        forward_s = both / (1 + LINEAR_BACKWARD)
+        return forward_s, both - forward_s
+
+    def layer_s(self, cost: CostModel) -> Floats:
+        """Seconds of recomputing one layer: its share of `forward_s` without the head."""
+        assert cost.pipeline is not None, "stages have a cost"
+        return (self.forward_s - self.head_s(cost)[0]) / cost.pipeline.num_layers
+
+    def without_recomputation(self, cost: CostModel) -> "Passes":
+        """Passes whose backward included the layers that `cost` recomputes in every microbatch."""
+        if not (cost.recomputed_layers and cost.pipeline):
+            return self
+        again_s = cost.recomputed_layers * self.layer_s(cost)
+        return self._replace(backward_s=np.maximum(self.backward_s - again_s, 0.0))
 
 
 def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, SequenceSpec]) -> Chunks:
@@ -83,7 +96,7 @@ def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, Seq
 def _add(chunks: Chunks, at: int, sequence: SequenceSpec, *, start: int, stop: int, earlier: Sequence[int]) -> None:
     size = stop - start
     chunks.tokens[at] += size
-    chunks.cells[at] += sequence.block_cells(start, stop)
+    chunks.pairs[at] += sequence.block_pairs(start, stop)
     chunks.sides[at] += sum(max(size, each) for each in earlier)
     chunks.context[at] += start
     chunks.longest[at] = max(chunks.longest[at], *earlier, 0)
@@ -93,42 +106,19 @@ def _add(chunks: Chunks, at: int, sequence: SequenceSpec, *, start: int, stop: i
 def chunk_passes(
     chunks: Chunks, *, cost: CostModel, degree: int, primitive: Primitive, crosses: bool | None = None
 ) -> Passes:
-    """Of a group of `degree` ranks a chunk (Eqs. 1-4, over rings too).
+    """Passes of chunks on groups of `degree` ranks each (Eqs. 1-4, for rings too).
 
-    Queries meet the context in further pieces: over a ring the keys and values of the context travel with the
+    Queries attend to the context in further pieces: over a ring the keys and values of the context travel with the
     chunk's own, under Ulysses each rank has them for its heads. `crosses`: the group spans nodes.
     """
     ring = primitive is Primitive.RING
     extra = cost.attention_half_tokens * chunks.sides * (degree if ring else 1)
     moved = chunks.tokens + chunks.context if ring else chunks.tokens
     forward_s, backward_s = (
-        terms.seconds(chunks.cells + extra, chunks.tokens, moved_tokens=moved)
+        terms.seconds(chunks.pairs + extra, chunks.tokens, moved_tokens=moved)
         for terms in cost.terms(degree, primitive=primitive, crosses=crosses)
     )
-    rank_tokens = np.ceil(chunks.tokens / degree)
-    return Passes(forward_s, _plain(forward_s, backward_s, rank_tokens, cost=cost), rank_tokens)
-
-
-def _plain(forward_s: Floats, backward_s: Floats, rank_tokens: Floats, *, cost: CostModel) -> Floats:
-    """Backward without what `cost` says that every microbatch recomputes."""
-    if not (cost.recomputed_layers and cost.pipeline):
-        return backward_s
-    again_s = cost.recomputed_layers * layer_s(forward_s, rank_tokens, cost=cost)
-    return np.asarray(np.maximum(backward_s - again_s, 0.0))
-
-
-def layer_s(forward_s: Floats, rank_tokens: Floats, *, cost: CostModel) -> Floats:
-    """Seconds in which one layer is recomputed, which is its forward pass: of `forward_s` without the head."""
-    assert cost.pipeline is not None
-    return (forward_s - head_s(rank_tokens, cost=cost)[0]) / cost.pipeline.num_layers
-
-
-def head_s(rank_tokens: Floats, *, cost: CostModel) -> tuple[Floats, Floats]:
-    """Seconds of the head's forward and backward."""
-    assert cost.pipeline is not None
-    both = cost.pipeline.head_s_per_token * rank_tokens
-    forward_s = both / (1 + LINEAR_BACKWARD)
-    return forward_s, both - forward_s
+    return Passes(forward_s, backward_s, np.ceil(chunks.tokens / degree)).without_recomputation(cost)
 
 
 class StageBytes(NamedTuple):
@@ -137,7 +127,7 @@ class StageBytes(NamedTuple):
     l layers are recomputed one of them, `again[m]`, for the others are gone before the first is recomputed.
     l x `summed[m]` are the gradients of its keys and values that later slices add to, from the backward pass of the
     sequence's last slice to the end of its own; l x `begun[m]` are those that begin in the backward pass of m.
-    `layers[p]`, `room[p]`: of stage p.
+    `layers[p]`, `budget[p]`: of stage p.
     """
 
     kept: Floats
@@ -147,7 +137,7 @@ class StageBytes(NamedTuple):
     summed: Floats
     begun: Floats
     layers: Floats
-    room: Floats
+    budget: Floats
 
     def part(self, start: int, stop: int) -> "StageBytes":
         """Microbatches `[start, stop)`."""
@@ -155,48 +145,65 @@ class StageBytes(NamedTuple):
         return self._replace(**columns)
 
 
-def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Primitive) -> StageBytes:
-    """Of chunks on groups of `degree` ranks.
-
-    Under Ulysses a rank keeps its share of the heads of the group's keys and values, replicated beyond their number.
-    It adds a context's gradients one slice at a time; over a ring those of one rank's context fly with its own. Of a
-    slice a rank has less than a token more than its share.
-    """
+def _stage_bytes(
+    cost: CostModel,
+    *,
+    tokens: Floats,
+    attended: Floats,
+    later: Floats,
+    computing: Floats,
+    summed: Floats,
+    begun: Floats,
+) -> StageBytes:
+    """`tokens` of the fullest rank, which has the keys and values of `attended` while it computes and keeps those of
+    `later` for later slices; `computing`, `summed` and `begun` in bytes."""
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
-    each, ring = pipeline.layer_bytes, primitive is Primitive.RING or degree == 1
-    shared = 1.0 / degree if ring else cost.kv_share(degree)
-    tokens = np.ceil(chunks.tokens / degree)
-    gathered = chunks.tokens if ring else np.maximum(chunks.tokens, degree)  # a rank without tokens has one of padding
-    grown = np.maximum(np.ceil(gathered * shared) - tokens, 0.0) * each.kv
-    whole = each.whole * tokens + grown
-    later = np.ceil(chunks.kept * shared)
-    # what each slice adds is what its own backward pass takes away: to the last slice and back, nothing is left
-    rounding = 0.0 if shared == 1.0 else 1.0
-    summed = chunks.kept * shared + rounding * (chunks.kept > 0)
-    beside = np.ceil(gathered * shared)
-    if ring and degree > 1:
-        beside += np.ceil(chunks.context * shared) + chunks.earlier
-    working = each.working * tokens + each.buffers * beside
-    if not ring:
-        working += each.kv_gradients * np.ceil(chunks.longest * shared)
-    layers = np.array(pipeline.layers_of_stage, np.float64)
+    each, layers = pipeline.layer_bytes, np.array(pipeline.layers_of_stage, np.float64)
+    whole = each.layer(tokens, attended)
     kept = layers[:, None] * whole
     kept[-1] += each.head * tokens
     return StageBytes(
         kept=kept,
-        freed=np.maximum(whole - each.kept * tokens - each.kv * later, 0.0),
-        working=working,
+        freed=each.freed(tokens, attended, later=later),
+        working=computing,
         again=whole,
-        summed=each.kv_gradients * summed,
-        begun=each.kv_gradients * (chunks.finished * shared + rounding * (chunks.finished > 0) * chunks.earlier),
+        summed=summed,
+        begun=begun,
         layers=layers,
-        room=np.array(pipeline.room_bytes, np.float64),
+        budget=np.array(pipeline.budget_bytes, np.float64),
     )
 
 
-Flags = npt.NDArray[np.bool_]
-"""By microbatch."""
+def chunk_bytes(chunks: Chunks, *, cost: CostModel, degree: int, primitive: Primitive) -> StageBytes:
+    """Bytes of chunks on groups of `degree` ranks.
+
+    Under Ulysses a rank keeps its share of the heads of the group's keys and values, replicated beyond their number.
+    It adds a context's gradients one slice at a time; over a ring those of one rank's context travel with its own. A
+    rank has less than a token of a slice more than its share.
+    """
+    assert cost.pipeline is not None, "stages have a cost"
+    each, ring = cost.pipeline.layer_bytes, primitive is Primitive.RING or degree == 1
+    shared = 1.0 / degree if ring else cost.kv_share(degree)
+    tokens = np.ceil(chunks.tokens / degree)
+    gathered = chunks.tokens if ring else np.maximum(chunks.tokens, degree)  # a rank without tokens has one of padding
+    own = np.ceil(gathered * shared)
+    travelling = own + np.ceil(chunks.context * shared) + chunks.earlier if ring and degree > 1 else own
+    computing = each.computing(tokens, travelling)
+    if not ring:
+        computing = computing + each.kv_gradients * np.ceil(chunks.longest * shared)
+    # gradients that a slice adds are removed by its own backward pass: rounding must not leave a rest
+    rounding = 0.0 if shared == 1.0 else 1.0
+    begun = chunks.finished * shared + rounding * (chunks.finished > 0) * chunks.earlier
+    return _stage_bytes(
+        cost,
+        tokens=tokens,
+        attended=np.maximum(own, tokens),
+        later=np.ceil(chunks.kept * shared),
+        computing=computing,
+        summed=each.kv_gradients * (chunks.kept * shared + rounding * (chunks.kept > 0)),
+        begun=each.kv_gradients * begun,
+    )
 
 
 class StageTimes(NamedTuple):
@@ -220,9 +227,8 @@ class StageTimes(NamedTuple):
 def stage_times(
     passes: Passes, *, cost: CostModel, gathers: int | None = None, reduces: int | None = None
 ) -> StageTimes:
-    """What is computed (`computed_times`) beside traffic of parameters and gradients: of every microbatch, or, once a
-    step, of the forward pass of microbatch `gathers` and the backward pass of `reduces` (None: of another pipeline of
-    the step)."""
+    """`computed_times` beside the traffic of parameters and gradients: with every microbatch, or, once a step, with the
+    forward pass of microbatch `gathers` and the backward pass of `reduces` (None: in another pipeline of the step)."""
     count = np.arange(len(passes.rank_tokens))
     return beside_traffic(
         computed_times(passes, cost=cost),
@@ -233,26 +239,24 @@ def stage_times(
 
 
 def computed_times(passes: Passes, *, cost: CostModel) -> StageTimes:
-    """Stage p has its share of the layers, the last one the head beside them."""
+    """Computed seconds by stage: its share of the layers, and the head on the last one."""
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
-    head_forward_s, head_backward_s = head_s(passes.rank_tokens, cost=cost)
+    head_forward_s, head_backward_s = passes.head_s(cost)
     share = np.array(pipeline.layers_of_stage)[:, None] / pipeline.num_layers
     last = np.zeros((pipeline.num_stages, 1))
     last[-1] = 1.0
     return StageTimes(
         forward_s=share * (passes.forward_s - head_forward_s) + last * head_forward_s,
         backward_s=share * (passes.backward_s - head_backward_s) + last * head_backward_s,
-        layer_s=layer_s(passes.forward_s, passes.rank_tokens, cost=cost),
+        layer_s=passes.layer_s(cost),
         transfer_s=pipeline.transfer_s + pipeline.transfer_s_per_token * passes.rank_tokens,
     )
 
 
-def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Flags, reduced: Flags) -> StageTimes:
-    """Traffic of parameters and gradients hides behind its pass, save the first gathers and last reductions.
-
-    Once a step, only `gathered` microbatches gather for forward, and only `reduced` ones reduce.
-    """
+def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Bools, reduced: Bools) -> StageTimes:
+    """`times` with the traffic of parameters and gradients, which hides behind its pass, save the first gathers and the
+    last reductions. Once a step, only `gathered` microbatches gather for forward, and only `reduced` ones reduce."""
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     again = pipeline.gather_every == "microbatch"
@@ -260,12 +264,12 @@ def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Flags, reduc
     reduced = reduced | (pipeline.reduce_every == "microbatch")
     gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = _traffic(pipeline)
     return times._replace(
-        forward_s=_beside(times.forward_s, gathered * gather_s, gathered * shown_s, overlap=cost.overlap),
-        backward_s=_beside(
+        forward_s=overlapped_s(times.forward_s, gathered * gather_s, gathered * shown_s, cost.overlap),
+        backward_s=overlapped_s(
             times.backward_s,
             again * back_s + reduced * reduce_s,
             again * back_shown_s + reduced * reduce_shown_s,
-            overlap=cost.overlap,
+            cost.overlap,
         ),
     )
 
@@ -277,12 +281,6 @@ def _traffic(pipeline: PipelineCost) -> Floats:
         for a in pipeline.traffic
     ]
     return np.array(seconds).T[:, :, None]
-
-
-def _beside(computed_s: Floats, traffic_s: Floats, exposed_s: Floats, *, overlap: float) -> Floats:
-    """As `CostModel.microbatch_s`: all but `exposed_s` of the traffic may hide behind what is computed."""
-    hidden_s = np.maximum(traffic_s - exposed_s, 0.0)
-    return np.asarray(computed_s + exposed_s + hidden_s - overlap * np.minimum(hidden_s, computed_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +315,7 @@ def whole_costs(
     cluster: ClusterSpec,
     cost: CostModel,
 ) -> WholeCosts:
-    """Without recomputation and without traffic of parameters; groups are priced where their ranks lie."""
+    """Seconds and bytes without recomputation and without traffic of parameters; groups are priced on their ranks."""
     counts = np.array([1 if each.layout else len(each.groups) for each in microbatches])
     if any(each.layout for each in microbatches):
         rows = [
@@ -330,40 +328,23 @@ def whole_costs(
     else:
         loads = _of_groups(microbatches, by_id=by_id, cluster=cluster, cost=cost)
     first = np.cumsum(counts) - counts
-    groups = _computed(loads, cost=cost)
+    passes = Passes(loads.forward_s, loads.backward_s, loads.tokens, loads.speed)
+    groups = computed_times(passes.without_recomputation(cost), cost=cost)
     return WholeCosts(
         groups=groups,
         first=first,
         times=StageTimes(*(np.maximum.reduceat(each, first, axis=-1) for each in groups)),
-        held=_bytes(loads, first=first, cost=cost),
+        held=_whole_bytes(loads, first=first, cost=cost),
     )
-
-
-def _computed(loads: _Loads, *, cost: CostModel) -> StageTimes:
-    """By group; a slow rank is slow at the head too."""
-    found: StageTimes | None = None
-    for speed in np.unique(loads.speed).tolist():
-        here = loads.speed == speed
-        forward_s, backward_s, tokens = (column[here] for column in loads[:3])
-        priced = slowed(cost, speed=speed)
-        again_s = cost.recomputed_layers * layer_s(forward_s, tokens, cost=priced)
-        passes = Passes(forward_s, np.maximum(backward_s - again_s, 0.0), tokens)
-        times = computed_times(passes, cost=priced)
-        if found is None:
-            found = StageTimes(*(np.zeros((*column.shape[:-1], len(here))) for column in times))
-        for column, part in zip(found, times, strict=True):
-            column[..., here] = part
-    assert found is not None, "a microbatch has a group"
-    return found
 
 
 def _of_groups(
     microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
 ) -> _Loads:
-    """Under Ulysses a rank has all of the group's tokens, and of their heads its share."""
+    """Loads of all groups; under Ulysses a rank has its share of the heads of all of the group's tokens."""
     groups = [group for microbatch in microbatches for group in microbatch.groups]
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
-    cells = np.array([sum([by_id[each].attention_cells for each in group.sequences]) for group in groups], np.float64)
+    pairs = np.array([sum([by_id[each].attention_pairs for each in group.sequences]) for group in groups], np.float64)
     tokens = np.array([sum([by_id[each].num_tokens for each in group.sequences]) for group in groups], np.float64)
     degrees = np.array([group.degree for group in groups], np.float64)
     crosses = np.array([len({nodes[rank] for rank in group.ranks}) > 1 for group in groups])
@@ -373,7 +354,7 @@ def _of_groups(
     for primitive, at in ((Primitive.RING, ~by_heads), (Primitive.ULYSSES, by_heads)):
         if at.any():
             passes_s[:, at] = cost.passes_s(
-                cells[at], tokens[at], degree=degrees[at], primitive=primitive, crosses=crosses[at], speed=speeds[at]
+                pairs[at], tokens[at], degree=degrees[at], primitive=primitive, crosses=crosses[at], speed=speeds[at]
             )
     held = np.ceil(tokens / degrees)
     shared = np.where(by_heads, np.maximum(1 / degrees, 1 / cost.num_kv_heads), 1 / degrees)
@@ -382,8 +363,8 @@ def _of_groups(
 
 
 def _of_layout(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> _Loads:
-    """One row: of runs of ranks that share heads each rank has its share of the run's tokens, and of what comes to it.
-    Rounds that run as one come at a time."""
+    """Load of a layout, one row. A rank of a run that shares heads has its share of the heads of the run's tokens, and
+    of those that arrive in rounds that run as one."""
     forward_s, backward_s = layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost)
     sizes = np.array([block.num_tokens for block in layout.blocks], np.float64)
     owners = np.array([block.rank for block in layout.blocks], np.int64)
@@ -416,24 +397,12 @@ def _brought(layout: Layout, sizes: Floats, *, num_ranks: int) -> float:
     return float(np.bincount(places, sizes[blocks]).max())
 
 
-def _bytes(loads: _Loads, *, first: Ints, cost: CostModel) -> StageBytes:
-    """No slices: nothing is kept for later ones."""
-    pipeline = cost.pipeline
-    assert pipeline is not None, "stages have a cost"
-    each = pipeline.layer_bytes
+def _whole_bytes(loads: _Loads, *, first: Ints, cost: CostModel) -> StageBytes:
+    """Bytes of microbatches of whole sequences: nothing is kept for later slices."""
+    assert cost.pipeline is not None, "stages have a cost"
     tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
-    whole = each.whole * tokens + each.kv * (attended - tokens)
-    layers = np.array(pipeline.layers_of_stage, np.float64)
-    kept = layers[:, None] * whole
-    kept[-1] += each.head * tokens
     none = np.zeros_like(tokens)
-    return StageBytes(
-        kept=kept,
-        freed=whole - each.kept * tokens,
-        working=each.working * tokens + each.buffers * np.maximum(attended, brought),
-        again=whole,
-        summed=none,
-        begun=none,
-        layers=layers,
-        room=np.array(pipeline.room_bytes, np.float64),
+    computing = cost.pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought))
+    return _stage_bytes(
+        cost, tokens=tokens, attended=attended, later=none, computing=computing, summed=none, begun=none
     )

@@ -1,4 +1,4 @@
-"""What pipeline stages add to the cost model: who has which layers, what passes between them, and what fits."""
+"""Pipeline stages in the cost model: their layers, the traffic between them, and their memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,22 +8,23 @@ from rayfcp.cost.analytic import LINEAR_BACKWARD, ShardTraffic, hop_bandwidth, s
 from rayfcp.cost.memory import GIB, LayerBytes, layer_bytes, stage_state_bytes
 from rayfcp.cost.stages import check_layers, split_layers
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile
+from rayfcp.values.profile import exact_fields
 
 Every = Literal["microbatch", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCost:
-    """Of N ranks on each of several stages.
+    """Cost of several stages of N ranks each.
 
     `head_s_per_token`: forward and backward of the output head over one token on one rank, part of
     `CostModel.linear_s_per_token`, on the last stage only. Stage p has `layers_of_stage[p] / num_layers` of all other
     seconds of a microbatch, the fixed ones included (beta1 / d_p in InfiniPipe, Eq. 1). A rank's activations of one
-    token pass to the next stage in `transfer_s_per_token`, and a hop takes `transfer_s` at least.
-    `traffic[p]`: of sharded parameters and gradients, gathered and reduced with every microbatch or once a step.
+    token pass to the next stage in `transfer_s_per_token`, and a hop takes `transfer_s` at least. `traffic[p]`: traffic
+    of sharded parameters and gradients, gathered and reduced with every microbatch or once a step.
 
-    `room_bytes[p]`: what states, gathered layers, unreduced gradients and logits leave of a device of stage p for what
-    microbatches keep and work with (`layer_bytes`; InfiniPipe, Eqs. 5-10 with the width of grouped keys and values).
+    `budget_bytes[p]`: bytes of a device of stage p that states, gathered layers, unreduced gradients and logits leave
+    for microbatches (`layer_bytes`; InfiniPipe, Eqs. 5-10 with the width of grouped keys and values).
     """
 
     num_layers: int
@@ -34,7 +35,7 @@ class PipelineCost:
     traffic: tuple[ShardTraffic, ...]
     gather_every: Every
     reduce_every: Every
-    room_bytes: tuple[int, ...]
+    budget_bytes: tuple[int, ...]
     layer_bytes: LayerBytes
 
     @property
@@ -45,17 +46,17 @@ class PipelineCost:
     def tokens_alone(self) -> int:
         """Tokens of a rank that every stage holds of a microbatch alone in its pipeline, with nothing recomputed."""
         each = self.layer_bytes
-        sizes = [layers * each.whole + each.working + each.buffers for layers in self.layers_of_stage]
+        sizes = [layers * each.layer(1, 1) + each.computing(1, 1) for layers in self.layers_of_stage]
         sizes[-1] += each.head
-        return min(room // size for room, size in zip(self.room_bytes, sizes, strict=True))
+        return min(budget // size for budget, size in zip(self.budget_bytes, sizes, strict=True))
 
     @property
     def tokens_recomputed(self) -> int:
-        """The same with everything recomputed: what a run plans with (`ClusterSpec.max_tokens_per_rank`)."""
+        """`tokens_alone` with everything recomputed, with which a run plans (`ClusterSpec.max_tokens_per_rank`)."""
         each = self.layer_bytes
-        beside = each.head + each.working + each.buffers
+        beside = each.head + each.computing(1, 1)
         sizes = [layers * each.kept + beside for layers in self.layers_of_stage]
-        return min(room // size for room, size in zip(self.room_bytes, sizes, strict=True))
+        return min(budget // size for budget, size in zip(self.budget_bytes, sizes, strict=True))
 
     @classmethod
     def from_profiles(
@@ -71,7 +72,8 @@ class PipelineCost:
         reduce_every: Every,
         gather_every: Every = "microbatch",
     ) -> "PipelineCost":
-        """From what the model and a rank's device of each stage are; `memory_bytes` of that (absent: the profile's).
+        """From the profiles of the model and of a rank's device of each stage with `memory_bytes` (absent: the
+        profile's).
 
         Raises:
             ValueError: layers that do not make up the stages.
@@ -93,21 +95,24 @@ class PipelineCost:
             transfer_s_per_token=model.hidden_size * bytes_per_element / hop,
             transfer_s=hardware.latency_s,
             traffic=shard_traffic(model, hardware, layers_of_stage=layers, **sizes),
-            room_bytes=tuple(memory - each for each in states),
+            budget_bytes=tuple(memory - each for each in states),
             layer_bytes=layer_bytes(model, bytes_per_element=bytes_per_element),
             **every,
         )
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "PipelineCost":
-        """From `dataclasses.asdict`, also when that went through JSON."""
+        """As `CostModel.of_fields`."""
+        known = exact_fields(cls, fields, source="pipeline cost")
+        traffic = [exact_fields(ShardTraffic, each, source="pipeline traffic") for each in known["traffic"]]
+        layer = exact_fields(LayerBytes, known["layer_bytes"], source="layer bytes")
         return cls(
-            **{
-                **fields,
-                "layers_of_stage": tuple(fields["layers_of_stage"]),
-                "room_bytes": tuple(fields["room_bytes"]),
-                "traffic": tuple(ShardTraffic(**each) for each in fields["traffic"]),
-                "layer_bytes": LayerBytes(**fields["layer_bytes"]),
+            **known
+            | {
+                "layers_of_stage": tuple(known["layers_of_stage"]),
+                "budget_bytes": tuple(known["budget_bytes"]),
+                "traffic": tuple(ShardTraffic(**each) for each in traffic),
+                "layer_bytes": LayerBytes(**layer),
             }
         )
 

@@ -1,4 +1,4 @@
-"""Which ranks a group gets: inside one node where it fits, else over as few nodes as possible."""
+"""Ranks of groups: inside one node where they fit, else over as few nodes as possible."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ def place_groups(degrees: Sequence[int], *, cluster: ClusterSpec, ranks_per_node
     """Ranks of each group, ascending within a node; no rank twice.
 
     `degrees` come largest first and sum to at most `cluster.num_ranks`. A group takes the lowest free
-    ranks of the node with the least room that holds it; one that fits no node takes the emptiest nodes
-    in turn. Groups larger than every node come last: they span nodes wherever they lie, and what the others leave
-    will do. Without `cluster.node_of_rank`, a node is `ranks_per_node` ranks in a row.
+    ranks of the node with the fewest free ranks that holds it; one that fits no node takes the emptiest nodes in turn.
+    Groups larger than every node come last, since they span nodes in any case. Without `cluster.node_of_rank`, a node
+    is `ranks_per_node` ranks in a row.
     """
     return place_in(degrees, ranks_of_nodes(cluster, ranks_per_node=ranks_per_node))
 
@@ -24,8 +24,8 @@ def place_in(degrees: Sequence[int], ranks_of_node: Sequence[Sequence[int]]) -> 
     placed: dict[int, tuple[int, ...]] = {}
     for index in sorted(range(len(degrees)), key=lambda index: degrees[index] > largest):
         degree, best = degrees[index], -1
-        for at, room in enumerate(left):
-            if room >= degree and (best < 0 or room < left[best]):
+        for at, free in enumerate(left):
+            if free >= degree and (best < 0 or free < left[best]):
                 best = at
         ranks: list[int] = []
         for at in [best] if best >= 0 else sorted(range(len(left)), key=lambda at: (-left[at], at)):
@@ -46,13 +46,13 @@ def ranks_of_nodes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[list[in
 
 
 def fastest_first(nodes: Sequence[Sequence[int]], *, cluster: ClusterSpec) -> list[list[int]]:
-    """The ranks of each node, those of the same speed in order."""
+    """The ranks of each node, the fastest first, those of one speed in order."""
     speeds = cluster.speed_of_rank
     return [sorted(ranks, key=lambda rank: -speeds[rank]) if speeds else list(ranks) for ranks in nodes]
 
 
 def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ...]:
-    """The node of each rank; where the cluster does not say, `ranks_per_node` ranks in a row share one.
+    """The node of each rank; where the cluster does not name it, `ranks_per_node` ranks in a row share one.
 
     With several stages, two ranks share a node where they do so on every stage: a group is the same ranks on all.
     """
@@ -67,5 +67,5 @@ def node_of_ranks(cluster: ClusterSpec, *, ranks_per_node: int) -> tuple[int, ..
 
 
 def node_sizes(cluster: ClusterSpec, *, ranks_per_node: int) -> list[int]:
-    """Ranks of each node, by its name. A group larger than the largest spans nodes wherever it lies."""
+    """Number of ranks of each node, nodes by name. A group larger than the largest spans nodes wherever it lies."""
     return [len(ranks) for ranks in ranks_of_nodes(cluster, ranks_per_node=ranks_per_node)]

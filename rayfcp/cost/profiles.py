@@ -1,14 +1,4 @@
-"""Names that users give: found, or refused with the nearest known one.
-
-Profiles as YAML: those that ship with the package, and files of a user's own.
-
-Named hardware profiles: peaks, links, and the shares of them that kernels reach.
-
-Figures and their sources: `data/hardware.yaml`.
-
-Named model profiles, of multimodal models (`internvl*`, `qwen3-vl-*`) with their vision encoder. Figures and their
-sources: `data/models.yaml`.
-"""
+"""Profiles of hardware and models: named ones shipped as YAML (`data/`, with all sources), or files of users."""
 
 import dataclasses
 import math
@@ -20,7 +10,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rayfcp.config import ConfigError
-from rayfcp.config.loading import read_yaml
+from rayfcp.config.loading import read_mapping, read_yaml
 from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 
 
@@ -63,7 +53,7 @@ class Shipped(Mapping[str, P], Generic[P]):
         return len(self._profiles)
 
     def sources(self, name: str) -> Mapping[str, str]:
-        """Where each field's figure comes from."""
+        """Source of each field's figure."""
         return self._profiles[name][1]
 
     def find(self, name_or_path: str) -> P:
@@ -80,15 +70,9 @@ class Shipped(Mapping[str, P], Generic[P]):
                 raise ConfigError(f"{error} (a YAML file is given by its path)") from None
         path = Path(name_or_path)
         where = f"{self._what} file {name_or_path!r}"
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise ConfigError(f"{where} does not exist; check the path") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}; give a YAML text file") from error
-        raw = read_yaml(text, source=name_or_path)
-        if not isinstance(raw, dict):
-            raise ConfigError(f"{where} must hold fields of a profile, one `key: value` a line; e.g. name: mine")
+        raw = read_mapping(
+            name_or_path, what=self._what, content="fields of a profile, one `key: value` a line; e.g. name: mine"
+        )
         return self._profile({"name": path.stem, **raw}, where=where)[0]
 
     @cached_property
@@ -109,7 +93,7 @@ class Shipped(Mapping[str, P], Generic[P]):
 
 
 def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values of fields, of sections as profiles of their own, and sources by field (`vision.num_layers`)."""
+    """Values of fields, those of sections as profiles, and sources by field (`vision.num_layers`)."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
     given = dict(raw)
     sources = _sources(given.pop("sources", {}), fields, where=where)
@@ -121,13 +105,13 @@ def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dic
         raise ConfigError(f"{where}: {missing[0]} is missing; give all of {', '.join(missing)}")
     values = {key: _value(key, given[key], field=fields[key], where=where) for key in given if key not in SECTIONS}
     for key in (key for key in given if key in SECTIONS):
-        values[key], told = _section(key, given[key], where=where)
-        sources |= {f"{key}.{name}": text for name, text in told.items()}
+        values[key], texts = _section(key, given[key], where=where)
+        sources |= {f"{key}.{name}": text for name, text in texts.items()}
     return values, sources
 
 
 def _section(key: str, raw: object, *, where: str) -> tuple[Any, dict[str, str]]:
-    """A profile inside a profile and its sources; none where it says null."""
+    """A profile inside a profile and its sources; None for null."""
     if raw is None:
         return None, {}
     if not isinstance(raw, dict):
@@ -156,20 +140,20 @@ def _check(values: Mapping[str, Any], *, where: str) -> None:
 
 
 def _sources(raw: object, fields: Mapping[str, Any], *, where: str) -> dict[str, str]:
-    """One text a field from keys that name one or several fields."""
+    """One text per field from keys that name one or several fields."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: sources must map names of fields to texts; e.g. peak_flops: data sheet")
-    told: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for keys, text in raw.items():
         for name in (part.strip() for part in str(keys).split(",")):
             if name not in fields:
                 raise ConfigError(f"{where}: sources has {name}, no field; did you mean {_nearest(name, [*fields])}?")
-            told[name] = str(text)
-    return told
+            texts[name] = str(text)
+    return texts
 
 
 def _value(key: str, value: object, *, field: Any, where: str) -> object:
-    """The value as the field's type, if it is one and lies within the field's bounds."""
+    """The value as the field's type; refused if it is of another type or beyond the field's bounds."""
     kind: Callable[[Any], object] = field.type
     if key in TEXTS:
         return str(value)
@@ -206,7 +190,7 @@ def hardware_profile(name_or_path: str) -> HardwareProfile:
     """The profile of that name, or the one in that YAML file.
 
     Raises:
-        ConfigError: unknown name (told with the nearest known one), or a file that holds no hardware profile.
+        ConfigError: unknown name (with the nearest known one), or a file that holds no hardware profile.
     """
     return HARDWARE.find(name_or_path)
 
@@ -218,6 +202,6 @@ def model_profile(name_or_path: str) -> ModelProfile:
     """The profile of that name, or the one in that YAML file.
 
     Raises:
-        ConfigError: unknown name (told with the nearest known one), or a file that holds no model profile.
+        ConfigError: unknown name (with the nearest known one), or a file that holds no model profile.
     """
     return MODELS.find(name_or_path)

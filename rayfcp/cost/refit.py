@@ -1,8 +1,8 @@
-"""Refitting while training: the cost model's coefficients follow what steps really took.
+"""Refitting while training: the cost model's coefficients follow measured step times.
 
-Which coefficients measured seconds can tell apart: those of attention, linear layers and the fixed cost, as soon
-as groups differ in cells per token; a ring's transfer only where the model says that it is exposed, for what hides
-behind attention adds nothing to any time. A coefficient that nothing measured depends on keeps its profiled value.
+Measured seconds identify the coefficients of attention, linear layers and the fixed cost as soon as groups differ in
+pairs per token; that of a ring's transfer only where it is exposed, since what hides behind attention adds nothing to
+any time. A coefficient on which no measurement depends keeps its profiled value.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 
 from rayfcp.cost.model import CostModel
 from rayfcp.values import Primitive
+from rayfcp.values.arrays import Floats
 
 COEFFICIENTS = (
-    "attention_s_per_cell",
+    "attention_s_per_pair",
     "linear_s_per_token",
     "fixed_s",
     "ring_intra_s_per_token",
@@ -28,33 +28,29 @@ COEFFICIENTS = (
     "ulysses_s",
     "attention_half_tokens",
 )
-"""What is refitted, the last as its product with the first: seconds a token are linear in that. Overlap is the
-device's nature; measured passes have the traffic of shards in their fixed cost, and what it is in the way of in the
-rest."""
+"""Coefficients that are refitted, the last as its product with the first, in which seconds per token are linear.
+Overlap is a property of the device; measured passes contain the traffic of shards in their fixed cost."""
 
-PRIOR_ERROR = 1.0  # relative, of a profiled coefficient: what the first steps may well contradict
-TIMING_ERROR = 0.02  # relative, of one measured group in the best case
-FIRST_ERROR = 0.2  # the usual one before anything was seen, and the most: beyond, a step would teach too little
-FORGETTING = 0.9  # what a step counts for after one more: about ten steps are remembered
-LEAST_SHARE = 0.1  # of the profiled value: no term vanishes, for a plan that ignores one is worthless
-HUBER = 2.0  # residuals beyond so many times the usual one count in proportion less
-LEAST_WEIGHT = 0.05  # of an outlier: one that comes again every step is none, and must be learned from
-SETTLED = 1e-4  # a change of the multiples that needs no further round
-ROUNDS = 6  # of telling outliers, and which of ring and attention is longer
-MANY = 8  # observations from which the usual residual of a step can be told
+PRIOR_ERROR = 1.0  # relative error of a profiled coefficient: the first steps may well contradict it
+TIMING_ERROR = 0.02  # relative error of one measured group in the best case
+FIRST_ERROR = 0.2  # usual error before any step, and the most: beyond, a step would teach too little
+FORGETTING = 0.9  # weight of a step after one more: about ten steps are remembered
+MIN_SHARE = 0.1  # of the profiled value: no term vanishes, since a plan that ignores one is worthless
+HUBER = 2.0  # residuals beyond this multiple of the usual one weigh less in proportion
+MIN_WEIGHT = 0.05  # of an outlier: one that returns in every step must be learned from
+SETTLED = 1e-4  # change of the multiples that ends the iteration
+ROUNDS = 6  # iterations over outliers, and over which of ring and attention is longer
+MANY = 8  # observations from which a step's usual residual is estimated
 NUDGE = 1e-4  # relative step of the numeric derivative, exact where T is linear
-
-Vector = npt.NDArray[np.float64]
-Index = npt.NDArray[np.intp]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one group had to do in one microbatch: tokens and mask cells of all its sequences together.
-    `crosses`: its ranks are on several nodes."""
+class GroupWork:
+    """Tokens and visible pairs of all sequences of one group in one microbatch. `crosses`: its ranks are on several
+    nodes."""
 
     num_tokens: int
-    num_cells: float
+    num_pairs: float
     degree: int = 1
     primitive: Primitive = Primitive.RING
     crosses: bool = False
@@ -62,22 +58,22 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Measured seconds of forward and backward of `parts` one after the other: of a group in one microbatch,
-    or, where only steps can be timed, of the groups that decide each of its microbatches."""
+    """Measured seconds of forward and backward of `groups` one after the other: of a group in one microbatch, or, where
+    only steps can be timed, of the slowest group of each microbatch."""
 
-    parts: tuple[Part, ...]
+    groups: tuple[GroupWork, ...]
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Refit:
-    """The cost model after all steps so far, and what they taught: a value, `after` gives the next one.
+    """The cost model after all steps so far and their statistics; `after` gives the next value.
 
     Recursive least squares over multiples of the profiled coefficients, seconds as multiples of the profiled ones:
     `information` (k x k) and `moment` (k) sum up the steps, each weighing `FORGETTING` times what it weighed a step
-    before; the profiled coefficients stay a prior of `PRIOR_ERROR` that nothing forgets. Coefficients stay at or above
-    `LEAST_SHARE` of the profiled; one that is 0 stays 0. The usual residual (`usual_error`,
-    relative) says how far to trust observations; within a step, what is beyond it weighs less (Huber).
+    before; the profiled coefficients stay a prior of `PRIOR_ERROR` that is never forgotten. Coefficients stay at or
+    above `MIN_SHARE` of the profiled; one that is 0 stays 0. Within a step, residuals beyond the usual one
+    (`usual_error`, relative) weigh less (Huber).
     """
 
     profiled: CostModel
@@ -89,8 +85,8 @@ class Refit:
 
     @classmethod
     def start(cls, profiled: CostModel) -> "Refit":
-        """Before the first step: the profiled coefficients."""
-        profiled, size = profiled.apart(), len(COEFFICIENTS)
+        """The profiled coefficients, before the first step."""
+        size = len(COEFFICIENTS)
         return cls(
             profiled=profiled,
             cost=profiled,
@@ -100,10 +96,10 @@ class Refit:
         )
 
     def after(self, observations: Sequence[Observation]) -> "Refit":
-        """One more step. The same observations in the same order give the same coefficients.
+        """Learn from one more step. The same observations in the same order give the same coefficients.
 
         Raises:
-            ValueError: seconds that are not positive and finite, or no parts.
+            ValueError: seconds that are not positive and finite, or no groups.
         """
         if not observations:
             return self
@@ -125,7 +121,7 @@ class Refit:
             errors = targets / np.maximum(rows @ solution, 1e-12) - 1.0
             usual = _usual(errors, before=self.usual_error)
             beyond = np.abs(errors - np.median(errors)) / (HUBER * usual)
-            weights = 1.0 / np.clip(beyond, 1.0, 1.0 / LEAST_WEIGHT)
+            weights = 1.0 / np.clip(beyond, 1.0, 1.0 / MIN_WEIGHT)
             if np.abs(solution - before).max() < SETTLED:
                 break
         scaled = weights[:, None] * rows
@@ -139,75 +135,71 @@ class Refit:
         )
 
 
-def _measured(observations: Sequence[Observation]) -> Vector:
+def _measured(observations: Sequence[Observation]) -> Floats:
     for index, each in enumerate(observations):
-        if not (math.isfinite(each.seconds) and each.seconds > 0 and each.parts):
+        if not (math.isfinite(each.seconds) and each.seconds > 0 and each.groups):
             raise ValueError(
-                f"observation {index} has {len(each.parts)} parts in {each.seconds} s, must have at least 1 in more "
+                f"observation {index} has {len(each.groups)} groups in {each.seconds} s, must have at least 1 in more "
                 "than 0 s; leave it out"
             )
     return np.array([each.seconds for each in observations])
 
 
 class _Columns:
-    """The parts of all observations as arrays, by primitive."""
+    """Groups of all observations as arrays, by primitive."""
 
     def __init__(self, observations: Sequence[Observation]) -> None:
-        parts = [part for each in observations for part in each.parts]
-        self._num_observations, self._num_parts = len(observations), len(parts)
-        self._owners = np.repeat(np.arange(len(observations)), [len(each.parts) for each in observations])
-        self._held: list[tuple[Primitive, Index, Vector, Vector, Index, Index]] = []
-        for primitive in Primitive:
-            at = [index for index, part in enumerate(parts) if part.primitive is primitive]
-            if at:
-                self._held.append(
-                    (
-                        primitive,
-                        np.array(at),
-                        np.array([parts[index].num_cells for index in at], np.float64),
-                        np.array([parts[index].num_tokens for index in at], np.float64),
-                        np.array([parts[index].degree for index in at]),
-                        np.array([parts[index].crosses for index in at]),
-                    )
-                )
+        groups = [group for each in observations for group in each.groups]
+        self._num_observations = len(observations)
+        self._owners = np.repeat(np.arange(len(observations)), [len(each.groups) for each in observations])
+        self._pairs, self._tokens = (
+            np.array([getattr(group, name) for group in groups], np.float64) for name in ("num_pairs", "num_tokens")
+        )
+        self._degrees = np.array([group.degree for group in groups])
+        self._crosses = np.array([group.crosses for group in groups])
+        self._of = {each: np.array([group.primitive is each for group in groups]) for each in Primitive}
 
-    def rows(self, cost: CostModel, *, unit: CostModel) -> Vector:
-        """[observations, coefficients]: seconds that each coefficient of `unit` explains, on the piece of T where
-        `cost` lies.
-
-        T is piecewise linear in the coefficients and has no constant, so it is the sum of each coefficient
-        times its derivative.
-        """
+    def rows(self, cost: CostModel, *, unit: CostModel) -> Floats:
+        """Seconds that each coefficient of `unit` explains, [observations, coefficients], on the piece of T where
+        `cost` lies. T is piecewise linear in the coefficients and has no constant, so it is the sum of each coefficient
+        times its derivative."""
         rows = np.zeros((self._num_observations, len(COEFFICIENTS)))
-        here_s = self._seconds(cost)
+        at_cost_s = self._seconds(cost)
         for column, (name, multiple) in enumerate(zip(COEFFICIENTS, _multiples(cost, unit=unit), strict=True)):
             if multiple > 0.0:
-                slope_s = np.maximum(self._seconds(_nudged(cost, name)) - here_s, 0.0) / (NUDGE * multiple)
+                slope_s = np.maximum(self._seconds(_nudged(cost, name)) - at_cost_s, 0.0) / (NUDGE * multiple)
                 rows[:, column] = np.bincount(self._owners, slope_s, minlength=self._num_observations)
         return rows
 
-    def _seconds(self, cost: CostModel) -> Vector:
-        seconds = np.empty(self._num_parts)
-        for primitive, at, cells, tokens, degrees, crosses in self._held:
-            seconds[at] = cost.group_s(cells, tokens, degree=degrees, primitive=primitive, crosses=crosses)
+    def _seconds(self, cost: CostModel) -> Floats:
+        seconds = np.zeros(len(self._pairs))
+        for primitive, at in self._of.items():
+            if at.any():
+                seconds[at] = cost.group_s(
+                    self._pairs[at],
+                    self._tokens[at],
+                    degree=self._degrees[at],
+                    primitive=primitive,
+                    crosses=self._crosses[at],
+                )
         return seconds
 
 
-def _solve(information: Vector, moment: Vector, *, error: float) -> Vector:
-    """Multiples of the profiled coefficients that explain the steps, each observation with a relative `error`, and
-    the prior best, all at least `LEAST_SHARE`."""
+def _solve(information: Floats, moment: Floats, *, error: float) -> Floats:
+    """Multiples of the profiled coefficients, at least `MIN_SHARE`, that explain best the steps, whose observations
+    have a relative `error`, and the prior."""
     prior = (error / PRIOR_ERROR) ** 2
     whole = information + prior * np.eye(len(moment))
     root = np.linalg.cholesky(whole)
-    target = np.linalg.solve(root, moment + prior - whole @ np.full(len(moment), LEAST_SHARE))
+    target = np.linalg.solve(root, moment + prior - whole @ np.full(len(moment), MIN_SHARE))
     above, _ = nnls(root.T, target)
-    return np.asarray(above + LEAST_SHARE)
+    return np.asarray(above + MIN_SHARE)
 
 
-def _usual(errors: Vector, *, before: float) -> float:
-    """The usual relative residual: the spread of this step's where it has many, else what it was, slowly following.
+def _usual(errors: Floats, *, before: float) -> float:
+    """The usual relative residual: the spread of this step's residuals where it has many, else their running mean.
 
-    What all residuals have in common is a machine that changed, not noise.
+    A shift common to all residuals is a machine that changed, not noise.
     """
     if len(errors) >= MANY:
         usual = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
@@ -221,19 +213,19 @@ def _multiples(cost: CostModel, *, unit: CostModel) -> list[float]:
     over = {
         name: getattr(cost, name) / getattr(unit, name) if getattr(unit, name) > 0 else 0.0 for name in COEFFICIENTS
     }
-    over["attention_half_tokens"] *= over["attention_s_per_cell"]
+    over["attention_half_tokens"] *= over["attention_s_per_pair"]
     return list(over.values())
 
 
 def _nudged(cost: CostModel, name: str) -> CostModel:
-    """A little more of one coefficient and no other; see `COEFFICIENTS` on the first and the last."""
+    """`cost` with a little more of one coefficient; the first changes alone if the last, a factor of it, makes up."""
     changed = {name: getattr(cost, name) * (1 + NUDGE)}
-    if name == "attention_s_per_cell":
+    if name == "attention_s_per_pair":
         changed["attention_half_tokens"] = cost.attention_half_tokens / (1 + NUDGE)
     return cost.with_coefficients(**changed)
 
 
-def _scaled(unit: CostModel, multiples: Vector) -> CostModel:
+def _scaled(unit: CostModel, multiples: Floats) -> CostModel:
     """The cost model whose `_multiples` these are."""
     values = {name: float(m) * getattr(unit, name) for name, m in zip(COEFFICIENTS, multiples, strict=True)}
     values["attention_half_tokens"] /= float(multiples[0])

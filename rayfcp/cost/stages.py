@@ -1,4 +1,4 @@
-"""Which layers and parameters each pipeline stage has."""
+"""Layers and parameters of pipeline stages."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from rayfcp.values import ModelProfile
 
 
 def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage, as evenly as they go; the first stages get one more when it does not divide.
+    """Layers of each stage, as even as possible; the first stages get one more where they do not divide.
 
     >>> split_layers(10, 4)
     (3, 3, 2, 2)
@@ -20,8 +20,8 @@ def split_layers(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def split_by_cost(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage so that the slowest has the least work: the head counts as the layers whose
-    products take as long, so that the last stage may get fewer.
+    """Layers of each stage so that the slowest stage has the least work: the head counts as the layers whose products
+    take as long, so that the last stage may get fewer.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -46,14 +46,8 @@ def outer_parameters(model: ModelProfile, *, num_stages: int) -> tuple[int, ...]
     return (matrix, *[0] * (num_stages - 2), matrix)
 
 
-def stage_parameters(model: ModelProfile, layers_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Parameters of each stage."""
-    outer = outer_parameters(model, num_stages=len(layers_of_stage))
-    return tuple(layers * model.layer_parameters + more for layers, more in zip(layers_of_stage, outer, strict=True))
-
-
 def check_layers(model: ModelProfile, layers_of_stage: Sequence[int]) -> None:
-    """Every stage has a layer, and all layers have a stage.
+    """Check that every stage has a layer and every layer a stage.
 
     Raises:
         ValueError: names the layers.

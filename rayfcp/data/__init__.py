@@ -1,4 +1,4 @@
-"""Data: from text or token files to prepared shards, the index of lengths, the order of samples, and the tokens."""
+"""Data: from text or token files to prepared shards, the index of lengths, the order of samples, their tokens."""
 
 from rayfcp.data.index import LengthIndex
 from rayfcp.data.manifest import PreparedManifest, read_manifest
@@ -6,8 +6,7 @@ from rayfcp.data.prepare import cached_prepare, prepare, prepare_local
 from rayfcp.data.rows import BadReason, BadRow
 from rayfcp.data.sampler import Sampler
 from rayfcp.data.shards import TokenReader
-from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from rayfcp.data.vision.processors import tokenizer_of
+from rayfcp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, tokenizer_of
 
 __all__ = [
     "BadReason",

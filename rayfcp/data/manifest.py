@@ -1,6 +1,6 @@
-"""Local paths and fsspec URLs as one: resolve them, name them, write files that are there whole or not at all.
+"""The manifest of a prepared folder, and local paths and fsspec URLs in one form.
 
-What a prepared folder says of itself. `manifest.json` is written last: a folder without it is not complete.
+`manifest.json` is written last, in one step: a folder without it is not complete.
 """
 
 import json
@@ -34,18 +34,13 @@ def resolve(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 def is_local(fs: fsspec.AbstractFileSystem) -> bool:
-    """Whether paths are files of this machine, so that they can be memory-mapped."""
+    """True if paths are files of this machine, which can be memory-mapped."""
     return isinstance(fs, LocalFileSystem)
 
 
 def name_of(fs: fsspec.AbstractFileSystem, path: str) -> str:
-    """What `resolve` turns back into (fs, path) in any process: the path if local, else the URL."""
+    """The path if local, else the URL: `resolve` turns it back into (fs, path) in any process."""
     return path if is_local(fs) else str(fs.unstrip_protocol(path))
-
-
-def lives_in_one_process(url: str) -> bool:
-    """Whether other processes cannot see what is there."""
-    return url.startswith("memory:")
 
 
 def join(folder: str, name: str) -> str:
@@ -59,10 +54,10 @@ def join(folder: str, name: str) -> str:
 
 @contextmanager
 def whole_file(fs: fsspec.AbstractFileSystem, path: str) -> Iterator[IO[bytes]]:
-    """A file to write that replaces `path` in one step when the block ends without an error.
+    """A file to write that replaces `path` atomically when the block ends without an error.
 
-    Local: written beside it, synced and renamed, so that a reader's memory map of the old file stays whole.
-    Elsewhere: object stores show an upload when it is closed, and only then.
+    Local: written beside it, synced and renamed, so that a reader's memory map of the old file stays valid.
+    Elsewhere: object stores publish an upload when it is closed.
     """
     fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
     if not is_local(fs):
@@ -87,10 +82,10 @@ KIND, VERSION = "rayfcp-prepared", 1
 MAX_NAMED_ROWS = 100
 
 
-def picture_file(shard: str) -> str:
-    """The name of the file of pictures beside a shard.
+def image_file(shard: str) -> str:
+    """Name of the file of images beside a shard.
 
-    >>> picture_file("shard-0-00000-000.arrow")
+    >>> image_file("shard-0-00000-000.arrow")
     'shard-0-00000-000.pictures'
     """
     return shard.removesuffix(".arrow") + ".pictures"
@@ -98,8 +93,8 @@ def picture_file(shard: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """One shard: `batch_rows` are the rows of each record batch, `content` a hash of its tokens, labels and pictures.
-    `picture_bytes`: of the file of pictures beside it, None where rows have none."""
+    """One shard. `batch_rows`: rows of each record batch. `content`: hash of tokens, labels and images.
+    `picture_bytes`: size of the image file beside it, None if rows have no images."""
 
     name: str
     num_bytes: int
@@ -114,23 +109,22 @@ class ShardInfo:
         return sum(self.batch_rows)
 
     @property
-    def has_pictures(self) -> bool:
+    def has_images(self) -> bool:
         return self.picture_bytes is not None
 
     @property
     def files(self) -> dict[str, int]:
-        """Names and sizes."""
-        beside = {} if self.picture_bytes is None else {picture_file(self.name): self.picture_bytes}
+        """Size of each file by name."""
+        beside = {} if self.picture_bytes is None else {image_file(self.name): self.picture_bytes}
         return {self.name: self.num_bytes, **beside}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedManifest:
-    """A prepared folder. `folder` is where it was opened, not part of the file.
+    """A prepared folder. `folder`: where it was opened, not part of the file.
 
-    `fingerprint` is of the inputs (names, sizes, times), the tokenizer and the columns: whether to prepare again.
-    `vocab_size` is the bound that token ids were checked against, None for 32 bits; `tokenizer_vocab_size` the
-    tokenizer's own. `bad_rows` counts by reason, `named_bad_rows` names the first 100.
+    `fingerprint`: hash of the inputs (names, sizes, times), tokenizer and columns; if it differs, prepare again.
+    `bad_rows`: skipped rows by reason; `named_bad_rows`: the first 100 of them.
     """
 
     folder: str
@@ -138,7 +132,6 @@ class PreparedManifest:
     tokenizer: str
     tokenizer_fingerprint: str
     tokenizer_vocab_size: int
-    vocab_size: int | None
     max_token_id: int
     shards: tuple[ShardInfo, ...]
     bad_rows: dict[str, int] = field(default_factory=dict)
@@ -158,13 +151,13 @@ class PreparedManifest:
 
     @property
     def content(self) -> tuple[str, ...]:
-        """Hashes of the shards in order: equal exactly when all tokens and labels are, wherever they were read."""
+        """Hashes of the shards in order: equal exactly when all tokens, labels and images are, wherever they lie."""
         return tuple(shard.content for shard in self.shards)
 
     def __str__(self) -> str:
         text = f"{self.folder}: {self.num_rows} rows, {self.num_tokens} tokens in {len(self.shards)} shards"
         if self.bad_rows:
-            text += f"; {self.num_bad_rows} rows left out ({counted(self.bad_rows)}), first {self.named_bad_rows[0]}"
+            text += f"; {self.num_bad_rows} rows skipped ({counted(self.bad_rows)}), e.g. {self.named_bad_rows[0]}"
         return text
 
 
@@ -182,26 +175,25 @@ def counted(bad_rows: dict[str, int]) -> str:
 def check_bad_fraction(
     bad_rows: dict[str, int], *, num_good_rows: int, named: Sequence[BadRow], max_bad_fraction: float
 ) -> None:
-    """Stop where too many rows are broken.
-
+    """
     Raises:
-        ConfigError: Counts by reason, the first three rows, the bound and the remedy.
+        ConfigError: More than `max_bad_fraction` of the rows are bad.
     """
     num_bad_rows = sum(bad_rows.values())
     num_rows = num_bad_rows + num_good_rows
     if num_bad_rows <= max_bad_fraction * num_rows:
         return
     raise ConfigError(
-        f"data.max_bad_fraction is {max_bad_fraction:g}, but {num_bad_rows} of {num_rows} rows "
-        f"({num_bad_rows / num_rows:.2%}) are bad ({counted(bad_rows)}): {'; '.join(map(str, named[:3]))}; "
-        "repair or exclude them, or raise data.max_bad_fraction"
+        f"{num_bad_rows} of {num_rows} rows ({num_bad_rows / num_rows:.2%}) are bad ({counted(bad_rows)}), "
+        f"data.max_bad_fraction allows {max_bad_fraction:g}; first: {named[0]}; repair or exclude them, or raise "
+        "data.max_bad_fraction"
     )
 
 
 def write_manifest(manifest: PreparedManifest) -> None:
-    """Make the folder complete, in one step."""
+    """Make the folder complete."""
     values = {"kind": KIND, "version": VERSION, **_MANIFEST.dump_python(manifest, mode="json", exclude={"folder"})}
-    totals = {"num_rows": manifest.num_rows, "num_tokens": manifest.num_tokens}
+    totals = {"num_rows": manifest.num_rows, "num_tokens": manifest.num_tokens, "vocab_size": None}
     fs, path = resolve(join(manifest.folder, MANIFEST_NAME))
     with whole_file(fs, path) as file:
         file.write(json.dumps({**values, **totals}).encode())
@@ -226,7 +218,7 @@ def read_manifest(folder: str) -> PreparedManifest:
     """The manifest of a complete prepared folder or URL.
 
     Raises:
-        ConfigError: Not a prepared folder, or not a whole one.
+        ConfigError: Not a prepared folder, or an incomplete one.
     """
     manifest = find_manifest(folder)
     if manifest is None:
@@ -234,8 +226,3 @@ def read_manifest(folder: str) -> PreparedManifest:
             f"{folder!r} must be a folder of prepared data with {MANIFEST_NAME} and all its shards; run rayfcp prepare"
         )
     return manifest
-
-
-def shard_path(manifest: PreparedManifest, shard: int) -> tuple[fsspec.AbstractFileSystem, str]:
-    """File system and path of the shard with this number."""
-    return resolve(join(manifest.folder, manifest.shards[shard].name))

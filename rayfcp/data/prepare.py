@@ -1,7 +1,4 @@
-"""What one task of a preparation does: read, tokenise and write one chunk. The same in a Ray task and in-process.
-
-From the files that a configuration names to a prepared folder, in-process or as tasks of Ray Data.
-"""
+"""From the files of a configuration to a prepared folder, in this process or as tasks of Ray Data."""
 
 import dataclasses
 import hashlib
@@ -25,37 +22,39 @@ from rayfcp.data.manifest import (
     check_bad_fraction,
     find_manifest,
     join,
-    lives_in_one_process,
     name_of,
     read_manifest,
     resolve,
     write_manifest,
 )
-from rayfcp.data.readers import read_rows
-from rayfcp.data.rows import BadRow, Row
+from rayfcp.data.readers import MediaEncoder, read_rows
+from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardWriter
-from rayfcp.data.sources import Chunk, InputFile, discover, make_chunks, work_bytes, would_be_read
-from rayfcp.data.vision.processors import tokenizer_named, tokenizer_of
-from rayfcp.data.vision.rows import PictureRules
+from rayfcp.data.sources import InputFile, InputSplit, discover, make_splits, work_bytes, would_be_read
+from rayfcp.data.tokenizer import tokenizer_of
+
+logger = logging.getLogger(__name__)
+
+SMALL_BYTES = 64 << 20
+"""Below this, starting Ray's worker processes (5 s on two cores) takes longer than the work."""
+
+ProgressCall = Callable[[int, int], None]
+"""Called with (bytes of input done, bytes of input in all) after each split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What is the same for all chunks. With `pictures` the tokenizer is a processor's. `fingerprint` is part of the
-    shards' names, so that the shards of different preparations never meet; those of the same one are equal byte for
-    byte, whoever writes them last."""
+class PrepareJob:
+    """Settings shared by all splits. `fingerprint` is part of the shards' names, so that the shards of different
+    preparations never mix; those of the same one are equal byte for byte, whichever task writes them last."""
 
-    tokenizer: str
-    text_column: str
-    pictures: PictureRules | None
-    vocab_size: int | None
+    data: DataConfig
     out_dir: str
     fingerprint: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkResult:
-    """What a chunk gave. Rows of `named_bad_rows` count from the start of their piece; `num_rows` has bad ones too."""
+class SplitResult:
+    """Output of one split. `num_rows` includes bad rows; `named_bad_rows` count from the start of their piece."""
 
     index: int
     num_rows: int
@@ -65,138 +64,67 @@ class ChunkResult:
     named_bad_rows: tuple[BadRow, ...]
 
 
-def prepare_chunk(chunk: Chunk, job: Job) -> ChunkResult:
-    """Write the chunk's rows to shards of `job.out_dir` and count what was left out."""
-    bad: Counter[str] = Counter()
-    named: list[BadRow] = []
-    num_rows, max_token_id = 0, -1
-    prefix = f"shard-{job.fingerprint}-{chunk.index:05d}"
-    with ShardWriter(job.out_dir, prefix=prefix, pictures=job.pictures is not None) as writer:
-        for row in _rows(chunk, job):
-            if isinstance(row, Row):
-                writer.add(row)
-                num_rows += 1
-                max_token_id = max(max_token_id, row.max_token_id)
-                continue
-            bad[row.reason.value] += row.num_rows
-            num_rows += row.num_rows
-            if len(named) < MAX_NAMED_ROWS:
-                named.append(row)
-    return ChunkResult(
-        index=chunk.index,
-        num_rows=num_rows,
-        max_token_id=max_token_id,
-        shards=writer.shards,
-        bad_rows=dict(bad),
-        named_bad_rows=tuple(named),
-    )
+_Run = Callable[[tuple[InputSplit, ...], PrepareJob], Iterator[SplitResult]]
+_SPLIT, _RESULT = TypeAdapter(InputSplit), TypeAdapter(SplitResult)
 
 
-def _rows(chunk: Chunk, job: Job) -> Iterator[Row | BadRow]:
-    tokenizer = tokenizer_named(job.tokenizer, sees=job.pictures is not None)
-    for file in chunk.files:
-        yield from read_rows(
-            file,
-            tokenizer=tokenizer,
-            text_column=job.text_column,
-            vocab_size=job.vocab_size,
-            pictures=job.pictures,
-        )
-
-
-logger = logging.getLogger(__name__)
-
-# Below this, starting the workers' processes (5 s on two cores) takes longer than the work.
-SMALL_BYTES = 64 << 20
-
-# Called with (bytes of input done, bytes of input in all) after each chunk.
-ProgressCall = Callable[[int, int], None]
-_Run = Callable[[tuple[Chunk, ...], Job], Iterator[ChunkResult]]
-
-_CHUNK, _RESULT = TypeAdapter(Chunk), TypeAdapter(ChunkResult)
-
-
-def prepare(
-    data: DataConfig,
-    *,
-    out_dir: str,
-    vocab_size: int | None = None,
-    parallelism: int | None = None,
-    progress: ProgressCall | None = None,
-) -> PreparedManifest:
+def prepare(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """Tokenise `data` into shards and a manifest in `out_dir`, a folder or fsspec URL.
 
-    Inputs over 64 MiB run as Ray Data tasks, at most `parallelism` at a time, on the Ray that the caller has started;
-    smaller ones in this process. Both write the same bytes. A complete `out_dir` of the same inputs is kept as it is.
+    Inputs over 64 MiB run as Ray Data tasks on the Ray that the caller has started, smaller ones in this process. Both
+    write the same bytes. A complete `out_dir` of the same inputs is kept.
 
     Raises:
         ConfigError: Nothing to read, too many bad rows, no usable row, or other prepared data in `out_dir`.
     """
     files = discover(data)
-    has_pictures = data.processor is not None
-    is_small = sum(work_bytes(file, has_pictures=has_pictures) for file in files) <= SMALL_BYTES
-    is_private = any(map(lives_in_one_process, [out_dir, *(file.url for file in files)]))
-    run = _run_here if is_small or is_private else _ray_runner(parallelism)
-    return _prepare(data, files=files, out_dir=out_dir, vocab_size=vocab_size, run=run, progress=progress)
+    is_small = sum(work_bytes(file, has_images=data.processor is not None) for file in files) <= SMALL_BYTES
+    # fsspec's memory file system is visible in this process alone.
+    is_private = any(url.startswith("memory:") for url in (out_dir, *(file.url for file in files)))
+    run = _run_here if is_small or is_private else _run_on_ray
+    return _prepare(data, files=files, out_dir=out_dir, run=run, progress=progress)
 
 
-def prepare_local(
-    data: DataConfig, *, out_dir: str, vocab_size: int | None = None, progress: ProgressCall | None = None
-) -> PreparedManifest:
+def prepare_local(data: DataConfig, *, out_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """`prepare` in this process, without Ray, whatever the size."""
-    files = discover(data)
-    return _prepare(data, files=files, out_dir=out_dir, vocab_size=vocab_size, run=_run_here, progress=progress)
+    return _prepare(data, files=discover(data), out_dir=out_dir, run=_run_here, progress=progress)
 
 
-def cached_prepare(
-    data: DataConfig,
-    *,
-    cache_dir: str,
-    vocab_size: int | None = None,
-    parallelism: int | None = None,
-    progress: ProgressCall | None = None,
-) -> PreparedManifest:
+def cached_prepare(data: DataConfig, *, cache_dir: str, progress: ProgressCall | None = None) -> PreparedManifest:
     """The prepared folder of `data`: `data.paths` itself if it is one, else a folder of `cache_dir` named by
-    fingerprint, which is made unless it is there and complete.
+    fingerprint, prepared unless it is complete already.
 
     Raises:
-        ConfigError: As `prepare`; or prepared data whose tokenizer is not `data.tokenizer`.
+        ConfigError: As `prepare`; or prepared data of another tokenizer.
     """
     prepared = _already_prepared(data)
     if prepared is None:
-        files = discover(data)
-        out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=files, vocab_size=vocab_size)}")
-        return prepare(data, out_dir=out_dir, vocab_size=vocab_size, parallelism=parallelism, progress=progress)
-    if prepared.tokenizer_fingerprint != tokenizer_of(data).fingerprint:
-        key, name = ("processor", data.processor) if data.processor else ("tokenizer", data.tokenizer)
+        out_dir = join(cache_dir, f"prepared-{fingerprint_of(data, files=discover(data))}")
+        return prepare(data, out_dir=out_dir, progress=progress)
+    tokenizer = tokenizer_of(data)
+    if prepared.tokenizer_fingerprint != tokenizer.fingerprint:
+        key = "processor" if data.processor else "tokenizer"
         raise ConfigError(
-            f"data.{key} is {name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
+            f"data.{key} is {tokenizer.name!r}, must be {prepared.tokenizer!r} (of the same content), with which "
             f"{prepared.folder} was prepared; set it, or prepare again"
         )
     _check_bad(prepared, data)
     return prepared
 
 
-def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...], vocab_size: int | None) -> str:
-    """16 hex digits over all that prepared shards depend on: files (names, sizes, times), tokenizer, columns, rules for
-    pictures. Files that rows name are not looked at."""
-    rules = _rules(data)
+def fingerprint_of(data: DataConfig, *, files: tuple[InputFile, ...]) -> str:
+    """16 hex digits over everything that prepared shards depend on: files (names, sizes, times), tokenizer, columns,
+    rules for images. Files named by rows are not looked at."""
     parts = [
-        [VERSION, tokenizer_of(data).fingerprint, data.text_column, vocab_size],
+        [VERSION, tokenizer_of(data).fingerprint, data.text_column, None],  # None: keeps fingerprints of older caches
         [(file.url, file.format, file.num_bytes, file.stamp) for file in files],
-        *([] if rules is None else [dataclasses.astuple(rules)]),
+        *([] if data.processor is None else [(data.max_picture_pixels, data.video_fps, data.picture_targets)]),
     ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
 
-def _rules(data: DataConfig) -> PictureRules | None:
-    if data.processor is None:
-        return None
-    return PictureRules(max_pixels=data.max_picture_pixels, fps=data.video_fps, are_targets=data.picture_targets)
-
-
 def _already_prepared(data: DataConfig) -> PreparedManifest | None:
-    """The manifest where `data.paths` is a prepared folder."""
+    """The manifest if `data.paths` is a prepared folder."""
     if data.format not in ("auto", "prepared"):
         return None
     if data.format == "prepared" and len(data.paths) == 1:
@@ -216,15 +144,13 @@ def _prepare(
     *,
     files: tuple[InputFile, ...],
     out_dir: str,
-    vocab_size: int | None,
     run: _Run,
     progress: ProgressCall | None,
 ) -> PreparedManifest:
     if data.format == "prepared":
-        raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; nothing to do")
-    fingerprint = fingerprint_of(data, files=files, vocab_size=vocab_size)
-    fs, path = resolve(out_dir)
-    folder = name_of(fs, path)
+        raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
+    fingerprint = fingerprint_of(data, files=files)
+    folder = name_of(*resolve(out_dir))
     if would_be_read(folder, data):
         raise ConfigError(f"{folder} lies in data.paths, must lie outside: its shards would be read as input next time")
     manifest = find_manifest(folder)
@@ -232,71 +158,102 @@ def _prepare(
         raise ConfigError(
             f"{folder} already holds other prepared data; give another folder, or delete its {MANIFEST_NAME}"
         )
-    if manifest is None:
-        job = Job(
-            tokenizer=data.processor or data.tokenizer,
-            text_column=data.text_column,
-            pictures=_rules(data),
-            vocab_size=vocab_size,
-            out_dir=folder,
-            fingerprint=fingerprint,
-        )
-        chunks = make_chunks(files, has_pictures=job.pictures is not None)
-        results = _with_progress(run(chunks, job), chunks=chunks, progress=progress)
-        manifest = _merge(results, chunks=chunks, job=job)
+    if manifest is not None:
         _check_bad(manifest, data)
-        write_manifest(manifest)
-        logger.info("prepared %s", manifest)
-    else:
-        _check_bad(manifest, data)
+        return manifest
+    job = PrepareJob(data=data, out_dir=folder, fingerprint=fingerprint)
+    splits = make_splits(files, has_images=data.processor is not None)
+    manifest = _merge(_with_progress(run(splits, job), splits=splits, progress=progress), splits=splits, job=job)
+    _check_bad(manifest, data)
+    write_manifest(manifest)
+    logger.info("prepared %s", manifest)
     return manifest
 
 
-def _run_here(chunks: tuple[Chunk, ...], job: Job) -> Iterator[ChunkResult]:
-    return (prepare_chunk(chunk, job) for chunk in chunks)
+def _run_here(splits: tuple[InputSplit, ...], job: PrepareJob) -> Iterator[SplitResult]:
+    return (prepare_split(split, job) for split in splits)
 
 
-def _ray_runner(parallelism: int | None) -> _Run:
-    def run(chunks: tuple[Chunk, ...], job: Job) -> Iterator[ChunkResult]:
-        import ray.data
+def _run_on_ray(splits: tuple[InputSplit, ...], job: PrepareJob) -> Iterator[SplitResult]:
+    import ray.data
 
-        items = [{"chunk": _CHUNK.dump_json(chunk)} for chunk in chunks]
-        work = ray.data.from_items(items, override_num_blocks=len(items))
-        done = work.map(partial(_run_item, job=job), compute=ray.data.TaskPoolStrategy(size=parallelism))
-        # The command line shows its own progress.
-        done.context.enable_progress_bars = False
-        return (_RESULT.validate_json(item["result"]) for item in done.iter_rows())
-
-    return run
+    # Rows of Ray Data are plain columns, so split and result travel as JSON.
+    items = [{"split": _SPLIT.dump_json(split)} for split in splits]
+    work = ray.data.from_items(items, override_num_blocks=len(items))
+    done = work.map(partial(_run_item, job=job))
+    done.context.enable_progress_bars = False  # the command line shows its own
+    return (_RESULT.validate_json(item["result"]) for item in done.iter_rows())
 
 
-def _run_item(item: dict[str, bytes], *, job: Job) -> dict[str, bytes]:
-    """The task: rows of Ray Data are plain columns, so chunk and result travel as JSON."""
-    return {"result": _RESULT.dump_json(prepare_chunk(_CHUNK.validate_json(item["chunk"]), job))}
+def _run_item(item: dict[str, bytes], *, job: PrepareJob) -> dict[str, bytes]:
+    return {"result": _RESULT.dump_json(prepare_split(_SPLIT.validate_json(item["split"]), job))}
+
+
+def prepare_split(split: InputSplit, job: PrepareJob) -> SplitResult:
+    """Write the rows of a split to shards of `job.out_dir` and count the bad ones."""
+    bad: Counter[str] = Counter()
+    named: list[BadRow] = []
+    num_rows, max_token_id = 0, -1
+    prefix = f"shard-{job.fingerprint}-{split.index:05d}"
+    with ShardWriter(job.out_dir, prefix=prefix, images=job.data.processor is not None) as writer:
+        for row in _rows(split, job):
+            if isinstance(row, TokenRow):
+                writer.add(row)
+                num_rows += 1
+                max_token_id = max(max_token_id, row.max_token_id)
+                continue
+            bad[row.reason.value] += row.num_rows
+            num_rows += row.num_rows
+            if len(named) < MAX_NAMED_ROWS:
+                named.append(row)
+    return SplitResult(
+        index=split.index,
+        num_rows=num_rows,
+        max_token_id=max_token_id,
+        shards=writer.shards,
+        bad_rows=dict(bad),
+        named_bad_rows=tuple(named),
+    )
+
+
+def _rows(split: InputSplit, job: PrepareJob) -> Iterator[TokenRow | BadRow]:
+    tokenizer, text_column = tokenizer_of(job.data), job.data.text_column
+    media = _media_encoder(job)
+    for file in split.files:
+        yield from read_rows(file, tokenizer=tokenizer, text_column=text_column, media=media)
+
+
+def _media_encoder(job: PrepareJob) -> MediaEncoder | None:
+    if job.data.processor is None:
+        return None
+    from rayfcp.data.vision.processors import load_processor
+    from rayfcp.data.vision.rows import RowEncoder
+
+    return RowEncoder(load_processor(job.data.processor), job.data)
 
 
 def _with_progress(
-    results: Iterable[ChunkResult], *, chunks: tuple[Chunk, ...], progress: ProgressCall | None
-) -> Iterator[ChunkResult]:
-    total_bytes = sum(chunk.num_bytes for chunk in chunks)
+    results: Iterable[SplitResult], *, splits: tuple[InputSplit, ...], progress: ProgressCall | None
+) -> Iterator[SplitResult]:
+    total_bytes = sum(split.num_bytes for split in splits)
     done_bytes = 0
     for result in results:
-        done_bytes += chunks[result.index].num_bytes
+        done_bytes += splits[result.index].num_bytes
         if progress is not None:
             progress(done_bytes, total_bytes)
         yield result
 
 
-def _merge(results: Iterable[ChunkResult], *, chunks: tuple[Chunk, ...], job: Job) -> PreparedManifest:
-    """The manifest of all chunks, in the order of the files, whichever was done first."""
+def _merge(results: Iterable[SplitResult], *, splits: tuple[InputSplit, ...], job: PrepareJob) -> PreparedManifest:
+    """The manifest of all splits in the order of the files, whichever was done first."""
     ordered = sorted(results, key=lambda result: result.index)
-    tokenizer = tokenizer_named(job.tokenizer, sees=job.pictures is not None)
+    tokenizer = tokenizer_of(job.data)
     bad: Counter[str] = Counter()
     named = []
     rows_before = 0
     for result in ordered:
-        # Pieces number their rows from 0; the file's own numbers go on from the pieces before.
-        rows_before = rows_before if chunks[result.index].files[0].start else 0
+        # Pieces number their rows from 0; the numbers of the file continue from the pieces before.
+        rows_before = rows_before if splits[result.index].files[0].start else 0
         named += [dataclasses.replace(row, row=row.row + rows_before) for row in result.named_bad_rows]
         rows_before += result.num_rows
         bad.update(result.bad_rows)
@@ -306,7 +263,6 @@ def _merge(results: Iterable[ChunkResult], *, chunks: tuple[Chunk, ...], job: Jo
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
         tokenizer_vocab_size=tokenizer.vocab_size,
-        vocab_size=job.vocab_size,
         max_token_id=max(result.max_token_id for result in ordered),
         shards=tuple(shard for result in ordered for shard in result.shards),
         bad_rows=dict(bad),

@@ -1,23 +1,24 @@
-"""A shuffled order without a table: position in, sample out, for data of any size and in any order of asking.
+"""The samples of each step: a function of seed and step alone, whatever the ranks, the plan or what ran before.
 
-Which samples a step trains on: a function of seed and step, whatever the ranks, the plan or what ran before.
+The shuffled order needs no table: position in, sample out, for data of any size.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
-from rayfcp.values import GlobalBatch, Sample
+from rayfcp.data.index import LengthIndex
+from rayfcp.values import GlobalBatch
 
 _NUM_ROUNDS = 8
 
 
 def permute(positions: npt.NDArray[np.int64], *, size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where the permutation of `[0, size)` that (seed, epoch) names sends each position; a bijection.
+    """Images of positions under the permutation of `[0, size)` given by (seed, epoch).
 
     A balanced Feistel network of 8 rounds permutes `[0, 4^k)`, the least such range that holds `size`; a result
     beyond `size` is sent through again until it falls inside ("cycle walking", Black and Rogaway, "Ciphers with
@@ -57,13 +58,12 @@ def _feistel(values: npt.NDArray[np.uint64], *, keys: npt.NDArray[np.uint64], ha
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-# What a checkpoint's state calls it, and what the user can set to get it back.
+# Keys of a checkpoint's state, and the configuration that sets them.
 _REMEDIES = {
     "seed": "run.seed",
     "global_batch_sequences": "data.global_batch_sequences",
@@ -73,25 +73,11 @@ _REMEDIES = {
 }
 
 
-class SampleIndex(Protocol):
-    """What the sampler needs of a `LengthIndex`."""
-
-    max_seqlen: int
-    long_sequences: Any
-
-    def __len__(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def samples(self, positions: npt.NDArray[np.int64]) -> tuple[Sample, ...]: ...
-
-
 class Sampler:
-    """Global batches of `global_batch` samples. Every epoch takes each sample once, in an order of its own; batches run
-    on across epochs, so that all are full."""
+    """Global batches of `global_batch` samples. Every epoch takes each sample once, in an order of its own; batches
+    continue across epochs, so that all are full."""
 
-    def __init__(self, index: SampleIndex, *, seed: int, global_batch: int) -> None:
+    def __init__(self, index: LengthIndex, *, seed: int, global_batch: int) -> None:
         if global_batch < 1 or not len(index):
             raise ValueError(
                 f"global batch is {global_batch} of {len(index)} samples, both must be at least 1; add data"
@@ -99,7 +85,7 @@ class Sampler:
         self._index, self._seed, self._global_batch = index, seed, global_batch
 
     def batch(self, step: int) -> GlobalBatch:
-        """The batch of `step`, counted from 1; its epoch, from 0, is that of its first sample.
+        """The batch of `step`, counted from 1. Its epoch, from 0, is that of its first sample.
 
         Raises:
             ValueError: `step` is less than 1.
@@ -116,7 +102,7 @@ class Sampler:
         return GlobalBatch(step=step, epoch=int(epochs[0]), samples=self._index.samples(np.concatenate(chosen)))
 
     def state(self, step: int) -> dict[str, Any]:
-        """What a checkpoint after `step` keeps: all that the order depends on, and how far it went."""
+        """State for a checkpoint after `step`: everything that the order depends on, and the progress in it."""
         return {
             "step": step,
             "epoch": step * self._global_batch // len(self._index),
@@ -128,10 +114,9 @@ class Sampler:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Whether a run that left `state` goes on with the same samples here.
-
+        """
         Raises:
-            ConfigError: What is not the same, with both values and the key to set.
+            ConfigError: A run that saved `state` would not continue with the same samples here.
         """
         now = self.state(0)
         for name, remedy in _REMEDIES.items():

@@ -1,4 +1,4 @@
-"""Which files are read: folders, globs and URLs become a sorted list, and that list becomes chunks of work."""
+"""Input files: folders, globs and URLs become a sorted list, and that list becomes splits, the units of work."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,10 +12,12 @@ from rayfcp.config import ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.data.manifest import name_of, resolve
 
-CHUNK_BYTES = 16 << 20
+SPLIT_BYTES = 16 << 20
+"""Small files together up to this: enough work to amortise a task."""
 PIECE_BYTES = 64 << 20
-PICTURE_WEIGHT = 256
-"""How many times its own bytes a JSONL line with pictures stands for, which lie in other files."""
+"""Largest piece of a file: few enough bytes that many workers share a large one."""
+IMAGE_WEIGHT = 256
+"""Work of a JSONL line with images, whose bytes lie in other files, in units of its own bytes."""
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _EXTENSIONS = {
@@ -28,9 +30,9 @@ _NEVER_READ = (".*", "__pycache__")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFile:
-    """Bytes `[start, stop)` of a file: the whole of it, or a piece of a large one.
+    """Bytes `[start, stop)` of a file: all of it, or a piece of a large one.
 
-    A piece owns the lines (JSONL) or row groups (Parquet) that begin in it. `stamp` changes when the file does.
+    A piece has the lines (JSONL) or row groups (Parquet) that begin in it. `stamp` changes when the file does.
     """
 
     url: str
@@ -50,8 +52,8 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """What one task reads: several small files, or one piece."""
+class InputSplit:
+    """Input of one task: several small files, or one piece."""
 
     index: int
     files: tuple[InputFile, ...]
@@ -62,25 +64,25 @@ class Chunk:
 
 
 def discover(data: DataConfig) -> tuple[InputFile, ...]:
-    """All files that `data` names, each once, sorted by URL.
+    """All files of `data.paths`, each once, sorted by URL.
 
-    Inside folders: names that match `data.include` (for a declared columnar or JSONL format without patterns: its
-    usual extensions) and in no component `data.exclude`; without hidden names, `__pycache__` and linked folders.
+    Inside folders: names that match `data.include` (by default, for a declared columnar or JSONL format, its usual
+    extensions) and no component of which matches `data.exclude`, except hidden names, `__pycache__` and linked folders.
 
     Raises:
-        ConfigError: A path is missing, or nothing is left.
+        ConfigError: A path is missing, or no file is left.
     """
     found = {file.url: file for path in data.paths for file in _files_of(path, data)}
     if not found:
         raise ConfigError(
-            f"data.paths {', '.join(map(repr, data.paths))} hold no file that data.include, data.exclude and "
-            f"data.format ({data.format}) let through; change them"
+            f"data.paths {', '.join(map(repr, data.paths))} hold no file that matches data.include, data.exclude and "
+            f"data.format ({data.format}); change them"
         )
     return tuple(found[url] for url in sorted(found))
 
 
 def would_be_read(folder: str, data: DataConfig) -> bool:
-    """Whether a file put into `folder` could be among what `discover` finds the next time."""
+    """True if `discover` could find a file in `folder` the next time."""
     for path in data.paths:
         root = name_of(*resolve(path)).rstrip("/") + "/"
         below = folder.removeprefix(root).split("/")
@@ -89,29 +91,29 @@ def would_be_read(folder: str, data: DataConfig) -> bool:
     return False
 
 
-def work_bytes(file: InputFile, *, has_pictures: bool) -> int:
-    """What the file counts as, with all that its rows name."""
-    return file.num_bytes * (PICTURE_WEIGHT if has_pictures and file.format == "jsonl" else 1)
+def work_bytes(file: InputFile, *, has_images: bool) -> int:
+    """Bytes of the file and of the images that its rows name, estimated."""
+    return file.num_bytes * (IMAGE_WEIGHT if has_images and file.format == "jsonl" else 1)
 
 
-def make_chunks(files: tuple[InputFile, ...], *, has_pictures: bool = False) -> tuple[Chunk, ...]:
-    """Files in order, small ones together up to CHUNK_BYTES, large ones in pieces where their format can be cut."""
+def make_splits(files: tuple[InputFile, ...], *, has_images: bool = False) -> tuple[InputSplit, ...]:
+    """Splits of the files in order: small files together, large ones in pieces where their format allows it."""
     groups: list[list[InputFile]] = []
-    room_bytes = -1
+    budget_bytes = -1
     for file in files:
-        num_bytes = work_bytes(file, has_pictures=has_pictures)
+        num_bytes = work_bytes(file, has_images=has_images)
         pieces = _pieces(file, piece_bytes=max(PIECE_BYTES * file.num_bytes // max(num_bytes, 1), 1))
-        if len(pieces) > 1 or num_bytes > room_bytes:
+        if len(pieces) > 1 or num_bytes > budget_bytes:
             groups.extend([piece] for piece in pieces)
-            room_bytes = CHUNK_BYTES - num_bytes if len(pieces) == 1 else -1
+            budget_bytes = SPLIT_BYTES - num_bytes if len(pieces) == 1 else -1
         else:
             groups[-1].append(file)
-            room_bytes -= num_bytes
-    return tuple(Chunk(index=index, files=tuple(group)) for index, group in enumerate(groups))
+            budget_bytes -= num_bytes
+    return tuple(InputSplit(index=index, files=tuple(group)) for index, group in enumerate(groups))
 
 
 def format_of(name: str, declared: str) -> str:
-    """The format that the configuration declares, or for `auto` the one of the extension; `text` for all others.
+    """The declared format; for `auto` that of the extension, `text` for all others.
 
     >>> format_of("a/b.jsonl.gz", "auto"), format_of("a/b.py", "auto"), format_of("a/b.json", "jsonl")
     ('jsonl', 'text', 'jsonl')
@@ -124,7 +126,7 @@ def format_of(name: str, declared: str) -> str:
 
 
 def _pieces(file: InputFile, *, piece_bytes: int) -> list[InputFile]:
-    """At most `piece_bytes` each, where the format can be read from the middle."""
+    """Pieces of at most `piece_bytes`, where the format can be read from the middle."""
     if file.format not in ("jsonl", "parquet") or file.is_compressed or file.num_bytes <= piece_bytes:
         return [file]
     starts = range(0, file.num_bytes, piece_bytes)
@@ -153,7 +155,7 @@ def _is_glob(path: str) -> bool:
 
 
 def _walk(fs: fsspec.AbstractFileSystem, folder: str, *, data: DataConfig, below: str) -> Iterator[dict[str, Any]]:
-    """File entries under `folder`, which lies `below` the path that the user gave."""
+    """File entries under `folder`, whose path relative to the configured one is `below`."""
     for listed in fs.ls(folder, detail=True):
         entry = _target_of(listed)
         name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
@@ -167,7 +169,7 @@ def _walk(fs: fsspec.AbstractFileSystem, folder: str, *, data: DataConfig, below
 
 
 def _target_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry, or for a link of a local folder what it points to, under the link's name."""
+    """The entry; for a link in a local folder its target, under the link's name."""
     target = Path(entry["name"]).resolve() if entry.get("islink") else None
     if target is None or not target.exists():
         return entry

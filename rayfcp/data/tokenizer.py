@@ -3,40 +3,38 @@
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from rayfcp.config import ConfigError
+from rayfcp.config.models import DataConfig
+from rayfcp.data.hub import locate
 
 TokenArray = npt.NDArray[np.int32]
 
 
 class Tokenizer(Protocol):
-    """What turns a document into tokens; ids are in `[0, vocab_size)`.
+    """Turns documents into token ids in `[0, vocab_size)`.
 
-    `fingerprint` changes whenever the tokens of some text may change, `name` is what the user wrote.
+    `name`: as configured. `fingerprint` changes whenever the tokens of some text may change.
     """
 
     name: str
     vocab_size: int
     fingerprint: str
-    bos_id: int | None
     eos_id: int | None
 
     def encode(self, text: str) -> TokenArray:
-        """Tokens `[tokens]` of one document, its end marked by `eos_id` if there is one."""
+        """Tokens `[tokens]` of one document, ended by `eos_id` if there is one."""
         ...
 
-    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """`encode` of each."""
-        ...
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]: ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then `bos_id` (never written) and `eos_id` (ends each document).
+    """UTF-8 bytes as ids 0 to 255; 256 is reserved, and `eos_id` ends each document.
 
     >>> ByteTokenizer().encode("aé").tolist()
     [97, 195, 169, 257]
@@ -45,7 +43,6 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 258
     fingerprint = "bytes-1"
-    bos_id: int | None = 256
     eos_id: int | None = 257
 
     def encode(self, text: str) -> TokenArray:
@@ -59,13 +56,13 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer of the transformers library, by folder or name. Adds the end token where the tokenizer does not."""
+    """A tokenizer of the transformers library, by folder or hub name. Adds the end token where the tokenizer does
+    not."""
 
     def __init__(self, name: str) -> None:
         self._tokenizer = _load_hugging_face(name)
         self.name = name
         self.vocab_size = len(self._tokenizer)
-        self.bos_id: int | None = self._tokenizer.bos_token_id
         self.eos_id: int | None = self._tokenizer.eos_token_id
         self.fingerprint = _fingerprint(self._tokenizer)
 
@@ -84,7 +81,7 @@ class HuggingFaceTokenizer:
 
 @lru_cache(maxsize=4)
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names; loaded once in a process.
+    """The tokenizer named by `data.tokenizer`, loaded once per process.
 
     Raises:
         ConfigError: Neither `bytes` nor a tokenizer that can be loaded.
@@ -92,12 +89,26 @@ def load_tokenizer(name: str) -> Tokenizer:
     return ByteTokenizer() if name == ByteTokenizer.name else HuggingFaceTokenizer(name)
 
 
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of the rows: that of `data.processor` if set, else `data.tokenizer`.
+
+    Raises:
+        ConfigError: It cannot be loaded.
+    """
+    if data.processor is None:
+        return load_tokenizer(data.tokenizer or ByteTokenizer.name)
+    from rayfcp.data.vision.processors import load_processor
+
+    return load_processor(data.processor)
+
+
 def _load_hugging_face(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    source, local_only = locate(name, key="data.tokenizer")
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=Path(name).exists())
-    except Exception as error:  # the library raises many kinds, for a folder without the files as for a dead network
+        return AutoTokenizer.from_pretrained(source, local_files_only=local_only)
+    except Exception as error:  # the library raises errors of many kinds for missing files and for a dead network
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"data.tokenizer is {name!r}, must be 'bytes' or a Hugging Face tokenizer that loads ({reason}); "
@@ -106,7 +117,7 @@ def _load_hugging_face(name: str) -> Any:
 
 
 def _fingerprint(tokenizer: Any) -> str:
-    """16 hex digits over all that the tokens depend on."""
+    """16 hex digits over everything that tokens depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
     special = repr((type(tokenizer).__name__, tokenizer.bos_token_id, tokenizer.eos_token_id))

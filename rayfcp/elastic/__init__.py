@@ -1,1 +1,1 @@
-"""Elastic decisions: pure functions of facts, time included, that say what to do and why."""
+"""Elastic decisions: pure functions of facts, time included, that return what to do and why."""

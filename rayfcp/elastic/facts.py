@@ -1,7 +1,4 @@
-"""Numbers in reasons.
-
-What elastic choices go by: devices, what was lost, what is announced, what the run may do.
-"""
+"""Facts of elastic decisions: devices, losses, announced departures, and the limits of the run."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -10,7 +7,8 @@ from rayfcp.config import Config
 
 
 def counted(number: int, noun: str) -> str:
-    """
+    """Return a number with its noun.
+
     >>> counted(1, "device"), counted(2, "device")
     ('1 device', '2 devices')
     """
@@ -29,8 +27,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A healthy device whose worker is ready since `ready_s`, in use or standing by. `place`: what stays when a worker
-    is lost and another one comes there; the node if empty."""
+    """A healthy device whose worker is ready since `ready_s`, in use or standing by. `place`: identity that a
+    replacement worker shares with a lost one; the node if empty."""
 
     id: str
     node_id: str
@@ -40,7 +38,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:
-    """A node that is announced to go at `deadline_s`."""
+    """A node announced to be removed at `deadline_s`."""
 
     node_id: str
     deadline_s: float
@@ -63,7 +61,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """With `num_stages` stages the model fits from `min_ranks` ranks on."""
+    """The model fits with `num_stages` stages on at least `min_ranks` ranks."""
 
     num_stages: int
     min_ranks: int = 1
@@ -71,12 +69,12 @@ class Fit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the user allows. `num_stages`: the number to run with where devices suffice.
+    """Limits that the user sets. `num_stages`: used where devices suffice.
 
-    A place that lost `flap_losses` devices within `flap_window_s` has to stay calm for `flap_calm_s`, twice that after
-    one more and so on, before the run grows by it. `gather_s`: how long devices that are ready wait
-    for others that are starting, so that the run grows once. `collective_retries`: with all devices, one after the
-    other.
+    A place that lost `flap_losses` devices within `flap_window_s` must be stable for `flap_calm_s`, doubled after each
+    further loss, before the run grows by it: growing earlier costs another recovery, later an idle device.
+    `gather_s`: time that ready devices wait for starting ones, so that the run grows once. `collective_retries`:
+    consecutive retries with all devices.
     """
 
     min_devices: int
@@ -94,7 +92,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Config) -> "Limits":
-        """As configured. Without `elastic.min_workers` and a range of workers, one rank of one stage is enough."""
+        """Return the configured limits; without `elastic.min_workers` and a range of workers, one rank suffices."""
         cluster, elastic = config.cluster, config.elastic
         least = cluster.min_workers if isinstance(cluster.num_workers, tuple) else cluster.tensor_parallel
         return cls(
@@ -110,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What broke a step. `lost`: ids of devices that are gone or to be given up; `message`: what was seen."""
+    """Failure of a step. `lost`: ids of devices that are gone or abandoned; `message`: the observation."""
 
     cause: Cause
     lost: tuple[str, ...] = ()
@@ -119,30 +117,29 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setbacks:
-    """Since the last finished step: recoveries, and how many of them, one after the other and up to now, were for
-    collectives that failed among living devices."""
+    """Recoveries since the last finished step, and the most recent consecutive ones after collectives that failed
+    without a lost device."""
 
     recoveries: int = 0
     collectives: int = 0
 
     def after(self, failure: Failure) -> "Setbacks":
-        """The run goes on after one more failure."""
+        """Count one more recovery."""
         alone = failure.cause is Cause.COLLECTIVE and not failure.lost
         return replace(self, recoveries=self.recoveries + 1, collectives=self.collectives + 1 if alone else 0)
 
     def after_step(self) -> "Setbacks":
-        """A step was finished."""
+        """Reset after a finished step."""
         return Setbacks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that is known between two steps or after a failure; times on one clock.
+    """State between two steps or after a failure; times on one clock.
 
-    `devices`: the healthy ones. `active`: the generation's devices in the order of their numbers, the lost included;
-    none before the first generation; a multiple of `num_stages`, the
-    generation's, times tensor-parallel devices. `fits`: the numbers of stages that can be.
-    `waiting_since_s`: since when the run waits for devices, None if it does not. `setbacks`: without `failure`.
+    `devices`: the healthy ones. `active`: devices of the generation by number, including lost ones, a multiple of its
+    `num_stages` x tensor-parallel devices; empty before the first generation. `fits`: possible numbers of stages.
+    `waiting_since_s`: None unless the run waits for devices. `setbacks`: without `failure`.
     """
 
     limits: Limits
@@ -161,21 +158,21 @@ class Facts:
         if not any(fit.num_stages <= self.limits.num_stages for fit in self.fits):
             raise ValueError(
                 f"fits is {self.fits}, must hold a number of stages up to limits.num_stages "
-                f"({self.limits.num_stages}); give one, or end the run as the model fits nowhere"
+                f"({self.limits.num_stages}); give one, or end the run since the model does not fit"
             )
         per_rank = self.num_stages * self.limits.tensor_parallel
         if len(self.active) % per_rank:
             raise ValueError(
                 f"active has {len(self.active)} devices, must have a multiple of num_stages x tensor_parallel "
-                f"({per_rank}); give all of the generation, the lost included"
+                f"({per_rank}); give all devices of the generation, including lost ones"
             )
         for name, ids in (("devices", [device.id for device in self.devices]), ("active", list(self.active))):
             if len(set(ids)) != len(ids):
                 twice = next(each for each in ids if ids.count(each) > 1)
-                raise ValueError(f"{name} has {twice!r} {ids.count(twice)} times, must have it once; leave one out")
+                raise ValueError(f"{name} has {twice!r} {ids.count(twice)} times, must have it once; remove one")
 
     @property
     def lost(self) -> frozenset[str]:
-        """Active devices that are gone or given up."""
+        """Active devices that are gone or abandoned."""
         healthy = {device.id for device in self.devices} - set(self.failure.lost if self.failure else ())
         return frozenset(self.active) - healthy

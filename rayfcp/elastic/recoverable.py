@@ -10,8 +10,8 @@ from rayfcp.values import ShardHeader, StateId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What each device of a generation said that its keeper holds: a value, `after` gives the next one.
+class StoredSnapshots:
+    """What each device of a generation said that its snapshot store holds: a value, `after` gives the next one.
 
     The generation starts from version `first`, of which it takes a snapshot, and of every version that is a
     multiple of `every` (0: of none at all). `safe`: the newest state kept for all devices of its generation;
@@ -26,16 +26,16 @@ class Kept:
     seen: tuple[tuple[str, frozenset[StateId]], ...] = ()
 
     @classmethod
-    def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "Kept":
+    def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "StoredSnapshots":
         """Nothing is kept yet."""
         return cls(generation=generation, first=first, every=every, seen=tuple((each, frozenset()) for each in devices))
 
-    def again(self, devices: Iterable[str], *, generation: int, first: int) -> "Kept":
+    def again(self, devices: Iterable[str], *, generation: int, first: int) -> "StoredSnapshots":
         """A new generation, from version `first`. What was safe is no longer if that is of later steps: it was lost."""
-        begun = Kept.start(devices, generation=generation, first=first, every=self.every)
+        begun = StoredSnapshots.start(devices, generation=generation, first=first, every=self.every)
         return replace(begun, safe=self.safe if self.safe is not None and self.safe.version <= first else None)
 
-    def after(self, reports: Mapping[str, StateId | None]) -> "Kept":
+    def after(self, reports: Mapping[str, StateId | None]) -> "StoredSnapshots":
         """Devices said that a state of theirs is kept. A state that one device skipped is not safe, whatever newer one
         it has; states of other generations and of devices that are no part of this one change nothing."""
         seen = {device: states | _own(reports.get(device), self.generation) for device, states in self.seen}
@@ -70,8 +70,8 @@ class Kept:
             return True
         return self.safe is not None and self.safe >= needed
 
-    def without_copies(self, devices: Collection[str]) -> "Kept":
-        """The keeper of these devices is gone: what it held has to be kept anew before the next steps."""
+    def without_copies(self, devices: Collection[str]) -> "StoredSnapshots":
+        """The snapshot store of these devices is gone: what it held has to be kept anew before the next steps."""
         seen = tuple((device, frozenset() if device in devices else states) for device, states in self.seen)
         mine = self.safe is not None and self.safe.generation == self.generation
         affected = any(device in devices for device, _ in self.seen)
@@ -87,18 +87,18 @@ NAMED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A complete copy of a shard in the memory of worker or keeper `where`."""
+class ShardCopy:
+    """A complete copy of a shard in the memory of worker or snapshot store `where`."""
 
     header: ShardHeader
     where: str
-    is_keeper: bool = False
+    is_store: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recoverable:
+class RecoverableState:
     """The newest state of which every shard has a copy, or none; `holders[number]`: who holds that shard, workers
-    before keepers."""
+    before snapshot stores."""
 
     reason: str
     state: StateId | None = None
@@ -110,14 +110,14 @@ class Recoverable:
         return len(self.holders)
 
     def sources_for(self, asker: str) -> tuple[tuple[str, ...], ...]:
-        """For each number who to ask for that shard, the best first: the asker itself, other workers, keepers."""
+        """Return the sources of each shard, the best first: the asker itself, other workers, snapshot stores."""
         return tuple(tuple(sorted(held, key=lambda where: where != asker)) for held in self.holders)
 
 
-def newest(held: Iterable[Held]) -> Recoverable:
+def newest(held: Iterable[ShardCopy]) -> RecoverableState:
     """The newest state of which each number 0 .. num_devices - 1 has a copy somewhere. Copies of different states never
     mix; a state whose copies do not agree on `num_devices` is none."""
-    by_state: dict[StateId, list[Held]] = {}
+    by_state: dict[StateId, list[ShardCopy]] = {}
     for each in held:
         by_state.setdefault(each.header.state, []).append(each)
     lacks: list[str] = []
@@ -125,18 +125,18 @@ def newest(held: Iterable[Held]) -> Recoverable:
         copies = by_state[state]
         lack = _lack(copies)
         if lack is None:
-            return Recoverable(
+            return RecoverableState(
                 reason=_found(state, copies, lacks=lacks),
                 state=state,
                 holders=tuple(_holders(copies, number) for number in range(copies[0].header.num_devices)),
             )
         lacks.append(f"{_name(state)} {lack}")
     if not lacks:
-        return Recoverable(reason="no state in memory: 0 copies are alive")
-    return Recoverable(reason=f"no state in memory is complete: {_some(lacks)}")
+        return RecoverableState(reason="no state in memory: 0 copies are alive")
+    return RecoverableState(reason=f"no state in memory is complete: {_some(lacks)}")
 
 
-def _lack(copies: Sequence[Held]) -> str | None:
+def _lack(copies: Sequence[ShardCopy]) -> str | None:
     """What is wrong with a state, None if nothing."""
     counts = sorted({each.header.num_devices for each in copies})
     if len(counts) > 1:
@@ -149,16 +149,16 @@ def _lack(copies: Sequence[Held]) -> str | None:
     return f"lacks shard{'s' if len(missing) > 1 else ''} {shards} of {counts[0]}"
 
 
-def _holders(copies: Sequence[Held], number: int) -> tuple[str, ...]:
+def _holders(copies: Sequence[ShardCopy], number: int) -> tuple[str, ...]:
     holders = [each for each in copies if each.header.number == number]
-    return tuple(dict.fromkeys(each.where for each in sorted(holders, key=lambda each: each.is_keeper)))
+    return tuple(dict.fromkeys(each.where for each in sorted(holders, key=lambda each: each.is_store)))
 
 
-def _found(state: StateId, copies: Sequence[Held], *, lacks: Sequence[str]) -> str:
+def _found(state: StateId, copies: Sequence[ShardCopy], *, lacks: Sequence[str]) -> str:
     count = copies[0].header.num_devices
-    kept = sum(all(each.is_keeper for each in copies if each.header.number == number) for number in range(count))
+    kept = sum(all(each.is_store for each in copies if each.header.number == number) for number in range(count))
     newer = f"; {_some(lacks)}" if lacks else ""
-    return f"{_name(state)} has all {count} shards in memory, {kept} of them only at keepers{newer}"
+    return f"{_name(state)} has all {count} shards in memory, {kept} of them only at snapshot stores{newer}"
 
 
 def _some(lacks: Sequence[str]) -> str:

@@ -1,23 +1,16 @@
-"""Which stages and ranks a number of devices makes.
-
-Which device gets which number in a generation.
-
-Devices that come and go: a place that lost several lately has to stay calm before the run grows by it.
-
-With which devices a run goes on: a pure function of facts and time.
-"""
+"""World size: which devices a run continues with, and their numbers, as a pure function of facts and time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rayfcp.elastic.facts import Device, Facts, counted
-from rayfcp.elastic.failure import hopeless, what_failed
+from rayfcp.elastic.failure import reason_to_end, what_failed
 from rayfcp.values import Decision, Move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Shape:
-    """Of two shapes the larger has more stages, or as many and more ranks."""
+    """Stages and ranks; ordered by stages, then ranks."""
 
     num_stages: int
     num_ranks: int
@@ -28,8 +21,8 @@ class Shape:
 
 
 def shape_of(num_devices: int, *, facts: Facts, most: int | None = None) -> Shape | None:
-    """The configured number of stages if the devices, at most `most` of them, make a rank with it, the next lower
-    one that fits if not; as many ranks as they make. None if they are too few."""
+    """Return the shape of at most `most` of the devices: the configured number of stages, or the next lower one that
+    fits, and all ranks that result. None if the devices are too few."""
     limits = facts.limits
     if num_devices < limits.min_devices:
         return None
@@ -43,30 +36,30 @@ def shape_of(num_devices: int, *, facts: Facts, most: int | None = None) -> Shap
 
 
 def current_shape(facts: Facts) -> Shape:
-    """Of the active generation."""
+    """Shape of the active generation."""
     per_rank = facts.num_stages * facts.limits.tensor_parallel
     return Shape(num_stages=facts.num_stages, num_ranks=len(facts.active) // per_rank)
 
 
 def fewest_devices(facts: Facts) -> int:
-    """To go on with."""
+    """Fewest devices that the run can continue with."""
     limits = facts.limits
     ranks = min(max(fit.min_ranks, 1) * fit.num_stages for fit in facts.fits if fit.num_stages <= limits.num_stages)
     return max(limits.min_devices, ranks * limits.tensor_parallel)
 
 
 Unit = tuple[str, ...]
-"""The tensor-parallel devices of a rank's stage, in order."""
+"""Tensor-parallel devices of a stage of a rank, in order."""
 
 
-def seated(
+def number_devices(
     devices: Sequence[Device], *, shape: Shape, tensor_parallel: int, active: Sequence[str], before: Shape
 ) -> tuple[str, ...]:
-    """Ids of `shape`'s devices in the order of their numbers; `active` were those of the shape `before`.
+    """Return the ids of `shape`'s devices by number; `active` were those of the shape `before`.
 
-    Devices that hold parts of a stage stay in it, in their order, at their places where there are as many ranks as
-    before or more; devices of one node are neighbours within a stage, and make up a unit where there are enough. A
-    stage that lacks units gets those of its own nodes first, active ones before others, others in the order given.
+    Devices that hold state of a stage stay in it, in order, at their positions if there are at least as many ranks as
+    before. Devices of one node are neighbours within a stage, and form a unit where there are enough. A stage that
+    lacks units takes those of its own nodes first, active ones before others, others in the given order.
     """
     node_of = {device.id: device.node_id for device in devices}
     if shape == before and all(each in node_of for each in active):
@@ -96,7 +89,7 @@ def seated(
 
 
 def _grouped(devices: Sequence[Device], *, active: Sequence[str], taken: Iterable[str], size: int) -> list[Unit]:
-    """Devices that are not taken as units, of one node first, then of what is left over on all nodes."""
+    """Group free devices into units of one node, and what remains into units across nodes."""
     place = {each: number for number, each in enumerate(active)}
     free = sorted(
         (device for device in devices if device.id not in set(taken)),
@@ -114,7 +107,7 @@ def _grouped(devices: Sequence[Device], *, active: Sequence[str], taken: Iterabl
 
 
 def _filled(stage: Sequence[Unit | None], spare: list[Unit], *, num_ranks: int, node_of: dict[str, str]) -> list[Unit]:
-    """The stage's units and as many of the spare ones, which are used up, as it lacks: of its own nodes first."""
+    """Fill missing units of a stage from `spare` (which is consumed), those on its own nodes first."""
     nodes = {node_of[unit[0]] for unit in stage if unit}
     units: list[Unit] = []
     for held in [*stage, *([None] * (num_ranks - len(stage)))]:
@@ -128,8 +121,8 @@ def _filled(stage: Sequence[Unit | None], spare: list[Unit], *, num_ranks: int, 
     return sorted(units, key=lambda unit: order.index(node_of[unit[0]]))
 
 
-def unsteady(facts: Facts, *, now_s: float) -> dict[str, float]:
-    """Ids of devices standing by that should not be taken yet, and the seconds each has to stay calm for still."""
+def unstable_devices(facts: Facts, *, now_s: float) -> dict[str, float]:
+    """Return devices standing by at places that lose devices often, with the seconds until they may be used."""
     limits = facts.limits
     times: dict[str, list[float]] = {}
     for loss in facts.losses:
@@ -148,14 +141,14 @@ def unsteady(facts: Facts, *, now_s: float) -> dict[str, float]:
 
 
 def decide(facts: Facts, *, now_s: float) -> Decision:
-    """What to do about the devices, between two steps or after a failure.
+    """Decide about the devices, between two steps or after a failure.
 
-    Between steps: go on; leave nodes that are announced to go, for devices standing by or with fewer; grow by whole
-    ranks. After a failure, a loss or while waiting: retry with the same devices, replace the lost ones, go on with
-    fewer or more; wait for devices where they are too few, up to `wait_s`; give up. Devices of nodes that are about to
-    go are never taken.
+    Between steps: continue; leave nodes that will be removed, replacing their devices or shrinking; grow by whole
+    ranks. After a failure, a loss or while waiting: retry with the same devices, replace lost ones, shrink or
+    grow; wait up to
+    `wait_s` if they are too few; give up. Devices of nodes that will be removed are never used.
     """
-    why = hopeless(facts)
+    why = reason_to_end(facts)
     if why is not None:
         return Decision(what=Move.GIVE_UP, reason=why)
     if not facts.active or facts.failure is not None or facts.lost or facts.waiting_since_s is not None:
@@ -168,20 +161,20 @@ def decide(facts: Facts, *, now_s: float) -> Decision:
 
 
 def _reform(facts: Facts, *, now_s: float) -> Decision:
-    """A new generation of what is there, or none yet."""
+    """Form a new generation of the available devices, or wait for more."""
     most = len(facts.active) if facts.active and not facts.limits.grow else None
     staying = _staying(facts)
-    said = _what_happened(facts)
-    decision = _formed(facts, said=said, now_s=now_s, most=most)
+    situation = _what_happened(facts)
+    decision = _formed(facts, situation=situation, now_s=now_s, most=most)
     if decision is not None:
         return decision
     limits = facts.limits
     since_s = now_s if facts.waiting_since_s is None else facts.waiting_since_s
-    lack = f"{said}; {counted(len(staying), 'device')} can be used, {fewest_devices(facts)} needed to go on"
+    lack = f"{situation}; {counted(len(staying), 'device')} can be used, {fewest_devices(facts)} needed to continue"
     if now_s - since_s >= limits.wait_s:
         return Decision(
             what=Move.GIVE_UP,
-            reason=f"{lack}, and none came in elastic.wait_s ({limits.wait_s:g} s); add devices and start again",
+            reason=f"{lack}, and none came in elastic.wait_s ({limits.wait_s:g} s); add devices and restart",
         )
     return Decision(
         what=Move.WAIT,
@@ -190,56 +183,62 @@ def _reform(facts: Facts, *, now_s: float) -> Decision:
 
 
 def _leave(facts: Facts, on_leave: Sequence[Device], *, now_s: float) -> Decision:
-    """Off the nodes that are about to go, no larger than before: growth comes after it."""
+    """Move off nodes that will be removed, without growing at the same time."""
     nodes = {device.node_id for device in on_leave}
     left_s = min(leaving.deadline_s for leaving in facts.leaving if leaving.node_id in nodes) - now_s
-    said = f"{len(on_leave)} of {len(facts.active)} devices are on nodes that leave, the first in {left_s:.0f} s"
-    decision = _formed(facts, said=said, now_s=now_s, most=len(facts.active))
+    situation = (
+        f"{len(on_leave)} of {len(facts.active)} devices are on nodes to be removed, the first in {left_s:.0f} s"
+    )
+    decision = _formed(facts, situation=situation, now_s=now_s, most=len(facts.active))
     if decision is not None:
         return decision
     return Decision(
         what=Move.GO_ON,
-        reason=f"{said}, {counted(len(_staying(facts)), 'other')} can be used and {fewest_devices(facts)} needed; "
-        "going on while they last",
+        reason=f"{situation}, {counted(len(_staying(facts)), 'other')} can be used and {fewest_devices(facts)} needed; "
+        "continuing until they are removed",
     )
 
 
 def _grow(facts: Facts, *, now_s: float) -> Decision:
-    """Larger by whole ranks or back to more stages, once all that are starting are there; or as before."""
+    """Grow by whole ranks or back to more stages, once starting devices are ready; else continue."""
     before, limits = current_shape(facts), facts.limits
-    wary = unsteady(facts, now_s=now_s)
-    steady = [device for device in _staying(facts) if device.id not in wary]
+    unstable = unstable_devices(facts, now_s=now_s)
+    steady = [device for device in _staying(facts) if device.id not in unstable]
     shape = shape_of(len(steady), facts=facts)
     standing_by = len(_staying(facts)) - len(facts.active)
-    said = f"{counted(len(facts.active), 'device')} in use as {before}, {standing_by} standing by"
+    situation = f"{counted(len(facts.active), 'device')} in use as {before}, {standing_by} standing by"
     if shape is None or shape <= before:
-        wait = f", {len(wary)} of them for {max(wary.values()):.0f} s more as places lose devices often" if wary else ""
-        return Decision(what=Move.GO_ON, reason=f"{said}{wait}, {limits.max_devices} in use at most")
+        wait = (
+            f", {len(unstable)} of them for {max(unstable.values()):.0f} s more since their places lose devices often"
+            if unstable
+            else ""
+        )
+        return Decision(what=Move.GO_ON, reason=f"{situation}{wait}, {limits.max_devices} in use at most")
     if not limits.grow:
-        return Decision(what=Move.GO_ON, reason=f"{said}, enough for {shape}, but elastic.grow is off")
+        return Decision(what=Move.GO_ON, reason=f"{situation}, enough for {shape}, but elastic.grow is off")
     coming = sum(now_s - each.since_s < limits.gather_s for each in facts.starting)
     larger = shape_of(len(steady) + coming, facts=facts)
     if larger is not None and larger > shape:
         return Decision(
-            what=Move.GO_ON, reason=f"{said}, enough for {shape}; {coming} more starting may make it {larger}"
+            what=Move.GO_ON, reason=f"{situation}, enough for {shape}; {coming} more starting may make it {larger}"
         )
-    return _formation(facts, steady, shape=shape, said=said)
+    return _formation(facts, steady, shape=shape, situation=situation)
 
 
-def _formed(facts: Facts, *, said: str, now_s: float, most: int | None) -> Decision | None:
-    """A generation of at most `most` devices; one with devices of places that lose them often only where the others
-    are too few. None if all are too few."""
-    wary = unsteady(facts, now_s=now_s)
+def _formed(facts: Facts, *, situation: str, now_s: float, most: int | None) -> Decision | None:
+    """Form a generation of at most `most` devices, using unstable places only if the others are too few; None if all
+    are too few."""
+    unstable = unstable_devices(facts, now_s=now_s)
     staying = _staying(facts)
-    for devices in ([device for device in staying if device.id not in wary], staying):
+    for devices in ([device for device in staying if device.id not in unstable], staying):
         shape = shape_of(len(devices), facts=facts, most=most)
         if shape is not None:
-            return _formation(facts, devices, shape=shape, said=said)
+            return _formation(facts, devices, shape=shape, situation=situation)
     return None
 
 
-def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, said: str) -> Decision:
-    ids = seated(
+def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, situation: str) -> Decision:
+    ids = number_devices(
         devices,
         shape=shape,
         tensor_parallel=facts.limits.tensor_parallel,
@@ -250,14 +249,14 @@ def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, said: s
     others = f", {rest} standing by" if rest else ""
     return Decision(
         what=Move.FORM,
-        reason=f"{said}; on with {counted(len(ids), 'device')} as {shape}{others}",
+        reason=f"{situation}; continuing with {counted(len(ids), 'device')} as {shape}{others}",
         devices=ids,
         num_stages=shape.num_stages,
     )
 
 
 def _staying(facts: Facts) -> list[Device]:
-    """Devices that may be taken: neither given up nor on a node that is about to go."""
+    """Devices that may be used: neither abandoned nor on a node that will be removed."""
     gone = {leaving.node_id for leaving in facts.leaving}
     return [device for device in facts.devices if device.node_id not in gone and device.id not in _given_up(facts)]
 

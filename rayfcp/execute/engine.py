@@ -1,9 +1,10 @@
-"""One rank of a run: joins a generation, runs steps, saves and loads. Knows nothing of Ray."""
+"""One device of a run: joins a generation, runs steps, saves and loads. Independent of Ray."""
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,19 +13,21 @@ import torch.distributed as dist
 from rayfcp.config import Config
 from rayfcp.cost.fit import PartTimings
 from rayfcp.data import TokenReader
-from rayfcp.execute.devices.device import host_buffers, memory_bytes, spare_sms
-from rayfcp.execute.interpreter import Execution, Interpreter, PictureSource, Pixels, Ready, Seen, Sight, TokenSource
+from rayfcp.data.vision.decoding import DecodedImages, ImageRange
+from rayfcp.execute.devices.backend import backend_of
+from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gradients, totals, update_span
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, make_pipes
 from rayfcp.execute.parts import PartTimer
-from rayfcp.execute.reports import Beat, Joined, Progress, RankReport, SavedPart
+from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
+from rayfcp.execute.vision import ImageSource, Pixels, VisionLoader
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch, ModelProfile, Span
 from rayfcp.values.state import ShardHeader, StateId
@@ -32,100 +35,141 @@ from rayfcp.values.state import ShardHeader, StateId
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """Everything that ends with a generation: process groups, sharded model, optimizer, and what works on them."""
+
+    groups: ProcessGroups
+    layers_of_stage: tuple[int, ...]
+    module: StageModule
+    optimizer: torch.optim.Optimizer
+    wait: HostWait
+    writer: CheckpointWriter
+    snapshots: Snapshots
+    interpreter: Interpreter
+
+
 class RankEngine:
     """The model's shard, its optimizer and the process groups of one device."""
 
     def __init__(self, config: Config, *, device: torch.device, data_dir: str) -> None:
-        self._config, self.device = config, device
+        self._config, self.device, self._backend = config, device, backend_of(device)
         self.recomputed_layers = config.train.recompute_layers
-        self.place = Place(rank=0, num_ranks=1)
-        self.copies = HeldCopies(allocate=host_buffers(device))
+        self.position = MeshPosition(rank=0, num_ranks=1)
+        self.copies = HeldCopies(allocate=self._backend.allocate_host)
         self._reader = TokenReader.open(data_dir)
-        self._sight = Sight(self._reader, config.data.processor, device=device)
-        self._progress = Progress()
+        processor = config.data.processor
+        self._vision = VisionLoader(self._reader, processor, device=device) if processor is not None else None
+        self._progress = StepProgress()
+        self._generation: Generation | None = None
         self._member = Membership(
             device,
             start_timeout_s=config.elastic.start_timeout_s,
             collective_timeout_s=config.elastic.collective_timeout_s,
             communication_sms=config.cluster.communication_sms,
         )
-        spare_sms(device, config.cluster.communication_sms)
+        self._backend.reserve_sms(config.cluster.communication_sms)
 
     @property
     def is_aborted(self) -> bool:
-        """Whether the generation that this device is in was aborted."""
+        """True if the generation that this device is in was aborted."""
         return self._member.is_aborted
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that this device is in.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if self._generation is None:
+            raise RuntimeError("the device is in no generation; join one first")
+        return self._generation
+
+    @property
+    def layers_of_stage(self) -> tuple[int, ...]:
+        return self.generation.layers_of_stage
 
     @collective
     def join(
         self,
-        place: Place,
+        position: MeshPosition,
         *,
         store: Callable[[], dist.Store],
-        make_model: Callable[[World], StageModule],
+        make_model: Callable[[ProcessGroups], StageModule],
         hidden_size: int,
         layers_of_stage: Sequence[int],
     ) -> Joined:
-        """Meet the other devices at the store, make channels, model and optimizer; again after `leave`, `abort` or a
-        failure, as any device of any world.
+        """Rendezvous with the other devices at the store, make channels, model and optimizer. May be called again after
+        `leave`, `abort` or a failure, with any position.
 
-        `make_model` gives this device's shard of its stage of the model, which has `hidden_size` and
+        `make_model` returns this device's shard of its stage of the model, which has `hidden_size` and
         `layers_of_stage`.
         """
         self._forget()
-        world = self._member.join(place, store=store)
-        self.place, self.layers_of_stage = place, tuple(layers_of_stage)
-        self.transport = DistributedTransport(world.channels.attend, self._progress)
-        self._module = make_model(world)
+        groups = self._member.join(position, store=store)
+        self.position = position
+        module = make_model(groups)
         if self._config.train.gather_every == "step":
-            keep_gathered(self._module)
-        self._model = ShardedModel(self._module)
-        self._wait = HostWait(self._module, self._progress)
-        self._optimizer = make_optimizer(self._module, self._config.train)
-        self._writer = CheckpointWriter(world.channels.control)
-        self._snapshots = Snapshots(self._module, self._optimizer, place=place, copies=self.copies)
-        width = {"hidden_size": hidden_size, "dtype": getattr(torch, self._config.model.dtype)}
-        pipes = make_pipes(world.channels, device=self.device, progress=self._progress, **width)
-        self._interpreter = Interpreter(
-            transport=self.transport,
-            kernel=pick_kernel(self.device.type, spared_sms=self._config.cluster.communication_sms),
-            model=self._model,
-            pipes=pipes,
-            device=self.device,
-            waited=self._gathered_s,
-            advanced=self._advanced,
+            keep_gathered(module)
+        optimizer = make_optimizer(module, self._config.train)
+        wait = HostWait(module, self._progress)
+        self._generation = Generation(
+            groups=groups,
+            layers_of_stage=tuple(layers_of_stage),
+            module=module,
+            optimizer=optimizer,
+            wait=wait,
+            writer=CheckpointWriter(groups.channels.control),
+            snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
+            interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
         return Joined(
-            number=place.device,
-            process_groups=world.cache.num_joined + 1,  # and the default group
-            process_group_s=world.cache.seconds,
-            num_parameters=sum(parameter.numel() for parameter in self._module.parameters()),
+            number=position.device,
+            process_groups=len(groups.made) + 1,  # and the default group
+            process_group_s=groups.seconds,
+            num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         )
 
-    @property
-    def _world(self) -> World:
-        assert self._member.world is not None
-        return self._member.world
+    def _interpreter(
+        self, groups: ProcessGroups, module: StageModule, wait: HostWait, *, hidden_size: int
+    ) -> Interpreter:
+        return Interpreter(
+            transport=DistributedTransport(groups.channels.attend, self._progress),
+            kernel=pick_kernel(self.device.type, sm_margin=self._config.cluster.communication_sms),
+            model=ShardedModel(module),
+            pipes=make_pipes(
+                groups.channels,
+                hidden_size=hidden_size,
+                dtype=getattr(torch, self._config.model.dtype),
+                device=self.device,
+                progress=self._progress,
+            ),
+            device=self.device,
+            waited=lambda: wait.seconds if self._backend.info.is_host else math.nan,
+            on_progress=self._on_progress,
+        )
 
-    def _advanced(self, num_done: int) -> None:
+    def _on_progress(self, num_done: int) -> None:
         self._progress.num_done = num_done
         self._member.check_alive()
 
     @collective
-    def rehearse(self, program: RankProgram, tokens: TokenSource, *, pictures: PictureSource | None = None) -> None:
-        """Run a program and forget its gradients; nothing is updated. Every rank must call it."""
-        self._interpreter.run(program, tokens, pictures=pictures)
-        release(self._module)
-        self._optimizer.zero_grad(set_to_none=True)
+    def rehearse(self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None) -> None:
+        """Run a program and discard its gradients; nothing is updated. Every rank must call it."""
+        generation = self.generation
+        generation.interpreter.run(program, tokens, images=images)
+        release(generation.module)
+        generation.optimizer.zero_grad(set_to_none=True)
 
-    def blank_pictures(self, count: int, *, side: int) -> Pixels:
+    def blank_images(self, count: int, *, side: int) -> Pixels:
         """See `StageModule`."""
-        return self._module.blank_pictures(count, side=side)
+        return self.generation.module.blank_images(count, side=side)
 
     @collective
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        """Parts of a pass alone, in the model's dtype; every rank must call it."""
-        channels = self._world.channels
+        """Time single parts of a pass in the model's dtype; every rank must call it."""
+        channels = self.generation.groups.channels
         dtype = getattr(torch, self._config.model.dtype)
         timer = PartTimer(model, device=self.device, dtype=dtype, attend=channels.attend, shard=channels.shard)
         return timer.run(max_tokens=max_tokens)
@@ -140,154 +184,164 @@ class RankEngine:
         snapshot: StateId | None = None,
         safe: StateId | None = None,
         on_copy: Callable[[ShardHeader], None] | None = None,
-        decoded: Ready | None = None,
+        decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> RankReport:
         """Forward, backward, reduction and update of one global batch.
 
-        `snapshot`: what to copy the state after it as, which `on_copy` hears of (see `settle`). `safe`: older copies
-        are not needed any more. `decoded`: pictures of the program; None: they are decoded here.
+        `snapshot`: name of a copy of the state after it; `on_copy` is called with its header (see `settle`). `safe`:
+        older copies are not needed any more. `decoded`: images of the program; None: they are decoded here.
 
         Raises:
             ValueError: the program is not of the plan that the controller dispatched.
-            CollectiveFailedError: other devices failed, or the generation was aborted. What the model holds now is no
-                state of the run; see `fill`.
+            CollectiveFailedError: other devices failed, or the generation was aborted. The model's contents are no
+                state of the run then; see `fill`.
         """
         if program.plan_hash != plan_hash:
             raise ValueError(
                 f"step {batch.step}: program of plan {program.plan_hash}, dispatched was {plan_hash}; plan again"
             )
-        start_s = time.perf_counter()
+        generation, start_s = self.generation, time.perf_counter()
         if safe is not None:
             self.copies.drop_older(safe)
         self._progress.begin(batch.step)
-        self._optimizer.zero_grad(set_to_none=True)
-        self._wait.seconds = self._snapshots.seconds = 0.0
-        seen = self._sight.look(program, batch, decoded=decoded, sum_over=self._wait.timed()(self._world.sum))
-        done = self._interpreter.run(program, seen.tokens, pictures=seen.pictures, loss_scale=seen.loss_scale)
-        release(self._module)
+        generation.optimizer.zero_grad(set_to_none=True)
+        generation.wait.seconds = generation.snapshots.seconds = 0.0
+        images: ImageSource | None = None
+        broken: tuple[str, ...] = ()
+        if self._vision is not None:
+            sum_over = generation.wait.timed()(generation.groups.sum)
+            vision = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
+            batch, images, broken = vision.batch, vision.images, vision.broken
+        tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
+        done = generation.interpreter.run(program, tokens, images=images, loss_scale=loss_scale)
+        release(generation.module)
         update_s = time.time()
-        numbers = self._update(seen.batch, done.loss_sum)
-        update = update_span(self.place, start_s=update_s)
+        numbers = self._update(batch, done.loss_sum)
+        update = update_span(self.position, start_s=update_s)
         if snapshot is not None:
-            header = self._snapshots.take(snapshot)
+            header = generation.snapshots.take(snapshot)
             if on_copy is not None:
                 on_copy(header)
-        return self._report(seen, numbers, done=done, update=update, start_s=start_s)
+        return self._report(batch.step, numbers, done=done, update=update, start_s=start_s, broken=broken)
 
     def _report(
-        self, seen: Seen, numbers: tuple[float, float, float], *, done: Execution, update: Span, start_s: float
+        self,
+        step: int,
+        numbers: tuple[float, float, float],
+        *,
+        done: Execution,
+        update: Span,
+        start_s: float,
+        broken: tuple[str, ...],
     ) -> RankReport:
         loss, norm, rate = numbers
+        generation, position = self.generation, self.position
         return RankReport(
-            number=self.place.device,
-            stage=self.place.stage,
-            rank=self.place.rank,
-            tensor_rank=self.place.tensor_rank,
-            step=seen.batch.step,
+            number=position.device,
+            stage=position.stage,
+            rank=position.rank,
+            tensor_rank=position.tensor_rank,
+            step=step,
             loss=loss,
             grad_norm=norm,
             learning_rate=rate,
             step_s=time.perf_counter() - start_s,
-            wait_s=done.wait_s + self._wait.seconds if self.device.type == "cpu" else math.nan,
+            wait_s=done.wait_s + generation.wait.seconds if self._backend.info.is_host else math.nan,
             bytes_sent=done.bytes_sent,
-            num_cells=done.num_cells,
-            memory_bytes=memory_bytes(self.device),
+            num_pairs=done.num_pairs,
+            memory_bytes=self._backend.memory_bytes(self.device),
             gather_s=done.gather_s,
             spans=(*done.spans, update),
-            saved=self._writer.finished(),
-            snapshot_s=self._snapshots.seconds,
+            saved=generation.writer.finished(),
+            snapshot_s=generation.snapshots.seconds,
             message_s=done.wait_s,
-            broken=seen.broken,
+            broken=broken,
         )
 
     def _update(self, batch: GlobalBatch, loss_sum: float) -> tuple[float, float, float]:
-        """Reduce loss and gradient norm, then update; a batch without targets updates nothing, nor does one whose loss
-        or norm is not finite. These are global, so that all devices agree."""
-        with self._wait.timed():
-            loss_sum, squares = totals(self._world, self._module, loss_sum=loss_sum)
+        """Reduce loss and gradient norm, then update, unless the batch has no targets or one of the two is not finite.
+        Both are global, so all devices agree. Returns loss, norm and learning rate."""
+        generation = self.generation
+        with generation.wait.timed():
+            loss_sum, squares = totals(generation.groups, generation.module, loss_sum=loss_sum)
         loss, norm = loss_sum / max(batch.num_targets, 1), math.sqrt(squares)
         rate = learning_rate(batch.step, self._config.train)
         if batch.num_targets and math.isfinite(loss) and math.isfinite(norm):
-            scale_gradients(self._module.parameters(), norm=norm, max_norm=self._config.train.grad_clip)
-            for group in self._optimizer.param_groups:
+            scale_gradients(generation.module.parameters(), norm=norm, max_norm=self._config.train.grad_clip)
+            for group in generation.optimizer.param_groups:
                 group["lr"] = rate
-            self._snapshots.hold_update()
-            self._optimizer.step()
+            generation.snapshots.hold_update()  # the last copy may still be reading what is updated
+            generation.optimizer.step()
         return loss, norm, rate
 
-    def _gathered_s(self) -> float:
-        """Seconds of gathers and reductions so far; NaN where the host does not wait for them."""
-        return self._wait.seconds if self.device.type == "cpu" else math.nan
-
     def take_snapshot(self, state: StateId) -> ShardHeader:
-        """Copy what the model holds now, between steps, as `state`."""
-        return self._snapshots.take(state)
+        """Copy the model's and optimizer's contents, between steps, as `state`."""
+        return self.generation.snapshots.take(state)
 
     def settle(self) -> None:
         """Return once the last copy is in `copies`: at once on CPUs. Any thread may call it."""
-        self._snapshots.settle()
+        self.generation.snapshots.settle()
 
     def fill(self, sources: Sequence[Source]) -> None:
-        """Take parameters and optimizer state from copies of one state; see `snapshots.fill`."""
-        fill(self._module, self._optimizer, sources=sources)
+        """Set parameters and optimizer state from copies of one state; see `snapshots.fill`."""
+        fill(self.generation.module, self.generation.optimizer, sources=sources)
 
     def beat(self) -> Beat:
-        """How far this device is; any thread may ask."""
+        """Progress within the step; any thread may call it."""
         return Beat(
-            number=self.place.device,
+            number=self.position.device,
             step=self._progress.step,
             num_done=self._progress.num_done,
             waiting=self._progress.is_waiting,
-            memory_bytes=memory_bytes(self.device),
+            memory_bytes=self._backend.memory_bytes(self.device),
         )
 
     @collective
     def begin_save(self, folder: str) -> None:
         """Copy the state and write it to `folder` in the background."""
-        self._writer.begin(Path(folder), self._module, optimizer=self._optimizer)
+        generation = self.generation
+        generation.writer.begin(Path(folder), generation.module, optimizer=generation.optimizer)
 
     @collective
     def finish_save(self) -> SavedPart | None:
-        """Wait for the end of the write; how it ended, None if none was under way."""
-        return self._writer.finish()
+        """Wait for the end of the write and return its result; None if none was in progress."""
+        return self.generation.writer.finish()
 
     @collective
     def load(self, folder: str) -> None:
-        """Take parameters and optimizer state from a checkpoint written by any number of ranks."""
-        load(Path(folder), self._module, optimizer=self._optimizer, group=self._world.channels.control)
+        """Set parameters and optimizer state from a checkpoint written by any number of ranks."""
+        generation = self.generation
+        control = generation.groups.channels.control
+        load(Path(folder), generation.module, optimizer=generation.optimizer, group=control)
 
     def abort(self) -> None:
-        """End all exchanges of this generation; any thread may call it. What the main thread does then raises
-        `CollectiveFailedError`, unless it is done before its next exchange. Copies stay."""
+        """End all exchanges of this generation; any thread may call it. The main thread then raises
+        `CollectiveFailedError` at its next exchange. Copies stay."""
         self._member.abort()
 
     @collective
     def leave(self) -> None:
-        """Finish what is being written and leave the generation in order, as all devices do at once. Copies stay."""
-        was_in = self._member.world is not None
-        if was_in:
-            self._writer.finish()
+        """Finish the write in progress and leave the generation; all devices do so together. Copies stay."""
+        joined = self._member.groups is not None
+        if joined:
+            if self._generation is not None:
+                self._generation.writer.finish()
             self._member.leave()
         self._forget()
-        if was_in:
+        if joined:
             self._member.collect()
 
     def _forget(self) -> None:
-        """Be rid of all that belongs to the last generation, its memory and a write under way included."""
-        if "_writer" in self.__dict__:
-            self._writer.abandon()
-            self._snapshots.abandon()
-        for name in _OF_GENERATION:
-            self.__dict__.pop(name, None)
+        """Drop everything of the last generation, its memory and a write in progress included."""
+        if self._generation is not None:
+            self._generation.writer.abandon()
+            self._generation.snapshots.abandon()
+            self._generation = None
         self._member.forget()
 
     def close(self) -> None:
-        """Leave, in order unless the generation was aborted."""
+        """Leave the generation; without the others if it was aborted."""
         if self.is_aborted:
             self._forget()
         else:
             self.leave()
-
-
-_OF_GENERATION = ("transport", "_module", "_model", "_wait", "_optimizer", "_writer", "_snapshots", "_interpreter")
-"""What the engine holds that goes with the generation."""

@@ -1,4 +1,4 @@
-"""Single parts of a pass, timed alone on every rank: attention kernel, linear layers, messages, gathers."""
+"""Timing of single parts of a pass on every rank: attention kernel, linear layers, messages, gathers."""
 
 import statistics
 import time
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.cost.fit import PartTimings
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import Pairs, pick_kernel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.values import ModelProfile
@@ -34,7 +35,7 @@ class PartTimer:
         self._transport, self._shard = DistributedTransport(attend), shard
 
     def run(self, *, max_tokens: int) -> PartTimings:
-        """Lengths and numbers of tokens by powers of 4 up to `max_tokens`."""
+        """Time all parts, for lengths and numbers of tokens by powers of 4 up to `max_tokens`."""
         sizes = [max_tokens >> shift for shift in range(0, 12, 2) if max_tokens >> shift >= 16] or [max_tokens]
         several = dist.get_world_size(self._shard) > 1
         return PartTimings(
@@ -45,19 +46,15 @@ class PartTimer:
         )
 
     def _median(self, work: Callable[[], object]) -> float:
-        """Seconds of one call, the first not counted; all ranks start together."""
-        times = []
+        """Median seconds of one call, without the first; all ranks start together."""
+        times, synchronize = [], backend_of(self._device).synchronize
         for _ in range(REPEATS + 1):
             dist.barrier(group=self._shard)
             start_s = time.perf_counter()
             work()
-            self._synchronize()
+            synchronize()
             times.append(time.perf_counter() - start_s)
         return statistics.median(times[1:])
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            getattr(torch, self._device.type).synchronize()
 
     def _attention(self, num_tokens: int) -> Callable[[], object]:
         """Forward and backward of one layer over one causal sequence."""
@@ -99,7 +96,7 @@ class PartTimer:
         return work
 
     def _gather(self, num_bytes: int) -> Callable[[], object]:
-        """`num_bytes` in all, in equal shards from all ranks."""
+        """An all-gather of `num_bytes` in total, in equal shards from all ranks."""
         size = dist.get_world_size(self._shard)
         own = torch.zeros(max(num_bytes // size, 1), dtype=torch.uint8, device=self._device)
         whole = torch.empty(len(own) * size, dtype=torch.uint8, device=self._device)

@@ -1,9 +1,4 @@
-"""How far a device is within a step; read by other threads.
-
-Sums of the files of a checkpoint: what they were when they were written, and what has become of them.
-
-What a device tells the controller. Plain values: reading them needs no torch.
-"""
+"""Reports of a device to the controller, checksums of checkpoint files, progress within a step; free of torch."""
 
 import math
 import zlib
@@ -15,8 +10,8 @@ from pathlib import Path
 from rayfcp.values import Span, StateId
 
 
-class Progress:
-    """Written by the thread that runs the step alone; each number is read as it is."""
+class StepProgress:
+    """Progress of a device within a step. Written by the thread that runs the step; others may read each number."""
 
     def __init__(self) -> None:
         self.step = self.num_done = 0
@@ -27,7 +22,7 @@ class Progress:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Other devices are waited for inside."""
+        """Context in which this device waits for others."""
         outer, self.is_waiting = self.is_waiting, True
         try:
             yield
@@ -40,7 +35,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSum:
-    """Size and CRC-32 of the file `name` of a folder."""
+    """Size and CRC-32 of file `name` of a folder."""
 
     name: str
     num_bytes: int
@@ -48,7 +43,7 @@ class FileSum:
 
 
 def sum_files(folder: str | Path, names: Iterable[str]) -> tuple[FileSum, ...]:
-    """Sums of these files in order of their names; each is read whole, a chunk at a time.
+    """Checksums of these files in order of their names; each is read whole, a chunk at a time.
 
     Raises:
         OSError: one cannot be read.
@@ -57,14 +52,14 @@ def sum_files(folder: str | Path, names: Iterable[str]) -> tuple[FileSum, ...]:
 
 
 def find_damage(folder: str | Path, sums: Sequence[FileSum]) -> str | None:
-    """What is wrong with the first file that is not as it was, None if all are. Sizes come first: they cost nothing."""
+    """Describe the first file that differs from its checksum; None if all match. Sizes are compared first: no reads."""
     return find_wrong_size(folder, sums) or next(
         (found for each in sums if (found := _wrong_content(Path(folder), each))), None
     )
 
 
 def find_wrong_size(folder: str | Path, sums: Sequence[FileSum]) -> str | None:
-    """The same without reading: files that are missing, cut off or too long."""
+    """Like `find_damage`, without reading: finds files that are missing, truncated or too long."""
     for each in sums:
         path = Path(folder) / each.name
         try:
@@ -94,12 +89,12 @@ def _sum(path: Path) -> FileSum:
 
 
 class CollectiveFailedError(RuntimeError):
-    """An exchange between devices failed or was aborted: another device or the network is to blame, not the program."""
+    """An exchange between devices failed or was aborted, because of another device or the network, not the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """What device `number` knows once it is part of a generation."""
+    """Facts about device `number` as a member of a generation."""
 
     number: int
     process_groups: int
@@ -109,8 +104,8 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedPart:
-    """How a device's write of its part of a checkpoint into `folder` ended, after `seconds`: `files` are on disk, or
-    `error` says in one line why not. A failure of one device is one of all."""
+    """Result of a device's write of its part of a checkpoint into `folder`, after `seconds`: `files` are on disk, or
+    `error` says in one line why not. If one device fails, all do."""
 
     folder: str
     seconds: float
@@ -120,17 +115,16 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """What one device, number `number`, did in one step. `loss` and `grad_norm` are global, the same on every one; if
-    one of them is not finite nothing was updated.
+    """One step of device `number`. `loss` and `grad_norm` are global; if one is not finite, nothing was updated.
 
-    `step_s` runs from the call to the end of the update; `wait_s` of it was waiting for other devices: for messages
-    of attention and of other stages (`message_s`), gathers and reductions; NaN on accelerators, whose host does not
-    wait, but `message_s`, which is measured in their queues. `gather_s[m]`: seconds of gathers and reductions in
-    microbatch m, likewise NaN on accelerators.
-    `saved`: a checkpoint write that ended since the last report, None if none did. `snapshot_s`: seconds that the step
-    waited for copies of the state, within `step_s`. `kept`: the newest state of which a keeper has this device's copy,
-    None if none; `push_s`, `push_bytes`: what the last copy took to get there. `keeper_lost`: it takes no more.
-    `broken`: pictures that this device was to encode and nobody could decode, with the reasons.
+    `step_s` runs from the call to the end of the update. `wait_s` of it was spent waiting for other devices: for
+    messages of attention and of other stages (`message_s`), gathers and reductions. It is NaN on accelerators, whose
+    host does not wait; `message_s` is measured on their streams. `gather_s[m]`: seconds of gathers and reductions in
+    microbatch m, NaN on accelerators.
+    `saved`: a checkpoint write that ended since the last report. `snapshot_s`: part of `step_s` spent waiting for
+    copies of the state. `kept`: newest state of which a snapshot store has this device's copy; `push_s`, `push_bytes`:
+    seconds and bytes of the last push. `store_lost`: the store accepts no more.
+    `broken`: images of this device that could not be decoded, with the reasons.
     """
 
     number: int
@@ -144,7 +138,7 @@ class RankReport:
     step_s: float
     wait_s: float
     bytes_sent: int
-    num_cells: float
+    num_pairs: float
     memory_bytes: dict[str, int]
     gather_s: tuple[float, ...]
     spans: tuple[Span, ...]
@@ -154,13 +148,13 @@ class RankReport:
     kept: StateId | None = None
     push_s: float = 0.0
     push_bytes: int = 0
-    keeper_lost: bool = False
+    store_lost: bool = False
     broken: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """How far device `number` is in step `step` right now: `num_done` instructions of its program are done.
+    """Progress of device `number` in step `step`: `num_done` instructions of its program are done.
 
     `waiting`: its main thread waits for other devices; on accelerators, whose host does not wait for each exchange,
     only between the last backward pass and the update.

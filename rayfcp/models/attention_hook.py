@@ -1,4 +1,4 @@
-"""Our attention as an attention implementation of the transformers library, and recomputation by layer."""
+"""Our attention as an attention implementation of the transformers library, and recomputation per layer."""
 
 import functools
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def _attend(
     scaling: float | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out, as the library wants it."""
+    """`[1, heads, tokens, head_dim]` in, `[1, tokens, heads, head_dim]` out, as the library defines it."""
     context: AttentionContext | None = keywords.get(KEYWORD)
     if context is None:
         raise ValueError(
@@ -47,11 +47,11 @@ AttentionInterface.register(IMPLEMENTATION, _attend)
 
 
 def follow_context(layers: Mapping[int, nn.Module]) -> None:
-    """Let each layer of a stage, by its number in the model, tell its attention which it is, and recompute its
-    activations in backward when the context of the call says so.
+    """Let each layer of a stage, by its number in the model, pass that number to its attention, and recompute its
+    activations in backward if the context of the call asks for it.
 
-    Which layers do is a property of stage and microbatch, the same on every rank, so that recomputed
-    exchanges meet their partners.
+    The recomputed layers are a property of stage and microbatch, the same on every rank, so that recomputed exchanges
+    match.
     """
     for index, (number, layer) in enumerate(sorted(layers.items())):
         layer.forward = functools.partial(_forward, layer.forward, index, number)

@@ -1,6 +1,5 @@
-"""First weights of a model, whole, in stages or sharded, the same for any number of ranks and stages.
-
-Makes models from a run's configuration: empty, whole, or this rank's shard.
+"""Models from a run's configuration: empty, whole, or this device's shard, with initial weights that are the same for
+any number of ranks and stages.
 """
 
 import copy
@@ -15,23 +14,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from rayfcp.config.models import ModelConfig
 from rayfcp.cost.stages import split_layers
-from rayfcp.execute.parallel.groups import World
+from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.parallel.sharding import shard, stage_mesh
 from rayfcp.models.attention_hook import IMPLEMENTATION
-from rayfcp.models.causal_lm import CausalLM, VisionLM
-from rayfcp.models.library import keywords_of, make_library_model, text_of, vision_of
+from rayfcp.models.causal_lm import CausalLM
+from rayfcp.models.library import keywords_of, make_library_model, text_of, vision_family
 from rayfcp.models.pretrained import fill_pretrained
 from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
-from rayfcp.models.vision import PICTURES
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class Initializer:
     """Draws each module's weights from a seed of its own, one module at a time.
 
-    Made from a model on the meta device before it is sharded. A value depends on (seed, module's name)
-    alone; at most one module's weights are whole at a time. What values are like the model around a module says, the
-    innermost where one is part of another.
+    Created from a model on the meta device before it is sharded. A value depends on (seed, module name) alone; at most
+    one module's weights are whole at a time. The distribution is that of the innermost library model around the module.
     """
 
     def __init__(self, model: CausalLM, *, seed: int) -> None:
@@ -41,15 +40,15 @@ class Initializer:
         self._templates = {name: _alone(module) for name, module in holders.items()}
         self._families = {name: _nearest(name, families) for name in holders}
         self._beside = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
-        # A tied matrix is drawn once, under its first name, which every stage that holds it knows.
+        # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
     def fill(self, model: CausalLM) -> None:
-        """Overwrite all parameters and buffers of `model`, which may be sharded since.
+        """Overwrite all parameters and buffers of `model`, which may be sharded by now.
 
         Raises:
-            ValueError: a module holds weights beside modules of its own, and its family leaves some undrawn.
+            ValueError: A module has both weights and submodules, and its family does not initialise some of these.
         """
         for name, template in self._templates.items():
             fresh = self._draw(name, template)
@@ -80,20 +79,20 @@ class Initializer:
             self._families[name]._init_weights(fresh)
         if any(bool(tensor.isnan().any()) for tensor in beside):
             raise ValueError(
-                f"{type(template).__name__} holds weights beside its modules, which its family does not draw"
+                f"{type(template).__name__} holds weights beside its submodules, which its family does not initialise"
             )
         return fresh
 
 
 def _alone(module: nn.Module) -> nn.Module:
-    """A copy without the modules in it, which have weights of their own."""
+    """A copy without its submodules."""
     shell = copy.copy(module)
     shell._modules = {}
     return copy.deepcopy(shell)
 
 
 def _nearest(name: str, families: Mapping[str, Any]) -> Any:
-    """The innermost model of the library around a module."""
+    """The innermost library model around a module."""
     return families[max((each for each in families if name == each or name.startswith(f"{each}.")), key=len)]
 
 
@@ -108,7 +107,7 @@ def _module_seed(seed: int, name: str) -> int:
 
 @torch.no_grad()
 def put(parameter: Tensor, value: Tensor) -> None:
-    """Copy a whole value into a parameter, or this rank's part of it into a sharded one; nothing is sent."""
+    """Copy a whole value into a parameter, or this rank's part into a sharded one, without communication."""
     if isinstance(parameter, DTensor):
         part = distribute_tensor(
             value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
@@ -118,31 +117,27 @@ def put(parameter: Tensor, value: Tensor) -> None:
         parameter.copy_(value)
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
 def empty_model(
     config: PreTrainedConfig, *, dtype: str, stage: Stage | None = None, freeze_vision: bool = False
 ) -> CausalLM:
-    """A model, or a stage of one, without weights (on the meta device), with our attention.
+    """A model, or a stage of one, on the meta device, with our attention.
 
     Parameters are fp64 for float64 and fp32 otherwise: bfloat16 runs compute in bfloat16 and update in fp32.
     """
     with torch.device("meta"):
-        library = make_library_model(
-            config, attention=IMPLEMENTATION, inside=PICTURES, **keywords_of(config, dtype=dtype)
-        )
-    library = library.to(_parameter_dtype(dtype)).train()
-    if vision_of(config) is None:
+        library = make_library_model(config, attention=IMPLEMENTATION, **keywords_of(config, dtype=dtype))
+    library = library.to(torch.float64 if dtype == "float64" else torch.float32).train()
+    if vision_family(config) is None:
         return CausalLM(library, stage=stage)
+    from rayfcp.models.vision import VisionLM
+
     return VisionLM(library, stage=stage, freeze=freeze_vision)
 
 
 def random_model(
     config: PreTrainedConfig, *, dtype: str, seed: int, stage: Stage | None = None, freeze_vision: bool = False
 ) -> CausalLM:
-    """A model, or a stage of one, on the CPU with the first weights that `sharded_model` would draw for the same
-    seed."""
+    """A model, or a stage of one, on the CPU, with the initial weights of `sharded_model` for the same seed."""
     model = empty_model(config, dtype=dtype, stage=stage, freeze_vision=freeze_vision)
     initializer = Initializer(model, seed=seed)
     model.to_empty(device="cpu")
@@ -156,22 +151,24 @@ def sharded_model(
     *,
     run: ModelConfig,
     seed: int,
-    world: World,
+    world: ProcessGroups,
     layers_of_stage: Sequence[int] = (),
     empty: bool = False,
+    compiled: bool = False,
 ) -> CausalLM:
-    """This device's shard of its stage of the run's model, with its first weights: drawn from `seed`, the same for any
+    """This device's shard of its stage of the run's model, with initial weights: drawn from `seed`, the same for any
     world, or those of `run.path` if `run.init` is pretrained. Layers are split evenly if `layers_of_stage` is empty.
 
-    `empty`: parameters hold anything, to be filled from elsewhere; buffers are as ever.
+    `empty`: parameters are uninitialised, to be filled from elsewhere; buffers are not.
+    `compiled`: see `compile_parts`.
     """
-    sizes = layers_of_stage or split_layers(text_of(config).num_hidden_layers, world.place.num_stages)
+    sizes = layers_of_stage or split_layers(text_of(config).num_hidden_layers, world.position.num_stages)
     model = empty_model(
-        config, dtype=run.dtype, stage=stages_of(sizes)[world.place.stage], freeze_vision=run.freeze_vision
+        config, dtype=run.dtype, stage=stages_of(sizes)[world.position.stage], freeze_vision=run.freeze_vision
     )
     initializer = Initializer(model, seed=seed)
     mesh = stage_mesh(world)
-    if world.place.tensor_parallel > 1:
+    if world.position.tensor_parallel > 1:
         model.partial_names = split_layers_over(model, model.layers, config=config, mesh=mesh["tensor"])
     kept = model.layers[-1] if model.stage.is_last else None
     shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
@@ -183,8 +180,26 @@ def sharded_model(
         fill_pretrained(model.model, run.path, config=config)
     else:
         initializer.fill(model)
+    if compiled:
+        compile_parts(model)
     return model
 
 
-def _parameter_dtype(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "float64" else torch.float32
+def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
+    """Let `torch.compile` fuse the parts of `model` without attention (norms, MLPs), in place; return their number.
+
+    Names of parameters and hooks of layers stay, so that the model may be sharded. Numbers of tokens are symbols: a
+    batch of another length compiles nothing. MLPs of experts are not compiled: their shapes depend on the data.
+    """
+    parts = [child for layer in model.layers for child in layer.children() if _is_plain(child)]
+    final = getattr(model.decoder, "norm", None)
+    if model.stage.is_last and isinstance(final, nn.Module):
+        parts.append(final)
+    for part in parts:
+        part.compile(backend=backend, dynamic=True)
+    return len(parts)
+
+
+def _is_plain(part: nn.Module) -> bool:
+    names = [type(each).__name__.lower() for each in part.modules()]
+    return not any(word in name for name in names for word in ("attention", "expert", "sparsemoe", "router"))

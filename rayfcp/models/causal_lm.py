@@ -1,15 +1,12 @@
-"""Cross entropy behind the output head, whose logits exist for a chunk of the tokens at a time.
+"""A Hugging Face causal language model, or one stage of it, for the interpreter; and the loss of its output head.
 
-Where the backward pass follows at once, gradients of the sum of losses are made in the forward pass, chunk by chunk, so
-that logits are computed once: a chunk's logits become its gradient in place. Nothing waits for the device.
-
-A Hugging Face causal language model, or one stage of it, as the interpreter wants it.
-
-A Hugging Face model that sees, as the interpreter wants it: a causal language model and its vision encoder.
+Logits exist for a chunk of the tokens at a time. Where the backward pass follows at once, gradients of the sum of
+losses are computed in the forward pass, chunk by chunk, so that logits are computed once: a chunk's logits become its
+gradient in place. Nothing waits for the device.
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -19,25 +16,28 @@ from torch.utils.checkpoint import checkpoint
 
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.interpreter import IGNORED, Pixels, Placed
+from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.parallel.sharding import StageModule, StageRunner
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
-from rayfcp.models.vision import ENCODERS
+
+if TYPE_CHECKING:
+    from rayfcp.execute.vision import PlacedFeatures
 
 _SCALED_ROWS = 4096
+"""Rows scaled in fp32 at a time: enough for one kernel launch, little memory."""
 
 
 def head_loss(head: nn.Linear, hidden: Tensor, *, targets: Tensor, chunk_tokens: int) -> Tensor:
     """Sum of cross entropies over targets that are not -100, in fp32 at least. `hidden`: `[tokens, hidden]`.
 
-    From forward to backward it keeps gradients, of `hidden` and of the head's parameters, in their dtypes.
+    From forward to backward it keeps the gradients of `hidden` and of the head's parameters, in their dtypes.
     """
     return _HeadLoss.apply(hidden, head.weight, head.bias, targets, chunk_tokens)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def cross_entropy_sum(head: nn.Module, hidden: Tensor, *, targets: Tensor) -> Tensor:
-    """The same by autograd, all logits at once, for any head."""
+    """`head_loss` by autograd, all logits at once, for any head."""
     logits = head(hidden)
     return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=IGNORED, reduction="sum")
 
@@ -72,7 +72,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
-    """`scale` in its own precision: rounded to bf16 it would shift all gradients alike. Few wide rows at a time."""
+    """`gradient * scale`, with `scale` in its own precision: rounded to bf16 it would bias all gradients alike."""
     result = torch.empty_like(gradient)
     for rows, own in zip(gradient.split(_SCALED_ROWS), result.split(_SCALED_ROWS), strict=True):
         own.copy_(rows * scale.expand_as(rows))
@@ -80,7 +80,7 @@ def _scaled(gradient: Tensor, scale: Tensor) -> Tensor:
 
 
 def _into_gradient(logits: Tensor, targets: Tensor) -> Tensor:
-    """Overwrite `logits`, `[tokens, vocab]`, with the gradient of their losses' sum, which is returned."""
+    """Sum of the losses of `logits`, `[tokens, vocab]`, which are overwritten with its gradient."""
     counted, index = targets != IGNORED, targets.clamp(min=0).unsqueeze(1)
     shares = F.log_softmax(logits, dim=-1, dtype=_wide(logits))
     losses = shares.gather(1, index).squeeze(1).masked_fill(~counted, 0.0)
@@ -99,8 +99,8 @@ class CausalLM(StageModule):
     """Wraps a `*ForCausalLM`; parameters are the library's own, under `model`.
 
     Args:
-        model: from the transformers library, with our attention implementation set; it loses what `stage` lacks.
-        stage: the layers that run here; all of them if absent.
+        model: From the transformers library, with our attention implementation set; layers of other stages are removed.
+        stage: The layers that run here, by default all.
     """
 
     def __init__(self, model: Any, *, stage: Stage | None = None) -> None:
@@ -120,23 +120,23 @@ class CausalLM(StageModule):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """Those of the stage."""
+        """Layers of the stage."""
         return decoder_layers(self.decoder)[self.stage.start : self.stage.stop]
 
     @property
     def sharded_parts(self) -> list[nn.Module]:
-        """What is gathered part by part; all else is gathered together."""
+        """Modules that FSDP gathers one by one; the rest is gathered together."""
         return list(self.layers)
 
     @property
     def shared_matrix(self) -> nn.Parameter | None:
-        """What the first and the last of several stages both hold, on these: its gradient is the sum of theirs."""
+        """Tied embedding and head on the first and the last of several stages, whose gradients are to be summed."""
         if not self.is_tied or self.stage.is_first == self.stage.is_last:
             return None
         return self.model.get_input_embeddings().weight  # type: ignore[no-any-return]
 
     def tie(self) -> None:
-        """Make embedding and head one matrix again, after weights got new memory."""
+        """Tie embedding and head again, after weights were given new memory."""
         if self.is_tied and self.stage.is_last:
             self.model.tie_weights()
 
@@ -147,15 +147,20 @@ class CausalLM(StageModule):
         targets: Tensor | None,
         attention: AttentionContext,
         keep_logits: bool = True,
-        placed: Placed | None = None,
+        placed: "PlacedFeatures | None" = None,
     ) -> Tensor:
-        """Sum of cross entropies in fp32 over targets that are not -100; before the last stage activations instead,
-        `[1, tokens, hidden]`. `inputs`: token ids, after the first stage activations `[tokens, hidden]`; the others
-        `[tokens]`, positions with several axes `[axes, tokens]`.
+        """Sum of cross entropies in fp32 over targets that are not -100; before the last stage the activations
+        `[1, tokens, hidden]`.
 
-        `keep_logits`: what is made of them, since backward follows at once; otherwise they are computed again.
+        Args:
+            inputs: Token ids `[tokens]`; after the first stage activations `[tokens, hidden]`.
+            positions: `[tokens]`, or `[axes, tokens]`.
+            targets: `[tokens]`, needed by the last stage.
+            attention: The attention program of the call.
+            keep_logits: Keep the gradients of the logits, since backward follows at once; otherwise recompute them.
+            placed: Image features in place of the embeddings of their tokens.
         """
-        given = self._entering(inputs, placed)
+        given = self._decoder_inputs(inputs, placed)
         output = self.decoder(**given, position_ids=positions.unsqueeze(-2), use_cache=False, **{KEYWORD: attention})
         hidden: Tensor = output.last_hidden_state
         if not self.stage.is_last:
@@ -166,73 +171,18 @@ class CausalLM(StageModule):
         if keep_logits and type(head) is nn.Linear and torch.is_grad_enabled():
             few = loss_chunk_tokens(hidden.shape[1], bytes_per_element=hidden.element_size())
             return head_loss(head, hidden, targets=targets, chunk_tokens=min(few, LOSS_CHUNK_TOKENS))
-        few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more of each
+        few = LOSS_CHUNK_TOKENS // 2  # autograd keeps more per token
         again = functools.partial(checkpoint, cross_entropy_sum, head, use_reentrant=False, preserve_rng_state=False)
         parts = zip(hidden.split(few), targets.split(few), strict=True)
         return torch.stack([again(own, targets=wanted) for own, wanted in parts]).sum()
 
-    def _entering(self, inputs: Tensor, placed: Placed | None) -> dict[str, Any]:
-        """The decoder's arguments."""
+    def _decoder_inputs(self, inputs: Tensor, placed: "PlacedFeatures | None") -> dict[str, Any]:
         assert placed is None
         return {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
 
 
 class WholeModel(StageRunner):
-    """Nothing is sharded. The caller sums gradients over ranks."""
+    """Runs a model that is not sharded; the caller sums gradients over ranks."""
 
     def set_reduce(self, reduce: bool) -> None:
-        """Nothing is sharded, so nothing is reduced."""
-
-
-class VisionLM(CausalLM):
-    """Wraps a `*ForConditionalGeneration`; parameters are the library's own, under `model`.
-
-    Args:
-        model: as for `CausalLM`.
-        stage: all layers, as long as stages do not run with pictures.
-        freeze: the encoder, mergers and projector included, keeps its weights.
-    """
-
-    def __init__(self, model: Any, *, stage: Stage | None = None, freeze: bool = False) -> None:
-        super().__init__(model, stage=stage)
-        self.encoder = ENCODERS[model.config.model_type](model)
-        self.is_frozen = freeze
-        for module in self.encoder.modules if freeze else ():
-            module.requires_grad_(False)
-        decoder: Any = self.decoder
-        if hasattr(decoder, "_deepstack_process"):
-            # The library's own asks a mask of tokens for their places, for which the host would wait.
-            decoder._deepstack_process = _add
-
-    @property
-    def occasional(self) -> tuple[nn.Parameter, ...]:
-        """The encoder's."""
-        found = (parameter for module in self.encoder.modules for parameter in module.parameters())
-        return tuple(parameter for parameter in found if parameter.requires_grad)
-
-    @property
-    def sharded_parts(self) -> list[nn.Module]:
-        return [*self.encoder.layers, *super().sharded_parts]
-
-    def encode(self, pixels: Pixels | None) -> Tensor:
-        """Features of the pictures' tokens, `[tokens, num_mergers x hidden]`, without a graph where the encoder is
-        frozen. None: those of a small picture, of which nobody needs more than that they stand in the graph."""
-        device = next(self.parameters()).device
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
-            return self.encoder.encode(pixels or self.encoder.blank(), device)
-
-    def blank_pictures(self, count: int, *, side: int) -> Pixels:
-        return self.encoder.blank(count, side=side)
-
-    def _entering(self, inputs: Tensor, placed: Placed | None) -> dict[str, Any]:
-        if placed is None:
-            return super()._entering(inputs, None)
-        embedded = self.model.get_input_embeddings()(inputs)
-        first, *others = placed.features.to(embedded.dtype).split(embedded.shape[1], dim=1)
-        given = {"inputs_embeds": embedded.index_copy(0, placed.rows, first).unsqueeze(0)}
-        return given | ({"visual_pos_masks": placed.rows, "deepstack_visual_embeds": others} if others else {})
-
-
-def _add(hidden: Tensor, rows: Tensor, features: Tensor) -> Tensor:
-    """`hidden`, `[1, tokens, hidden]`, with `features` added at `rows`."""
-    return hidden.index_add(1, rows, features.unsqueeze(0))
+        """Do nothing: there is nothing to reduce."""

@@ -1,7 +1,4 @@
-"""Tensors of a run's checkpoint, read one by one in one process, without process groups.
-
-From a run's last checkpoint to a folder that `from_pretrained` opens, one file in memory at a time.
-"""
+"""From a checkpoint to a folder that `from_pretrained` opens, one file in memory at a time, without process groups."""
 
 import json
 import shutil
@@ -19,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rayfcp.config import Config, ConfigError
+from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES
 from rayfcp.models.describe import model_config
 from rayfcp.models.lazy import LazyTensor, read
@@ -26,12 +24,21 @@ from rayfcp.models.pretrained import aliases_of, library_on_meta
 from rayfcp.values.state import Box
 
 _PREFIX = "model.model."
-"""Of the library's names: the part of the state, and where a `CausalLM` holds the library's model."""
+"""Prefix of the library's names in a checkpoint: the state's section, and the attribute of `CausalLM`."""
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
+FILE_BYTES = 4 << 30
+"""Size of a file: as many tensors as fit, at least one."""
 
 
 class StoredTensors:
-    """The model's tensors in the checkpoint `folder`, written by any number of ranks and stages. Of what was read last
-    one whole tensor stays in memory, since parts of it are often read one after the other."""
+    """The model's tensors in the checkpoint `folder`, written by any number of ranks and stages. The last tensor read
+    stays in memory, since parts of it are often read one after the other."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,15 +50,15 @@ class StoredTensors:
         return _PREFIX + name in self._known
 
     def tensor(self, name: str) -> LazyTensor:
-        """By the library's name.
+        """A tensor by the library's name.
 
         Raises:
-            KeyError: the checkpoint lacks it.
+            KeyError: The checkpoint lacks it.
         """
-        return _Stored(self, name, known=self._known[_PREFIX + name])
+        return _StoredTensor(self, name, known=self._known[_PREFIX + name])
 
     def whole(self, name: str) -> Tensor:
-        """All elements, read if they are not at hand."""
+        """All elements of a tensor."""
         if self._held is None or self._held[0] != name:
             self._held = None
             known = self._known[_PREFIX + name]
@@ -63,7 +70,7 @@ class StoredTensors:
         return self._held[1]
 
 
-class _Stored(LazyTensor):
+class _StoredTensor(LazyTensor):
     def __init__(self, stored: StoredTensors, name: str, *, known: TensorStorageMetadata) -> None:
         self._stored, self._name = stored, name
         super().__init__(shape=known.size, dtype=known.properties.dtype)
@@ -72,29 +79,16 @@ class _Stored(LazyTensor):
         return read(self._stored.whole(self._name), box)
 
 
-_RULES = (
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
-)
-
-FILE_BYTES = 4 << 30
-"""A file holds as many tensors as fit, one at least."""
-
-
 def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | Path, vocab_size: int) -> None:
-    """Write model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has files.
-
-    Needs memory for one file and one tensor of the checkpoint; no process group.
+    """Write the model (safetensors, in `model.dtype`), its configuration, and the tokenizer or processor if it has
+    files. Needs memory for one file and one tensor of the checkpoint.
 
     Raises:
-        ConfigError: `out_dir` holds something already.
+        ConfigError: `out_dir` is not empty.
     """
     target = Path(out_dir)
     if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or not there yet; give another folder")
+        raise ConfigError(f"OUT_DIR is {out_dir}, must be empty or absent; give another folder")
     library = library_on_meta(model_config(config.model, vocab_size=vocab_size))
     target.mkdir(parents=True, exist_ok=True)
     _write_weights(_as_in_files(library, StoredTensors(Path(checkpoint))), target, dtype=DTYPES[config.model.dtype])
@@ -103,26 +97,27 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
     if library.can_generate():
         library.generation_config.save_pretrained(target)
     tokenizer = config.data.processor or config.data.tokenizer
-    if tokenizer != "bytes":
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(target)
-    if config.data.processor is not None:
-        _copy_rules(config.data.processor, target)
+    if tokenizer not in (None, "bytes"):
+        _copy_tokenizer(tokenizer, target, is_processor=config.data.processor is not None)
 
 
-def _copy_rules(processor: str, target: Path) -> None:
-    """What a processor has beside its tokenizer, as it is."""
+def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
+    """Save the tokenizer, and copy the files that a processor has beside it."""
+    from transformers import AutoTokenizer
     from transformers.utils import cached_file
 
-    for name in _RULES:
-        found = cached_file(processor, name, _raise_exceptions_for_missing_entries=False)
+    source, local_only = locate(name, key="data.processor" if is_processor else "data.tokenizer")
+    options = {"local_files_only": local_only, "_raise_exceptions_for_missing_entries": False}
+    options["_raise_exceptions_for_connection_errors"] = False
+    AutoTokenizer.from_pretrained(source, local_files_only=local_only).save_pretrained(target)
+    for file in _PROCESSOR_FILES if is_processor else ():
+        found = cached_file(source, file, **options)
         if found is not None:
-            shutil.copyfile(found, target / name)
+            shutil.copyfile(found, target / file)
 
 
 def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | Tensor]:
-    """By names of files, in their layout: what loading converts, the other way round. A tied matrix comes once."""
+    """Tensors by name and layout in files: the reverse of the conversions of loading. A tied matrix occurs once."""
     state: dict[str, Any] = {}
     for name, names in aliases_of(library).items():
         if not names & state.keys():
@@ -130,7 +125,7 @@ def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | 
     try:
         return revert_weight_conversion(library, dict(state))  # type: ignore[no-any-return]
     except Exception:
-        # A conversion that asks more of its tensors than `LazyTensor` knows.
+        # A conversion with operations that `LazyTensor` lacks.
         whole = {name: source.whole().clone() for name, source in state.items() if isinstance(source, LazyTensor)}
         return revert_weight_conversion(library, whole)  # type: ignore[no-any-return]
 
@@ -164,7 +159,7 @@ def _files(sources: Mapping[str, LazyTensor | Tensor], *, itemsize: int) -> Iter
 
 
 def _own_copy(source: LazyTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    """In memory of its own; numbers that are not floating-point keep their kind."""
+    """A copy in `dtype`, or in its own if it is not floating-point."""
     value = source.whole() if isinstance(source, LazyTensor) else source
     kept = dtype if value.is_floating_point() else value.dtype
     return torch.empty(value.shape, dtype=kept).copy_(value)

@@ -1,11 +1,12 @@
-"""Tensors that are read part by part, and only the parts that are asked for.
+"""Tensors that are read in parts, only those that are needed.
 
-The transformers library stacks, joins, cuts and transposes what it finds in files to make parameters of it, with plain
+The transformers library stacks, concatenates, splits and transposes the tensors of files to make parameters, with plain
 torch functions. Called with a `LazyTensor` these read nothing and give another one; any other function reads the whole
-tensor and goes on with that, so that every conversion works, and common ones cost no memory.
+tensor, so that every conversion works and the common ones need no memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,23 +39,15 @@ class LazyTensor:
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> "LazyTensor":
-        """What is read is contiguous anyway."""
+        """Return self: what is read is contiguous."""
         return self
 
-    def chunk(self, chunks: int, dim: int = 0) -> Any:
-        return torch.chunk(self, chunks, dim=dim)  # type: ignore[arg-type]
-
-    def squeeze(self, dim: int) -> Any:
-        return torch.squeeze(self, dim)  # type: ignore[call-overload]
-
-    def transpose(self, dim0: int, dim1: int) -> Any:
-        return torch.transpose(self, dim0, dim1)  # type: ignore[arg-type]
-
     def __getattr__(self, name: str) -> Any:
-        """Whatever else tensors can do is done with all elements."""
+        """A method of tensors: lazy if there is such a function, else of the whole tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        function = _LAZY.get(getattr(torch, name, None))  # type: ignore[arg-type]
+        return getattr(self.whole(), name) if function is None else partial(function, self)
 
     @classmethod
     def __torch_function__(
@@ -82,123 +75,107 @@ def _whole(value: Any) -> Any:
     return value.whole() if isinstance(value, LazyTensor) else value
 
 
-class _Stacked(LazyTensor):
-    """Equal shapes, one after the other along a new dimension."""
+class _Derived(LazyTensor):
+    """The result of a function of other tensors, whose elements `elements` reads."""
 
-    def __init__(self, parts: Sequence[Source], dim: int = 0) -> None:
-        shapes = {tuple(part.shape) for part in parts}
-        if len(shapes) != 1:
-            raise ValueError(f"parts of shapes {sorted(shapes)} cannot be stacked; they must be equal")
-        (shape,) = shapes
-        self._parts, self._dim = parts, dim % (len(shape) + 1)
-        super().__init__(shape=(*shape[: self._dim], len(parts), *shape[self._dim :]), dtype=parts[0].dtype)
+    def __init__(self, elements: Callable[[Box], Tensor], *, shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape=shape, dtype=dtype)
+        self._elements = elements
 
     def read(self, box: Box) -> Tensor:
-        start, count = box.offsets[self._dim], box.sizes[self._dim]
-        inside = Box(offsets=_without(box.offsets, self._dim), sizes=_without(box.sizes, self._dim))
-        return torch.stack([read(part, inside) for part in self._parts[start : start + count]], self._dim)
+        return self._elements(box)
 
 
-class _Joined(LazyTensor):
-    """One after the other along a dimension that they have."""
+def _stack(parts: Sequence[Source], dim: int = 0) -> LazyTensor:
+    shapes = {tuple(part.shape) for part in parts}
+    if len(shapes) != 1:
+        raise ValueError(f"parts of shapes {sorted(shapes)} cannot be stacked; they must be equal")
+    (shape,) = shapes
+    dim %= len(shape) + 1
 
-    def __init__(self, parts: Sequence[Source], dim: int = 0) -> None:
-        self._parts, self._dim = parts, dim % len(parts[0].shape)
-        others = {_without(tuple(part.shape), self._dim) for part in parts}
-        if len(others) != 1:
-            shapes = [tuple(part.shape) for part in parts]
-            raise ValueError(f"parts of shapes {shapes} cannot be joined along dimension {self._dim}")
-        total = sum(part.shape[self._dim] for part in parts)
-        super().__init__(shape=_replaced(parts[0].shape, self._dim, total), dtype=parts[0].dtype)
+    def elements(box: Box) -> Tensor:
+        start, count = box.offsets[dim], box.sizes[dim]
+        inside = Box(offsets=_without(box.offsets, dim), sizes=_without(box.sizes, dim))
+        return torch.stack([read(part, inside) for part in parts[start : start + count]], dim)
 
-    def read(self, box: Box) -> Tensor:
-        return torch.cat(list(self._met(box)), self._dim)
+    return _Derived(elements, shape=(*shape[:dim], len(parts), *shape[dim:]), dtype=parts[0].dtype)
 
-    def _met(self, box: Box) -> Iterator[Tensor]:
-        at, start, stop = 0, box.offsets[self._dim], box.offsets[self._dim] + box.sizes[self._dim]
-        for part in self._parts:
-            size = part.shape[self._dim]
-            first, last = max(start - at, 0), min(stop - at, size)
+
+def _cat(parts: Sequence[Source], dim: int = 0) -> LazyTensor:
+    dim %= len(parts[0].shape)
+    if len({_without(tuple(part.shape), dim) for part in parts}) != 1:
+        shapes = [tuple(part.shape) for part in parts]
+        raise ValueError(f"parts of shapes {shapes} cannot be concatenated along dimension {dim}")
+
+    def overlaps(box: Box) -> Iterator[Tensor]:
+        at, start, stop = 0, box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        for part in parts:
+            first, last = max(start - at, 0), min(stop - at, part.shape[dim])
             if first < last:
-                yield read(
-                    part,
-                    Box(
-                        offsets=_replaced(box.offsets, self._dim, first),
-                        sizes=_replaced(box.sizes, self._dim, last - first),
-                    ),
-                )
-            at += size
+                sizes = _replaced(box.sizes, dim, last - first)
+                yield read(part, Box(offsets=_replaced(box.offsets, dim, first), sizes=sizes))
+            at += part.shape[dim]
 
-
-class _Cut(LazyTensor):
-    """Indices `[start, start + size)` of a dimension."""
-
-    def __init__(self, source: LazyTensor, *, dim: int, start: int, size: int) -> None:
-        self._source, self._dim, self._start = source, dim, start
-        super().__init__(shape=_replaced(source.shape, dim, size), dtype=source.dtype)
-
-    def read(self, box: Box) -> Tensor:
-        offsets = _replaced(box.offsets, self._dim, box.offsets[self._dim] + self._start)
-        return self._source.read(Box(offsets=offsets, sizes=box.sizes))
-
-
-class _Squeezed(LazyTensor):
-    """Without a dimension of size 1."""
-
-    def __init__(self, source: LazyTensor, dim: int) -> None:
-        self._source, self._dim = source, dim % source.ndim
-        super().__init__(shape=_without(source.shape, self._dim), dtype=source.dtype)
-
-    def read(self, box: Box) -> Tensor:
-        offsets = (*box.offsets[: self._dim], 0, *box.offsets[self._dim :])
-        sizes = (*box.sizes[: self._dim], 1, *box.sizes[self._dim :])
-        return self._source.read(Box(offsets=offsets, sizes=sizes)).squeeze(self._dim)
-
-
-class _Swapped(LazyTensor):
-    """With two dimensions in each other's place."""
-
-    def __init__(self, source: LazyTensor, *, dims: tuple[int, int]) -> None:
-        self._source, self._dims = source, dims
-        super().__init__(shape=self._swap(source.shape), dtype=source.dtype)
-
-    def read(self, box: Box) -> Tensor:
-        inside = Box(offsets=self._swap(box.offsets), sizes=self._swap(box.sizes))
-        return self._source.read(inside).transpose(*self._dims)
-
-    def _swap(self, values: Sequence[int]) -> tuple[int, ...]:
-        first, second = self._dims
-        return _replaced(_replaced(values, first, values[second]), second, values[first])
+    total = sum(part.shape[dim] for part in parts)
+    shape = _replaced(parts[0].shape, dim, total)
+    return _Derived(lambda box: torch.cat(list(overlaps(box)), dim), shape=shape, dtype=parts[0].dtype)
 
 
 def _split(source: LazyTensor, sizes: int | Sequence[int], dim: int = 0) -> tuple[LazyTensor, ...]:
-    """As `torch.split`: pieces of so many indices each, or of these sizes."""
     dim %= source.ndim
     total = source.shape[dim]
     counts = [min(sizes, total - at) for at in range(0, total, sizes)] if isinstance(sizes, int) else sizes
     if sum(counts) != total:
         raise ValueError(f"sizes {list(counts)} do not make up {total}, dimension {dim} of {tuple(source.shape)}")
     starts = [sum(counts[:at]) for at in range(len(counts))]
-    return tuple(_Cut(source, dim=dim, start=start, size=size) for start, size in zip(starts, counts, strict=True))
+    return tuple(_narrow(source, dim, start, size) for start, size in zip(starts, counts, strict=True))
+
+
+def _narrow(source: LazyTensor, dim: int, start: int, size: int) -> LazyTensor:
+    def elements(box: Box) -> Tensor:
+        return source.read(Box(offsets=_replaced(box.offsets, dim, box.offsets[dim] + start), sizes=box.sizes))
+
+    return _Derived(elements, shape=_replaced(source.shape, dim, size), dtype=source.dtype)
 
 
 def _chunk(source: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
-    """As `torch.chunk`: at most so many, all but the last of one size."""
     return _split(source, -(-source.shape[dim] // chunks), dim)
 
 
+def _squeeze(source: LazyTensor, dim: int) -> LazyTensor:
+    if source.shape[dim] != 1:
+        return source
+    dim %= source.ndim
+
+    def elements(box: Box) -> Tensor:
+        offsets = (*box.offsets[:dim], 0, *box.offsets[dim:])
+        return source.read(Box(offsets=offsets, sizes=(*box.sizes[:dim], 1, *box.sizes[dim:]))).squeeze(dim)
+
+    return _Derived(elements, shape=_without(source.shape, dim), dtype=source.dtype)
+
+
 def _transpose(source: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
-    return _Swapped(source, dims=(dim0 % source.ndim, dim1 % source.ndim))
+    first, second = dim0 % source.ndim, dim1 % source.ndim
+
+    def swapped(values: Sequence[int]) -> tuple[int, ...]:
+        return _replaced(_replaced(values, first, values[second]), second, values[first])
+
+    def elements(box: Box) -> Tensor:
+        inside = Box(offsets=swapped(box.offsets), sizes=swapped(box.sizes))
+        return source.read(inside).transpose(first, second)
+
+    return _Derived(elements, shape=swapped(source.shape), dtype=source.dtype)
 
 
 _LAZY: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch.stack: _Stacked,
-    torch.cat: _Joined,
+    torch.stack: _stack,
+    torch.cat: _cat,
     torch.chunk: _chunk,
     torch.split: _split,
-    torch.squeeze: lambda source, dim: _Squeezed(source, dim) if source.shape[dim] == 1 else source,
+    torch.squeeze: _squeeze,
     torch.transpose: _transpose,
 }
+"""Lazy versions of torch functions, with their parameters."""
 
 
 def _without(values: Sequence[int], dim: int) -> tuple[int, ...]:

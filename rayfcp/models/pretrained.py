@@ -1,10 +1,9 @@
-"""The safetensors files of a model: which tensors they hold, and parts of these, read one by one.
-
-Weights of a Hugging Face folder straight into a model that may be sharded: each device reads its own parts.
+"""Weights of safetensors files, directly into a model that may be sharded: each device reads its own part.
 
 Names and layouts in files are those of a family's first release; the library renames tensors, and fuses or splits
-them, when it opens a model. Here its conversions run on `LazyTensor`s: what they come to is a recipe for reading, and a
-device holds no more than its shard and `BLOCK_BYTES`, but where a conversion is of a kind that needs whole tensors.
+them, when it opens a model. Here its conversions run on `LazyTensor`s: the result is a recipe for reading, and a device
+holds no more than its shard and `BLOCK_BYTES`, except where a conversion needs whole tensors. (The reader of
+torch.distributed.checkpoint for these files knows no conversions.)
 """
 
 import copy
@@ -23,6 +22,7 @@ from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from rayfcp.config import ConfigError
+from rayfcp.data.hub import locate
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.lazy import LazyTensor, Source, read
 from rayfcp.models.library import make_library_model
@@ -32,24 +32,34 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter
 
 
+BLOCK_BYTES = 64 << 20
+"""Read at a time, beside the parameters: little memory, large enough for full disk bandwidth."""
+
+_OLD_TABLES = r"rotary_emb\.inv_freq$"
+"""Tables that older releases stored, and that are computed."""
+
+_MAX_NAMED = 3
+"""Tensor names in an error message."""
+
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class WeightFiles:
-    """Of a folder, or of a name that the Hugging Face hub knows, whose files are fetched when they are needed.
+    """The safetensors files of a folder, or of a hub repository, fetched when they are needed.
 
     Opens files and reads their headers; elements only where a tensor is read. `bytes_read`: of elements so far.
 
     Args:
         path: `model.path`.
-        headers_only: tensors have shapes, but reading one gives no elements (it is on the meta device).
+        headers_only: Reading a tensor gives one on the meta device.
 
     Raises:
-        ConfigError: there are no safetensors, or the index is broken.
+        ConfigError: There are no safetensors, or the index is broken.
     """
 
     def __init__(self, path: str, *, headers_only: bool = False) -> None:
         self.path = path
+        self._source, self._local_only = locate(path, key="model.path")
         self.headers_only = headers_only
         self.bytes_read = 0
         self._open: dict[str, Any] = {}
@@ -66,13 +76,13 @@ class WeightFiles:
 
     @property
     def names(self) -> Iterable[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
         return self._file_of.keys()
 
     def tensor(self, name: str) -> "FileTensor":
         """
         Raises:
-            ConfigError: its file is missing, damaged, or lacks it, or it does not hold plain floating-point numbers.
+            ConfigError: Its file is missing, damaged, or lacks it, or it does not hold plain floating-point numbers.
         """
         file = self._file_of[name]
         try:
@@ -90,12 +100,13 @@ class WeightFiles:
         return FileTensor(self, part, dtype=dtype)
 
     def _find(self, file: str) -> Path | None:
-        """None if it is not there."""
-        folder = Path(self.path).expanduser()
+        """The file in the folder or the hub's cache, None if there is none."""
+        folder = Path(self._source)
         if folder.is_dir():
             return folder / file if (folder / file).is_file() else None
+        options = {"local_files_only": self._local_only, "_raise_exceptions_for_missing_entries": False}
         try:
-            found = cached_file(self.path, file, _raise_exceptions_for_missing_entries=False)
+            found = cached_file(self._source, file, **options)
         except OSError as error:
             first = str(error).splitlines()[0]
             raise ConfigError(f"model.path is {self.path!r}, no weights are there ({first}); give a folder") from error
@@ -142,29 +153,19 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ConfigError(f"model.path has a broken {index.name} ({type(error).__name__}); fetch it again") from error
 
 
-BLOCK_BYTES = 64 << 20
-"""Read at a time."""
-
-_OLD_TABLES = r"rotary_emb\.inv_freq$"
-"""Tables that older releases stored, and that are computed."""
-
-_NAMED = 3
-"""Names in a message."""
-
-
 def library_on_meta(config: PreTrainedConfig) -> Any:
-    """The whole model without memory. It gets a configuration of its own, since the library's models write into
+    """The whole model on the meta device, with a copy of the configuration, since the library's models write into
     theirs."""
     with torch.device("meta"):
         return make_library_model(copy.deepcopy(config))
 
 
 def check_weights(path: str, config: PreTrainedConfig) -> None:
-    """Compare the headers of a folder's files with the model's configuration. What is on the hub is compared where it
-    is fetched, by the devices.
+    """Compare the headers of a folder's files with the model's configuration. Files on the hub are compared where they
+    are fetched, by the devices.
 
     Raises:
-        ConfigError: names what is missing, of another shape, or has no place in the model.
+        ConfigError: Tensors are missing, of another shape, or have no place in the model.
     """
     if Path(path).expanduser().is_dir():
         library = library_on_meta(config)
@@ -173,11 +174,11 @@ def check_weights(path: str, config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def fill_pretrained(model: nn.Module, path: str, *, config: PreTrainedConfig) -> int:
-    """Overwrite the parameters of `model`, of the library or a stage of one, and the buffers that its files hold; of
-    what is sharded, this device's part. Nothing is sent. Returns the bytes of elements that were read.
+    """Overwrite the parameters of `model`, a library model or a stage of one, and the buffers that its files hold; of
+    sharded tensors this device's part. No communication. Returns the bytes of elements read.
 
     Raises:
-        ConfigError: the files do not fit, as in `check_weights`, or a tied matrix is there twice and differs.
+        ConfigError: The files do not fit, as in `check_weights`, or hold a tied matrix twice with different values.
     """
     files = WeightFiles(path)
     _fill(model, library_on_meta(config), files)
@@ -211,13 +212,13 @@ def _fill(model: nn.Module, library: Any, files: WeightFiles) -> None:
     missing = sorted(name for name, tensor in wanted.items() if id(tensor) not in filled)
     if missing:
         raise ConfigError(
-            f"model.path is {files.path!r}, its files lack {_some(missing)}; give weights and configuration of one "
+            f"model.path is {files.path!r}, its files lack {_listed(missing)}; give weights and configuration of one "
             "model"
         )
 
 
 def aliases_of(library: Any) -> dict[str, set[str]]:
-    """By name in the model's state: all names of the same tensor."""
+    """All names of the same tensor, by each name in the model's state."""
     state = library.state_dict(keep_vars=True)
     names: dict[int, set[str]] = {}
     for name, tensor in state.items():
@@ -227,13 +228,13 @@ def aliases_of(library: Any) -> dict[str, set[str]]:
 
 @dataclass(slots=True)
 class _Recipe:
-    """Tensors of the files, by name and by what the converter matched, that become one or more of the model's."""
+    """Tensors of the files, by name and matched pattern, that become one or more of the model's."""
 
     converter: "WeightConverter | None"
     parts: list[tuple[str, str]] = field(default_factory=list)
 
     def may_make(self, name: str, wanted: Iterable[str]) -> bool:
-        """Whether something in `wanted` can come of it. `name`: the first that it makes."""
+        """True if it may produce something in `wanted`. `name`: its first target."""
         patterns = self.converter.target_patterns if self.converter else [name]
         if len(patterns) == 1:
             return name in wanted
@@ -241,20 +242,20 @@ class _Recipe:
 
 
 def _sources(files: WeightFiles, library: Any, *, wanted: Iterable[str]) -> Iterator[tuple[str, Source]]:
-    """Names of the library's model, those in `wanted`, and what the files give for them.
+    """Names in `wanted` of the library's model, each with its source.
 
     Raises:
-        ConfigError: a tensor of the files has no place in the model, or cannot be converted.
+        ConfigError: A tensor of the files has no place in the model, or cannot be converted.
     """
     for name, recipe in _recipes(files, library).items():
         if recipe.may_make(name, wanted):
-            made = _made(name, recipe, files, library)
+            made = _converted(name, recipe, files, library)
             yield from ((each, source) for each, source in made.items() if each in wanted)
 
 
 def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
-    """By the first name that each makes; in the library's order, which is that of parts to be stacked."""
-    # Models with random weights need none of this, which is young in the library.
+    """Recipes by first target, in the library's order, which is that of parts to be stacked."""
+    # Imported here: models with random weights need none of these recent parts of the library.
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -276,33 +277,33 @@ def _recipes(files: WeightFiles, library: Any) -> dict[str, _Recipe]:
             unexpected.append(key)
     if unexpected:
         raise ConfigError(
-            f"model.path is {files.path!r}, {type(library).__name__} has no place for {_some(unexpected)} of its "
+            f"model.path is {files.path!r}, {type(library).__name__} has no place for {_listed(unexpected)} of its "
             "files; give weights and configuration of one model"
         )
     return recipes
 
 
 def _is_ignored(key: str, name: str, library: Any) -> bool:
-    """What the library passes over too, such as layers that only decoding uses."""
+    """True for tensors that the library ignores too, such as layers that only decoding uses."""
     patterns = (*(library._keys_to_ignore_on_load_unexpected or ()), _OLD_TABLES)
     return any(re.search(pattern, each) for pattern in patterns for each in (key, name))
 
 
-def _made(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> dict[str, Source]:
+def _converted(name: str, recipe: _Recipe, files: WeightFiles, library: Any) -> dict[str, Source]:
     sources = {key: files.tensor(key) for key, _ in recipe.parts}
     if recipe.converter is None:
         return {name: next(iter(sources.values()))}
     try:
         return _convert(name, recipe, sources, library)
     except Exception:
-        # A conversion that asks more of its tensors than `LazyTensor` knows.
+        # A conversion with operations that `LazyTensor` lacks.
         whole = {key: source.whole() for key, source in sources.items()}
     try:
         return _convert(name, recipe, whole, library)
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            f"model.path is {files.path!r}, {name} cannot be made of {_some(list(sources))} "
+            f"model.path is {files.path!r}, {name} cannot be made of {_listed(list(sources))} "
             f"({type(error).__name__}: {first}); give weights and configuration of one model"
         ) from error
 
@@ -317,7 +318,7 @@ def _convert(name: str, recipe: _Recipe, sources: Any, library: Any) -> dict[str
 
 
 def _blocks(source: Source, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Parts of this device's part of `target`, its own memory, and what `source` has for them."""
+    """Blocks of this device's part of `target`, views of its memory, each with its values."""
     box = own_box(target)
     local = (target.to_local() if isinstance(target, DTensor) else target).detach()
     if not box.num_elements:
@@ -333,6 +334,6 @@ def _blocks(source: Source, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield local[start : start + size], read(source, part)
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more

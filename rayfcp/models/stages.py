@@ -1,9 +1,9 @@
-"""One stage of a pipeline cut out of a library model, in place; what stays keeps its name.
+"""One pipeline stage cut out of a library model, in place; names of the remaining modules do not change.
 
-The list of layers keeps its length: modules without weights stand for the layers of other stages, and hand on what they
-get. The decoder runs as it is, so that whatever its family does around layers (tables of rotary factors, masks) is
-done on every stage; what it does to embeddings before the first layer is done once, since later stages take what came
-from the stage before at the place of the first layer.
+The list of layers keeps its length: modules without weights replace the layers of other stages and return their input.
+The decoder runs unchanged, so that whatever its family does around layers (rotary tables, masks) is done on every
+stage. What it does to embeddings before the first layer is done once, since on later stages the first layer is replaced
+by one that returns the activations received from the previous stage.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,8 @@ class Stage:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.num_layers:
             raise ValueError(
-                f"layers [{self.start}, {self.stop}) of {self.num_layers}: a stage has at least one layer and none "
-                "beyond the last; lower cluster.pipeline_stages"
+                f"a stage has layers [{self.start}, {self.stop}), must have at least one of the model's "
+                f"{self.num_layers}; lower cluster.pipeline_stages"
             )
 
     @property
@@ -39,7 +39,7 @@ class Stage:
 
 
 def stages_of(layers_of_stage: Sequence[int]) -> tuple[Stage, ...]:
-    """Stages of so many layers each, in order.
+    """Stages in order, by their numbers of layers.
 
     >>> [(stage.start, stage.stop) for stage in stages_of((3, 2))]
     [(0, 3), (3, 5)]
@@ -54,7 +54,7 @@ def stages_of(layers_of_stage: Sequence[int]) -> tuple[Stage, ...]:
 def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     """
     Raises:
-        TypeError: the decoder has none.
+        TypeError: The decoder has no list of layers.
     """
     found = getattr(decoder, "layers", None)
     if not isinstance(found, nn.ModuleList):
@@ -62,12 +62,12 @@ def decoder_layers(decoder: nn.Module) -> nn.ModuleList:
     return found
 
 
-class Elsewhere(nn.Module):
-    """Stands for a module of another stage: gives back what it gets, or 0 if it gets no activations."""
+class SkippedModule(nn.Module):
+    """Replaces a module of another stage: returns its input, or 0 if it gets no activations."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        # Decoders ask their layers for such things as the kind of their attention.
+        # Decoders read attributes of their layers, such as the type of their attention.
         plain = {name: value for name, value in vars(module).items() if isinstance(value, str | int | float)}
         vars(self).update({name: value for name, value in plain.items() if name not in vars(self)})
 
@@ -76,8 +76,8 @@ class Elsewhere(nn.Module):
         return next(found, 0.0)
 
 
-class Entry(Elsewhere):
-    """Stands for the model's first layer on a later stage: gives what came from the stage before, set in `hidden`."""
+class StageInput(SkippedModule):
+    """Replaces the model's first layer on a later stage: returns the received activations, set in `hidden`."""
 
     hidden: Tensor | None = None
 
@@ -87,17 +87,17 @@ class Entry(Elsewhere):
 
 
 def is_tied(library: Any) -> bool:
-    """Whether embedding and head are one matrix."""
+    """True if embedding and head are one matrix."""
     outputs = library.get_output_embeddings()
     return outputs is not None and library.get_input_embeddings().weight is outputs.weight
 
 
 def cut(library: Any, stage: Stage) -> None:
-    """Leave only what `stage` runs. A tied matrix stays on both ends, under both its names.
+    """Remove what `stage` does not run. A tied matrix stays on the first and last stage, under both its names.
 
     Raises:
-        TypeError: the model's decoder has no list of layers.
-        ValueError: the stage is of a model with more or fewer layers.
+        TypeError: The model's decoder has no list of layers.
+        ValueError: The stage is of a model with another number of layers.
     """
     decoder = library.get_decoder()
     layers = decoder_layers(decoder)
@@ -105,14 +105,14 @@ def cut(library: Any, stage: Stage) -> None:
         raise ValueError(f"the stage is of {stage.num_layers} layers, {type(decoder).__name__} has {len(layers)}")
     for module in list(_others(library, stage)):
         name = next(name for name, each in library.named_modules() if each is module)
-        library.set_submodule(name, Elsewhere(module))
+        library.set_submodule(name, SkippedModule(module))
     for number, layer in enumerate(layers):
         if not stage.start <= number < stage.stop:
-            layers[number] = Entry(layer) if number == 0 else Elsewhere(layer)
+            layers[number] = StageInput(layer) if number == 0 else SkippedModule(layer)
 
 
 def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:
-    """What stands before and after the layers on other stages: embeddings, final norm, head."""
+    """Modules outside of the layers that other stages run: embeddings, final norm, head."""
     embedding = library.get_input_embeddings()
     keeps_embedding = stage.is_first or (stage.is_last and is_tied(library))
     is_ours = stage.is_first
@@ -126,8 +126,8 @@ def _others(library: Any, stage: Stage) -> Iterator[nn.Module]:
 
 
 def enter(decoder: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
-    """Let `hidden`, `[tokens, hidden]`, come out of where the first layer was; the decoder's arguments for it."""
+    """Let the decoder's first layer return `hidden`, `[tokens, hidden]`; the decoder's arguments for it."""
     first = decoder_layers(decoder)[0]
-    assert isinstance(first, Entry)
+    assert isinstance(first, StageInput)
     first.hidden = hidden.unsqueeze(0)
     return {"inputs_embeds": first.hidden.detach()}

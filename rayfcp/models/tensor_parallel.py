@@ -1,8 +1,8 @@
-"""Layers split over tensor-parallel devices by the library's own plan of the model's family.
+"""Layers split over tensor-parallel devices by the library's plan for the model's family.
 
 Every device holds heads / T query heads, kv_heads / T key and value heads and ffn_size / T of the MLP, and runs
-attention on its own heads. Between layers all devices hold the same hidden states; each layer sums twice in
-forward, after attention and after the MLP. Embedding, norms and head are whole on each device.
+attention on its own heads. Between layers all devices hold the same hidden states; each layer has two all-reduces in
+forward, after attention and after the MLP. Embedding, norms and head are replicated.
 """
 
 import functools
@@ -27,10 +27,10 @@ from rayfcp.models.library import with_layers
 _LAYERS = "layers.*."
 _STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
-"""Styles of what every device holds whole."""
+"""Styles of replicated modules."""
 
 _HIDDEN = "hidden_states"
-"""Keyword under which blocks of layers may take their input; else it comes first."""
+"""Keyword of the input of attention and MLP; without it the input is the first argument."""
 
 _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
@@ -38,8 +38,8 @@ _DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> None:
     """
     Raises:
-        ConfigError: heads, key and value heads or MLP cannot be shared out evenly, or the library has no plan for
-            the family, or one that we do not run.
+        ConfigError: Heads, KV heads or MLP do not divide evenly, or the library has no plan for the family, or one
+            with other styles.
     """
     if tensor_parallel == 1:
         return
@@ -68,7 +68,7 @@ def check_tensor_parallel(config: PreTrainedConfig, tensor_parallel: int) -> Non
 
 
 def layer_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """Style by name of a module inside a layer, as the library gives it; nothing where it gives none."""
+    """The library's style of each module inside a layer, by name; empty if the family has no plan."""
     whole = getattr(config, "base_model_tp_plan", None) or {}
     return {name.removeprefix(_LAYERS): style for name, style in whole.items() if name.startswith(_LAYERS)}
 
@@ -76,11 +76,10 @@ def layer_plan(config: PreTrainedConfig) -> dict[str, str]:
 def split_layers_over(
     module: nn.Module, layers: Iterable[nn.Module], *, config: Any, mesh: DeviceMesh
 ) -> tuple[str, ...]:
-    """Split the matrices of `layers`, part of `module`, over a mesh of one dimension, in place; before they are
-    sharded.
+    """Split the matrices of `layers`, part of `module`, over a one-dimensional mesh, in place, before FSDP shards them.
 
-    Returns the names, in `module`, of parameters that are whole on each device but see only its heads: their
-    gradients are parts of a sum over the mesh.
+    Returns the names, in `module`, of parameters that are replicated but applied to a device's own heads: their
+    gradients are partial sums over the mesh.
     """
     plan = layer_plan(config)
     styles: dict[str, ParallelStyle] = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
@@ -95,15 +94,15 @@ def split_layers_over(
 
 
 class _SplitBlock(ParallelStyle):
-    """What attention or MLP takes is the same on all devices. Said once for the block and not by each of its matrices,
-    so that the gradient of its input is summed over devices once."""
+    """Marks the input of attention or MLP as replicated: once for the block instead of once per matrix, so that the
+    gradient of its input is summed over devices once."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(functools.partial(_same_everywhere, device_mesh), with_kwargs=True)
+        module.register_forward_pre_hook(functools.partial(_replicate_input, device_mesh), with_kwargs=True)
         return module
 
 
-def _same_everywhere(
+def _replicate_input(
     mesh: DeviceMesh, _: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if _HIDDEN in keywords:

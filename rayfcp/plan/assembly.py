@@ -1,11 +1,4 @@
-"""A global batch as columns, in the order in which all planners walk it.
-
-Stage 1: sequences into atomic groups by best-fit decreasing (Flexible Context Parallelism, section 4.4).
-
-Which primitives a planner may use.
-
-From degrees and members to microbatch plans: ranks, predicted seconds, order.
-"""
+"""From a batch as columns, by drafts of groups (members and degrees), to microbatch plans: ranks, seconds, order."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -27,7 +20,7 @@ class Columns:
 
     ids: list[int]
     num_tokens: list[int]
-    cells: list[float]
+    pairs: list[float]
     compute_s: list[float]
 
 
@@ -35,13 +28,13 @@ def columns_of(sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Columns
     """The batch in the order in which all planners walk it."""
     ordered = sorted(sequences, key=attrgetter("id"))
     ordered.sort(key=attrgetter("num_tokens"), reverse=True)
-    cells = [sequence.attention_cells for sequence in ordered]
+    pairs = [sequence.attention_pairs for sequence in ordered]
     num_tokens = [sequence.num_tokens for sequence in ordered]
     return Columns(
         ids=[sequence.id for sequence in ordered],
         num_tokens=num_tokens,
-        cells=cells,
-        compute_s=cost.compute_s(np.array(cells, np.float64), np.array(num_tokens, np.float64)).tolist(),
+        pairs=pairs,
+        compute_s=cost.compute_s(np.array(pairs, np.float64), np.array(num_tokens, np.float64)).tolist(),
     )
 
 
@@ -144,7 +137,7 @@ class _Loads:
     """Drafts of all microbatches in one row, and what each holds."""
 
     drafts: list[Draft]
-    cells: Floats
+    pairs: Floats
     tokens: Floats
     degrees: Floats
 
@@ -154,7 +147,7 @@ class _Loads:
         owners = np.repeat(np.arange(len(drafts)), [len(draft.members) for draft in drafts])
         return cls(
             drafts=drafts,
-            cells=np.bincount(owners, np.array(batch.cells, np.float64)[members]).astype(np.float64),
+            pairs=np.bincount(owners, np.array(batch.pairs, np.float64)[members]).astype(np.float64),
             tokens=np.bincount(owners, np.array(batch.num_tokens, np.float64)[members]).astype(np.float64),
             degrees=np.array([draft.degree for draft in drafts], np.float64),
         )
@@ -181,7 +174,7 @@ class _Loads:
         for primitive in sorted(set(primitives)):
             at = np.array([each is primitive for each in primitives])
             seconds[:, at] = cost.passes_s(
-                self.cells[at],
+                self.pairs[at],
                 self.tokens[at],
                 degree=self.degrees[at],
                 primitive=primitive,

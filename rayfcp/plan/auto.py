@@ -3,7 +3,7 @@
 Microbatches of several strategies in one plan: ring groups for some, blocks or Ulysses for others.
 
 Of one stage only. Microbatches run one after the other, each by a program of its own, so that any of them may be
-exchanged for one or several that hold the same sequences: tokens stay placed once, cells computed once, and a step's
+exchanged for one or several that hold the same sequences: tokens stay placed once, pairs computed once, and a step's
 seconds stay the sum over its microbatches.
 
 All strategies' plans of a batch, by prediction.
@@ -25,7 +25,6 @@ from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, idle_passes_s
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.strategies.registry import AUTO, Proposal, StrategyInfo, strategies
-from rayfcp.plan.vision.encoding import encoded_anew
 from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec
 
 
@@ -37,7 +36,7 @@ def reprice(
     cost: CostModel,
     primitives: Sequence[Primitive] = (Primitive.RING,),
 ) -> BatchPlan:
-    """The same groups on the same ranks in the same order, pictures encoded by the same, with the seconds and the lower
+    """The same groups on the same ranks in the same order, images encoded by the same, with the seconds and the lower
     bound of `cost`.
 
     A plan priced anew by the model that it was made with is equal to itself. `primitives`: those that the planner
@@ -64,7 +63,7 @@ def reprice(
                 predicted_s=cost.microbatch_s(makespan_s, last=index == len(plan.microbatches) - 1),
             )
         )
-    priced = encoded_anew(microbatches, sequences, cluster=cluster, cost=cost)
+    priced = _with_images(microbatches, sequences, cluster=cluster, cost=cost)
     return dataclasses.replace(
         plan,
         microbatches=priced,
@@ -90,7 +89,7 @@ def group_passes(
     speeds = group_speeds([group.ranks for group in microbatch.groups], cluster=cluster).tolist()
     priced = (
         cost.passes_s(
-            sum(by_id[each].attention_cells for each in group.sequences),
+            sum(by_id[each].attention_pairs for each in group.sequences),
             sum(by_id[each].num_tokens for each in group.sequences),
             degree=group.degree,
             primitive=group.primitive,
@@ -159,7 +158,7 @@ class Mixer:
         timed = [(self._makespan_s(each), each) for each in microbatches]
         timed.sort(key=lambda each: (each[0], each[1].groups[0].sequences))
         last = len(timed) - 1
-        return encoded_anew(
+        return _with_images(
             [
                 replace(each, predicted_s=self._cost.microbatch_s(makespan_s, last=at == last))
                 for at, (makespan_s, each) in enumerate(timed)
@@ -168,6 +167,17 @@ class Mixer:
             cluster=self._cluster,
             cost=self._cost,
         )
+
+
+def _with_images(
+    microbatches: Sequence[MicrobatchPlan], sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
+) -> tuple[MicrobatchPlan, ...]:
+    """Microbatches, priced for the language model alone, with the seconds of their images added."""
+    if not any(each.encoding for each in microbatches):
+        return tuple(microbatches)
+    from rayfcp.plan.vision.encoding import reprice_images
+
+    return reprice_images(microbatches, sequences, cluster=cluster, cost=cost)
 
 
 MIXED = "mixed"

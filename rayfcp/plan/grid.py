@@ -25,17 +25,33 @@ def render_grid(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, width: in
         raise ValueError(f"width is {width}, must be at least {margin + MIN_COLUMNS + 1}; give more columns")
     lengths = {sequence.id: sequence.num_tokens for sequence in sequences}
     rows = [f"{_row_name(rank)}│" for rank in range(plan.num_ranks)]
-    for microbatch, columns in zip(shown, _columns(shown, total=width - margin - len(shown)), strict=True):
+    widths = _columns(shown, total=width - margin - len(shown))
+    for microbatch, columns in zip(shown, widths, strict=True):
         drawn = _draw(microbatch, lengths, columns=columns)
         rows = [row + drawn.get(rank, IDLE * columns) + "│" for rank, row in enumerate(rows)]
-    return "\n".join(_header(plan, num_shown=len(shown), width=width) + rows)
+    axis = " " * margin + _time_axis([microbatch.predicted_s for microbatch in shown], widths)
+    return "\n".join([*_header(plan, num_shown=len(shown), width=width), axis.rstrip()[:width], *rows])
+
+
+def _time_axis(seconds: Sequence[float], widths: Sequence[int]) -> str:
+    """Return the start time of each microbatch above its first column, and the end, as far as there is space."""
+    line, at, start_s = "", 0, 0.0
+    for length_s, columns in zip((*seconds, 0.0), (*widths, 0), strict=True):
+        text = _seconds(start_s) if start_s else "0 s"
+        end = at - len(text) if not columns else at
+        if end >= len(line) + bool(line):
+            line = line.ljust(end) + text
+        at, start_s = at + columns + 1, start_s + length_s
+    return line
 
 
 def _header(plan: BatchPlan, *, num_shown: int, width: int) -> list[str]:
     degrees = ", ".join(f"{degree} ({count}x)" for degree, count in plan.degrees.items())
     facts = (
-        f"{plan.strategy} on {plan.num_ranks} ranks: predicted {_seconds(plan.predicted_s)}, bound "
-        f"{_seconds(plan.lower_bound_s)}, gap {plan.gap:.3f}; degrees {degrees}"
+        f"{plan.strategy} on {plan.num_ranks} rank{'s' * (plan.num_ranks > 1)}: "
+        f"predicted {_seconds(plan.predicted_s)}, "
+        f"bound {_seconds(plan.lower_bound_s)}, "
+        f"gap {plan.gap:.3f}; degrees {degrees}"
     )
     lines = [facts, plan.reason]
     if num_shown < len(plan.microbatches):
@@ -83,8 +99,7 @@ def _label(group: Group, lengths: Mapping[int, int], *, heads: int) -> list[str]
     return [
         f" {degree} · {num_sequences} seq · {num_tokens} tok ",
         f" {degree} {num_sequences}seq {num_tokens} ",
-        f"{degree} {num_sequences}s {num_tokens}",
-        f"{degree} {num_sequences}s",
+        f"{degree} {num_sequences}seq",
         degree,
     ]
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cost.images import PictureColumns
+from rayfcp.cost.images import ImageColumns
 from rayfcp.cost.layout import exchanged_heads, hop_heads, ring_tokens, round_tokens
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import layouts_of
-from rayfcp.plan.vision.encoding import encoded_seconds
 from rayfcp.values import BatchPlan, Group, Imbalance, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Loads = npt.NDArray[np.float64]
@@ -25,11 +24,11 @@ def imbalance(
 
     `compute`: seconds of attention and linear layers, kernels slowed by short pieces as the cost model has it, at each
     rank's own speed (none: all are as fast);
-    `attention`: (query, key) cells, counted block by block, where d ranks share out heads 1/d of theirs on each
+    `attention`: (query, key) pairs, counted block by block, where d ranks share out heads 1/d of theirs on each
     rank; `memory`: tokens; `communication`: the larger of what is sent and received in forward, one head of
     one token as the unit (backward sends the same again, and gradients of the same tokens). Ranks without
     tokens count as 0, save those that compute their share of heads. A resource that nobody uses is balanced. `encoder`,
-    where `cost` has one: seconds of the pictures that each rank encodes, at its speed.
+    where `cost` has one: seconds of the images that each rank encodes, at its speed.
     """
     return imbalance_of(rank_loads(plan, sequences, cost=cost), speed_of_rank=speed_of_rank)
 
@@ -54,31 +53,41 @@ def imbalance_of(loads: Loads, *, speed_of_rank: Sequence[float] = ()) -> Imbala
     )
 
 
-def rank_loads(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cost: CostModel) -> Loads:
-    """`[microbatch, kind, rank]`: seconds of attention and linear layers, forward and backward, at speed 1; cells;
-    tokens; traffic; and, where `cost` has an encoder, seconds of pictures (`imbalance`)."""
+def rank_loads(
+    plan: BatchPlan,
+    sequences: Sequence[SequenceSpec],
+    *,
+    cost: CostModel,
+    layouts: Sequence[Layout] | None = None,
+) -> Loads:
+    """`[microbatch, kind, rank]`: seconds of attention and linear layers, forward and backward, at speed 1; pairs;
+    tokens; traffic; and, where `cost` has an encoder, seconds of images (`imbalance`). `layouts`: those of
+    `layouts_of` where the caller has them."""
     by_id = {sequence.id: sequence for sequence in sequences}
-    pairs = zip(plan.microbatches, layouts_of(plan, sequences), strict=True)
-    loads = np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in pairs])
+    layouts = layouts_of(plan, sequences) if layouts is None else layouts
+    both = zip(plan.microbatches, layouts, strict=True)
+    loads = np.stack([_loads(each, layout, by_id=by_id, cost=cost, num_ranks=plan.num_ranks) for each, layout in both])
     if cost.encoder is None:
         return loads
-    encoded_s = encoded_seconds(plan, PictureColumns.of(sequences), encoder=cost.encoder)
+    from rayfcp.plan.vision.encoding import encoded_seconds
+
+    encoded_s = encoded_seconds(plan, ImageColumns.of(sequences), encoder=cost.encoder)
     return np.concatenate((loads, encoded_s[:, None]), axis=1)
 
 
 def _loads(
     microbatch: MicrobatchPlan, layout: Layout, *, by_id: Mapping[int, SequenceSpec], cost: CostModel, num_ranks: int
 ) -> Loads:
-    """Compute, cells, tokens and traffic of each rank, shape [4, ranks]."""
+    """Compute, pairs, tokens and traffic of each rank, shape [4, ranks]."""
     ranks = np.array([block.rank for block in layout.blocks], np.int64)
     block_tokens = np.array([block.num_tokens for block in layout.blocks], np.float64)
-    cells_of_block = np.array(
-        [by_id[block.sequence].block_cells(block.start, block.stop) for block in layout.blocks], np.float64
+    pairs_of_block = np.array(
+        [by_id[block.sequence].block_pairs(block.start, block.stop) for block in layout.blocks], np.float64
     )
-    slower = cells_of_block * (cost.attention_half_tokens / block_tokens)  # each block of a free layout is a piece
-    tokens, cells, extra = (
+    slower = pairs_of_block * (cost.attention_half_tokens / block_tokens)  # each block of a free layout is a piece
+    tokens, pairs, extra = (
         np.bincount(ranks, each, minlength=num_ranks).astype(np.float64)
-        for each in (block_tokens, cells_of_block, slower)
+        for each in (block_tokens, pairs_of_block, slower)
     )
     earlier = [block for each in layout.context for block in each.blocks]
     context = np.bincount(
@@ -88,7 +97,7 @@ def _loads(
         traffic = hop_heads(cost, heads=layout.heads) * round_tokens(layout, num_ranks=num_ranks)
         for run in layout.runs(num_ranks) if layout.heads > 1 else ():
             held = list(run)
-            cells[held], extra[held] = cells[held].mean(), extra[held].mean()
+            pairs[held], extra[held] = pairs[held].mean(), extra[held].mean()
             traffic[held] += exchanged_heads(tokens[held], cost)
     else:
         traffic = np.zeros(num_ranks)
@@ -96,19 +105,19 @@ def _loads(
         held = list(group.ranks)
         by_heads = group.primitive is Primitive.ULYSSES and group.degree > 1
         if by_heads:
-            cells[held] = cells[held].mean()
+            pairs[held] = pairs[held].mean()
             traffic[held] = exchanged_heads(tokens[held], cost)
         elif microbatch.layout is None:
             traffic[held] = hop_heads(cost) * ring_tokens(tokens[held] + context[held])
         if by_heads or microbatch.layout is None:
-            extra[held] = _extra_cells(group, float(tokens[held].sum()), cost=cost) * (cells[held] > 0)
-    compute = cost.attention_s_per_cell * (cells + extra) + cost.linear_s_per_token * tokens
-    return np.stack((compute, cells, tokens, traffic))
+            extra[held] = _extra_pairs(group, float(tokens[held].sum()), cost=cost) * (pairs[held] > 0)
+    compute = cost.attention_s_per_pair * (pairs + extra) + cost.linear_s_per_token * tokens
+    return np.stack((compute, pairs, tokens, traffic))
 
 
-def _extra_cells(group: Group, num_tokens: float, *, cost: CostModel) -> float:
-    """Cells more on each rank that short pieces cost as much as, by the cost model's own terms."""
-    if cost.attention_s_per_cell == 0:
+def _extra_pairs(group: Group, num_tokens: float, *, cost: CostModel) -> float:
+    """Pairs more on each rank that short pieces cost as much as, by the cost model's own terms."""
+    if cost.attention_s_per_pair == 0:
         return 0.0
     passes = cost.terms(group.degree, primitive=group.primitive)
-    return float(sum(terms.attention_s_per_token for terms in passes)) * num_tokens / cost.attention_s_per_cell
+    return float(sum(terms.attention_s_per_token for terms in passes)) * num_tokens / cost.attention_s_per_pair

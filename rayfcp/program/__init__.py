@@ -1,4 +1,4 @@
-"""Programs of ranks: instructions, lowering of plans, text round trip, static checks."""
+"""Programs of ranks: instructions, lowering of plans, printing, and the progress check that runs before dispatch."""
 
 from rayfcp.program.columns import Attends
 from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
@@ -9,8 +9,7 @@ from rayfcp.program.instructions import (
     Backward,
     ContextSlot,
     Encode,
-    EncodedPictures,
-    Flow,
+    EncodedImages,
     Forward,
     Free,
     HeadProgram,
@@ -18,24 +17,23 @@ from rayfcp.program.instructions import (
     LayerKind,
     Load,
     Message,
-    Parcel,
     Payload,
     Piece,
     Range,
     RankProgram,
     Receive,
+    ReshuffleMessage,
     ReshuffleProgram,
     ReshuffleRound,
     Send,
+    StageFlow,
 )
-from rayfcp.program.lower import ALL_PRIMITIVES, RUNTIME_PRIMITIVES, lower
+from rayfcp.program.lower import lower
 from rayfcp.program.progress import check_progress
 from rayfcp.program.reshuffle import lower_reshuffle
-from rayfcp.program.text import from_text, to_text
+from rayfcp.program.text import to_text
 
 __all__ = [
-    "ALL_PRIMITIVES",
-    "RUNTIME_PRIMITIVES",
     "Attend",
     "Attends",
     "AttentionProgram",
@@ -43,8 +41,7 @@ __all__ = [
     "Backward",
     "ContextSlot",
     "Encode",
-    "EncodedPictures",
-    "Flow",
+    "EncodedImages",
     "Forward",
     "Free",
     "HeadProgram",
@@ -52,18 +49,18 @@ __all__ = [
     "LayerKind",
     "Load",
     "Message",
-    "Parcel",
     "Payload",
     "Piece",
     "Range",
     "RankProgram",
     "Receive",
+    "ReshuffleMessage",
     "ReshuffleProgram",
     "ReshuffleRound",
     "Send",
+    "StageFlow",
     "check_progress",
     "exchange_rounds",
-    "from_text",
     "head_rounds",
     "lower",
     "lower_reshuffle",

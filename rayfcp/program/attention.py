@@ -1,12 +1,8 @@
-"""Keys and values that a microbatch leaves for later ones: where they lie, and what must be kept.
+"""Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
 
-The slots of all ranks while a layout is lowered: what lies in them, and where it came from.
-
-Lowering of a layout to attention programs: slots, rounds, and the way of partial gradients home.
-
-Blocks of a context lie in slots of their own from the start, their home like slot 0 is that of own blocks. A
-transfer fills a new slot at its target (one for each home of its blocks), which attends to it in the next round. In
-backward the same transfers bring the slots again, and the partial dK, dV of a slot goes
+Blocks of a context lie in slots of their own from the start, at home there as own blocks are in slot 0. A transfer
+fills a new slot at its target (one for each home of its blocks), which attends to it in the next round. In backward
+the same transfers bring the slots again, and the partial dK, dV of a slot goes
 
 - to the rank that the slot was passed on to, one round after the slot went there (rings); the
   receiver adds its own part; or
@@ -29,19 +25,201 @@ receive from several ranks.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rayfcp.program.attends import Attending, BandedQueries, PictureQueries, Queries
-from rayfcp.program.columns import Attends, BlockTable, Placed, RoundDrafts, merged
-from rayfcp.program.instructions import Attend, AttentionProgram, ContextSlot, Message, Payload, Range
+from rayfcp.program.attends import Queries, SlotBlocks, WindowedQueries, block_columns
+from rayfcp.program.columns import Attends, Column, merged
+from rayfcp.program.instructions import (
+    Attend,
+    AttentionProgram,
+    AttentionRound,
+    ContextSlot,
+    Message,
+    Payload,
+    Range,
+)
 from rayfcp.program.paced import Brought, paced
-from rayfcp.program.windows import Bands
-from rayfcp.values import Block, Layout, Mask, Pacing, Transfer
+from rayfcp.values import Block, Layout, Pacing, Transfer
 
 Order = Mapping[tuple[int, int], int]
-"""Where (sequence, start) of a block lies in a slot 0."""
+"""Row of a slot 0 at which each block, named by (sequence, start), begins."""
+
+Orders = Mapping[int, Mapping[int, Order]]
+"""The order of each rank's slot 0, by microbatch, then rank."""
+
+Needed = Collection[tuple[int, int]]
+"""(sequence, start) of blocks whose keys and values later microbatches need."""
+
+BlockSet = tuple[int, ...]
+"""Blocks that travel or lie together, as indices into `Layout.all_blocks`."""
+
+_NO_ATTENDS = Attends.of(())
+_PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
+
+
+def lower_attention(
+    layout: Layout,
+    *,
+    num_ranks: int,
+    window: int = 0,
+    own: Sequence[Sequence[int]] | None = None,
+    earlier: Orders | None = None,
+    needed: Needed = (),
+) -> tuple[AttentionProgram, ...]:
+    """The attention program of each rank for one microbatch, in layers with a `window` (0: none), for which keys and
+    values that no query sees need not travel (`rayfcp.program.windows`). `own`: the blocks of each rank in the order of
+    its slot 0, that of the layout if absent. `earlier`: for the microbatches of the layout's context.
+
+    Invariant: every visible (query, key) pair is computed on the query's rank in exactly one attend, forward and
+    backward; both ends of a message carry the same number of tokens.
+
+    Raises:
+        ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
+            its source does not hold together by then.
+    """
+    blocks, pacing = layout.all_blocks, layout.pacing
+    coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
+    num_stages = -(-len(layout.rounds) // coalesce)
+    placed = _blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
+    sets = _BlockSets(layout, blocks)
+    ranks = _first_slots(placed, sets, num_stages=num_stages, hold=hold)
+    for index, step in enumerate(layout.rounds):
+        for transfer in step.transfers:
+            _check_transfer(transfer, blocks, index=index, num_ranks=num_ranks, paced=pacing is not None)
+            for part in sets.of(transfer.blocks):
+                _add_transfer(ranks, transfer, part=part, sets=sets, index=index // coalesce)
+    for rank in ranks:
+        held = rank.slots[0].held
+        queries = WindowedQueries(held, window) if window else Queries(held)
+        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
+    for number in range(num_ranks):
+        _add_gradients(ranks, number, hold=hold)
+    context = _context_slots(layout, num_ranks=num_ranks, earlier=earlier or {}) if layout.context else None
+    return tuple(
+        AttentionProgram(
+            num_tokens=max(rank.slots[0].held.num_tokens, 1),
+            forward=rank.forward.finished(),
+            backward=rank.backward.finished(),
+            context=context[number] if context else (),
+            kept=_kept_ranges(rank.slots[0].held, blocks, needed=needed) if needed else (),
+        )
+        for number, rank in enumerate(ranks)
+    )
+
+
+class _RoundDrafts:
+    """Rounds of a rank while they are being filled."""
+
+    def __init__(self, num_rounds: int) -> None:
+        self.sends: list[list[Message]] = [[] for _ in range(num_rounds)]
+        self.receives: list[list[Message]] = [[] for _ in range(num_rounds)]
+        self.attends: list[Attends] = [_NO_ATTENDS] * num_rounds
+
+    def finished(self) -> tuple[AttentionRound, ...]:
+        """The rounds, without empty ones at the end."""
+        drafts = list(zip(self.sends, self.receives, self.attends, strict=True))
+        while drafts and not (drafts[-1][0] or drafts[-1][1] or len(drafts[-1][2].columns)):
+            drafts.pop()
+        return tuple(
+            AttentionRound(sends=tuple(sends), receives=tuple(receives), attends=attends)
+            for sends, receives, attends in drafts
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Slot:
+    """Blocks of one owner that lie together on a rank; the owner has them in slot `home`, 0 or one of context.
+    `arrived` is below 0 there. `passed`: (rank, its slot, round) of where it went on to."""
+
+    held: SlotBlocks
+    arrived: int
+    owner: int
+    home: int = 0
+    passed: tuple[int, int, int] | None = None
+
+    @property
+    def at_home(self) -> bool:
+        return self.arrived < 0
+
+
+@dataclass(slots=True, kw_only=True)
+class _RankDraft:
+    """Slots and rounds of a rank. `numbers[owner, home]`: its slots with blocks that are at home there, ascending."""
+
+    slots: list[_Slot]
+    forward: _RoundDrafts
+    backward: _RoundDrafts
+    numbers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    def add(self, slot: _Slot) -> int:
+        """The number of the new slot."""
+        self.slots.append(slot)
+        self.numbers.setdefault((slot.owner, slot.home), []).append(len(self.slots) - 1)
+        return len(self.slots) - 1
+
+
+class _BlockSets:
+    """Sets of blocks that travel or lie together. `home[b]`: the slot in which block b's owner has it."""
+
+    def __init__(self, layout: Layout, blocks: Sequence[Block]) -> None:
+        self.table: Column = block_columns(blocks)
+        self.home = [0] * len(layout.blocks)
+        self.rank = [block.rank for block in blocks]
+        self.num_contexts = len(layout.context)
+        for number, context in enumerate(layout.context, start=1):
+            self.home += [number] * len(context.blocks)
+        self._parts: dict[BlockSet, list[BlockSet]] = {}
+        self._placed: dict[BlockSet, SlotBlocks] = {}
+
+    def of(self, blocks: BlockSet) -> list[BlockSet]:
+        """The blocks of a transfer, one set for each slot that their owner has them in."""
+        if not self.num_contexts:
+            return [blocks]
+        found = self._parts.get(blocks)
+        if found is None:
+            parts: dict[int, list[int]] = {}
+            for block in blocks:
+                parts.setdefault(self.home[block] if 0 <= block < len(self.home) else 0, []).append(block)
+            found = self._parts[blocks] = [tuple(parts[home]) for home in sorted(parts)]
+        return found
+
+    def placed(self, blocks: BlockSet) -> SlotBlocks:
+        """The blocks laid end to end."""
+        found = self._placed.get(blocks)
+        if found is None:
+            found = self._placed[blocks] = SlotBlocks(blocks, self.table)
+        return found
+
+    def of_context(self, num_ranks: int) -> list[list[BlockSet]]:
+        """The blocks of each context on each rank."""
+        found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(self.num_contexts)]
+        for block, (home, rank) in enumerate(zip(self.home, self.rank, strict=True)):
+            if home:
+                found[home - 1][rank].append(block)
+        return [[tuple(blocks) for blocks in of_ranks] for of_ranks in found]
+
+
+def _first_slots(own: Sequence[Sequence[int]], sets: _BlockSets, *, num_stages: int, hold: int) -> list[_RankDraft]:
+    """Each rank with the slot of its own blocks and those of its context; `hold`: rounds from the arrival of a slot to
+    the round in which its partial gradient goes home."""
+    ranks = []
+    contexts = sets.of_context(len(own)) if sets.num_contexts else []
+    for number, blocks in enumerate(own):
+        rank = _RankDraft(slots=[], forward=_RoundDrafts(num_stages + 1), backward=_RoundDrafts(num_stages + hold))
+        rank.add(_Slot(held=sets.placed(tuple(blocks)), arrived=-1, owner=number))
+        for home, of_ranks in enumerate(contexts, start=1):
+            rank.add(_Slot(held=sets.placed(of_ranks[number]), arrived=-1, owner=number, home=home))
+        ranks.append(rank)
+    return ranks
+
+
+def _blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
+    own: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, block in enumerate(layout.blocks):
+        own[block.rank].append(index)
+    return own
 
 
 def order_of(blocks: Sequence[Block]) -> Order:
-    """Of the blocks of a slot 0, in its order.
+    """The order of a slot 0 that holds these blocks.
 
     >>> order_of([Block(sequence=0, start=4, stop=6, rank=0), Block(sequence=2, start=0, stop=1, rank=0)])
     {(0, 4): 0, (2, 0): 2}
@@ -53,9 +231,7 @@ def order_of(blocks: Sequence[Block]) -> Order:
     return order
 
 
-def context_slots(
-    layout: Layout, *, num_ranks: int, earlier: Mapping[int, Sequence[Order]]
-) -> list[tuple[ContextSlot, ...]]:
+def _context_slots(layout: Layout, *, num_ranks: int, earlier: Orders) -> list[tuple[ContextSlot, ...]]:
     """Slots 1.. of each rank that has blocks of the layout's contexts.
 
     Raises:
@@ -88,179 +264,10 @@ def _span(block: Block, order: Order, *, microbatch: int) -> Range:
     return start, start + block.num_tokens
 
 
-def kept_ranges(held: Placed, blocks: Sequence[Block], *, needed: Collection[tuple[int, int]]) -> tuple[Range, ...]:
-    """What of a slot 0 later microbatches need, in ascending ranges."""
-    if not needed:
-        return ()
+def _kept_ranges(held: SlotBlocks, blocks: Sequence[Block], *, needed: Needed) -> tuple[Range, ...]:
+    """Ranges of a slot 0 that later microbatches need, ascending."""
     spans = (span for at, span in held.ranges.items() if (blocks[at].sequence, blocks[at].start) in needed)
     return merged(sorted(spans))
-
-
-Lot = tuple[int, ...]
-"""Blocks that travel or lie together, as indices into `Layout.all_blocks`."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Slot:
-    """Blocks of one owner that lie together on a rank; the owner has them in slot `home`, 0 or one of context.
-    `arrived` is below 0 there. `passed`: (rank, its slot, round), where it went on to."""
-
-    held: Placed
-    arrived: int
-    owner: int
-    home: int = 0
-    passed: tuple[int, int, int] | None = None
-
-    @property
-    def at_home(self) -> bool:
-        return self.arrived < 0
-
-
-@dataclass(slots=True, kw_only=True)
-class RankSlots:
-    """What a rank has and does. `numbers[owner, home]`: its slots with blocks that lie there, ascending."""
-
-    slots: list[Slot]
-    forward: RoundDrafts
-    backward: RoundDrafts
-    numbers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-
-    def add(self, slot: Slot) -> int:
-        """The number of the new slot."""
-        self.slots.append(slot)
-        self.numbers.setdefault((slot.owner, slot.home), []).append(len(self.slots) - 1)
-        return len(self.slots) - 1
-
-
-class Lots:
-    """Blocks that travel or lie together. `home[b]`: the slot in which block b's owner has it."""
-
-    def __init__(self, layout: Layout, *, table: BlockTable) -> None:
-        self.table = table
-        self.home = [0] * len(layout.blocks)
-        self.rank = [block.rank for block in layout.all_blocks]
-        self.num_contexts = len(layout.context)
-        for number, context in enumerate(layout.context, start=1):
-            self.home += [number] * len(context.blocks)
-        self._parts: dict[Lot, list[Lot]] = {}
-        self._placed: dict[Lot, Placed] = {}
-
-    def of(self, blocks: Lot) -> list[Lot]:
-        """The blocks of a transfer as one lot for each slot that its owner has them in."""
-        if not self.num_contexts:
-            return [blocks]
-        found = self._parts.get(blocks)
-        if found is None:
-            parts: dict[int, list[int]] = {}
-            for block in blocks:
-                parts.setdefault(self.home[block] if 0 <= block < len(self.home) else 0, []).append(block)
-            found = self._parts[blocks] = [tuple(parts[home]) for home in sorted(parts)]
-        return found
-
-    def placed(self, blocks: Lot) -> Placed:
-        """The blocks laid end to end."""
-        found = self._placed.get(blocks)
-        if found is None:
-            found = self._placed[blocks] = Placed(blocks, self.table)
-        return found
-
-    def of_context(self, num_ranks: int) -> list[list[Lot]]:
-        """Of each context, the blocks of each rank."""
-        found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(self.num_contexts)]
-        for block, (home, rank) in enumerate(zip(self.home, self.rank, strict=True)):
-            if home:
-                found[home - 1][rank].append(block)
-        return [[tuple(blocks) for blocks in lot] for lot in found]
-
-
-def own_slots(own: Sequence[Sequence[int]], lots: Lots, *, num_stages: int, hold: int) -> list[RankSlots]:
-    """Each rank with the slot of its own blocks and those of its context; `hold`: rounds from a slot's coming to its
-    partial gradient's going home."""
-    ranks = []
-    contexts = lots.of_context(len(own))
-    for number, blocks in enumerate(own):
-        rank = RankSlots(slots=[], forward=RoundDrafts(num_stages + 1), backward=RoundDrafts(num_stages + hold))
-        rank.add(Slot(held=lots.placed(tuple(blocks)), arrived=-1, owner=number))
-        for home, lot in enumerate(contexts, start=1):
-            rank.add(Slot(held=lots.placed(lot[number]), arrived=-1, owner=number, home=home))
-        ranks.append(rank)
-    return ranks
-
-
-def blocks_of_ranks(layout: Layout, *, num_ranks: int) -> list[list[int]]:
-    """Blocks of each rank, in the order of the layout."""
-    own: list[list[int]] = [[] for _ in range(num_ranks)]
-    for index, block in enumerate(layout.blocks):
-        own[block.rank].append(index)
-    return own
-
-
-def lower_attention(
-    layout: Layout,
-    *,
-    masks: Mapping[int, Mask],
-    num_ranks: int,
-    bands: Bands | None = None,
-    mutual: Bands | None = None,
-    own: Sequence[Sequence[int]] | None = None,
-    earlier: Mapping[int, Sequence[Order]] | None = None,
-    needed: Collection[tuple[int, int]] = (),
-) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch. `bands`: what the queries of each sequence see, where
-    layers have windows; no more has to travel then than is seen (`rayfcp.program.windows`). `mutual`: without `bands`,
-    what queries of pictures see beyond their masks. `own`: the blocks of each rank in the order of its slot 0, that of
-    the layout if absent. `earlier[m][r]`: the order of rank r's slot 0 in
-    microbatch m of the layout's context. `needed`: (sequence, start) of blocks whose keys and values later microbatches
-    need.
-
-    Invariant: every (query, key) cell of every mask is computed on the query's rank in exactly one
-    attend, forward and backward; both ends of a message carry the same number of tokens.
-
-    Raises:
-        ValueError: a transfer names no blocks, blocks or a rank that are not there, one rank twice, or blocks that
-            its source does not hold together by then; or a block names a sequence without a mask.
-    """
-    blocks, pacing = layout.all_blocks, layout.pacing
-    _check_masks(blocks, masks)
-    coalesce, hold = (pacing.coalesce, pacing.num_buffers) if pacing else (1, 2)
-    num_stages = -(-len(layout.rounds) // coalesce)
-    placed = blocks_of_ranks(layout, num_ranks=num_ranks) if own is None else own
-    lots = Lots(layout, table=BlockTable(blocks, masks))
-    ranks = own_slots(placed, lots, num_stages=num_stages, hold=hold)
-    for index, step in enumerate(layout.rounds):
-        for transfer in step.transfers:
-            _check_transfer(transfer, blocks, index=index, num_ranks=num_ranks, paced=pacing is not None)
-            for lot in lots.of(transfer.blocks):
-                _add_transfer(ranks, transfer, lot=lot, lots=lots, index=index // coalesce)
-    for rank in ranks:
-        queries = _queries(rank.slots[0].held, bands, mutual or {})
-        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
-    for number in range(num_ranks):
-        _add_gradients(ranks, number, hold=hold)
-    slots = context_slots(layout, num_ranks=num_ranks, earlier=earlier or {})
-    return tuple(
-        AttentionProgram(
-            num_tokens=max(rank.slots[0].held.num_tokens, 1),
-            forward=rank.forward.finished(),
-            backward=rank.backward.finished(),
-            context=slots[number],
-            kept=kept_ranges(rank.slots[0].held, blocks, needed=needed),
-        )
-        for number, rank in enumerate(ranks)
-    )
-
-
-def _queries(held: Placed, bands: Bands | None, mutual: Bands) -> Attending:
-    if bands is not None:
-        return BandedQueries(held, bands)
-    sees_more = not mutual.keys().isdisjoint(held.sequence.tolist())
-    return PictureQueries(held, mutual) if sees_more else Queries(held)
-
-
-def _check_masks(blocks: Sequence[Block], masks: Mapping[int, Mask]) -> None:
-    unknown = sorted({block.sequence for block in blocks} - masks.keys())
-    if unknown:
-        raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
 
 def _check_transfer(transfer: Transfer, blocks: Sequence[Block], *, index: int, num_ranks: int, paced: bool) -> None:
@@ -273,7 +280,7 @@ def _check_transfer(transfer: Transfer, blocks: Sequence[Block], *, index: int, 
             f"round {index}: a transfer has source {transfer.source} and target {transfer.target}, must be two ranks "
             f"of [0, {num_ranks}); drop it or name another rank"
         )
-    if not 0 <= transfer.blocks[0] < len(blocks):  # of others `_held_in` sees that their owner lacks them
+    if not 0 <= transfer.blocks[0] < len(blocks):  # `_held_in` refuses other blocks that are not there
         raise ValueError(
             f"round {index}: blocks are {transfer.blocks} in {where}, must be within [0, {len(blocks)}); plan again"
         )
@@ -284,16 +291,16 @@ def _check_transfer(transfer: Transfer, blocks: Sequence[Block], *, index: int, 
         )
 
 
-def _add_transfer(ranks: list[RankSlots], transfer: Transfer, *, lot: Lot, lots: Lots, index: int) -> None:
+def _add_transfer(ranks: list[_RankDraft], transfer: Transfer, *, part: BlockSet, sets: _BlockSets, index: int) -> None:
     source, target = ranks[transfer.source], ranks[transfer.target]
-    number = _held_in(source, transfer, lot=lot, lots=lots, index=index)
+    number = _held_in(source, transfer, part=part, sets=sets, index=index)
     slot = source.slots[number]
-    held = slot.held if slot.held.blocks == lot else lots.placed(lot)
-    new = target.add(Slot(held=held, arrived=index, owner=slot.owner, home=slot.home))
+    held = slot.held if slot.held.blocks == part else sets.placed(part)
+    new = target.add(_Slot(held=held, arrived=index, owner=slot.owner, home=slot.home))
     whole = not slot.at_home and len(held.blocks) == len(slot.held.blocks)
     if whole and slot.passed is None:
         slot.passed = (transfer.target, new, index)
-    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(lot))
+    sent = Message(peer=transfer.target, payload=Payload.KV, slot=number, ranges=slot.held.at(part))
     received = Message(peer=transfer.source, payload=Payload.KV, slot=new, ranges=held.all)
     source.forward.sends[index].append(sent)
     source.backward.sends[index].append(sent)
@@ -301,22 +308,21 @@ def _add_transfer(ranks: list[RankSlots], transfer: Transfer, *, lot: Lot, lots:
     target.backward.receives[index].append(received)
 
 
-def _held_in(source: RankSlots, transfer: Transfer, *, lot: Lot, lots: Lots, index: int) -> int:
-    """The latest slot of the source that holds all blocks of the lot by then."""
-    for number in reversed(source.numbers.get((lots.rank[lot[0]], lots.home[lot[0]]), ())):
+def _held_in(source: _RankDraft, transfer: Transfer, *, part: BlockSet, sets: _BlockSets, index: int) -> int:
+    """The latest slot of the source that holds all blocks of the set by then."""
+    for number in reversed(source.numbers.get((sets.rank[part[0]], sets.home[part[0]]), ())):
         slot = source.slots[number]
-        if slot.arrived < index and slot.held.holds(lot):
+        if slot.arrived < index and slot.held.holds(part):
             return number
     raise ValueError(
-        f"round {index}: rank {transfer.source} sends blocks {lot} to rank {transfer.target} "
+        f"round {index}: rank {transfer.source} sends blocks {part} to rank {transfer.target} "
         "but does not hold them together by then; send them from their owner"
     )
 
 
-_PADDING = Attends.of([Attend(query=(0, 1), slot=0, key=(0, 1), causal=True)])
-
-
-def _add_attends(rank: RankSlots, queries: Attending, pacing: Pacing | None, *, num_phases: int) -> None:
+def _add_attends(
+    rank: _RankDraft, queries: Queries | WindowedQueries, pacing: Pacing | None, *, num_phases: int
+) -> None:
     within = queries.within() if rank.slots[0].held.blocks else _PADDING
     phases = (
         _paced(rank, queries, within, pacing, num_phases=num_phases) if pacing else _one_by_one(rank, queries, within)
@@ -326,27 +332,29 @@ def _add_attends(rank: RankSlots, queries: Attending, pacing: Pacing | None, *, 
             rank.forward.attends[index] = rank.backward.attends[index] = each
 
 
-def _one_by_one(rank: RankSlots, queries: Attending, within: Attends) -> list[Attends]:
-    """What is there at first, then what each round brought."""
-    brought: list[list[tuple[int, Placed]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
+def _one_by_one(rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends) -> list[Attends]:
+    """Keys that are there from the start, then those that each round brought."""
+    brought: list[list[tuple[int, SlotBlocks]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
     for number, slot in enumerate(rank.slots[1:], start=1):
         brought[slot.arrived + 1].append((number, slot.held))
     return [queries.to_each(slots, first=None if index else within) for index, slots in enumerate(brought)]
 
 
-def _paced(rank: RankSlots, queries: Attending, within: Attends, pacing: Pacing, *, num_phases: int) -> list[Attends]:
+def _paced(
+    rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends, pacing: Pacing, *, num_phases: int
+) -> list[Attends]:
     brought = [
         Brought(
             attends=queries.to(slot.held, slot=number),
             first=slot.arrived + 1,
-            due=num_phases - 1 if slot.at_home else slot.arrived + pacing.num_buffers - 1,
+            due=num_phases - 1 if slot.at_home else pacing.due_phase(slot.arrived),
         )
         for number, slot in enumerate(rank.slots[1:], start=1)
     ]
     return paced(brought, within, num_phases=num_phases)
 
 
-def _add_gradients(ranks: list[RankSlots], number: int, *, hold: int) -> None:
+def _add_gradients(ranks: list[_RankDraft], number: int, *, hold: int) -> None:
     rank = ranks[number]
     for index, slot in enumerate(rank.slots):
         if slot.at_home:

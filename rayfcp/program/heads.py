@@ -7,57 +7,48 @@ queries, keys and values. Nothing is computed while an exchange runs: attention 
 """
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rayfcp.program.attention import Order, lower_attention, order_of
+from rayfcp.program.attention import Needed, Order, Orders, lower_attention, order_of
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
-from rayfcp.program.windows import Bands
-from rayfcp.values import Block, Layout, Mask, Round, SequenceSpec, Transfer, bands_of
+from rayfcp.values import Block, Layout, Round
 
 Run = tuple[int, ...]
 """Ranks that exchange tokens for heads, by position."""
 
 TO_HEADS = frozenset({Payload.QKV, Payload.OUT_GRAD})
-"""What goes from tokens to heads; the other payloads of exchanges go back."""
+"""Payloads that go from tokens to heads; the other payloads of exchanges go back."""
 
 
 def padding_number(rank: int) -> int:
-    """The sequence that the padding token of a rank without tokens is: a number that no batch has."""
+    """The sequence number of the padding token of a rank without tokens; no batch has it."""
     return -1 - rank
 
 
 def lower_heads(
-    layout: Layout,
-    runs: Sequence[Run],
-    *,
-    masks: Mapping[int, Mask],
-    bands: Bands | None = None,
-    mutual: Bands | None = None,
-    earlier: Mapping[int, Mapping[int, Order]] | None = None,
-    needed: Collection[tuple[int, int]] = (),
+    layout: Layout, runs: Sequence[Run], *, window: int = 0, earlier: Orders | None = None, needed: Needed = ()
 ) -> dict[int, HeadProgram]:
-    """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier[m][r]`: the order of the slot
-    0 that rank r's run had in microbatch m. `bands`, `mutual`, `needed`: as in
-    `lower_attention`.
+    """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier`: a rank's order is that of
+    its run. `window`, `needed`: as in `lower_attention`.
 
     `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
     and values of their heads. A Ulysses group is one run without transfers.
 
-    Invariant: every (query, key) cell of every mask is computed once for each head, on a rank of that head.
+    Invariant: every visible (query, key) pair is computed once for each head, on a rank of that head.
 
     Raises:
         ValueError: what `lower_attention` refuses.
     """
-    joined, own, padded = _joined(layout, runs)
+    joined, own = _joined(layout, runs)
     programs = lower_attention(
         joined,
-        masks={**masks, **padded},
         num_ranks=len(runs),
-        bands=None if bands is None else {**bands, **_bands_of_padding(padded)},
-        mutual=mutual,
+        window=window,
         own=own,
-        earlier={at: [orders[run[0]] for run in runs] for at, orders in (earlier or {}).items()},
+        earlier={
+            at: {number: orders[run[0]] for number, run in enumerate(runs)} for at, orders in (earlier or {}).items()
+        },
         needed=needed,
     )
     sizes = {rank: 0 for run in runs for rank in run}
@@ -68,53 +59,49 @@ def lower_heads(
         tokens = tuple(max(1, sizes[rank]) for rank in run)
         for position, rank in enumerate(run):
             peers = [other[position] for other in runs]
-            attention = _addressed(program, peers) if joined.rounds else program
+            attention = with_peers(program, peers) if joined.rounds else program
             found[rank] = HeadProgram(num_tokens=tokens[position], ranks=run, tokens=tokens, attention=attention)
     return found
 
 
-def _bands_of_padding(padded: Mapping[int, Mask]) -> Bands:
-    return {
-        number: bands_of(SequenceSpec(id=number, num_tokens=1, num_targets=0, mask=mask))
-        for number, mask in padded.items()
-    }
-
-
-def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]], dict[int, Mask]]:
-    """The layout with a run's blocks on that run, behind them a block for each padding token; of each run the blocks
-    in the order of its ranks; and the masks of the padding tokens."""
+def _joined(layout: Layout, runs: Sequence[Run]) -> tuple[Layout, list[list[int]]]:
+    """The layout with a run's blocks on that run, behind them a block for each padding token; and the blocks of each
+    run in the order of its ranks."""
     held: dict[int, list[int]] = {rank: [] for run in runs for rank in run}
     number_of = {rank: number for number, run in enumerate(runs) for rank in run}
-    blocks = _renumbered(layout.blocks, number_of)
-    padded: dict[int, Mask] = {}
+    blocks = [replace(block, rank=number_of[block.rank]) for block in layout.blocks]
     for index, block in enumerate(layout.blocks):
         held[block.rank].append(index)
     for rank, number in number_of.items():
         if not held[rank]:
             held[rank].append(len(blocks))
-            padded[padding_number(rank)] = Mask.CAUSAL
             blocks.append(Block(sequence=padding_number(rank), start=0, stop=1, rank=number))
     own = [[index for rank in run for index in held[rank]] for run in runs]
-    context = tuple(replace(each, blocks=tuple(_renumbered(each.blocks, number_of))) for each in layout.context)
-    rounds = layout.rounds if not context else _shifted(layout.rounds, len(layout.blocks), by=len(padded))
-    return replace(layout, blocks=tuple(blocks), rounds=rounds, context=context), own, padded
+    joined = replace(layout, blocks=tuple(blocks))
+    return (_with_context(joined, layout, number_of) if layout.context else joined), own
 
 
-def _renumbered(blocks: Sequence[Block], number_of: Mapping[int, int]) -> list[Block]:
-    return [replace(block, rank=number_of[block.rank]) for block in blocks]
-
-
-def _shifted(rounds: Sequence[Round], first: int, *, by: int) -> tuple[Round, ...]:
-    """Rounds whose blocks from `first` on, those of context, have numbers higher by `by`."""
-
-    def moved(transfer: Transfer) -> Transfer:
-        return replace(transfer, blocks=tuple(block + by * (block >= first) for block in transfer.blocks))
-
-    return tuple(Round(transfers=tuple(moved(transfer) for transfer in step.transfers)) for step in rounds)
+def _with_context(joined: Layout, layout: Layout, number_of: Mapping[int, int]) -> Layout:
+    """`joined` with the context's blocks on runs too, and their numbers, behind those of padding tokens, in rounds."""
+    first, by = len(layout.blocks), len(joined.blocks) - len(layout.blocks)
+    context = [
+        replace(each, blocks=tuple(replace(block, rank=number_of[block.rank]) for block in each.blocks))
+        for each in layout.context
+    ]
+    rounds = [
+        Round(
+            transfers=tuple(
+                replace(each, blocks=tuple(block + by * (block >= first) for block in each.blocks))
+                for each in step.transfers
+            )
+        )
+        for step in layout.rounds
+    ]
+    return replace(joined, rounds=tuple(rounds), context=tuple(context))
 
 
 def slot_order(layout: Layout, run: Run) -> Order:
-    """Where blocks lie in the slot 0 of a run: those of its ranks laid end to end, one token for a rank without."""
+    """The order of a run's slot 0: the blocks of its ranks laid end to end, one token for a rank without."""
     blocks: list[Block] = []
     for rank in run:
         mine = [block for block in layout.blocks if block.rank == rank]
@@ -122,8 +109,8 @@ def slot_order(layout: Layout, run: Run) -> Order:
     return order_of(blocks)
 
 
-def _addressed(program: AttentionProgram, peers: Sequence[int]) -> AttentionProgram:
-    """The program with ranks for peers in place of runs."""
+def with_peers(program: AttentionProgram, peers: Mapping[int, int] | Sequence[int]) -> AttentionProgram:
+    """The program with `peers[p]` in place of each peer p."""
 
     def named(messages: Sequence[Message]) -> tuple[Message, ...]:
         return tuple(replace(message, peer=peers[message.peer]) for message in messages)
@@ -136,14 +123,14 @@ def _addressed(program: AttentionProgram, peers: Sequence[int]) -> AttentionProg
 
 
 def rounds_of(program: AttentionProgram | HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """The rounds of a pass, with or without exchanges."""
+    """The rounds of a pass, exchanges included."""
     if isinstance(program, HeadProgram):
         return head_rounds(program, rank=rank, backward=backward)
     return program.backward if backward else program.forward
 
 
 def head_rounds(program: HeadProgram, *, rank: int, backward: bool) -> tuple[AttentionRound, ...]:
-    """What a rank sends, receives and computes, in order: one exchange, the attention's rounds, the other exchange.
+    """The rounds of a rank: one exchange, the attention's rounds, the other exchange.
 
     Raises:
         ValueError: `rank` is none of the group's.
@@ -160,8 +147,8 @@ def exchange_rounds(program: HeadProgram, *, rank: int, payload: Payload) -> tup
     """The matchings of one exchange. To heads, a rank sends its own tokens and receives those of others; to tokens,
     the other way round.
 
-    Ranges of messages count tokens of the whole group laid end to end, slot 0; of each the message carries the heads
-    of the rank at its other end (to heads) or of its source (to tokens).
+    Ranges of messages count tokens of the whole group laid end to end, slot 0. A message carries the heads of its
+    target (to heads) or of its source (to tokens).
 
     Raises:
         ValueError: `rank` is none of the group's.
@@ -183,7 +170,7 @@ def exchange_rounds(program: HeadProgram, *, rank: int, payload: Payload) -> tup
 
 
 def spans(tokens: Sequence[int]) -> tuple[Range, ...]:
-    """Where each position's tokens lie when all are laid end to end.
+    """The range of each position's tokens when all are laid end to end.
 
     >>> spans([2, 3, 1])
     ((0, 2), (2, 5), (5, 6))

@@ -1,11 +1,7 @@
-"""Rows on their way from one order over the ranks to another, as `rayfcp.program.reshuffle` plans it.
+"""The instructions of a rank: tokens to load, passes forward and backward, and the keys and values that travel.
 
-The instruction for a vision encoder: which pictures a rank encodes, and where their features go.
-
-The instructions of a rank: what it loads, passes forward and backward, and which keys and values travel.
-
-A `RankProgram` is the whole of one rank's work on one global batch. Shapes are in it, so that nothing
-about shapes ever travels on the wire. The simulator and the executor run the same program.
+A `RankProgram` is the whole of one rank's work on one global batch. It contains all shapes, so that none travel on the
+wire. The simulator and the executor run the same program.
 
 A rank stores keys and values in numbered slots. Slot 0 holds its own tokens, in the order in which they
 were loaded; every further slot holds what one message brought. Ranges are half-open and count tokens
@@ -18,15 +14,15 @@ from enum import StrEnum
 
 Range = tuple[int, int]
 
-Pair = tuple[Range, Range]
-"""The same tokens in the loop's order and in the plan's."""
+RowPair = tuple[Range, Range]
+"""Rows of the same tokens in the training loop's order and in the plan's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class ReshuffleMessage:
     """All tokens that travel between this rank and rank `peer` in one direction, in the order of the plan's side.
 
-    `ranges` count in the loop's order on the rank that brings the tokens, in slot 0 on the rank that attends.
+    `ranges` are rows of the loop's order on the rank that brings the tokens, of slot 0 on the rank that attends.
     """
 
     peer: int
@@ -39,15 +35,15 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshuffleRound:
-    """What one rank sends and receives in a round on the way in. On the way out the round runs transposed: what was
-    received is sent back."""
+    """The messages of one rank in a round on the way in. On the way out the round runs transposed: received tokens are
+    sent back."""
 
-    send: Parcel | None = None
-    receive: Parcel | None = None
+    send: ReshuffleMessage | None = None
+    receive: ReshuffleMessage | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Of the larger parcel: links carry both directions at once."""
+        """Tokens of the larger message: links carry both directions at once."""
         return max(each.num_tokens if each else 0 for each in (self.send, self.receive))
 
 
@@ -55,7 +51,7 @@ class ReshuffleRound:
 class ReshuffleProgram:
     """One rank's part in bringing a loop's tokens to the plan's ranks and their outputs back.
 
-    The rank brings `num_tokens` tokens and attends with `num_placed`; either may be 0. `kept` are those that stay,
+    The rank brings `num_tokens` tokens and attends with `num_placed`; either may be 0. `kept`: tokens that stay,
     ascending in slot 0. Every rank has the same number of rounds; over all ranks each round is a matching.
     """
 
@@ -63,19 +59,19 @@ class ReshuffleProgram:
     num_ranks: int
     num_tokens: int
     num_placed: int
-    kept: tuple[Pair, ...]
+    kept: tuple[RowPair, ...]
     rounds: tuple[ReshuffleRound, ...]
 
     @property
     def is_identity(self) -> bool:
-        """The rank brings tokens, and all stay where they are, in their order; it attends with no others."""
+        """True if the rank brings tokens that all stay in their order, and attends with no others."""
         whole = (0, self.num_tokens)
         return self.num_placed == self.num_tokens and self.kept == ((whole, whole),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedPictures:
-    """Pictures `[first, last)` of `sequence`, counted over all its runs: each `num_patches` patches, which become
+class EncodedImages:
+    """Images `[first, last)` of `sequence`, counted over all its runs: each `num_patches` patches, which become
     `num_tokens` rows of features."""
 
     sequence: int
@@ -91,33 +87,32 @@ class EncodedPictures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """Encode `pictures`, in this order, and hand the features, a row for each of their tokens, to the ranks that hold
-    the tokens.
+    """Encode `images`, in this order, and send the features, a row for each of their tokens, to the ranks that hold the
+    tokens.
 
-    `features` brings rows from the order in which the rank encodes them to the order of its own tokens: those that
-    arrive take the place of the rows `rows` (ascending) of what was loaded. All ranks have an `Encode` for a microbatch
-    if any has; without pictures a rank encodes one that weighs nothing, so that the encoder's shards are gathered
-    everywhere. Where any microbatch has one the last one has, whose backward pass sums gradients over ranks.
-    `Backward` takes the gradients of the features the same way back and then, unless the encoder is frozen, through it.
+    `features` brings rows from the order in which the rank encodes them to the order of its own tokens: arriving rows
+    replace the rows `rows` (ascending) of the loaded tokens' embeddings. If one rank has an `Encode` for a microbatch,
+    all have; a rank without images encodes a placeholder of weight 0, so that the encoder's shards are gathered
+    everywhere. If any microbatch has one, so has the last, whose backward pass sums gradients over ranks. `Backward`
+    sends the gradients of the features back and, unless the encoder is frozen, differentiates it.
     """
 
     microbatch: int
-    pictures: tuple[EncodedPictures, ...]
+    images: tuple[EncodedImages, ...]
     features: ReshuffleProgram
     rows: tuple[Range, ...]
 
 
-def wanted_pictures(instructions: Iterable[object]) -> tuple[tuple[int, int, int], ...]:
-    """Sequence, first and last of all pictures that a program encodes, in order, each once."""
+def wanted_images(instructions: Iterable[object]) -> tuple[tuple[int, int, int], ...]:
+    """(sequence, first, last) of all images that a program encodes, in order, each once."""
     encodes = (item for item in instructions if isinstance(item, Encode))
-    return tuple(dict.fromkeys((each.sequence, each.first, each.last) for item in encodes for each in item.pictures))
+    return tuple(dict.fromkeys((each.sequence, each.first, each.last) for item in encodes for each in item.images))
 
 
 class Payload(StrEnum):
-    """What a message carries. Keys and values between rounds of attention: [2, tokens, kv_heads, head_dim].
-    Exchanges of degree d: the target's or source's share of the heads, h = heads / d and k = max(kv_heads / d, 1) of
-    them: [tokens, h, head_dim] of outputs, [tokens, h + 2 k, head_dim] of queries, keys and values. Inside such a
-    group kv_heads is k."""
+    """Content of a message. Keys and values between rounds of attention: [2, tokens, kv_heads, head_dim]. Exchanges of
+    degree d carry a share of the heads, h = heads / d and k = max(kv_heads / d, 1): [tokens, h, head_dim] of outputs,
+    [tokens, h + 2 k, head_dim] of queries, keys and values. Inside such a group kv_heads is k."""
 
     KV = "kv"
     """Keys and values in the model's dtype."""
@@ -148,10 +143,10 @@ class Message:
 
     @property
     def num_tokens(self) -> int:
-        num_tokens = 0
-        for start, stop in self.ranges:
-            num_tokens += stop - start
-        return num_tokens
+        ranges = self.ranges
+        if len(ranges) == 1:  # nearly always, and rings have many messages
+            return ranges[0][1] - ranges[0][0]
+        return sum(stop - start for start, stop in ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,14 +165,14 @@ class Attend:
     flipped: bool = False
 
     @property
-    def num_cells(self) -> int:
+    def num_pairs(self) -> int:
         queries, keys = self.query[1] - self.query[0], self.key[1] - self.key[0]
         return queries * (queries + 1) // 2 if self.causal else queries * keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRound:
-    """Messages posted together, and what is computed while they fly (from slots that are complete).
+    """Messages posted together, and the attends that are computed meanwhile, from slots that are complete.
 
     Lowering gives `attends` as a table, `rayfcp.program.Attends`.
     """
@@ -190,7 +185,7 @@ class AttentionRound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextSlot:
     """Slot `slot` is full from the start: the keys and values that `microbatch`, an earlier one, has at `span` of its
-    slot 0. What backward adds to the slot's gradient is added there, before that microbatch runs backward."""
+    slot 0. Gradients of the slot are added there, before that microbatch runs backward."""
 
     slot: int
     microbatch: int
@@ -206,8 +201,8 @@ class AttentionProgram:
     """One rank's part in the attention of one microbatch; every layer runs it.
 
     `backward` brings the same keys and values in the same slots again, computes the same attends, and
-    sends every partial dK, dV to where it is summed. `context`: slots that earlier microbatches left; `kept`: what
-    of slot 0 later microbatches need (in ascending ranges), from this forward pass to `Free`.
+    sends every partial dK, dV to where it is summed. `context`: slots that earlier microbatches left; `kept`: ranges of
+    slot 0 that later microbatches need, ascending, from this forward pass to `Free`.
     """
 
     num_tokens: int
@@ -218,26 +213,25 @@ class AttentionProgram:
 
     @property
     def inner(self) -> "AttentionProgram":
-        """The rounds and slots: itself."""
+        """The rounds and slots, itself."""
         return self
 
     @property
-    def num_cells(self) -> int:
-        """(query, key) cells computed forward."""
-        return sum(attend.num_cells for step in self.forward for attend in step.attends)
+    def num_pairs(self) -> int:
+        """(query, key) pairs computed forward."""
+        return sum(attend.num_pairs for step in self.forward for attend in step.attends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadProgram:
-    """One rank's part in attention that is shared out by heads (Jacobs et al., 2023): tokens against heads.
+    """One rank's part in attention that is divided by heads (DeepSpeed-Ulysses, Jacobs et al., 2023).
 
-    `ranks[p]` holds `tokens[p]` tokens of the group's sequences laid end to end, of all heads (a rank
-    without tokens: its one padding token). Before attention each sends every other its own tokens of that
-    rank's 1/d of the query heads (key and value heads alike, replicated beyond their count); then all
-    `sum(tokens)` tokens of its heads lie on every rank, in order, and every rank runs `attention` on those heads,
-    its slot 0. The outputs go back the same way; backward exchanges their gradients, runs the attention's
-    backward, and sends the gradients of queries, keys and values back. `rayfcp.program.heads.head_rounds` writes
-    this out, round by round.
+    `ranks[p]` holds `tokens[p]` tokens of the group's sequences laid end to end, of all heads (a rank without tokens:
+    its one padding token). Before attention each sends every other one its own tokens of that rank's 1/d of the query
+    heads, and of the key and value heads, replicated beyond their count. Then every rank has all `sum(tokens)` tokens
+    of its heads, in order, as its slot 0, and runs `attention` on them. The outputs go back the same way; backward
+    exchanges their gradients, runs the attention's backward, and sends the gradients of queries, keys and values back.
+    `rayfcp.program.heads.head_rounds` lists this round by round.
 
     All ranks of a group have the same `ranks`, `tokens` and, up to the peers, `attention`: that of a lone Ulysses
     group is one round without messages.
@@ -258,9 +252,9 @@ class HeadProgram:
         return self.attention
 
     @property
-    def num_cells(self) -> float:
-        """(query, key) cells computed forward, in cells of all heads."""
-        return self.attention.num_cells / self.degree
+    def num_pairs(self) -> float:
+        """(query, key) pairs computed forward, in pairs of all heads."""
+        return self.attention.num_pairs / self.degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +272,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Bring the tokens of `pieces`, in this order, with their positions and targets: each stage what it needs of these.
+    """Bring the tokens of `pieces`, in this order, with their positions and targets as far as the stage needs them.
 
     No pieces: one padding token, a sequence of its own, with loss weight 0.
     """
@@ -287,8 +281,8 @@ class Load:
     pieces: tuple[Piece, ...]
 
 
-class Flow(StrEnum):
-    """What passes between stages, `[tokens, hidden]` in the model's dtype."""
+class StageFlow(StrEnum):
+    """Content of a hand-over between stages, `[tokens, hidden]` in the model's dtype."""
 
     ACTIVATION = "activation"
     """From a stage's last layer to the next stage's first, in forward."""
@@ -298,35 +292,35 @@ class Flow(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Hand `num_tokens` tokens of a microbatch to this rank's device of stage `stage`, a neighbour. The program goes
-    on at once; sends of one flow leave in the order of the program."""
+    """Send `num_tokens` tokens of a microbatch to this rank's device of the neighbouring stage `stage`. Does not block;
+    sends of one flow leave in program order."""
 
     microbatch: int
-    flow: Flow
+    flow: StageFlow
     stage: int
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receive:
-    """Wait for what this rank's device of stage `stage`, a neighbour, sends."""
+    """Wait for the `Send` of this rank's device of the neighbouring stage `stage`."""
 
     microbatch: int
-    flow: Flow
+    flow: StageFlow
     stage: int
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free:
-    """Let go of the keys and values that a microbatch kept for others, and of their gradients."""
+    """Release the keys and values that a microbatch kept for later ones, and their gradients."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What layers whose queries see `window` keys at most, themselves included, run (0: layers without a window)."""
+    """The attention of layers whose queries see `window` keys at most, themselves included (0: no window)."""
 
     window: int
     attention: AttentionProgram | HeadProgram
@@ -355,8 +349,8 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backward:
-    """Differentiate the loss of a microbatch (on stages before the last: what they sent on, with the gradient that
-    came back); with `reduce`, gradients are summed over ranks on the way."""
+    """Differentiate the loss of a microbatch (on stages before the last: the activations that they sent, with the
+    received gradient); with `reduce`, gradients are summed over ranks on the way."""
 
     microbatch: int
     reduce: bool
@@ -367,7 +361,7 @@ Instruction = Load | Encode | Receive | Forward | Send | Backward | Free
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProgram:
-    """All that one rank does on one stage for one global batch, in order; its tensor-parallel devices do the same.
+    """The instructions of one rank on one stage for one global batch; its tensor-parallel devices run the same.
 
     `plan_hash` is that of the plan from which the programs of all ranks were lowered.
     """
@@ -381,5 +375,5 @@ class RankProgram:
 
     @property
     def place(self) -> str:
-        """Whose program it is, in words."""
+        """Rank, and stage if there are several, in words."""
         return f"rank {self.rank}" if self.num_stages == 1 else f"stage {self.stage} rank {self.rank}"

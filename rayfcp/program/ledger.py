@@ -1,4 +1,4 @@
-"""What the microbatches of a pipeline hold on one device, pass by pass (InfiniPipe, Eqs. 5-10)."""
+"""Bytes that the microbatches of a pipeline hold on one device, pass by pass (InfiniPipe, Eqs. 5-10)."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ from rayfcp.program.instructions import AttentionProgram, Forward, HeadProgram, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """Bytes of a microbatch: `kept` from its forward to the end of its backward pass; `working` more in either and
-    `again` in backward. `context[m]`: of the gradients of keys and values of microbatch m, to which it adds."""
+    """Bytes of a microbatch: `kept` from its forward to the end of its backward pass, `working` more in either, `again`
+    more in backward. `context[m]`: bytes of the gradients of microbatch m's keys and values, to which it adds."""
 
     kept: int
     working: int
@@ -20,8 +20,8 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Tokens whose keys and values a layer keeps for later slices, has of each earlier microbatch, and gets from other
-    ranks in one round at most; shares of heads counted as so many tokens of all heads."""
+    """Tokens whose keys and values a layer keeps for later slices, reads from each earlier microbatch, and gets from
+    other ranks in one round at most; shares of heads count as so many tokens of all heads."""
 
     kept: int
     context: dict[int, int]
@@ -30,13 +30,13 @@ class _Layer:
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """What a device of a stage with `layers` layers holds beside what does not depend on tokens, as its passes go by.
+    """Bytes that depend on tokens, on a device of a stage with `layers` layers, updated pass by pass.
 
-    A layer keeps all that backward needs; of the first ones, which are recomputed, their input, and the keys and values
-    that later slices need. Backward frees layer by layer, so that a layer that is whole again adds to what is held
-    only where all are recomputed. Gradients of kept keys and values are there from the first backward pass that adds
-    to them to the end of their own microbatch's. `windows`: of the layers, in order; where that is not known, each
-    layer is taken to keep what layers of that kind keep which keeps most.
+    A layer keeps all that backward needs; recomputed layers, the first ones, keep their input and the keys and values
+    that later slices need. Backward frees layer by layer, so that a recomputed layer adds to the total only where all
+    layers are recomputed. Gradients of kept keys and values exist from the first backward pass that adds to them to the
+    end of their own microbatch's. `windows`: of the layers, in order; unknown ones are taken to keep as much as the
+    kind of layers that keeps most.
     """
 
     layers: int
@@ -53,12 +53,12 @@ class Ledger:
         return sum(held.kept for held in self.microbatches.values()) + sum(self.gradients.values())
 
     def forward(self, item: Forward) -> int:
-        """Begin to hold a microbatch; the most bytes at a time."""
+        """Add a microbatch; returns the peak of its forward pass."""
         self.microbatches[item.microbatch] = held = self._held(item)
         return self.held_bytes + held.working
 
     def backward(self, microbatch: int) -> int:
-        """The most bytes at a time in its backward pass, after which it holds nothing any more."""
+        """Remove a microbatch; returns the peak of its backward pass."""
         held = self.microbatches[microbatch]
         for earlier, size in held.context.items():
             self.gradients.setdefault(earlier, size)
@@ -72,15 +72,15 @@ class Ledger:
         tokens, by_heads = item.attention.num_tokens, isinstance(item.attention, HeadProgram)
         share = self._share(item.attention)
         in_attention = max(math.ceil(item.attention.inner.num_tokens * share), tokens)
-        whole = each.whole * tokens + each.kv * (in_attention - tokens)
+        whole = each.layer(tokens, in_attention)
         layers = self._of_layers(item, share=share)
-        freed = sum(max(whole - each.kept * tokens - each.kv * layer.kept, 0) for layer in layers[:again])
+        freed = sum(each.freed(tokens, in_attention, later=layer.kept) for layer in layers[:again])
         context: dict[int, int] = {}
         for layer in layers:
             for microbatch, num_tokens in layer.context.items():
                 context[microbatch] = context.get(microbatch, 0) + each.kv_gradients * num_tokens
         travelling = max(layer.travelling for layer in layers)
-        working = each.working * tokens + each.buffers * max(in_attention, travelling)
+        working = each.computing(tokens, max(in_attention, travelling))
         if by_heads:
             most = (each.kv_gradients * num for layer in layers for num in layer.context.values())
             working += max(most, default=0)
@@ -92,7 +92,7 @@ class Ledger:
         )
 
     def _share(self, attention: AttentionProgram | HeadProgram) -> float:
-        """Of the key and value heads, those that a rank has in attention."""
+        """Share of the key and value heads that a rank has in attention."""
         if not isinstance(attention, HeadProgram):
             return 1.0
         return max(1.0 / attention.degree, 1.0 / self.num_kv_heads)
@@ -122,7 +122,7 @@ def _layer(attention: AttentionProgram, *, share: float) -> _Layer:
 
 
 def _travelling(attention: AttentionProgram) -> int:
-    """The most tokens whose keys and values come to a rank in one round."""
+    """Most tokens whose keys and values arrive in one round."""
     return max(
         (
             sum(message.num_tokens for message in step.receives if message.payload is Payload.KV)

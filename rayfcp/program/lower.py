@@ -1,130 +1,124 @@
-"""When sends are posted between stages whose channels complete operations in the order in which they are posted.
+"""Lowering: from a plan to one program per stage and rank.
 
-A stage that sends on at once what it has passed may have sends before a receive that the next stage takes only later,
-while that stage waits for something behind this receive. Orders in which stages run further ahead than one microbatch
-come to that (`rayfcp.program.progress` refuses them). It cannot happen where all hand-overs of a channel follow one
-order of which that of each stage is a part: that of the turns in which their receivers come to them.
-
-Lowering of the attention of all microbatches, for one kind of layers after the other.
-
-The instructions of one rank on one stage, in the order of the plan's actions.
-
-Lowering: from a plan to one program per stage and rank.
+A batch passes through once: the layouts of all microbatches, the attention of all ranks in each kind of layers, the
+exchange of image features if any, and the instructions of each stage.
 """
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from rayfcp.plan.layout import layouts_of
-from rayfcp.program.attention import Order, lower_attention
-from rayfcp.program.encoding import lower_encoding
-from rayfcp.program.heads import Run, lower_heads, slot_order
-from rayfcp.program.instructions import (
-    AttentionProgram,
-    Backward,
-    Encode,
-    Flow,
-    Forward,
-    Free,
-    HeadProgram,
-    Instruction,
-    LayerKind,
-    Load,
-    Piece,
-    RankProgram,
-    Receive,
-    Send,
-)
-from rayfcp.program.progress import hand_overs_end
-from rayfcp.program.windows import Bands, windowed
-from rayfcp.values import (
-    Action,
-    BatchPlan,
-    Block,
-    Group,
-    Layout,
-    Mask,
-    MicrobatchPlan,
-    Primitive,
-    SequenceSpec,
-    bands_of,
-)
+from rayfcp.program.attention import Needed, Order, Orders, lower_attention
+from rayfcp.program.heads import lower_heads, slot_order
+from rayfcp.program.instructions import AttentionProgram, Encode, HeadProgram, LayerKind, Piece, RankProgram
+from rayfcp.program.schedule import stage_instructions, with_sends_in_order
+from rayfcp.values import BatchPlan, Block, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
-Turns = Mapping[tuple[int, Action], int]
-"""(stage, pass): its turn, later for passes that begin later."""
-
-_FORWARD_SHARE = 1 / 3
-"""Of a microbatch's seconds: a backward pass takes about two forward passes."""
+Attention = tuple[AttentionProgram | HeadProgram, ...]
+"""The attention of one microbatch, by rank."""
 
 
-def turns_of(plan: BatchPlan) -> Turns:
-    """The turns of all passes when every stage begins each as soon as it can, hand-overs taking no time.
+def lower(
+    plan: BatchPlan,
+    sequences: Sequence[SequenceSpec],
+    *,
+    layouts: Sequence[Layout] | None = None,
+    reduce_every: str = "step",
+    windows_of_stage: Sequence[Sequence[int]] = (),
+) -> tuple[RankProgram, ...]:
+    """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
 
-    Passes that wait for each other for ever have none.
+    `sequences` are those that were planned, `sequences[i].id == i`, `layouts` those of `rayfcp.plan.layout.layouts_of`
+    where the caller has them. Gradients are reduced in the last backward pass (`reduce_every="step"`) or in each
+    (`"microbatch"`). All ranks run the same number of passes: a rank without tokens in a microbatch runs one padding
+    token. A group of one rank exchanges nothing, so that its primitive does not matter. The planner sees to it that
+    degrees divide heads. All stages run the same attention in layers of one window; only which of the sequences'
+    `windows` their layers have (`windows_of_stage`, all if absent), the layers that they recompute, the order of their
+    passes and their neighbours differ. Sends follow their pass, or come somewhat later where stages would otherwise
+    wait for each other.
+
+    Raises:
+        ValueError: a stage names a window that the sequences do not; sequences disagree on these; a layout cannot be
+            run (`lower_attention`, `lower_heads`), or an encoding (`lower_encoding`).
     """
-    actions = [
-        [each for pipeline in plan.pipelines for each in pipeline.actions[stage]] for stage in range(plan.num_stages)
-    ]
-    place = {action: at for at, action in enumerate(actions[0])}
-    ends: dict[tuple[int, Action], float] = {}
-    turns: dict[tuple[int, Action], int] = {}
-    at, free = [0] * plan.num_stages, [0.0] * plan.num_stages
-    while True:
-        ready = []
-        for stage, done in enumerate(at):
-            if done == len(actions[stage]):
-                continue
-            action = actions[stage][done]
-            source = stage + 1 if action.backward else stage - 1
-            came = ends.get((source, action)) if 0 <= source < plan.num_stages else 0.0
-            if came is not None:
-                ready.append((max(free[stage], came), place[action], stage))
-        if not ready:
-            return turns
-        start, _, stage = min(ready)
-        action = actions[stage][at[stage]]
-        share = 1 - _FORWARD_SHARE if action.backward else _FORWARD_SHARE
-        free[stage] = ends[stage, action] = start + share * plan.microbatches[action.microbatch].predicted_s
-        turns[stage, action] = len(turns)
-        at[stage] += 1
+    layouts = layouts_of(plan, sequences) if layouts is None else layouts
+    _check_sequences(layouts, sequences)
+    of_stage = _windows(plan, sequences, windows_of_stage)
+    attention = _attention(plan, layouts, sequences=sequences, windows={each for own in of_stage for each in own})
+    encodes = _encodes(plan, layouts, sequences)
+    loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
+    plan_hash = plan.plan_hash
+    programs = tuple(
+        RankProgram(
+            rank=rank,
+            num_ranks=plan.num_ranks,
+            stage=stage,
+            num_stages=plan.num_stages,
+            plan_hash=plan_hash,
+            instructions=stage_instructions(
+                plan,
+                stage,
+                pieces=[each[rank] for each in loads],
+                encodes=[each[rank] if each else None for each in encodes],
+                attention=[
+                    [LayerKind(window=window, attention=attention[window][at][rank]) for window in of_stage[stage]]
+                    for at in range(len(layouts))
+                ],
+                reduce_every=reduce_every,
+            ),
+        )
+        for stage in range(plan.num_stages)
+        for rank in range(plan.num_ranks)
+    )
+    return with_sends_in_order(programs, plan) if plan.num_stages > 1 else programs
 
 
-def in_turns(instructions: Sequence[Instruction], *, stage: int, turns: Turns) -> tuple[Instruction, ...]:
-    """A stage's instructions with each send behind the receives of its channel whose turn comes before its own, and no
-    later."""
-    held: dict[Flow, deque[Send]] = {flow: deque() for flow in Flow}
-    coming: dict[Flow, deque[int]] = {flow: deque() for flow in Flow}
-    for item in instructions:
-        if isinstance(item, Receive):
-            coming[item.flow].append(turns[stage, _pass_of(item)])
-    found: list[Instruction] = []
-    for item in instructions:
-        if isinstance(item, Send):
-            held[item.flow].append(item)
-        else:
-            found.append(item)
-        if isinstance(item, Receive):
-            coming[item.flow].popleft()
-        for flow, sends in held.items():
-            while sends and (not coming[flow] or turns[sends[0].stage, _pass_of(sends[0])] < coming[flow][0]):
-                found.append(sends.popleft())
-    return tuple(found)
+def _check_sequences(layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> None:
+    known = {sequence.id for sequence in sequences}
+    unknown = sorted({block.sequence for layout in layouts for block in layout.blocks} - known)
+    if unknown:
+        raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
 
-def _pass_of(item: Send | Receive) -> Action:
-    """The pass that what is handed over is for."""
-    return Action(microbatch=item.microbatch, backward=item.flow is Flow.GRADIENT)
+def _windows(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], of_stage: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """The windows of each stage, ascending; a stage without layers has those of all."""
+    if len(kinds := {sequence.windows for sequence in sequences}) > 1:
+        raise ValueError(
+            f"sequences have windows {sorted(kinds)}, must all have those of one model; give them the same"
+        )
+    known = tuple(window for each in kinds for window, _ in each) or (0,)
+    found = [tuple(sorted(set(own))) or known for own in of_stage] or [known] * plan.num_stages
+    if len(found) != plan.num_stages or not {window for own in found for window in own} <= set(known):
+        raise ValueError(
+            f"windows_of_stage is {tuple(of_stage)}, must name for each of {plan.num_stages} stages some of {known}, "
+            "which the sequences have; take both from one model"
+        )
+    return found
 
 
-Programs = list[tuple[AttentionProgram | HeadProgram, ...]]
-"""By microbatch, then rank."""
+def _encodes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> list[tuple[Encode, ...]]:
+    """The `Encode` of each rank in each microbatch; empty where no images are encoded."""
+    if not any(each.encoding for each in plan.microbatches):
+        return [()] * len(layouts)
+    from rayfcp.program.encoding import lower_encoding
+
+    return lower_encoding(plan, layouts, sequences=sequences)
 
 
-def attention_of(
+def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
+    """The pieces that each rank loads."""
+    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
+    for block in layout.blocks:
+        pieces[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
+    return [tuple(each) for each in pieces]
+
+
+def _attention(
     plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], windows: Collection[int]
-) -> dict[int, Programs]:
-    """Of each of `windows`, the attention of all microbatches in layers with this window (0: none).
+) -> dict[int, list[Attention]]:
+    """The attention of all microbatches in layers with each window (0: none).
 
     Where no sequence is longer than the window, it is that of layers without one.
 
@@ -132,54 +126,51 @@ def attention_of(
         ValueError: a layout cannot be run (`lower_attention`, `lower_heads`).
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
-    found: dict[int, Programs] = {}
-    for window in windows:
+    found: dict[int, list[Attention]] = {}
+    for window in sorted(windows):
         effective = window if window < longest else 0
         if effective not in found:
-            found[effective] = _passes(plan, layouts, sequences, window=effective).all()
+            mine = _windowed(plan, layouts, sequences, window=effective) if effective else layouts
+            found[effective] = _Microbatches(plan, mine, effective).lowered()
         found[window] = found[effective]
     return found
 
 
-def _passes(plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, window: int) -> "_Passes":
-    masks = {sequence.id: sequence.mask for sequence in sequences}
-    if not window:
-        mutual = {each.id: found for each in sequences if (found := each.mutual_bands())}
-        return _Passes(plan, layouts, masks, mutual=mutual)
-    bands = {each.id: bands_of(each, window=window) for each in sequences}
+def _windowed(
+    plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, window: int
+) -> Sequence[Layout]:
+    from rayfcp.program.windows import windowed
+
     uncut = {sequence.id for sequence in sequences if sequence.num_tokens <= window}
     units = [
         _units(layout, microbatch, num_ranks=plan.num_ranks)
         for layout, microbatch in zip(layouts, plan.microbatches, strict=True)
     ]
-    return _Passes(plan, windowed(layouts, bands=bands, uncut=uncut, units=units), masks, bands)
+    return windowed(layouts, window=window, uncut=uncut, units=units)
 
 
 def _units(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> dict[int, int]:
-    """Of each rank the run that it is in, or a number for its group where that shares out heads."""
+    """The run of each rank, or a number for its group where that shares out heads."""
     found = {rank: rank // max(layout.heads, 1) for rank in range(num_ranks)}
-    for group in exchanging(microbatch):
+    for group in _exchanging(microbatch):
         found |= dict.fromkeys(group.ranks, found[group.ranks[0]])
     return found
 
 
-def exchanging(microbatch: MicrobatchPlan) -> list[Group]:
+def _exchanging(microbatch: MicrobatchPlan) -> list[Group]:
     """The groups that share out heads."""
     return [group for group in microbatch.groups if group.primitive is Primitive.ULYSSES and group.degree > 1]
 
 
 @dataclass(frozen=True, slots=True)
-class _Passes:
+class _Microbatches:
     """Lowers the attention of one microbatch after the other, each with what the earlier ones left it."""
 
     plan: BatchPlan
     layouts: Sequence[Layout]
-    masks: dict[int, Mask]
-    bands: Bands | None = None
-    mutual: Bands | None = None
+    window: int
 
-    def all(self) -> Programs:
-        """By microbatch, then rank."""
+    def lowered(self) -> list[Attention]:
         needed: list[set[tuple[int, int]]] = [set() for _ in self.layouts]
         for layout in self.layouts:
             for context in layout.context:
@@ -188,74 +179,51 @@ class _Passes:
         return [self._lowered(at, orders=orders, needed=needed[at]) for at in range(len(self.layouts))]
 
     def _orders(self, number: int) -> dict[int, Order]:
-        """Of each rank, the order of the slot 0 that it (with whom it shares heads) had in a microbatch."""
+        """The order of the slot 0 that each rank, with those that it shares heads with, had in a microbatch."""
         layout, num_ranks = self.layouts[number], self.plan.num_ranks
-        sharing = [group.ranks for group in exchanging(self.plan.microbatches[number])]
+        sharing = [group.ranks for group in _exchanging(self.plan.microbatches[number])]
         orders: dict[int, Order] = {}
         for run in (*layout.runs(num_ranks), *sharing):  # runs are of one rank each where no heads are shared out
             orders |= dict.fromkeys(run, slot_order(layout, run))
         return orders
 
-    def _lowered(
-        self, number: int, *, orders: dict[int, dict[int, Order]], needed: Collection[tuple[int, int]]
-    ) -> tuple[AttentionProgram | HeadProgram, ...]:
+    def _lowered(self, number: int, *, orders: Orders, needed: Needed) -> Attention:
         layout, num_ranks = self.layouts[number], self.plan.num_ranks
+        groups = _exchanging(self.plan.microbatches[number])
         _check_heads(layout, self.plan.microbatches[number], num_ranks=num_ranks)
         if layout.heads > 1:
             runs = layout.runs(num_ranks)
-            by_rank = self._by_heads(layout, runs, orders=orders, needed=needed)
+            by_rank = lower_heads(layout, runs, window=self.window, earlier=orders, needed=needed)
             return tuple(by_rank[rank] for rank in range(num_ranks))
-        in_rows = {at: [each[rank] for rank in range(num_ranks)] for at, each in orders.items()}
-        groups = exchanging(self.plan.microbatches[number])
-        rest = _rest(layout, groups)
+        rest = _rest(layout, groups) if groups else layout
         programs: list[AttentionProgram | HeadProgram] = [
-            *lower_attention(
-                rest,
-                masks=self.masks,
-                num_ranks=num_ranks,
-                bands=self.bands,
-                mutual=self.mutual,
-                earlier=in_rows,
-                needed=needed,
-            )
+            *lower_attention(rest, num_ranks=num_ranks, window=self.window, earlier=orders, needed=needed)
         ]
         for group in groups:
             _check_rounds(group, layout)
             held = _part(layout, group.ranks)
-            by_rank = self._by_heads(held, [group.ranks], orders=orders, needed=needed)
+            by_rank = lower_heads(held, [group.ranks], window=self.window, earlier=orders, needed=needed)
             for rank, program in by_rank.items():
                 programs[rank] = program
         return tuple(programs)
 
-    def _by_heads(
-        self,
-        layout: Layout,
-        runs: Sequence[Run],
-        *,
-        orders: dict[int, dict[int, Order]],
-        needed: Collection[tuple[int, int]],
-    ) -> dict[int, HeadProgram]:
-        return lower_heads(
-            layout, runs, masks=self.masks, bands=self.bands, mutual=self.mutual, earlier=orders, needed=needed
-        )
-
 
 def _rest(layout: Layout, exchanging: Sequence[Group]) -> Layout:
-    """What is not on ranks of Ulysses groups; all of it where transfers name blocks by number."""
-    if not exchanging or any(step.transfers for step in layout.rounds):
+    """The blocks that are not on ranks of Ulysses groups; all of them where transfers name blocks by number."""
+    if any(step.transfers for step in layout.rounds):
         return layout
     taken = {rank for group in exchanging for rank in group.ranks}
     return _part(layout, {block.rank for block in layout.all_blocks} - taken)
 
 
 def _part(layout: Layout, ranks: Collection[int]) -> Layout:
-    """What lies on these ranks; nothing travels."""
-    context = tuple(replace(each, blocks=_lying(each.blocks, ranks)) for each in layout.context)
-    return Layout(blocks=_lying(layout.blocks, ranks), rounds=(), context=context)
+    """The blocks on these ranks, without transfers."""
 
+    def lying(blocks: Sequence[Block]) -> tuple[Block, ...]:
+        return tuple(block for block in blocks if block.rank in ranks)
 
-def _lying(blocks: Sequence[Block], ranks: Collection[int]) -> tuple[Block, ...]:
-    return tuple(block for block in blocks if block.rank in ranks)
+    context = tuple(replace(each, blocks=lying(each.blocks)) for each in layout.context)
+    return Layout(blocks=lying(layout.blocks), rounds=(), context=context)
 
 
 def _check_heads(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> None:
@@ -280,187 +248,3 @@ def _check_rounds(group: Group, layout: Layout) -> None:
                     f"round {index}: a transfer touches ranks {sorted(touched)} of a {group.primitive.value} group, "
                     "which must have none; drop the transfer or make the group a ring"
                 )
-
-
-def staged(
-    plan: BatchPlan,
-    stage: int,
-    *,
-    pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[Sequence[LayerKind]],
-    reduce_every: str,
-    encodes: Sequence[Encode | None] = (),
-) -> tuple[Instruction, ...]:
-    """What a stage does; `pieces[m]`, `encodes[m]` and `attention[m]`, of the kinds of layers that the stage has, are
-    the rank's of microbatch m.
-
-    A forward pass is preceded by its load, by what it encodes, and by what the stage before sends, followed by what
-    goes to the next stage; a backward pass likewise, the other way. What a microbatch kept for later slices goes after
-    its backward pass.
-    """
-    actions = _actions(plan, stage)
-    last = [action.microbatch for action, _ in actions if action.backward][-1]
-    before, after = _neighbours(stage, num_stages=plan.num_stages)
-    instructions: list[Instruction] = []
-    for action, recomputed_layers in actions:
-        at, (kind, *others) = action.microbatch, attention[action.microbatch]
-        program = kind.attention
-        taken, given, flow = (after, before, Flow.GRADIENT) if action.backward else (before, after, Flow.ACTIVATION)
-        if not action.backward:
-            instructions.append(Load(microbatch=at, pieces=pieces[at]))
-            instructions += [each for each in encodes[at : at + 1] if each]
-        if taken is not None:
-            instructions.append(Receive(microbatch=at, flow=flow, stage=taken, num_tokens=program.num_tokens))
-        if action.backward:
-            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
-        else:
-            instructions.append(
-                Forward(
-                    microbatch=at,
-                    attention=program,
-                    recomputed_layers=recomputed_layers,
-                    window=kind.window,
-                    others=tuple(others),
-                )
-            )
-        if given is not None:
-            instructions.append(Send(microbatch=at, flow=flow, stage=given, num_tokens=program.num_tokens))
-        if action.backward and any(each.attention.inner.kept for each in attention[at]):
-            instructions.append(Free(microbatch=at))
-    return tuple(instructions)
-
-
-def _neighbours(stage: int, *, num_stages: int) -> tuple[int | None, int | None]:
-    """The stage before and the stage after, if any.
-
-    >>> _neighbours(0, num_stages=2), _neighbours(1, num_stages=2)
-    ((None, 1), (0, None))
-    """
-    return stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < num_stages else None
-
-
-def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
-    """Passes in order, with the layers that their microbatch recomputes. Without stages, microbatch by microbatch."""
-    if not plan.pipelines:
-        return [
-            (Action(microbatch=at, backward=backward), plan.recomputed_layers)
-            for at in range(len(plan.microbatches))
-            for backward in (False, True)
-        ]
-    return [
-        (action, pipeline.recomputed_layers[stage][action.microbatch - pipeline.start])
-        for pipeline in plan.pipelines
-        for action in pipeline.actions[stage]
-    ]
-
-
-RUNTIME_PRIMITIVES = frozenset({Primitive.RING, Primitive.ULYSSES})
-"""What training can run."""
-ALL_PRIMITIVES = frozenset(Primitive)
-"""What can be lowered, checked and simulated."""
-
-
-def lower(
-    plan: BatchPlan,
-    sequences: Sequence[SequenceSpec],
-    *,
-    reduce_every: str = "step",
-    primitives: Collection[Primitive] = RUNTIME_PRIMITIVES,
-    windows_of_stage: Sequence[Sequence[int]] = (),
-) -> tuple[RankProgram, ...]:
-    """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
-
-    `sequences` are those that were planned, `sequences[i].id == i`. Gradients are reduced in the last
-    backward pass (`reduce_every="step"`) or in each (`"microbatch"`). All ranks run the same number of
-    passes: a rank without tokens in a microbatch runs one padding token. A group of one rank exchanges
-    nothing, so that its primitive does not matter. That heads divide is the planner's to see to. All stages run the
-    same attention in layers of one window; only which of the sequences' `windows` their layers have
-    (`windows_of_stage`, all if absent), what they recompute, the order of their passes and their neighbours differ
-    (`staged`). Sends follow their pass, or come somewhat later where stages would otherwise wait for each other
-    (`turns`).
-
-    Raises:
-        ValueError: a group of several ranks has a primitive that is not in `primitives`; a stage names a window that
-            the sequences do not; sequences disagree on these; a layout cannot be run (`lower_attention`,
-            `lower_heads`), or an encoding (`lower_encoding`).
-    """
-    _check_primitives(plan, primitives)
-    layouts = layouts_of(plan, sequences)
-    of_stage = _windows(plan, sequences, windows_of_stage)
-    windows = sorted({each for own in of_stage for each in own})
-    passes = attention_of(plan, layouts, sequences=sequences, windows=windows)
-    loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
-    encodes = lower_encoding(plan, layouts, sequences=sequences)
-    plan_hash = plan.plan_hash
-    programs = tuple(
-        RankProgram(
-            rank=rank,
-            num_ranks=plan.num_ranks,
-            stage=stage,
-            num_stages=plan.num_stages,
-            plan_hash=plan_hash,
-            instructions=staged(
-                plan,
-                stage,
-                pieces=[each[rank] for each in loads],
-                encodes=[each[rank] if each else None for each in encodes],
-                attention=[
-                    [LayerKind(window=window, attention=passes[window][at][rank]) for window in of_stage[stage]]
-                    for at in range(len(layouts))
-                ],
-                reduce_every=reduce_every,
-            ),
-        )
-        for stage in range(plan.num_stages)
-        for rank in range(plan.num_ranks)
-    )
-    return programs if hand_overs_end(programs[:: plan.num_ranks]) else _in_turns(programs, turns_of(plan))
-
-
-def _windows(
-    plan: BatchPlan, sequences: Sequence[SequenceSpec], of_stage: Sequence[Sequence[int]]
-) -> list[tuple[int, ...]]:
-    """Of each stage, ascending; those of a stage without layers are those of all."""
-    if len(kinds := {sequence.windows for sequence in sequences}) > 1:
-        raise ValueError(
-            f"sequences have windows {sorted(kinds)}, must all have those of one model; give them the same"
-        )
-    known = tuple(window for each in kinds for window, _ in each) or (0,)
-    found = [tuple(sorted(set(own))) or known for own in of_stage] or [known] * plan.num_stages
-    if len(found) != plan.num_stages or not {window for own in found for window in own} <= set(known):
-        raise ValueError(
-            f"windows_of_stage is {tuple(of_stage)}, must name for each of {plan.num_stages} stages some of {known}, "
-            "which the sequences have; take both from one model"
-        )
-    return found
-
-
-def _in_turns(programs: Sequence[RankProgram], turns: Turns) -> tuple[RankProgram, ...]:
-    """With sends where they hold nobody up; as they are where stages wait for each other however these are posted."""
-    if len(turns) < programs[0].num_stages * _num_passes(programs[0]):
-        return tuple(programs)
-    return tuple(
-        replace(each, instructions=in_turns(each.instructions, stage=each.stage, turns=turns)) for each in programs
-    )
-
-
-def _num_passes(program: RankProgram) -> int:
-    return sum(isinstance(item, Forward | Backward) for item in program.instructions)
-
-
-def _check_primitives(plan: BatchPlan, primitives: Collection[Primitive]) -> None:
-    for number, microbatch in enumerate(plan.microbatches):
-        for index, group in enumerate(microbatch.groups):
-            if group.degree > 1 and group.primitive not in primitives:
-                raise ValueError(
-                    f"microbatch {number} group {index}: primitive is {group.primitive.value}, must be one of "
-                    f"{sorted(each.value for each in primitives)}; plan with these (plan.primitives)"
-                )
-
-
-def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
-    """What each rank loads."""
-    pieces: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    for block in layout.blocks:
-        pieces[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
-    return [tuple(each) for each in pieces]

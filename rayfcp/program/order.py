@@ -1,291 +1,72 @@
-"""That keys and values which a microbatch keeps for later ones are there while these read them, and no longer.
+"""Checks of the instructions of all ranks and stages, each for itself and against one another, before their messages
+are matched (`rayfcp.program.progress`).
 
-What an `Encode` must be: in its place, on all ranks, of sizes that agree, in rounds that meet.
-
-All ranks encode a microbatch together, for they gather the encoder's shards, and then run the rounds of the exchange
-one after the other. In each both ends of a parcel have it, so nobody waits for ever; the gradients take the same rounds
-back inside the backward pass.
-
-That a stage takes from its neighbours what it needs, and hands on what they need, once each and in its place.
-
-What the instructions of all ranks and stages must be, before their messages are looked at.
+Ranks and stages agree on microbatches, kinds of layers and the order of passes. Neighbouring stages hand over what the
+other needs, once each and in its place. Keys and values that a microbatch keeps for later ones stay until these have
+read them, and no longer. All ranks encode images together, for they gather the encoder's shards, then run the rounds of
+the exchange one after the other; in each both ends of a message have it, so no rank waits forever, and the gradients
+take the same rounds back inside the backward pass.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from rayfcp.program.columns import union
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
     Encode,
-    Flow,
     Forward,
     Free,
     HeadProgram,
+    Instruction,
     Load,
-    Parcel,
     Payload,
     Range,
     RankProgram,
     Receive,
+    ReshuffleMessage,
     Send,
+    StageFlow,
 )
-from rayfcp.program.windows import check_likeness, check_loads, check_windows, windows_of
+from rayfcp.program.matching import Channel
+
+Attention = AttentionProgram | HeadProgram
+Kind = TypeVar("Kind", bound=Instruction)
 
 
-def check_reuse(program: RankProgram) -> None:
-    """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each window; and the
-    backward pass of every reader comes before that microbatch's own: only then are its gradients whole. `check_order`
-    found each pass once, with the same windows.
+def of_kind(program: RankProgram, kind: type[Kind]) -> list[Kind]:
+    """The instructions of one kind, in order."""
+    return [item for item in program.instructions if isinstance(item, kind)]
 
-    Raises:
-        ValueError: names the rank and the microbatch.
+
+def windows_of(program: RankProgram) -> tuple[int, ...]:
+    """The windows of the stage's layers, ascending."""
+    return tuple(kind.window for kind in of_kind(program, Forward)[0].kinds)
+
+
+def attention_by_window(programs: Sequence[RankProgram]) -> dict[int, list[list[Attention]]]:
+    """The attention of the layers of each window, by rank, then microbatch; `check_order` holds.
+
+    All stages that have layers of a window run the same attention in them.
     """
-    backward = [item.microbatch for item in program.instructions if isinstance(item, Backward)]
-    turn = {number: at for at, number in enumerate(backward)}
-    forwards = [item for item in program.instructions if isinstance(item, Forward)]
-    for at in range(len(forwards[0].kinds)):
-        attention = {item.microbatch: item.kinds[at].attention.inner for item in forwards}
-        _check_kind(attention, turn, place=program.place)
-
-
-def _check_kind(attention: Mapping[int, AttentionProgram], turn: Mapping[int, int], *, place: str) -> None:
-    read: dict[int, set[Range]] = {number: set() for number in turn}
-    for number, here in attention.items():
-        for slot in here.context:
-            where = f"{place}, microbatch {number}: slot {slot.slot} is context of {slot.microbatch}"
-            if not 0 <= slot.microbatch < number or slot.num_tokens < 1:
-                raise ValueError(
-                    f"{where}, tokens {slot.span}; must be at least one token of an earlier microbatch; lower the plan "
-                    "again"
-                )
-            if turn[slot.microbatch] < turn[number]:
-                raise ValueError(
-                    f"{where}, whose Backward comes before this one's, must come after it: otherwise it lacks the "
-                    "gradients of its keys and values; reverse them"
-                )
-            read[slot.microbatch].add(slot.span)
-    for number, here in attention.items():
-        if here.kept != (due := union(read[number])):
-            raise ValueError(
-                f"{place}, microbatch {number}: kept is {here.kept}, must be what later microbatches read of it, "
-                f"{due}; lower the plan again"
-            )
-
-
-def check_frees(program: RankProgram) -> None:
-    """What a microbatch keeps is freed once, after its backward pass; nothing else is.
-
-    Raises:
-        ValueError: names the rank and the microbatch.
-    """
-    freed = [item.microbatch for item in program.instructions if isinstance(item, Free)]
-    forwards = [item for item in program.instructions if isinstance(item, Forward)]
-    due = [item.microbatch for item in forwards if any(kind.attention.inner.kept for kind in item.kinds)]
-    if sorted(freed) != due:
-        raise ValueError(f"{program.place}: Free names microbatches {freed}, must name {due} once: those that keep")
-    done: set[int] = set()
-    for item in program.instructions:
-        if isinstance(item, Backward):
-            done.add(item.microbatch)
-        elif isinstance(item, Free) and item.microbatch not in done:
-            raise ValueError(
-                f"{program.place}: Free of microbatch {item.microbatch} comes before its Backward, must come after it"
-            )
-
-
-def check_encodes(programs: Sequence[RankProgram]) -> None:
-    """Each `Encode` stands between its microbatch's Load and Forward, all ranks have it, its sizes agree, and parcels
-    meet round by round.
-
-    Raises:
-        ValueError: names the rank and the microbatch.
-    """
-    encoded = [encodes_of(program) for program in programs]
-    if not any(encoded):
-        return
-    if programs[0].num_stages > 1:
-        raise ValueError(
-            f"programs encode pictures on {programs[0].num_stages} stages, must have 1; plan with "
-            "cluster.pipeline_stages=1"
-        )
-    last = max(item.microbatch for item in programs[0].instructions)
-    for program, mine in zip(programs, encoded, strict=True):
-        if mine.keys() != encoded[0].keys() or last not in mine:
-            raise ValueError(
-                f"{program.place}: Encode names microbatches {sorted(mine)}, must name those of rank 0, "
-                f"{sorted(encoded[0])}, with the last one, {last}; lower one plan for all"
-            )
-        _check_places(program)
-    for microbatch in encoded[0]:
-        _check_rounds([each[microbatch] for each in encoded])
-
-
-def encodes_of(program: RankProgram) -> dict[int, Encode]:
-    """By microbatch."""
-    return {item.microbatch: item for item in program.instructions if isinstance(item, Encode)}
-
-
-def _check_places(program: RankProgram) -> None:
-    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-    for at, item in enumerate(program.instructions):
-        if not isinstance(item, Encode):
-            continue
-        number, where = item.microbatch, f"{program.place}, microbatch {item.microbatch}"
-        if not place[Load, number] < at < place[Forward, number] or place[Encode, number] != at:
-            raise ValueError(f"{where}: Encode must stand once between Load and Forward; lower the plan again")
-        features = item.features
-        if (features.rank, features.num_ranks) != (program.rank, program.num_ranks):
-            raise ValueError(
-                f"{where}: features are of rank {features.rank} of {features.num_ranks}, must be of "
-                f"{program.rank} of {program.num_ranks}; lower the plan again"
-            )
-        _check_sizes(item, where=where)
-
-
-def _check_sizes(item: Encode, *, where: str) -> None:
-    """Every row that is made leaves once or stays, every row that is due arrives once or is there."""
-    features = item.features
-    made = sum(each.count * each.num_tokens for each in item.pictures)
-    taken = sum(stop - start for start, stop in item.rows)
-    if (features.num_tokens, features.num_placed) != (made, taken):
-        raise ValueError(
-            f"{where}: features bring {features.num_tokens} rows and place {features.num_placed}, must be the {made} "
-            f"of its pictures and the {taken} of rows; lower the plan again"
-        )
-    leaving, arriving = ([pair[side] for pair in features.kept] for side in (0, 1))
-    for step in features.rounds:
-        leaving += step.send.ranges if step.send else ()
-        arriving += step.receive.ranges if step.receive else ()
-    _check_tiles(leaving, made, what=f"{where}: rows of features that leave the encoder")
-    _check_tiles(arriving, taken, what=f"{where}: rows of features that arrive")
-
-
-def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
-    """Each of so many rows is in exactly one of the ranges."""
-    at = 0
-    for start, stop in sorted(ranges):
-        if start != at or stop <= start:
-            raise ValueError(f"{what}: [{start}, {stop}) where row {at} is due; each of {num_rows} must be there once")
-        at = stop
-    if at != num_rows:
-        raise ValueError(f"{what}: {at} of {num_rows} are there; each must be, once")
-
-
-def _check_rounds(items: Sequence[Encode]) -> None:
-    counts = {len(item.features.rounds) for item in items}
-    if len(counts) > 1:
-        raise ValueError(
-            f"microbatch {items[0].microbatch}: features travel in {sorted(counts)} rounds, must be as many on all "
-            "ranks; lower one plan for all"
-        )
-    for rank, index, parcel, other in _parcels(items):
-        if other is None or other.peer != rank or other.num_tokens != parcel.num_tokens:
-            raise ValueError(
-                f"microbatch {items[0].microbatch} round {index}: rank {rank} and rank {parcel.peer} disagree on the "
-                f"{parcel.num_tokens} rows of features between them, one would wait for ever; lower one plan for all"
-            )
-
-
-def _parcels(items: Sequence[Encode]) -> Iterator[tuple[int, int, Parcel, Parcel | None]]:
-    """(rank, round, parcel, the same on the other rank) of all parcels, from both ends."""
-    for rank, item in enumerate(items):
-        for index, step in enumerate(item.features.rounds):
-            for parcel, sends in ((step.send, True), (step.receive, False)):
-                if parcel is None:
-                    continue
-                if not 0 <= parcel.peer < len(items) or parcel.peer == rank:
-                    raise ValueError(
-                        f"microbatch {item.microbatch} round {index}: rank {rank} has a parcel with rank "
-                        f"{parcel.peer}, must be with another of {len(items)}; lower the plan again"
-                    )
-                there = items[parcel.peer].features.rounds[index]
-                yield rank, index, parcel, there.receive if sends else there.send
-
-
-_NeighbourHandOver = tuple[type[Send] | type[Receive], Flow, int]
-"""Kind, flow, neighbouring stage."""
-
-
-def check_neighbours(program: RankProgram) -> None:
-    """Each microbatch is received before its pass and sent on after it, where there is a stage to do so with.
-
-    Activations go from stage p to p + 1 and their gradients back, all tokens of the microbatch at once. The first
-    stage receives no activations and sends no gradients, the last one the other way round. `check_order` found each
-    pass once.
-
-    Raises:
-        ValueError: a Send or Receive is missing, double, out of place, of another size or with another stage.
-    """
-    due = set(_due(program.stage, num_stages=program.num_stages))
-    tokens: dict[int, int] = {}
-    passes: dict[tuple[int, Flow], int] = {}
-    found: dict[tuple[int, _NeighbourHandOver], int] = {}
-    for at, item in enumerate(program.instructions):
-        if isinstance(item, Forward):
-            tokens[item.microbatch] = item.attention.num_tokens
-            passes[item.microbatch, Flow.ACTIVATION] = at
-        elif isinstance(item, Backward):
-            passes[item.microbatch, Flow.GRADIENT] = at
-        elif isinstance(item, Send | Receive):
-            key = item.microbatch, (type(item), item.flow, item.stage)
-            if key[1] not in due or key in found:
-                raise ValueError(
-                    f"{program.place}: {_words(*key)} is {'double' if key in found else 'not due'}; must be one of "
-                    f"{[_words(item.microbatch, each) for each in sorted(due, key=str)]}, once; lower the plan again"
-                )
-            found[key] = at
-    for microbatch, num_tokens in tokens.items():
-        for each in due:
-            if (microbatch, each) not in found:
-                raise ValueError(f"{program.place}: {_words(microbatch, each)} is missing; lower the plan again")
-            passed = passes[microbatch, each[1]]
-            _check_place(program, found[microbatch, each], passed, num_tokens=num_tokens)
-    if strange := [_words(*key) for key in found if key[0] not in tokens]:
-        raise ValueError(f"{program.place}: {strange[0]} belongs to no Forward; lower the plan again")
-
-
-def _due(stage: int, *, num_stages: int) -> Iterator[_NeighbourHandOver]:
-    if stage > 0:
-        yield Receive, Flow.ACTIVATION, stage - 1
-        yield Send, Flow.GRADIENT, stage - 1
-    if stage + 1 < num_stages:
-        yield Send, Flow.ACTIVATION, stage + 1
-        yield Receive, Flow.GRADIENT, stage + 1
-
-
-def _check_place(program: RankProgram, at: int, passed: int, *, num_tokens: int) -> None:
-    item = program.instructions[at]
-    assert isinstance(item, Send | Receive)
-    words = _words(item.microbatch, (type(item), item.flow, item.stage))
-    if (at < passed) is isinstance(item, Send):
-        raise ValueError(
-            f"{program.place}: {words} is {'before' if at < passed else 'after'} the pass that it belongs to; receive "
-            "before, send after it"
-        )
-    if item.num_tokens != num_tokens:
-        raise ValueError(
-            f"{program.place}: {words} is of {item.num_tokens} tokens, must be the microbatch's {num_tokens}; "
-            "lower the plan again"
-        )
-
-
-def _words(microbatch: int, hand_over: _NeighbourHandOver) -> str:
-    kind, flow, stage = hand_over
-    way = "to" if kind is Send else "from"
-    return f"{kind.__name__} of the {flow.value} of microbatch {microbatch} {way} stage {stage}"
+    num_ranks = programs[0].num_ranks
+    found: dict[int, list[list[Attention]]] = {}
+    for first in range(0, len(programs), num_ranks):
+        forwards = [of_kind(program, Forward) for program in programs[first : first + num_ranks]]
+        for at, kind in enumerate(forwards[0][0].kinds):
+            if kind.window not in found:
+                found[kind.window] = [[item.kinds[at].attention for item in each] for each in forwards]
+    return dict(sorted(found.items()))
 
 
 def check_order(programs: Sequence[RankProgram]) -> None:
     """Every rank loads, passes forward and passes backward each microbatch once on each stage, and sums the gradients.
 
-    Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in any order that is the
-    same everywhere and in which no microbatch goes before one that reads its keys and values (`check_reuse`); passes
-    of different microbatches may interleave. The last backward pass reduces, so that no gradient stays on its rank.
-    What neighbouring stages hand over is there once, in its place (`check_neighbours`), and so is the end of what a
-    microbatch keeps for others (`check_frees`). Where pictures are encoded, all ranks do so together
-    (`check_encodes`). All stages load alike, and attend alike in layers of one window.
-    Program p x num_ranks + r is that of rank r on stage p.
+    Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in one order on all ranks and
+    stages, in which no microbatch precedes one that reads its keys and values; passes of different microbatches may
+    interleave. The last backward pass reduces, so that no gradient stays on its rank. All stages load alike, and attend
+    alike in layers of one window. Program p x num_ranks + r is that of rank r on stage p.
 
     Raises:
         ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
@@ -293,24 +74,24 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     if not programs:
         raise ValueError("programs is empty, must hold one program for each stage and rank; lower the plan")
     first = programs[0]
-    num_microbatches = sum(isinstance(item, Load) for item in first.instructions)
+    num_microbatches = len(of_kind(first, Load))
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
     known: dict[tuple[int, int], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
         _check_passes(program, num_microbatches)
-        check_windows(program, programs[index - program.rank])
+        _check_windows(program, programs[index - program.rank])
         if any((program.rank, window) not in known for window in windows_of(program)):
             _check_attention(program)
-            check_reuse(program)
-        check_loads(program, programs[program.rank])
+            _check_reuse(program)
         for window in windows_of(program):
             check_likeness(program, known.setdefault((program.rank, window), program), window=window)
-        _check_backward_order(program, first)
-        check_neighbours(program)
-        check_frees(program)
-    check_encodes(programs)
+        _check_alike(program, programs[program.rank], first=first)
+        _check_neighbours(program)
+        _check_frees(program)
+    if any(of_kind(program, Encode) for program in programs):
+        _check_encodes(programs)
 
 
 def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:
@@ -321,21 +102,20 @@ def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_p
             f"{num_stages}; give the programs of all ranks and stages"
         )
     stage, rank = divmod(index, num_ranks)
-    if (program.rank, program.num_ranks) != (rank, num_ranks):
-        raise ValueError(
-            f"program at position {index} has rank {program.rank} and num_ranks {program.num_ranks}, must be {rank} "
-            f"and {num_ranks}; give the programs of all ranks, in the order of ranks, stage by stage"
-        )
-    if (program.stage, program.num_stages) != (stage, num_stages):
-        raise ValueError(
-            f"program at position {index} has stage {program.stage} of num_stages {program.num_stages}, must be "
-            f"{stage} of {num_stages}; give the programs of all ranks, in the order of ranks, stage by stage"
-        )
+    for name, found, due in (
+        ("rank and num_ranks", (program.rank, program.num_ranks), (rank, num_ranks)),
+        ("stage and num_stages", (program.stage, program.num_stages), (stage, num_stages)),
+    ):
+        if found != due:
+            raise ValueError(
+                f"program at position {index} has {name} {found}, must have {due}; give the programs of all ranks, in "
+                "the order of ranks, stage by stage"
+            )
 
 
 def _check_passes(program: RankProgram, num_microbatches: int) -> None:
     for kind in (Load, Forward, Backward):
-        found = [item.microbatch for item in program.instructions if isinstance(item, kind)]
+        found = [item.microbatch for item in of_kind(program, kind)]
         in_order = sorted(found) if kind is Backward else found
         if in_order != list(range(num_microbatches)):
             raise ValueError(
@@ -350,40 +130,79 @@ def _check_passes(program: RankProgram, num_microbatches: int) -> None:
                 f"{program.place}: instructions of microbatch {number} are out of order, must be Load, Forward, "
                 "Backward; lower the plan again"
             )
-    last = [item for item in program.instructions if isinstance(item, Backward)][-1]
+    last = of_kind(program, Backward)[-1]
     if not last.reduce:
         raise ValueError(
             f"{program.place}: reduce is False in the last Backward (microbatch {last.microbatch}), must be True; "
             "otherwise gradients are never summed over ranks"
         )
-    for item in program.instructions:
-        if isinstance(item, Forward) and item.recomputed_layers < 0:
+    for item in of_kind(program, Forward):
+        if item.recomputed_layers < 0:
             raise ValueError(
                 f"{program.place}, microbatch {item.microbatch}: recomputed_layers is {item.recomputed_layers}, must "
                 "be at least 0; plan again"
             )
 
 
-def _check_backward_order(program: RankProgram, first: RankProgram) -> None:
-    mine, theirs = (
-        [item.microbatch for item in each.instructions if isinstance(item, Backward)] for each in (program, first)
-    )
-    if mine != theirs:
+def _check_windows(program: RankProgram, first: RankProgram) -> None:
+    """Every Forward has the kinds of layers of the stage's first rank, windows ascending, with the same exchange of
+    tokens for heads."""
+    due = windows_of(first)
+    for item in of_kind(program, Forward):
+        where, found = f"{program.place}, microbatch {item.microbatch}", tuple(kind.window for kind in item.kinds)
+        if found != due or list(found) != sorted(set(found)) or found[0] < 0:
+            raise ValueError(
+                f"{where}: windows of layers are {found}, must ascend from 0 or more and be those of {first.place}, "
+                f"{due}; lower one plan for all"
+            )
+        if item.others and len({_heads_of(kind.attention) for kind in item.kinds}) > 1:
+            raise ValueError(f"{where}: layers of windows {found} share out heads differently; lower the plan again")
+
+
+def _heads_of(attention: Attention) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return (attention.ranks, attention.tokens) if isinstance(attention, HeadProgram) else ((), ())
+
+
+def check_likeness(program: RankProgram, other: RankProgram, *, window: int) -> None:
+    """A rank runs the same attention in layers of a window on both stages.
+
+    Raises:
+        ValueError: names the rank and the microbatch.
+    """
+    if program is other:
+        return
+    at, there = windows_of(program).index(window), windows_of(other).index(window)
+    for mine, theirs in zip(of_kind(program, Forward), of_kind(other, Forward), strict=True):
+        value, due = mine.kinds[at].attention, theirs.kinds[there].attention
+        if value is not due and value != due:
+            raise ValueError(_differ(program, other, "attention", microbatch=mine.microbatch))
+
+
+def _check_alike(program: RankProgram, other: RankProgram, *, first: RankProgram) -> None:
+    """A rank loads the same pieces on all stages (`other`: the first); all pass backward in the order of `first`."""
+    for mine, theirs in zip(of_kind(program, Load), of_kind(other, Load), strict=True):
+        if mine.pieces != theirs.pieces:
+            raise ValueError(_differ(program, other, "pieces", microbatch=mine.microbatch))
+    found, due = ([item.microbatch for item in of_kind(each, Backward)] for each in (program, first))
+    if found != due:
         raise ValueError(
-            f"{program.place}: Backward comes in the order {mine}, must be that of {first.place}, {theirs}; lower one "
+            f"{program.place}: Backward comes in the order {found}, must be that of {first.place}, {due}; lower one "
             "plan for all"
         )
 
 
+def _differ(program: RankProgram, other: RankProgram, field: str, *, microbatch: int) -> str:
+    return (
+        f"{program.place}, microbatch {microbatch}: {field} differ from those of {other.place}, must be the same on "
+        "all stages; lower one plan for all"
+    )
+
+
 def _check_attention(program: RankProgram) -> None:
     """Attention is over as many tokens as are loaded; its rounds carry keys, values and their gradients."""
-    loaded = {
-        item.microbatch: sum(piece.num_tokens for piece in item.pieces)
-        for item in program.instructions
-        if isinstance(item, Load)
-    }
-    for item in program.instructions:
-        for kind in item.kinds if isinstance(item, Forward) else ():
+    loaded = {item.microbatch: sum(piece.num_tokens for piece in item.pieces) for item in of_kind(program, Load)}
+    for item in of_kind(program, Forward):
+        for kind in item.kinds:
             attention = kind.attention
             where, due = f"{program.place}, microbatch {item.microbatch}", max(1, loaded[item.microbatch])
             if attention.num_tokens != due:
@@ -393,7 +212,13 @@ def _check_attention(program: RankProgram) -> None:
                 )
             if isinstance(attention, HeadProgram):
                 _check_heads(attention, program, where=where)
-            _check_payloads(attention.inner, where=where)
+            for step in attention.inner.forward + attention.inner.backward:
+                for message in step.sends + step.receives:
+                    if message.payload not in (Payload.KV, Payload.GRAD):
+                        raise ValueError(
+                            f"{where}: a round carries {message.payload.value}, must be kv or grad; lower the plan "
+                            "again"
+                        )
 
 
 def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) -> None:
@@ -417,10 +242,206 @@ def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) ->
         )
 
 
-def _check_payloads(attention: AttentionProgram, *, where: str) -> None:
-    for step in attention.forward + attention.backward:
-        for message in step.sends + step.receives:
-            if message.payload not in (Payload.KV, Payload.GRAD):
+def _check_reuse(program: RankProgram) -> None:
+    """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each window. The
+    backward pass of every reader comes before that microbatch's own: only then are its gradients whole."""
+    turn = {item.microbatch: at for at, item in enumerate(of_kind(program, Backward))}
+    forwards = of_kind(program, Forward)
+    for at in range(len(forwards[0].kinds)):
+        attention = {item.microbatch: item.kinds[at].attention.inner for item in forwards}
+        if any(each.context or each.kept for each in attention.values()):
+            _check_kept(attention, turn, place=program.place)
+
+
+def _check_kept(attention: Mapping[int, AttentionProgram], turn: Mapping[int, int], *, place: str) -> None:
+    read: dict[int, set[Range]] = {number: set() for number in turn}
+    for number, reader in attention.items():
+        for slot in reader.context:
+            where = f"{place}, microbatch {number}: slot {slot.slot} is context of {slot.microbatch}"
+            if not 0 <= slot.microbatch < number or slot.num_tokens < 1:
                 raise ValueError(
-                    f"{where}: a round carries {message.payload.value}, must be kv or grad; lower the plan again"
+                    f"{where}, tokens {slot.span}; must be at least one token of an earlier microbatch; lower the plan "
+                    "again"
                 )
+            if turn[slot.microbatch] < turn[number]:
+                raise ValueError(
+                    f"{where}, whose Backward comes before this one's, must come after it: otherwise it lacks the "
+                    "gradients of its keys and values; reverse them"
+                )
+            read[slot.microbatch].add(slot.span)
+    for number, each in attention.items():
+        if each.kept != (due := union(read[number])):
+            raise ValueError(
+                f"{place}, microbatch {number}: kept is {each.kept}, must be what later microbatches read of it, "
+                f"{due}; lower the plan again"
+            )
+
+
+def _check_frees(program: RankProgram) -> None:
+    """A microbatch that keeps keys and values frees them once, after its backward pass; no other one does."""
+    freed = [item.microbatch for item in of_kind(program, Free)]
+    keeps = [
+        item.microbatch for item in of_kind(program, Forward) if any(kind.attention.inner.kept for kind in item.kinds)
+    ]
+    if sorted(freed) != keeps:
+        raise ValueError(f"{program.place}: Free names microbatches {freed}, must name {keeps} once: those that keep")
+    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+    for number in freed:
+        if place[Free, number] < place[Backward, number]:
+            raise ValueError(
+                f"{program.place}: Free of microbatch {number} comes before its Backward, must come after it"
+            )
+
+
+_HandOver = tuple[type[Send] | type[Receive], StageFlow, int]
+"""Kind, flow, neighbouring stage."""
+
+
+def _check_neighbours(program: RankProgram) -> None:
+    """Each microbatch is received before its pass and sent on after it, where there is a stage to do so with.
+
+    Activations go from stage p to p + 1 and their gradients back, all tokens of the microbatch at once. The first
+    stage receives no activations and sends no gradients, the last one the other way round.
+    """
+    due = set(_due(program.stage, num_stages=program.num_stages))
+    found: dict[tuple[int, _HandOver], int] = {}
+    for at, item in enumerate(program.instructions):
+        if not isinstance(item, Send | Receive):
+            continue
+        key = item.microbatch, (type(item), item.flow, item.stage)
+        if key[1] not in due or key in found:
+            raise ValueError(
+                f"{program.place}: {_words(*key)} is {'double' if key in found else 'not due'}; must be one of "
+                f"{[_words(item.microbatch, each) for each in sorted(due, key=str)]}, once; lower the plan again"
+            )
+        found[key] = at
+    if not due:
+        return
+    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+    tokens = {item.microbatch: item.attention.num_tokens for item in of_kind(program, Forward)}
+    for microbatch, num_tokens in tokens.items():
+        for each in due:
+            if (microbatch, each) not in found:
+                raise ValueError(f"{program.place}: {_words(microbatch, each)} is missing; lower the plan again")
+            passed = place[Forward if each[1] is StageFlow.ACTIVATION else Backward, microbatch]
+            _check_place(program, found[microbatch, each], passed, num_tokens=num_tokens)
+    if strange := [_words(*key) for key in found if key[0] not in tokens]:
+        raise ValueError(f"{program.place}: {strange[0]} belongs to no Forward; lower the plan again")
+
+
+def _due(stage: int, *, num_stages: int) -> Iterator[_HandOver]:
+    if stage > 0:
+        yield Receive, StageFlow.ACTIVATION, stage - 1
+        yield Send, StageFlow.GRADIENT, stage - 1
+    if stage + 1 < num_stages:
+        yield Send, StageFlow.ACTIVATION, stage + 1
+        yield Receive, StageFlow.GRADIENT, stage + 1
+
+
+def _check_place(program: RankProgram, at: int, passed: int, *, num_tokens: int) -> None:
+    item = program.instructions[at]
+    assert isinstance(item, Send | Receive)
+    words = _words(item.microbatch, (type(item), item.flow, item.stage))
+    if (at < passed) is isinstance(item, Send):
+        raise ValueError(
+            f"{program.place}: {words} is {'before' if at < passed else 'after'} the pass that it belongs to; receive "
+            "before, send after it"
+        )
+    if item.num_tokens != num_tokens:
+        raise ValueError(
+            f"{program.place}: {words} is of {item.num_tokens} tokens, must be the microbatch's {num_tokens}; "
+            "lower the plan again"
+        )
+
+
+def _words(microbatch: int, hand_over: _HandOver) -> str:
+    kind, flow, stage = hand_over
+    way = "to" if kind is Send else "from"
+    return f"{kind.__name__} of the {flow.value} of microbatch {microbatch} {way} stage {stage}"
+
+
+def _check_encodes(programs: Sequence[RankProgram]) -> None:
+    """Each `Encode` stands between its microbatch's Load and Forward, all ranks have it, its sizes agree, and messages
+    meet round by round."""
+    if programs[0].num_stages > 1:
+        raise ValueError(
+            f"programs encode images on {programs[0].num_stages} stages, must have 1; plan with "
+            "cluster.pipeline_stages=1"
+        )
+    encoded = [{item.microbatch: item for item in of_kind(program, Encode)} for program in programs]
+    last = max(item.microbatch for item in programs[0].instructions)
+    for program, mine in zip(programs, encoded, strict=True):
+        if mine.keys() != encoded[0].keys() or last not in mine:
+            raise ValueError(
+                f"{program.place}: Encode names microbatches {sorted(mine)}, must name those of rank 0, "
+                f"{sorted(encoded[0])}, with the last one, {last}; lower one plan for all"
+            )
+        place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
+        for at, item in enumerate(program.instructions):
+            if isinstance(item, Encode):
+                number, where = item.microbatch, f"{program.place}, microbatch {item.microbatch}"
+                if not place[Load, number] < at < place[Forward, number] or place[Encode, number] != at:
+                    raise ValueError(f"{where}: Encode must stand once between Load and Forward; lower the plan again")
+                _check_features(item, program, where=where)
+    for microbatch in encoded[0]:
+        _check_exchange([each[microbatch] for each in encoded])
+
+
+def _check_features(item: Encode, program: RankProgram, *, where: str) -> None:
+    """Every encoded row leaves once or stays, every row that is due arrives once or stays."""
+    features = item.features
+    if (features.rank, features.num_ranks) != (program.rank, program.num_ranks):
+        raise ValueError(
+            f"{where}: features are of rank {features.rank} of {features.num_ranks}, must be of "
+            f"{program.rank} of {program.num_ranks}; lower the plan again"
+        )
+    made = sum(each.count * each.num_tokens for each in item.images)
+    taken = sum(stop - start for start, stop in item.rows)
+    if (features.num_tokens, features.num_placed) != (made, taken):
+        raise ValueError(
+            f"{where}: features bring {features.num_tokens} rows and place {features.num_placed}, must be the {made} "
+            f"of its images and the {taken} of rows; lower the plan again"
+        )
+    leaving, arriving = ([pair[side] for pair in features.kept] for side in (0, 1))
+    for step in features.rounds:
+        leaving += step.send.ranges if step.send else ()
+        arriving += step.receive.ranges if step.receive else ()
+    _check_tiles(leaving, made, what=f"{where}: rows of features that leave the encoder")
+    _check_tiles(arriving, taken, what=f"{where}: rows of features that arrive")
+
+
+def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
+    """Each row is in exactly one of the ranges."""
+    at = 0
+    for start, stop in [*sorted(ranges), (num_rows, num_rows + 1)]:
+        if start != at or stop <= start:
+            raise ValueError(f"{what}: [{start}, {stop}) where row {at} of {num_rows} is due; each must be there once")
+        at = stop
+
+
+def _check_exchange(items: Sequence[Encode]) -> None:
+    number = items[0].microbatch
+    counts = {len(item.features.rounds) for item in items}
+    if len(counts) > 1:
+        raise ValueError(
+            f"microbatch {number}: features travel in {sorted(counts)} rounds, must be as many on all ranks; lower one "
+            "plan for all"
+        )
+    channel = Channel[ReshuffleMessage](lambda message: message.num_tokens)
+    for rank, item in enumerate(items):
+        for at, step in enumerate(item.features.rounds):
+            for message in (step.send, step.receive):
+                if message and (not 0 <= message.peer < len(items) or message.peer == rank):
+                    raise ValueError(
+                        f"microbatch {number} round {at}: rank {rank} exchanges features with rank {message.peer}, "
+                        f"must be another of {len(items)}; lower the plan again"
+                    )
+            if step.send:
+                channel.sent[rank, step.send.peer].append((at, step.send))
+            if step.receive:
+                channel.expected[step.receive.peer, rank].append((at, step.receive))
+    if ranks := channel.out_of_step():
+        raise ValueError(
+            f"microbatch {number}: ranks {ranks} disagree on the rounds in which features travel between them, one "
+            "would wait forever; lower one plan for all"
+        )

@@ -1,4 +1,5 @@
-"""Attends over phases: an equal share of cells in each, what arrived first, then what is own.
+"""Attends over phases, as `rayfcp.values.Pacing` defines them: an equal share of pairs in each, first on keys that
+arrived, then on own ones.
 
 Ranks whose loads are balanced then go through the rounds at one pace, and none waits for another that has
 more to do in one phase (`rayfcp.cost.kernels.flow` predicts the same).
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rayfcp.program.columns import FLIPPED, WHOLE, Attends
+from rayfcp.values.plan import phase_share
 
 TILE = 128
 """Queries: attends are cut at multiples of this, and are not cut shorter."""
@@ -21,7 +23,7 @@ Row = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """Attends to what one transfer brought: possible from phase `first` on, all in phase `due` at the latest."""
+    """Attends on the keys of one transfer: possible from phase `first` on, all in phase `due` at the latest."""
 
     attends: Attends
     first: int
@@ -29,52 +31,52 @@ class Brought:
 
 
 def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[Attends]:
-    """What is attended to in each phase; together exactly all of `brought`, which comes in order, and `own`.
+    """The attends of each phase; together exactly all of `brought`, which comes in order, and `own`.
 
-    As many cells as make an equal share for each phase so far, more where something is due.
+    Each phase gets its equal share of the pairs, and more where attends are due.
 
-    An attend that is larger than what a phase has left is cut by its queries; a causal square of n tokens into
+    An attend that is larger than the rest of a phase is cut by its queries; a causal square of n tokens into
     a smaller one of the first queries, those of the others on the first keys, and the square of the rest; a flipped one
     into a smaller one of the first queries, these on the last keys, and the square of the rest.
     """
-    share = (own.num_cells + sum(each.attends.num_cells for each in brought)) / num_phases
+    total = own.num_pairs + sum(each.attends.num_pairs for each in brought)
     queue = _Queue(brought)
     rest = rows_of(own)[::-1]
     phases, done = [], 0
     for phase in range(num_phases):
         last = phase + 1 == num_phases
-        taken, left = queue.take(phase, cells=share * (phase + 1) - done, last=last)
-        taken += first_cells(rest, cells=math.inf if last else left)
-        done += sum(map(cells_of_row, taken))
+        taken, left = queue.take(phase, pairs=phase_share(total, phase, num_phases, done), last=last)
+        taken += first_pairs(rest, pairs=math.inf if last else left)
+        done += sum(map(pairs_of_row, taken))
         phases.append(Attends(np.array(taken, np.int64).reshape(-1, 6)))
     return phases
 
 
-def first_cells(rows: list[Row], *, cells: float) -> list[Row]:
-    """About the first `cells` of `rows`, which lie in reverse order and lose what is taken."""
+def first_pairs(rows: list[Row], *, pairs: float) -> list[Row]:
+    """Take about the first `pairs` of `rows`, which are in reverse order."""
     taken: list[Row] = []
-    while rows and cells > 0:
+    while rows and pairs > 0:
         row = rows.pop()
-        here, later = (row, ()) if cells == math.inf else _cut(row, int(cells))
+        here, later = (row, ()) if pairs == math.inf else _cut(row, int(pairs))
         rows += later
         if here is None:
             break
         taken.append(here)
-        cells -= cells_of_row(here)
+        pairs -= pairs_of_row(here)
     return taken
 
 
 class _Queue:
-    """What arrived and is not yet attended to, first come, first served."""
+    """Attends on keys that arrived, first come, first served."""
 
     def __init__(self, brought: Sequence[Brought]) -> None:
         self._rows = [(row, each.first, each.due) for each in brought for row in rows_of(each.attends)]
         self._rows.reverse()
 
-    def take(self, phase: int, *, cells: float, last: bool) -> tuple[list[Row], float]:
-        """Attends of this phase, and what they leave of the cells that it has."""
+    def take(self, phase: int, *, pairs: float, last: bool) -> tuple[list[Row], float]:
+        """Attends of this phase, and the pairs that it has left."""
         taken: list[Row] = []
-        left = cells
+        left = pairs
         while self._rows and self._rows[-1][1] <= phase:
             row, first, due = self._rows.pop()
             here, later = (row, ()) if last or phase >= due else _cut(row, int(left))
@@ -82,7 +84,7 @@ class _Queue:
             if here is None:
                 break
             taken.append(here)
-            left -= cells_of_row(here)
+            left -= pairs_of_row(here)
         return taken, left
 
 
@@ -91,19 +93,19 @@ def rows_of(attends: Attends) -> list[Row]:
     return [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in attends.columns.tolist()]
 
 
-def cells_of_row(row: Row) -> int:
-    """(query, key) cells of an attend."""
+def pairs_of_row(row: Row) -> int:
+    """(query, key) pairs of an attend."""
     queries, keys = row[1] - row[0], row[4] - row[3]
     return queries * (queries + 1) // 2 if row[5] != WHOLE else queries * keys
 
 
-def _cut(row: Row, cells: int) -> tuple[Row | None, tuple[Row, ...]]:
-    """About `cells` of a row, and what remains, the next last."""
+def _cut(row: Row, pairs: int) -> tuple[Row | None, tuple[Row, ...]]:
+    """About `pairs` of a row, and the rest, the next last."""
     start, stop, slot, key_start, key_stop, kind = row
-    queries = int((2 * max(cells, 0)) ** 0.5) if kind != WHOLE else max(cells, 0) // (key_stop - key_start)
+    queries = int((2 * max(pairs, 0)) ** 0.5) if kind != WHOLE else max(pairs, 0) // (key_stop - key_start)
     queries = (queries + TILE // 2) // TILE * TILE
     if queries + TILE > stop - start:
-        if 2 * max(cells, 0) >= cells_of_row(row):
+        if 2 * max(pairs, 0) >= pairs_of_row(row):
             return row, ()
         queries = 0
     if queries == 0:

@@ -1,31 +1,29 @@
-"""Reshuffling: the way of tokens from the order in which a training loop holds them to the plan's, and back.
+"""Reshuffling: bring tokens from the ranks and order in which a training loop holds them to the plan's, and back.
 
 A loop that brings its own layout (whole packed sequences, a slice of a packed batch) keeps it outside of attention.
 On the way in queries, keys and values go to the ranks of the plan, on the way out the outputs go back; in the
 backward pass the gradients take the same ways. Tokens whose rank is the same in both layouts do not travel.
 
-No rank can wait for ever: every rank runs the rounds of the way in, those of its attention program and those of the way
-out one after the other, and both ends of a parcel have it in the same round; so the earliest round that some rank has
-not finished has been posted by both ends of all its parcels, or will be without waiting.
+No rank can wait forever: every rank runs the rounds of the way in, those of its attention program and those of the way
+out one after the other, and both ends of a message have it in the same round; so the earliest round that some rank has
+not finished has been posted by both ends of all its messages, or will be without waiting.
 
-Source: the transparent reshuffler of FCP with blocks (Zhao et al.), section 4.3; rounds without congestion as in 4.2.
+`hide` overlaps these exchanges with local attends, which read slot 0, filled and emptied by the reshuffle round by
+round. An attend may run
 
-Local attends beside the exchanges of a reshuffle, so that these are hidden.
+- on the way in, after the rounds that bring the rows that it reads: rows that stayed are there from the start;
+- on the way out, before the round that sends away the rows that it adds to: rows that stay are never sent.
 
-Local attends read slot 0, which a reshuffle fills round by round and empties round by round. So an attend may run
+Forward it reads its queries and keys and adds to the outputs of its queries. Backward, when slot 0 still has keys and
+values and the gradients of outputs arrive, it reads its queries and adds to the gradients of queries and keys. Rows
+that came first go first: early ones are attended to on the way in, late ones on the way out.
 
-- on the way in, from the round on before which all that it reads is here: tokens that stayed are here from the start;
-- on the way out, up to the round before the first that takes away what it adds to: tokens that stay are never taken.
+Each round, of the reshuffle and of the program, should get pairs in proportion to the tokens that it carries; the
+rounds of the program have those of their messages already. Local attends move between rounds and are cut; the pairs
+and the messages stay the same.
 
-Forward it reads its queries and keys and adds to the outputs of its queries. Backward, when keys and values lie in
-slot 0 still and gradients of outputs come, it reads its queries and adds to the gradients of queries and keys.
-What came first goes first: early comers are attended to on the way in, late ones on the way out.
-
-Each round, of the reshuffle and of the program, wants cells in proportion to what it carries; the rounds of the program
-have those that their messages brought already. That moves local attends between rounds and cuts them, and changes
-neither the cells nor any message.
-
-Source: FCP with blocks (Zhao et al.), section 4.3: local computation goes to the beginning and the end.
+Source: the transparent reshuffler of FCP with blocks (Zhao et al.), section 4.3, local computation at the beginning and
+the end included; rounds without congestion as in section 4.2.
 """
 
 from bisect import bisect_right
@@ -41,15 +39,15 @@ from rayfcp.program.instructions import (
     AttentionProgram,
     AttentionRound,
     Message,
-    Pair,
-    Parcel,
     Payload,
     Piece,
     Range,
+    ReshuffleMessage,
     ReshuffleProgram,
     ReshuffleRound,
+    RowPair,
 )
-from rayfcp.program.paced import Row, cells_of_row, first_cells, rows_of
+from rayfcp.program.paced import Row, first_pairs, pairs_of_row, rows_of
 from rayfcp.values import Layout
 
 
@@ -57,11 +55,11 @@ def lower_reshuffle(theirs: Sequence[Sequence[Piece]], layout: Layout) -> tuple[
     """The reshuffle of each rank for one microbatch.
 
     Args:
-        theirs: what the loop holds, for each rank its pieces in its order.
-        layout: where the plan wants the tokens (`rayfcp.plan.lay_out`).
+        theirs: the pieces that the loop holds on each rank, in its order.
+        layout: where the plan places the tokens (`rayfcp.plan.lay_out`).
 
-    Invariant: there are as many rounds as the most parcels that one rank sends or receives (the fewest
-    without congestion), and there is at most one parcel from one rank to another.
+    Invariant: there are as many rounds as the most messages that one rank sends or receives (the fewest
+    without congestion), and there is at most one message from one rank to another.
 
     Raises:
         ValueError: a token of the layout is brought by no rank or twice, one that it does not have is brought, a
@@ -70,7 +68,7 @@ def lower_reshuffle(theirs: Sequence[Sequence[Piece]], layout: Layout) -> tuple[
     num_ranks = len(theirs)
     ours = _placed(layout, num_ranks=num_ranks)
     brought, placed = _spans(theirs, name="theirs"), _spans(ours, name="layout")
-    moves: dict[tuple[int, int], list[Pair]] = defaultdict(list)
+    moves: dict[tuple[int, int], list[RowPair]] = defaultdict(list)
     for sequence in sorted(brought.keys() | placed.keys()):
         for source, target, pair in _moves(sequence, brought.get(sequence, []), placed=placed.get(sequence, [])):
             moves[source, target].append(pair)
@@ -104,7 +102,7 @@ class _Span:
 
 
 def _placed(layout: Layout, *, num_ranks: int) -> list[list[Piece]]:
-    """What each rank has in slot 0, in order."""
+    """The pieces in each rank's slot 0, in order."""
     ours: list[list[Piece]] = [[] for _ in range(num_ranks)]
     for block in layout.blocks:
         if not 0 <= block.rank < num_ranks:
@@ -117,7 +115,7 @@ def _placed(layout: Layout, *, num_ranks: int) -> list[list[Piece]]:
 
 
 def _spans(ranks: Sequence[Sequence[Piece]], *, name: str) -> Mapping[int, list[_Span]]:
-    """By sequence, ascending and disjoint."""
+    """The spans of each sequence, ascending and disjoint."""
     spans: dict[int, list[_Span]] = defaultdict(list)
     for rank, pieces in enumerate(ranks):
         offset = 0
@@ -140,7 +138,7 @@ def _spans(ranks: Sequence[Sequence[Piece]], *, name: str) -> Mapping[int, list[
     return spans
 
 
-def _moves(sequence: int, brought: list[_Span], *, placed: list[_Span]) -> Iterator[tuple[int, int, Pair]]:
+def _moves(sequence: int, brought: list[_Span], *, placed: list[_Span]) -> Iterator[tuple[int, int, RowPair]]:
     """(source, target, rows there and here) of a sequence, cut where either layout cuts.
 
     Raises:
@@ -172,9 +170,9 @@ def _holder(spans: list[_Span], at: int, *, token: int) -> tuple[int, _Span | No
     return at, spans[at] if at < len(spans) and spans[at].start <= token else None
 
 
-def _joined(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
+def _joined(pairs: Sequence[RowPair]) -> tuple[RowPair, ...]:
     """Neighbours joined that touch in both orders."""
-    joined: list[Pair] = []
+    joined: list[RowPair] = []
     for pair in pairs:
         if joined and all(before[1] == after[0] for before, after in zip(joined[-1], pair, strict=True)):
             (there, _), (here, _) = joined.pop()
@@ -185,48 +183,48 @@ def _joined(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
 
 
 def _rounds(
-    moves: Mapping[tuple[int, int], Sequence[Pair]], *, num_ranks: int
+    moves: Mapping[tuple[int, int], Sequence[RowPair]], *, num_ranks: int
 ) -> tuple[tuple[ReshuffleRound, ...], ...]:
-    """The rounds of each rank. Large parcels come first, so that a round's parcels are much alike."""
-    from rayfcp.plan.blocks.kernels.rounds import Graph, Wishes, colours_of, max_degree
+    """The rounds of each rank, by edge coloring. Large messages come first, so that a round's are of like size."""
+    from rayfcp.plan.blocks.kernels.edge_coloring import Graph, Preferences, edge_coloring, max_degree
 
-    parcels = sorted((pair for pair in moves if pair[0] != pair[1]), key=lambda pair: (-_size(moves[pair]), pair))
-    if not parcels:
+    edges = sorted((pair for pair in moves if pair[0] != pair[1]), key=lambda pair: (-_size(moves[pair]), pair))
+    if not edges:
         return ((),) * num_ranks
-    source, target = np.array(parcels, np.int64).T
+    source, target = np.array(edges, np.int64).T
     graph = Graph(np.ascontiguousarray(source), np.ascontiguousarray(target), num_ranks)
-    first_fit = Wishes(np.arange(len(parcels)), np.zeros(len(parcels), np.int64))
-    colours = colours_of(graph, first_fit).tolist()
-    sends: dict[tuple[int, int], Parcel] = {}
-    receives: dict[tuple[int, int], Parcel] = {}
-    for (sender, receiver), colour in zip(parcels, colours, strict=True):
+    first_fit = Preferences(np.arange(len(edges)), np.zeros(len(edges), np.int64))
+    colors = edge_coloring(graph, first_fit).tolist()
+    sends: dict[tuple[int, int], ReshuffleMessage] = {}
+    receives: dict[tuple[int, int], ReshuffleMessage] = {}
+    for (sender, receiver), color in zip(edges, colors, strict=True):
         there, here = zip(*moves[sender, receiver], strict=True)
-        sends[sender, colour] = Parcel(peer=receiver, ranges=merged(there))
-        receives[receiver, colour] = Parcel(peer=sender, ranges=merged(here))
+        sends[sender, color] = ReshuffleMessage(peer=receiver, ranges=merged(there))
+        receives[receiver, color] = ReshuffleMessage(peer=sender, ranges=merged(here))
     return tuple(
         tuple(
-            ReshuffleRound(send=sends.get((rank, colour)), receive=receives.get((rank, colour)))
-            for colour in range(max_degree(graph))
+            ReshuffleRound(send=sends.get((rank, color)), receive=receives.get((rank, color)))
+            for color in range(max_degree(graph))
         )
         for rank in range(num_ranks)
     )
 
 
-def _size(pairs: Sequence[Pair]) -> int:
+def _size(pairs: Sequence[RowPair]) -> int:
     return sum(stop - start for (start, stop), _ in pairs)
 
 
 QUERY_HEADS = 4
-"""To one head of keys and values: what the wants of the rounds are reckoned with. Any model runs exactly."""
+"""Query heads per KV head that the pairs of a round are estimated with; any model runs exactly."""
 
 _KV, _GRAD, _OUT, _ALL = 2, 4, QUERY_HEADS, QUERY_HEADS + 2
-"""Heads that a token takes along: keys and values, their gradients in twice the bytes, outputs, and all of q, k, v."""
+"""Heads that travel with a token: keys and values, their gradients in twice the bytes, outputs, and all of q, k, v."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenRounds:
     """One direction of an attention program around a reshuffle; `entering[i]` and `leaving[i]` are computed while
-    round i of the reshuffle runs, `rounds` are the program's with what is left."""
+    round i of the reshuffle runs, `rounds` are the program's with the attends that are left."""
 
     entering: tuple[Attends, ...]
     rounds: tuple[AttentionRound, ...]
@@ -236,7 +234,7 @@ class HiddenRounds:
 def hide(program: AttentionProgram, reshuffle: ReshuffleProgram) -> tuple[HiddenRounds, HiddenRounds]:
     """Forward and backward of a rank with local attends moved to the rounds of its reshuffle.
 
-    Invariant: each direction computes exactly the cells of the program. Those of `entering[i]` read only what rounds
+    Invariant: each direction computes exactly the pairs of the program. Those of `entering[i]` read only what rounds
     before i brought, those of `leaving[i]` add to nothing that rounds up to i take away.
     """
     return _hidden(program.forward, reshuffle, backward=False), _hidden(program.backward, reshuffle, backward=True)
@@ -257,12 +255,12 @@ def _hidden(rounds: Sequence[AttentionRound], reshuffle: ReshuffleProgram, *, ba
     moved = [step.num_tokens for step in reshuffle.rounds]
     traffic = [max(_heads(step.sends), _heads(step.receives)) for step in rounds]
     tables = [Attends.of(step.attends) for step in rounds]
-    pace = sum(table.num_cells for table in tables) / max(sum(traffic) + (_ALL + _OUT) * sum(moved), 1)
-    ways = _Ways(_comings(reshuffle), len(moved), backward)
+    pace = sum(table.num_pairs for table in tables) / max(sum(traffic) + (_ALL + _OUT) * sum(moved), 1)
+    times = _RowTimes(_arrivals(reshuffle), len(moved), backward)
     fixed, kept, free = list[Attends](), list[list[_Local]](), list[_Local]()
     for home, (table, weight) in enumerate(zip(tables, traffic, strict=True)):
-        others, local = ways.parted(table, home)
-        mine, rest = _taken(local, pace * weight - others.num_cells)
+        others, local = times.parted(table, home)
+        mine, rest = _taken(local, pace * weight - others.num_pairs)
         fixed.append(others)
         kept.append(mine)
         free += rest
@@ -285,11 +283,11 @@ def _heads(messages: Sequence[Message]) -> int:
     return sum(each.num_tokens * (_KV if each.payload is Payload.KV else _GRAD) for each in messages)
 
 
-_Coming = tuple[int, int, int]
-"""Rows [start, stop) of slot 0, and after how many rounds of the way in they are here."""
+_Arrival = tuple[int, int, int]
+"""Rows [start, stop) of slot 0, and the number of rounds of the way in after which they are there."""
 
 
-def _comings(reshuffle: ReshuffleProgram) -> list[_Coming]:
+def _arrivals(reshuffle: ReshuffleProgram) -> list[_Arrival]:
     """All rows of slot 0 but a padding token, ascending."""
     found = [(*here, 0) for _, here in reshuffle.kept]
     for index, step in enumerate(reshuffle.rounds):
@@ -298,21 +296,21 @@ def _comings(reshuffle: ReshuffleProgram) -> list[_Coming]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ways:
-    """When rows of slot 0 come and go in one direction."""
+class _RowTimes:
+    """Arrival and departure of the rows of slot 0 in one direction."""
 
-    comings: list[_Coming]
+    arrivals: list[_Arrival]
     num_rounds: int
     backward: bool
 
     def parted(self, table: Attends, home: int) -> tuple[Attends, list[_Local]]:
-        """Attends of a round that stay in it, and local ones, cut where rows come together, the least free first.
+        """Attends of a round that stay in it, and local ones, cut into rows that arrive together, the least free first.
 
         Triangles of rows on other rows, which windows have, stay.
         """
         begin, _, slot, key_begin, _, kind = table.columns.T
         is_local = (slot == 0) & ((kind == WHOLE) | ((kind == CAUSAL) & (begin == key_begin)))
-        if not (self.num_rounds and self.comings and is_local.any()):
+        if not (self.num_rounds and self.arrivals and is_local.any()):
             return table, []
         rows = rows_of(Attends(table.columns[is_local]))
         local = [part for row in rows for part in self._cut(row, home)]
@@ -321,12 +319,12 @@ class _Ways:
 
     def _cut(self, row: Row, home: int) -> Iterator[_Local]:
         start, stop, _, key_start, key_stop, causal = row
-        for begin, end, came in _pieces((start, stop), self.comings):
+        for begin, end, came in _pieces((start, stop), self.arrivals):
             if causal:  # queries and keys are the same rows
                 yield self._local((begin, end, 0, begin, end, 1), came, came, home=home)
             joined: _Local | None = None
             keys = (start, begin) if causal else (key_start, key_stop)
-            for key_begin, key_end, key_came in _pieces(keys, self.comings):
+            for key_begin, key_end, key_came in _pieces(keys, self.arrivals):
                 part = self._local((begin, end, 0, key_begin, key_end, 0), came, key_came, home=home)
                 if joined and (joined.first, joined.last) == (part.first, part.last):
                     joined = replace(part, row=(*joined.row[:4], key_end, 0))
@@ -344,24 +342,24 @@ class _Ways:
         return _Local(row, max(came, key_came), last, home)
 
 
-def _pieces(span: Range, comings: Sequence[_Coming]) -> Iterator[_Coming]:
-    """`span`, cut where rows come together; nothing of an empty one."""
+def _pieces(span: Range, arrivals: Sequence[_Arrival]) -> Iterator[_Arrival]:
+    """`span`, cut into rows that arrive together."""
     start, stop = span
-    for begin, end, came in comings[max(bisect_right(comings, (start, stop, 0)) - 1, 0) :]:
+    for begin, end, came in arrivals[max(bisect_right(arrivals, (start, stop, 0)) - 1, 0) :]:
         if begin >= stop:
             break
         if max(begin, start) < min(end, stop):
             yield max(begin, start), min(end, stop), came
 
 
-def _taken(locals_: Sequence[_Local], cells: float) -> tuple[list[_Local], list[_Local]]:
-    """About the first `cells`, and what is left."""
+def _taken(locals_: Sequence[_Local], pairs: float) -> tuple[list[_Local], list[_Local]]:
+    """About the first `pairs`, and the rest."""
     taken: list[_Local] = []
     left: list[_Local] = []
     for each in locals_:
         rows = [each.row]
-        found = first_cells(rows, cells=cells)
-        cells -= sum(map(cells_of_row, found))
+        found = first_pairs(rows, pairs=pairs)
+        pairs -= sum(map(pairs_of_row, found))
         taken += [replace(each, row=row) for row in found]
         left += [replace(each, row=row) for row in reversed(rows)]
     return taken, left
@@ -369,8 +367,8 @@ def _taken(locals_: Sequence[_Local], cells: float) -> tuple[list[_Local], list[
 
 @dataclass(slots=True)
 class _Way:
-    """One way of a reshuffle while its rounds get their cells: an attend may run `since` which round, and a round
-    takes at most a `share` of what may run. The rest of a want is due in the next while there is work for it."""
+    """One way of a reshuffle while its rounds are filled: an attend may run from round `since` on, and a round takes at
+    most a `share` of the attends that may run. What a round lacks is due in the next one while there is work for it."""
 
     since: Callable[[_Local], int]
     share: float
@@ -378,7 +376,7 @@ class _Way:
     rounds: list[list[_Local]] = field(default_factory=list)
 
     def take(self, left: Sequence[_Local], want: float) -> list[_Local]:
-        """Give the next round its cells; what is left after that."""
+        """Fill the next round with `want` pairs; returns the attends that are left."""
         index = len(self.rounds)
         ready = [each for each in left if self.since(each) <= index]
         self.due += want
@@ -391,10 +389,9 @@ class _Way:
 def _spread(
     free: Sequence[_Local], first: Sequence[float], last: Sequence[float]
 ) -> tuple[list[list[_Local]], list[list[_Local]], list[_Local]]:
-    """What the rounds of the way in and of the way out take when they want `first` and `last` cells, and what is left.
+    """The attends of the rounds of both ways, in and out, which should get `first` and `last` pairs, and the rest.
 
-    Both ways are filled from their outer ends, where the fewest attends may run, so that neither takes all that the
-    other could have.
+    Both ways are filled from their outer ends, where the fewest attends may run, so that neither starves the other.
     """
     num_rounds, left = len(first), sorted(free, key=lambda each: each.last - each.first)
     share = sum(first) / max(sum(first) + sum(last), 1)
@@ -407,11 +404,11 @@ def _spread(
 
 
 def _sum(locals_: Sequence[_Local]) -> int:
-    return sum(cells_of_row(each.row) for each in locals_)
+    return sum(pairs_of_row(each.row) for each in locals_)
 
 
 def _table(mine: Sequence[_Local], others: Attends | None = None) -> Attends:
-    """In an order in which queries of one kind ascend: few calls of a kernel."""
+    """Ordered so that queries of one kind ascend: few kernel calls."""
     rows = sorted((each.row for each in mine), key=lambda row: (-row[5], row[0], row[3]))
     columns = np.array(rows, np.int64).reshape(-1, 6)
     return Attends(columns if others is None else np.concatenate((columns, others.columns)))

@@ -1,6 +1,6 @@
 """Simulation: programs of all ranks replayed on a model and hardware profile, event by event.
 
-The room and the public function `rayfcp.simulate(plan, sequences, ...)` share a name, so the room can be called.
+This package and the public function `rayfcp.simulate(plan, sequences, ...)` share a name, so the package is callable.
 """
 
 import sys
@@ -13,10 +13,10 @@ from rayfcp.simulate.timeline import Breakdown, Loads, Timeline
 __all__ = ["Breakdown", "Loads", "Timeline", "simulate", "simulate_plan"]
 
 
-class _Room(ModuleType):
+class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **keywords: Any) -> Timeline:
         """`simulate_plan`."""
         return simulate_plan(*args, **keywords)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,6 +1,7 @@
 """The machine that programs are replayed on: seconds of kernels, bytes and bandwidths of links."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -11,17 +12,17 @@ from rayfcp.values import HardwareProfile, ModelProfile
 from rayfcp.values.arrays import Floats, Ints
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """A model on a kind of device, for `num_ranks` ranks on each stage; device p x `num_ranks` + r is that of rank r
     on stage p. Seconds and bytes are of one layer, forward.
 
-    Attention over q queries and k keys takes q k + `half_tokens` max(q, k) cells' time, over a causal square of
-    n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per cell. Linear
+    Attention over q queries and k keys takes q k + `half_tokens` max(q, k) pairs' time, over a causal square of
+    n tokens n (n + 1) / 2 + `half_tokens` n / 2: that is 1 + `half_tokens` / min(q, k) as long per pair. Linear
     layers over n tokens take the time of n + `linear_half_tokens`. Every device has a port each way inside the node
     and one between nodes, every node shares an uplink and a downlink. Numbers wider than the profile's
-    run at proportionally less than its peak (as in `CostModel.from_profiles`). What a device of rank r does itself,
-    the overhead of a microbatch included, takes 1 / `speed_of_rank[r]` of these seconds.
+    run at proportionally less than its peak (as in `CostModel.from_profiles`). Computation of a device of rank r, the
+    overhead of a microbatch included, takes 1 / `speed_of_rank[r]` of these seconds.
     """
 
     model: ModelProfile
@@ -32,7 +33,7 @@ class Machine:
     node_of_rank: tuple[int, ...]
     speed_of_rank: tuple[float, ...]
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len(self.layers_of_stage)
 
@@ -40,9 +41,9 @@ class Machine:
     def num_devices(self) -> int:
         return self.num_ranks * self.num_stages
 
-    def part(self, stage: int) -> "Part":
-        """What stage `stage` has of the model."""
-        return Part(
+    def part(self, stage: int) -> "StageModel":
+        """The layers and parameters of a stage."""
+        return StageModel(
             model=self.model,
             num_layers=self.layers_of_stage[stage],
             root_parameters=outer_parameters(self.model, num_stages=self.num_stages)[stage],
@@ -50,90 +51,90 @@ class Machine:
             kinds=self.kinds[sum(self.layers_of_stage[:stage]) :][: self.layers_of_stage[stage]],
         )
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int, ...]:
-        """Of the model's kinds of layers, ascending."""
+        """The windows of the model's kinds of layers, ascending."""
         return tuple(window for window, _ in self.model.windows) or (0,)
 
-    @property
+    @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Of each layer of the model, the number of its kind."""
+        """The number of the kind of each layer of the model."""
         return tuple(map(self.windows.index, self.model.layer_windows or (0,) * self.model.num_layers))
 
     def number(self, microbatch: int, *, backward: bool) -> int:
-        """Of a pass through the layers of the first kind, before those of other kinds: microbatch by microbatch,
-        forward, then backward."""
+        """The number of a pass through the layers of the first kind; those of other kinds follow. Microbatch by
+        microbatch, forward, then backward."""
         return (2 * microbatch + backward) * len(self.windows)
 
     def features_number(self, microbatch: int, *, num_microbatches: int, backward: bool) -> int:
-        """Of the exchange of features, or of their gradients, behind the passes of all microbatches."""
+        """The number of an exchange of features, or of their gradients, behind the passes of all microbatches."""
         return 2 * num_microbatches * len(self.windows) + 2 * microbatch + backward
 
     @property
     def features_bytes_per_token(self) -> int:
-        """What travels of a token of a picture."""
+        """Bytes of the features of one image token."""
         vision = self.model.vision
         return vision.num_mergers * self.hidden_bytes_per_token if vision else 0
 
-    @property
+    @cached_property
     def slowness(self) -> Floats:
-        """By device: seconds over those of a device of speed 1."""
+        """Seconds of each device over those of a device of speed 1."""
         return np.tile(1.0 / np.array(self.speed_of_rank, np.float64), self.num_stages)
 
-    @property
-    def attention_s_per_cell(self) -> float:
-        flops = self.model.attention_flops_per_cell / self.model.num_layers
+    @cached_property
+    def attention_s_per_pair(self) -> float:
+        flops = self.model.attention_flops_per_pair / self.model.num_layers
         return flops / (self.peak_flops * self.hardware.attention_efficiency)
 
-    @property
+    @cached_property
     def linear_s_per_token(self) -> float:
         return 2.0 * self.model.layer_matmul_parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
-    @property
+    @cached_property
     def head_s_per_token(self) -> float:
-        """Output head, once a pass."""
+        """Seconds of the output head, once a pass."""
         parameters = self.model.vocab_size * self.model.hidden_size
         return 2.0 * parameters / (self.peak_flops * self.hardware.linear_efficiency)
 
-    @property
+    @cached_property
     def before_share(self) -> float:
-        """Of a layer's linear work, what comes before attention: queries, keys and values."""
+        """Share of a layer's linear work that comes before attention: queries, keys and values."""
         heads = self.model.num_heads + 2 * self.model.num_kv_heads
         return self.model.hidden_size * self.model.head_dim * heads / self.model.layer_matmul_parameters
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         return self.model.kv_bytes_per_token(self.bytes_per_element)
 
-    @property
+    @cached_property
     def gradient_bytes_per_token(self) -> int:
         """Partial dK and dV, in fp32 at least."""
         return self.model.kv_bytes_per_token(self.reduced_bytes)
 
-    @property
+    @cached_property
     def reduced_bytes(self) -> int:
         """Bytes of an element whose parts are summed over ranks."""
         return max(self.bytes_per_element, REDUCED_BYTES)
 
     def kv_share(self, degree: int) -> float:
-        """Of the key and value heads, those of one of `degree` ranks that share out heads: one at least."""
+        """Share of the key and value heads that each of `degree` ranks of a Ulysses group has: one head at least."""
         return max(1.0 / degree, 1.0 / self.model.num_kv_heads)
 
     def exchanged_bytes_per_token(self, degree: int, *, gathered: bool) -> float:
-        """What one rank of a Ulysses group gets of a token of another: 1 / degree of the query heads, and of the
+        """Bytes that one rank of a Ulysses group gets of a token of another: 1 / degree of the query heads, and of the
         key and value heads, replicated beyond their count, in the exchange that brings these (`gathered`)."""
         heads = self.model.num_heads / degree
         if gathered:
             heads += 2 * self.model.num_kv_heads * self.kv_share(degree)
         return heads * self.model.head_dim * self.bytes_per_element
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         return self.model.layer_parameters
 
-    @property
+    @cached_property
     def hidden_bytes_per_token(self) -> int:
-        """What passes from stage to stage."""
+        """Bytes of a token's activations between stages."""
         return self.model.hidden_size * self.bytes_per_element
 
     def links(self) -> "Links":
@@ -149,9 +150,9 @@ class Machine:
             uplink_bandwidth=np.full(len(sizes), shared) if shared else sizes * self.hardware.inter_node_bandwidth,
         )
 
-    @property
+    @cached_property
     def peak_flops(self) -> float:
-        """Of a device, for numbers of this width."""
+        """FLOPS of a device for numbers of this width."""
         return self.hardware.peak_flops * min(1.0, self.hardware.dtype_bytes / self.bytes_per_element)
 
 
@@ -194,9 +195,8 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What a stage has of a model: layers, each of a kind, and embedding or (`last`) output head, gathered and reduced
-    together."""
+class StageModel:
+    """Layers of a stage, each of a kind, and embedding or (`last`) output head, gathered and reduced together."""
 
     model: ModelProfile
     num_layers: int
@@ -210,9 +210,9 @@ class Part:
         head = self.model.vocab_size * self.model.hidden_size if self.last else 0
         return 2.0 * (self.num_layers * self.model.layer_matmul_parameters + head)
 
-    def attention_flops(self, cells: Floats) -> float:
-        """Forward, where a layer of kind k computes `cells[k]`."""
-        return 4.0 * self.model.num_heads * self.model.head_dim * float(cells[list(self.kinds)].sum())
+    def attention_flops(self, pairs: Floats) -> float:
+        """Forward, where a layer of kind k computes `pairs[k]`."""
+        return 4.0 * self.model.num_heads * self.model.head_dim * float(pairs[list(self.kinds)].sum())
 
 
 def machine_of(

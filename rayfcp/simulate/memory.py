@@ -1,4 +1,4 @@
-"""Memory of each device over time, by the model that planners' budgets come from."""
+"""Memory of each device over time, by the model that token budgets come from."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
 from rayfcp.program.ledger import Ledger
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.script import Instants
-from rayfcp.simulate.steady import Outcome
+from rayfcp.simulate.steady import ReplayOutcome
 from rayfcp.simulate.timeline import Sample
 from rayfcp.values.arrays import Floats
 
@@ -18,8 +18,8 @@ Every = Literal["microbatch", "step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pass:
-    """A pass of a device, from when it begins to allocate to its end; `encoder_s`: when a backward pass is through the
-    vision encoder too."""
+    """A pass of a device, from when it begins to allocate to its end; `encoder_s`: the end of the vision encoder's
+    backward pass."""
 
     item: Encode | Forward | Backward
     start_s: float
@@ -28,11 +28,10 @@ class _Pass:
 
 
 def memory_over_time(
-    programs: Sequence[RankProgram], *, machine: Machine, outcome: Outcome, gather_every: Every
+    programs: Sequence[RankProgram], *, machine: Machine, outcome: ReplayOutcome, gather_every: Every
 ) -> tuple[tuple[Sample, ...], ...]:
-    """Samples of each device: states, gathered layers, unreduced gradients and a chunk's logits all along (the room
-    that they need is never given back), and what its tokens need from the start of a forward pass, where activations
-    begin to pile up, to the end of its backward pass."""
+    """Samples of each device: states, gathered layers, unreduced gradients and a chunk's logits all along (their memory
+    is never given back), and activations from the start of a forward pass to the end of its backward pass."""
     backwards = [item for item in programs[0].instructions if isinstance(item, Backward)]
     reduce_every: Every = "microbatch" if all(item.reduce for item in backwards) else "step"
     found = []
@@ -71,27 +70,27 @@ def _passes(instructions: Sequence[Instruction], *, instants: Sequence[Instants]
 
 
 def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> tuple[Sample, ...]:
-    """Without stages. What an encoder keeps goes when its backward pass ends, what it works with when it has
-    encoded."""
+    """One stage. Activations of an encoder are freed at the end of its backward pass, its working memory at the end of
+    the encoding."""
     held: dict[int, int] = {}
-    seen: dict[int, int] = {}
+    encoded: dict[int, int] = {}
     samples: list[Sample] = [(0.0, base_bytes)]
 
     def sample(at_s: float, more: int = 0) -> None:
-        samples.append((at_s, base_bytes + sum(held.values()) + sum(seen.values()) + more))
+        samples.append((at_s, base_bytes + sum(held.values()) + sum(encoded.values()) + more))
 
     for each in passes:
         item = each.item
         if isinstance(item, Backward):
             held.pop(item.microbatch)
             sample(each.stop_s)
-            if seen.pop(item.microbatch, 0):
+            if encoded.pop(item.microbatch, 0):
                 sample(each.encoder_s)
             continue
         sample(each.start_s)
         if isinstance(item, Encode):
             kept, working = _encoded_bytes(item, machine=machine)
-            seen[item.microbatch] = kept
+            encoded[item.microbatch] = kept
             sample(each.stop_s, working)
         else:
             size = token_bytes(
@@ -105,14 +104,14 @@ def _samples(passes: Iterator[_Pass], *, machine: Machine, base_bytes: int) -> t
 
 
 def _encoded_bytes(item: Encode, *, machine: Machine) -> tuple[int, int]:
-    """What pictures keep, and need while they are encoded."""
+    """Bytes that images keep, and more that they need while they are encoded."""
     each = patch_bytes(machine.model, bytes_per_element=machine.bytes_per_element)
-    num_patches = sum(run.count * run.num_patches for run in item.pictures)
+    num_patches = sum(run.count * run.num_patches for run in item.images)
     return num_patches * each.kept, num_patches * each.working
 
 
 def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes: int) -> tuple[Sample, ...]:
-    """The most that a pass holds at a time is taken to be there at its end (forward) or start (backward)."""
+    """Several stages. The peak of a pass is taken to be at its end (forward) or start (backward)."""
     ledger = Ledger(
         layers=machine.layers_of_stage[stage],
         is_last=stage + 1 == machine.num_stages,

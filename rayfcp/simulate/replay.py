@@ -1,8 +1,4 @@
-"""What the replay reads and writes, as flat arrays.
-
-The queue of events: a heap of one moment for each rank.
-
-The event loop: all ranks' operations in the order of time, ports that serve first come first.
+"""The event loop: all ranks' operations in the order of time, on ports that serve first come first.
 
 A rank's operations follow each other; a rank has one event at a time, the moment at which it goes on. A round of
 attention posts its messages, computes, and ends when both are done. A message starts when both ends have posted it
@@ -27,12 +23,12 @@ COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
 """Kinds of operations; what `Script.arg` names: a row of work, a pass, a collective (twice), a mark, a hop (twice)."""
 
 WORK, SHARDING, RING, ALL_TO_ALL, IDLE, HOP = range(6)
-"""What a device's time goes to."""
+"""Categories of a device's time."""
 
 
 class Script(NamedTuple):
     """The operations of every stage, one stage after the other, in order: COMPUTE takes (`base_s` + `per_token_s` x
-    what the device has in row `arg`, tokens of a microbatch or patches or cells of its pictures) x its `slowness`.
+    what the device has in row `arg`, tokens of a microbatch or patches or pairs of its images) x its `slowness`.
     `recorded`: the rounds of this ATTEND go to the record. Those of device d are `first[d]` to `stop[d]`."""
 
     kind: Ints
@@ -80,8 +76,8 @@ class Wires(NamedTuple):
     overlap: float
 
 
-class State(NamedTuple):
-    """Where everything is. Times are absolute seconds; what counts ranks counts those of all stages, i.e. devices.
+class ReplayState(NamedTuple):
+    """State of the event loop. Times are absolute seconds; ranks are those of all stages, i.e. devices.
 
     `free[server]`: when it has served its messages; `bulk[server]`: its collectives, the latest of which is
     `latest[server]`. `op`, `round`: what each rank does. `waits_for`: a collective, `awaits` a hop (-1: none), since
@@ -114,7 +110,7 @@ class State(NamedTuple):
     spent: Floats
 
 
-class Record(NamedTuple):
+class ReplayRecord(NamedTuple):
     """`mark_s[mark, rank]`, `mark_spent[mark, rank, category]`; `rounds[round]`: start, end of computation, end, first
     start and last end of its messages, of recorded operations."""
 
@@ -123,11 +119,13 @@ class Record(NamedTuple):
     rounds: Floats
 
 
-def new_state(script: Script, *, num_servers: int, num_messages: int, num_collectives: int, num_hops: int) -> State:
+def new_state(
+    script: Script, *, num_servers: int, num_messages: int, num_collectives: int, num_hops: int
+) -> ReplayState:
     """Everything at time 0, all ranks about to start."""
     num_ranks = len(script.first)
     ints, floats = (np.zeros(num_ranks, np.int64) for _ in range(4)), (np.zeros(num_ranks) for _ in range(6))
-    return State(
+    return ReplayState(
         heap_s=np.zeros(num_ranks + 1),
         heap_rank=np.zeros(num_ranks + 1, np.int64),
         heap_size=np.zeros(1, np.int64),
@@ -153,8 +151,8 @@ def new_state(script: Script, *, num_servers: int, num_messages: int, num_collec
     )
 
 
-def new_record(*, num_marks: int, num_ranks: int, num_rounds: int) -> Record:
-    return Record(
+def new_record(*, num_marks: int, num_ranks: int, num_rounds: int) -> ReplayRecord:
+    return ReplayRecord(
         mark_s=np.zeros((num_marks, num_ranks)),
         mark_spent=np.zeros((num_marks, num_ranks, 6)),
         rounds=np.zeros((num_rounds, 5)),
@@ -165,13 +163,13 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def inlined(function: F) -> F:
-    """Part of what calls it: handing over this many arrays takes longer than most functions here."""
+    """Inline a function into its callers: passing this many arrays takes longer than most functions below."""
     return cast(F, numba.njit(inline="always", error_model="numpy")(function))
 
 
 @inlined
-def push(s: State, event: tuple[float, int]) -> None:
-    """(seconds, rank): the rank goes on then; equal times go by rank."""
+def push(s: ReplayState, event: tuple[float, int]) -> None:
+    """Queue (seconds, rank), when a rank goes on; equal times go by rank."""
     at_s, rank = event
     child = s.heap_size[0]
     s.heap_size[0] += 1
@@ -186,8 +184,8 @@ def push(s: State, event: tuple[float, int]) -> None:
 
 
 @inlined
-def pop(s: State) -> None:
-    """Take the first event away."""
+def pop(s: ReplayState) -> None:
+    """Remove the first event."""
     size = s.heap_size[0] - 1
     s.heap_size[0] = size
     at_s, rank = s.heap_s[size], s.heap_rank[size]
@@ -208,8 +206,10 @@ def pop(s: State) -> None:
 
 
 @inlined
-def _finish_round(s: State, script: Script, rounds: Rounds, record: Record, wires: Wires, rank: int) -> None:
-    """All messages of the rank's round are under way: it goes on when they and its computation are done."""
+def _finish_round(
+    s: ReplayState, script: Script, rounds: Rounds, record: ReplayRecord, wires: Wires, rank: int
+) -> None:
+    """All messages of the rank's round are in flight: it goes on when they and its computation are done."""
     op = s.op[rank]
     index = rounds.first[script.arg[op], rank] + s.round[rank]
     computed = s.compute_end[rank]
@@ -228,7 +228,7 @@ def _finish_round(s: State, script: Script, rounds: Rounds, record: Record, wire
 
 
 @inlined
-def _pass(s: State, wires: Wires, server: int, now: float, seconds: float) -> float:
+def _pass(s: ReplayState, wires: Wires, server: int, now: float, seconds: float) -> float:
     """A message joins the queue of a server; returns when it is through. Half of the server goes to a collective
     that is under way, which is done the later for it (what does not overlap is paid for apart)."""
     start = max(now, s.free[server])
@@ -242,7 +242,7 @@ def _pass(s: State, wires: Wires, server: int, now: float, seconds: float) -> fl
 
 
 @inlined
-def _serve(s: State, messages: Messages, wires: Wires, message: int, now: float, busy_until: float) -> None:
+def _serve(s: ReplayState, messages: Messages, wires: Wires, message: int, now: float, busy_until: float) -> None:
     """Both ends have posted the message, the later one now; it had been computing until `busy_until`."""
     source, target = messages.source[message], messages.target[message]
     start = now
@@ -263,7 +263,14 @@ def _serve(s: State, messages: Messages, wires: Wires, message: int, now: float,
 
 @inlined
 def _begin_round(
-    s: State, script: Script, rounds: Rounds, messages: Messages, wires: Wires, record: Record, rank: int, now: float
+    s: ReplayState,
+    script: Script,
+    rounds: Rounds,
+    messages: Messages,
+    wires: Wires,
+    record: ReplayRecord,
+    rank: int,
+    now: float,
 ) -> None:
     """Post the messages of the rank's next round and start to compute."""
     index = rounds.first[script.arg[s.op[rank]], rank] + s.round[rank]
@@ -290,20 +297,21 @@ def _begin_round(
 
 
 @inlined
-def _resume(s: State, wires: Wires, rank: int, since: float) -> None:
-    """The collective that the rank has waited for since then is under way: go on when it is done."""
-    ready, start, end = s.collective_s[s.waits_for[rank]]
+def _go_on(s: ReplayState, wires: Wires, rank: int, since: float, times: Floats, category: int) -> None:
+    """A collective or hop that the rank has waited for since then is in flight, ready, start and end in `times`: go on
+    when it is done."""
+    ready, start, end = times
     at_s = max(since, end) + (1.0 - wires.overlap) * max(min(since, end) - start, 0.0)
     idle = min(max(ready - since, 0.0), at_s - since)
     s.spent[rank, IDLE] += idle
-    s.spent[rank, SHARDING] += at_s - since - idle
-    s.waits_for[rank] = -1
+    s.spent[rank, category] += at_s - since - idle
+    s.waits_for[rank] = s.awaits[rank] = -1
     s.op[rank] += 1
     push(s, (at_s, rank))
 
 
 @inlined
-def _post(s: State, wires: Wires, collective: int, now: float) -> None:
+def _post(s: ReplayState, wires: Wires, collective: int, now: float) -> None:
     """One more rank takes part; the last one starts it."""
     s.collective_posts[collective] += 1
     if s.collective_posts[collective] < wires.num_ranks:
@@ -322,24 +330,11 @@ def _post(s: State, wires: Wires, collective: int, now: float) -> None:
     s.collective_s[collective] = (now, start, end)
     for rank in range(stage * wires.num_ranks, (stage + 1) * wires.num_ranks):
         if s.waits_for[rank] == collective:
-            _resume(s, wires, rank, s.waits_since[rank])
+            _go_on(s, wires, rank, s.waits_since[rank], s.collective_s[collective], SHARDING)
 
 
 @inlined
-def _take(s: State, wires: Wires, rank: int, hop: int, since: float) -> None:
-    """The hop that the rank has waited for since then is under way: go on when it is there."""
-    sent, start, end = s.hop_s[hop]
-    at_s = max(since, end) + (1.0 - wires.overlap) * max(min(since, end) - start, 0.0)
-    idle = min(max(sent - since, 0.0), at_s - since)
-    s.spent[rank, IDLE] += idle
-    s.spent[rank, HOP] += at_s - since - idle
-    s.awaits[rank] = -1
-    s.op[rank] += 1
-    push(s, (at_s, rank))
-
-
-@inlined
-def _send(s: State, hops: Messages, wires: Wires, hop: int, now: float) -> None:
+def _send(s: ReplayState, hops: Messages, wires: Wires, hop: int, now: float) -> None:
     """Put a hop on its way; its receiver may wait for it already."""
     start = now
     end = now
@@ -352,34 +347,34 @@ def _send(s: State, hops: Messages, wires: Wires, hop: int, now: float) -> None:
     s.hop_s[hop] = (now, start, end + wires.latency_s)
     target = hops.target[hop]
     if s.awaits[target] == hop:
-        _take(s, wires, target, hop, s.waits_since[target])
+        _go_on(s, wires, target, s.waits_since[target], s.hop_s[hop], HOP)
 
 
 @inlined
-def _await(s: State, wires: Wires, kind: int, arg: int, rank: int, now: float) -> None:
+def _await(s: ReplayState, wires: Wires, kind: int, arg: int, rank: int, now: float) -> None:
     """Wait for a hop or a collective, which may be under way."""
     s.waits_since[rank] = now
     if kind == RECEIVE:
         hop = arg + rank % wires.num_ranks
         s.awaits[rank] = hop
         if s.hop_s[hop, 2] >= 0.0:
-            _take(s, wires, rank, hop, now)
+            _go_on(s, wires, rank, now, s.hop_s[hop], HOP)
     else:
         s.waits_for[rank] = arg
         if s.collective_s[arg, 2] >= 0.0:
-            _resume(s, wires, rank, now)
+            _go_on(s, wires, rank, now, s.collective_s[arg], SHARDING)
 
 
 @compiled
 def _advance(
-    s: State,
+    s: ReplayState,
     script: Script,
     tokens: Floats,
     rounds: Rounds,
     messages: Messages,
     hops: Messages,
     wires: Wires,
-    record: Record,
+    record: ReplayRecord,
     rank: int,
     now: float,
 ) -> None:
@@ -414,16 +409,18 @@ def _advance(
 
 
 @compiled
-def _replay(
-    s: State,
+def replay(
+    s: ReplayState,
     script: Script,
     tokens: Floats,
     rounds: Rounds,
     messages: Messages,
     hops: Messages,
     wires: Wires,
-    record: Record,
+    record: ReplayRecord,
 ) -> bool:
+    """Run all devices to their end and fill `record`; `tokens[row, device]` as in `Script`. False if one waits
+    forever."""
     for rank in range(len(s.op)):
         push(s, (0.0, rank))
     while s.heap_size[0] > 0:
@@ -431,19 +428,3 @@ def _replay(
         pop(s)
         _advance(s, script, tokens, rounds, messages, hops, wires, record, rank, now)
     return bool(np.all(s.op == script.stop))
-
-
-def replay(
-    state: State,
-    *,
-    script: Script,
-    tokens: Floats,
-    rounds: Rounds,
-    messages: Messages,
-    hops: Messages,
-    wires: Wires,
-    record: Record,
-) -> bool:
-    """Run everything from `state` on, `tokens[row, device]` (`Script`); false if some device waits for ever. Fills
-    `record`."""
-    return _replay(state, script, tokens, rounds, messages, hops, wires, record)

@@ -1,8 +1,5 @@
-"""Of several plans of a batch the one that is fastest when simulated: what `auto` takes.
-
-`simulate`: programs of all ranks on a machine, as a timeline.
-
-`simulate_plan`: a plan of a global batch, lowered and simulated.
+"""`simulate`: programs of all ranks on a machine, as a timeline. `simulate_plan`: a plan, lowered and simulated.
+`choose`: the plan that is fastest when simulated, which `auto` takes.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,27 +11,28 @@ import numpy as np
 from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
-from rayfcp.program import ALL_PRIMITIVES, Forward, Free, Load, RankProgram, lower
+from rayfcp.program import Encode, Forward, Free, Load, RankProgram, lower
+from rayfcp.program.order import of_kind
+from rayfcp.simulate.encoder import EncoderWork, work_of
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
 from rayfcp.simulate.replay import ALL_TO_ALL, HOP, IDLE, RING, SHARDING, WORK
-from rayfcp.simulate.rounds import Traffic, flatten
-from rayfcp.simulate.script import EncoderWork, encoder_flops, encoder_seconds, work_of
-from rayfcp.simulate.steady import Outcome, run
+from rayfcp.simulate.rounds import AttentionTraffic, flatten
+from rayfcp.simulate.steady import ReplayOutcome, run
 from rayfcp.simulate.timeline import Breakdown, Loads, PerRank, Timeline, spans_of
 from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
 
 CLEARLY = 1.1
-"""Times the prediction of the best: plans beyond that are not simulated. Prediction and simulation are rarely as much
-as 3 % apart."""
+"""Plans beyond this multiple of the best prediction are not simulated: prediction and simulation are rarely as much as
+3 % apart."""
 
 Programs = tuple[RankProgram, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A plan, its programs, and what every simulated plan takes, in the order of `plans`."""
+    """A plan, its programs, and the seconds of every simulated plan, in the order of `plans`."""
 
     plan: BatchPlan
     programs: Programs
@@ -47,9 +45,10 @@ def choose(
     lowered: Callable[[BatchPlan], Programs],
     seconds: Callable[[Programs], float],
 ) -> Choice:
-    """The fastest of `plans`, which are sorted by prediction, as `seconds` says of its programs; of equals the first.
+    """The fastest of `plans`, which are sorted by prediction, by the `seconds` of its programs; of equals the first.
 
-    One that is alone, or better by prediction than all others by far, is not simulated. The plan says why it was taken.
+    A single plan, or one whose prediction is far better than all others, is not simulated. The plan's reason says why
+    it was taken.
     """
     close = [plan for plan in plans if plan.predicted_s <= CLEARLY * plans[0].predicted_s]
     if len(close) == 1:
@@ -63,7 +62,7 @@ def choose(
 
 
 def _of(plan: BatchPlan, programs: Programs) -> Programs:
-    """Programs name their plan by its hash, of which the reason is a part."""
+    """Programs with the hash of the plan, which covers its reason."""
     plan_hash = plan.plan_hash
     return tuple(replace(program, plan_hash=plan_hash) for program in programs)
 
@@ -105,7 +104,7 @@ def simulate(
         bytes_per_element=bytes_per_element,
     )
     traffic, held = flatten(programs, machine=machine), _tokens(programs)
-    encoded = work_of(programs, machine=machine)
+    encoded = work_of(programs, machine=machine) if any(of_kind(each, Encode) for each in programs) else None
     work = np.concatenate((held, *(each.rows for each in (encoded,) if each)))
     outcome = run(programs, machine=machine, traffic=traffic, work=work, gather_every=gather_every)
     amounts = _amounts(programs, machine=machine, traffic=traffic, held=held, encoded=encoded)
@@ -122,28 +121,33 @@ def simulate(
 
 
 def _amounts(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats, encoded: EncoderWork | None
+    programs: Sequence[RankProgram],
+    *,
+    machine: Machine,
+    traffic: AttentionTraffic,
+    held: Floats,
+    encoded: EncoderWork | None,
 ) -> dict[str, Any]:
     """Fields of the timeline: loads of devices; tokens and operations, those of padding not counted."""
     loads = _loads(programs, machine=machine, traffic=traffic, held=held)
     of_ranks = [row[: machine.num_ranks] for row in loads.num_tokens]
     padded = sum(count == 0 for row in of_ranks for count in row)
-    cells = float(_layer_cells(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
-    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell / machine.model.num_layers * cells
+    pairs = float(_layer_pairs(machine, traffic)[:, : machine.num_ranks].sum()) - padded * machine.model.num_layers
+    flops = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers * pairs
     num_tokens = sum(sum(row) for row in of_ranks)
     linear_flops = FORWARD_AND_BACKWARD * machine.model.linear_flops_per_token * num_tokens
     return {
-        "loads": replace(loads, encoder_s=_rows(encoder_seconds(encoded, machine=machine))) if encoded else loads,
+        "loads": replace(loads, encoder_s=_rows(encoded.seconds(machine))) if encoded else loads,
         "num_tokens": num_tokens,
         "attention_flops": flops,
-        "model_flops": linear_flops + flops + encoder_flops(encoded, machine=machine),
+        "model_flops": linear_flops + flops + (encoded.flops(machine) if encoded else 0.0),
     }
 
 
-def _layer_cells(machine: Machine, traffic: Traffic) -> Floats:
-    """`[microbatch, device]`: cells of all layers of the model, forward."""
+def _layer_pairs(machine: Machine, traffic: AttentionTraffic) -> Floats:
+    """`[microbatch, device]`: pairs of all layers of the model, forward."""
     count = np.bincount(machine.kinds)
-    by_kind = traffic.cells.reshape(-1, 2, len(count), machine.num_devices)[:, 0]
+    by_kind = traffic.pairs.reshape(-1, 2, len(count), machine.num_devices)[:, 0]
     return np.asarray(np.tensordot(by_kind, count.astype(np.float64), axes=(1, 0)))
 
 
@@ -163,7 +167,7 @@ def _passes(machine: Machine, again: Ints) -> Ints:
 
 
 def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """Without what takes no time and only some ranks do: what a microbatch kept is gone after its backward pass."""
+    """The programs without `Free`, which takes no time and which only some ranks have."""
     if not programs:
         raise ValueError("programs is empty, must hold one program for each rank; lower the plan")
     programs = tuple(
@@ -185,13 +189,13 @@ def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
 
 def _tokens(programs: Sequence[RankProgram]) -> Floats:
     """`[microbatch, device]`, padding included."""
-    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
+    forwards = [of_kind(program, Forward) for program in programs]
     return np.array([[item.attention.num_tokens for item in each] for each in forwards], np.float64).T.copy()
 
 
-def _breakdowns(outcome: Outcome, *, num_ranks: int) -> tuple[Breakdown, ...]:
-    """By device. What a rank waits for shards beyond the rank of its stage that waits least, it waits because it was
-    there early."""
+def _breakdowns(outcome: ReplayOutcome, *, num_ranks: int) -> tuple[Breakdown, ...]:
+    """By device. Waiting for shards longer than the rank of the stage that waits least counts as bubble: the rank came
+    early."""
     end_s, spent = outcome.end_s, outcome.spent
     sharding_s = np.repeat(spent[:, SHARDING].reshape(-1, num_ranks).min(axis=1), num_ranks)
     idle_s = spent[:, IDLE] + end_s.max() - end_s + spent[:, SHARDING] - sharding_s
@@ -208,10 +212,10 @@ def _breakdowns(outcome: Outcome, *, num_ranks: int) -> tuple[Breakdown, ...]:
     )
 
 
-def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, held: Floats) -> Loads:
+def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: AttentionTraffic, held: Floats) -> Loads:
     layers = np.repeat(machine.layers_of_stage, machine.num_ranks)
     last = np.arange(machine.num_devices) >= machine.num_devices - machine.num_ranks
-    forwards = [[item for item in program.instructions if isinstance(item, Forward)] for program in programs]
+    forwards = [of_kind(program, Forward) for program in programs]
     again = np.minimum(np.array([[item.recomputed_layers for item in each] for each in forwards]).T, layers)
     passes = _passes(machine, again)
     exchanges = np.ones((len(traffic.rounds.first) - len(passes), machine.num_devices), np.int64)
@@ -227,12 +231,12 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffi
     sent, received = (
         np.bincount(place + end, moved, minlength=held.size).astype(np.float64).reshape(held.shape) for end in ends
     )
-    loaded = [[item for item in program.instructions if isinstance(item, Load)] for program in programs]
+    loaded = [of_kind(program, Load) for program in programs]
     num_tokens = [
         tuple(sum(piece.num_tokens for piece in each[at].pieces) for each in loaded) for at in range(len(again))
     ]
-    per_layer = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_cell / machine.model.num_layers
-    flops = per_layer * _layer_cells(machine, traffic)
+    per_layer = FORWARD_AND_BACKWARD * machine.model.attention_flops_per_pair / machine.model.num_layers
+    flops = per_layer * _layer_pairs(machine, traffic)
     return Loads(
         compute_s=_rows(compute_s),
         attention_flops=_rows(flops),
@@ -268,7 +272,7 @@ def simulate_plan(
         ValueError: an unknown name, or what `lower` and `simulate` refuse.
     """
     return simulate(
-        lower(plan, sequences, reduce_every=reduce_every, primitives=ALL_PRIMITIVES),
+        lower(plan, sequences, reduce_every=reduce_every),
         model=model_profile(model) if isinstance(model, str) else model,
         hardware=hardware_profile(hardware) if isinstance(hardware, str) else hardware,
         node_of_rank=node_of_rank,

@@ -1,17 +1,18 @@
-"""Replay of equal layers in part: once every rank and port advances by the same time from layer to layer, the layers
-that are left repeat it, and their time is added instead of replayed. That is so where all devices do the same; stages,
-which do different things at a time and meet on the way, are replayed whole."""
+"""Replay of a step, equal layers in part: once every rank and port advances by the same time from layer to layer, the
+other layers repeat it, and their time is added instead of replayed. That holds where all devices do the same; stages,
+which run different passes at a time, are replayed whole."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from rayfcp.program import RankProgram
+from rayfcp.program import Backward, Encode, Forward, Instruction, Load, RankProgram, Receive, Send
+from rayfcp.simulate.encoder import encode, encode_backward
 from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.replay import Record, Script, State, Wires, new_record, new_state, replay
-from rayfcp.simulate.rounds import Hops, Traffic, hops_of
-from rayfcp.simulate.script import Plot, Row, RowKey, write_script
+from rayfcp.simulate.replay import ReplayRecord, ReplayState, Script, Wires, new_record, new_state, replay
+from rayfcp.simulate.rounds import AttentionTraffic, Hops, hops_of
+from rayfcp.simulate.script import HopKey, Instants, LayerRow, RowKey, ScriptWriter, StageScript
 from rayfcp.values.arrays import Floats
 
 SAME = 1e-9
@@ -19,19 +20,19 @@ SAME = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a replay found, layers that were not replayed included: by stage the plot, `mark_s[mark, device]` of the
-    marks of the device's stage, `spent[device, category]`, and of recorded passes the rounds (`Record.rounds`), with
-    the seconds by which each pass came later."""
+class ReplayOutcome:
+    """The result of a replay, layers that were not replayed included: the script of each stage, `mark_s[mark, device]`
+    of the marks of the device's stage, `spent[device, category]`, and the rounds of recorded passes
+    (`ReplayRecord.rounds`), with the seconds by which each pass came later."""
 
-    plots: tuple[Plot, ...]
+    plots: tuple[StageScript, ...]
     mark_s: Floats
     spent: Floats
     rounds: Floats
     later_s: dict[int, float]
 
-    def plot(self, device: int) -> Plot:
-        """Of the device's stage."""
+    def plot(self, device: int) -> StageScript:
+        """The script of the device's stage."""
         num_ranks: int = self.mark_s.shape[1] // len(self.plots)
         return self.plots[device // num_ranks]
 
@@ -41,18 +42,18 @@ class Outcome:
 
     @property
     def end_s(self) -> Floats:
-        """By device."""
+        """Seconds at which each device ends."""
         return np.array([self.times(device)[-1] for device in range(self.mark_s.shape[1])])
 
 
 def run(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, work: Floats, gather_every: str
-) -> Outcome:
-    """Replay the programs of all devices; `work[row, device]`: tokens of each microbatch and, where pictures are
+    programs: Sequence[RankProgram], *, machine: Machine, traffic: AttentionTraffic, work: Floats, gather_every: str
+) -> ReplayOutcome:
+    """Replay the programs of all devices; `work[row, device]`: tokens of each microbatch and, where images are
     encoded, `EncoderWork.rows`. Rows whose layers do not settle are replayed whole.
 
     Raises:
-        ValueError: some rank waits for ever.
+        ValueError: some rank waits forever.
     """
     hops = hops_of(programs, machine=machine)
     alike = machine.num_stages == 1 and len(machine.windows) == 1
@@ -61,7 +62,7 @@ def run(
         plots = _plots(programs, machine=machine, hops=hops, shown=shown, gather_every=gather_every)
         state, record = _replay(plots, machine=machine, traffic=traffic, work=work, hops=hops)
         if shown is None:
-            return _all(plots, record=record, state=state)
+            return _replayed(plots, record=record, state=state)
         (plot,) = plots
         unsettled = {
             row.key: row.total
@@ -69,7 +70,7 @@ def run(
             if len(row.marks) < row.total and not _settled(row, record=record, state=state)
         }
         if not unsettled:
-            return _whole(plot, record=record)
+            return _extrapolated(plot, record=record)
         shown |= unsettled
 
 
@@ -80,8 +81,8 @@ def _plots(
     hops: Hops,
     shown: Mapping[RowKey, int] | None,
     gather_every: str,
-) -> list[Plot]:
-    plots: list[Plot] = []
+) -> list[StageScript]:
+    plots: list[StageScript] = []
     for stage in range(machine.num_stages):
         first = plots[-1].first_collective + len(plots[-1].collective_bytes) if plots else 0
         plots.append(
@@ -98,7 +99,7 @@ def _plots(
     return plots
 
 
-def _script(plots: Sequence[Plot], *, machine: Machine) -> Script:
+def _script(plots: Sequence[StageScript], *, machine: Machine) -> Script:
     kind, arg, base_s, per_token_s, recorded = zip(*(each for plot in plots for each in plot.operations), strict=True)
     bounds = np.cumsum([0, *(len(plot.operations) for plot in plots)])
     return Script(
@@ -113,7 +114,7 @@ def _script(plots: Sequence[Plot], *, machine: Machine) -> Script:
     )
 
 
-def _wires(plots: Sequence[Plot], *, machine: Machine) -> Wires:
+def _wires(plots: Sequence[StageScript], *, machine: Machine) -> Wires:
     return Wires(
         collective_bytes=np.array([each for plot in plots for each in plot.collective_bytes], np.float64),
         collective_stage=np.repeat(np.arange(len(plots)), [len(plot.collective_bytes) for plot in plots]),
@@ -125,8 +126,8 @@ def _wires(plots: Sequence[Plot], *, machine: Machine) -> Wires:
 
 
 def _replay(
-    plots: Sequence[Plot], *, machine: Machine, traffic: Traffic, work: Floats, hops: Hops
-) -> tuple[State, Record]:
+    plots: Sequence[StageScript], *, machine: Machine, traffic: AttentionTraffic, work: Floats, hops: Hops
+) -> tuple[ReplayState, ReplayRecord]:
     script, wires = _script(plots, machine=machine), _wires(plots, machine=machine)
     state = new_state(
         script,
@@ -140,23 +141,13 @@ def _replay(
         num_ranks=machine.num_devices,
         num_rounds=len(traffic.rounds.compute_s),
     )
-    done = replay(
-        state,
-        script=script,
-        tokens=work,
-        rounds=traffic.rounds,
-        messages=traffic.messages,
-        hops=hops.messages,
-        wires=wires,
-        record=record,
-    )
-    if not done:
+    if not replay(state, script, work, traffic.rounds, traffic.messages, hops.messages, wires, record):
         stuck = np.flatnonzero(state.op < script.stop).tolist()
-        raise ValueError(f"ranks {stuck[:8]} would wait for ever; check the programs (check_programs)")
+        raise ValueError(f"ranks {stuck[:8]} would wait forever; check the programs (check_programs)")
     return state, record
 
 
-def _settled(row: Row, *, record: Record, state: State) -> bool:
+def _settled(row: LayerRow, *, record: ReplayRecord, state: ReplayState) -> bool:
     """The last but one layer takes every rank, and its successor's gather, as long as the one before."""
     at = len(row.marks) - 2
     if at < 2:
@@ -167,13 +158,15 @@ def _settled(row: Row, *, record: Record, state: State) -> bool:
     return bool(np.ptp(steps) <= SAME * steps.max() + 1e-14 * record.mark_s.max())
 
 
-def _all(plots: Sequence[Plot], *, record: Record, state: State) -> Outcome:
+def _replayed(plots: Sequence[StageScript], *, record: ReplayRecord, state: ReplayState) -> ReplayOutcome:
     """All layers were replayed."""
     later_s = {number: 0.0 for plot in plots for number in plot.recorded}
-    return Outcome(plots=tuple(plots), mark_s=record.mark_s, spent=state.spent, rounds=record.rounds, later_s=later_s)
+    return ReplayOutcome(
+        plots=tuple(plots), mark_s=record.mark_s, spent=state.spent, rounds=record.rounds, later_s=later_s
+    )
 
 
-def _whole(plot: Plot, *, record: Record) -> Outcome:
+def _extrapolated(plot: StageScript, *, record: ReplayRecord) -> ReplayOutcome:
     """Put in the layers that were not replayed."""
     mark_s, spent = record.mark_s.copy(), record.mark_spent[-1].copy()
     later_s = dict.fromkeys(plot.recorded, 0.0)
@@ -186,4 +179,68 @@ def _whole(plot: Plot, *, record: Record) -> Outcome:
         mark_s[last + 1 :] += step_s
         spent += left * (record.mark_spent[last] - record.mark_spent[before])
         later_s = {number: later + step_s * (plot.recorded[number] > last) for number, later in later_s.items()}
-    return Outcome(plots=(plot,), mark_s=mark_s, spent=spent, rounds=record.rounds, later_s=later_s)
+    return ReplayOutcome(plots=(plot,), mark_s=mark_s, spent=spent, rounds=record.rounds, later_s=later_s)
+
+
+def write_script(
+    instructions: Sequence[Instruction],
+    *,
+    machine: Machine,
+    stage: int = 0,
+    gather_every: str = "microbatch",
+    hops: Mapping[HopKey, int] | None = None,
+    shown: Mapping[RowKey, int] | None,
+    first_collective: int = 0,
+) -> StageScript:
+    """The script of the instructions of `stage`. A row has `shown[key]` of its layers, `SHOWN_LAYERS` if that is
+    absent, and all where `shown` is None. `hops[key]` is the number of a hop on rank 0.
+
+    Parameters are gathered as FSDP2 does: embedding and head once a microbatch, before the forward pass; each
+    layer for forward and for backward, while the layer before computes (the first one is exposed); where the head is,
+    the last layer stays gathered from a forward pass to the next backward pass; with `gather_every` "step" all do, from
+    the first forward pass on. Gradients are scattered layer by layer, one at a time, beside the next layer's backward
+    pass; embedding and head last. A vision encoder follows the same rules (`rayfcp.simulate.encoder`). A stage has its
+    layers' share of the fixed seconds of a microbatch.
+    """
+    writer = ScriptWriter(
+        machine=machine,
+        num_microbatches=sum(isinstance(item, Load) for item in instructions),
+        stage=stage,
+        part=machine.part(stage),
+        once=gather_every == "step",
+        shown=shown,
+        first_collective=first_collective,
+    )
+    for position, item in enumerate(instructions):
+        writer.instants.append(_write(writer, item, position=position, before=instructions[:position], hops=hops or {}))
+    return writer.plot()
+
+
+def _write(
+    writer: ScriptWriter,
+    item: Instruction,
+    *,
+    position: int,
+    before: Sequence[Instruction],
+    hops: Mapping[HopKey, int],
+) -> Instants:
+    """One instruction, behind those `before` it."""
+    start = writer.mark()
+    ready = computed = start
+    encoder: tuple[int, int] | None = None
+    if isinstance(item, Load):
+        writer.load()
+    elif isinstance(item, Encode):
+        ready, computed = encode(writer, item.microbatch, position=position)
+    elif isinstance(item, Forward):
+        ready, computed = writer.forward(position, item.microbatch), writer.mark()
+    elif isinstance(item, Backward):
+        own = [each for each in before if each.microbatch == item.microbatch]
+        (again,) = (each.recomputed_layers for each in own if isinstance(each, Forward))
+        computed = writer.backward(position, item, recomputed=min(again, writer.part.num_layers))
+        if any(isinstance(each, Encode) for each in own):
+            encoder = encode_backward(writer, item, position=position)
+    else:
+        assert isinstance(item, Send | Receive), "others take no time"
+        writer.hop(item, hops)
+    return Instants(start=start, ready=ready, computed=computed, stop=writer.mark(), encoder=encoder)

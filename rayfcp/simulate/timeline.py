@@ -1,7 +1,4 @@
-"""What a simulation says of a global batch.
-
-Spans of a simulated step: what each device did when, and in detail one layer of each pass.
-"""
+"""The result of a simulation: times, loads and memory of a global batch, and its spans."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +7,9 @@ from statistics import fmean
 import numpy as np
 
 from rayfcp.program import Backward, Encode, Forward, Load, RankProgram, Receive
-from rayfcp.simulate.machine import Machine
-from rayfcp.simulate.rounds import Traffic
-from rayfcp.simulate.steady import Outcome
+from rayfcp.simulate.machine import Machine, StageModel
+from rayfcp.simulate.rounds import AttentionTraffic
+from rayfcp.simulate.steady import ReplayOutcome
 from rayfcp.values import Imbalance, Span, SpanKind
 from rayfcp.values.arrays import Floats
 
@@ -23,8 +20,8 @@ Sample = tuple[float, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdown:
-    """Seconds of a device; their sum is the iteration's. `compute`: attention, linear layers, pictures, fixed cost.
-    `sharding`, `all_to_all`, `ring`, `hop` (between stages): traffic that nothing hid. `bubble`: waiting for other
+    """Seconds of a device, which add up to the iteration's. `compute`: attention, linear layers, images, fixed cost.
+    `sharding`, `all_to_all`, `ring`, `hop` (between stages): exposed communication. `bubble`: waiting for other
     ranks and stages."""
 
     compute: float
@@ -37,7 +34,7 @@ class Breakdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loads:
-    """One resource, `[microbatch][device]`; `encoder_s`, seconds of pictures, is empty where none are encoded."""
+    """Loads by resource, `[microbatch][device]`; `encoder_s`, seconds of images, is empty where none are encoded."""
 
     compute_s: tuple[PerRank, ...]
     attention_flops: tuple[PerRank, ...]
@@ -48,7 +45,7 @@ class Loads:
 
     @property
     def work_s(self) -> tuple[PerRank, ...]:
-        """Seconds of attention, linear layers and pictures."""
+        """Seconds of attention, linear layers and images."""
         work = np.sum([rows for rows in (self.compute_s, self.encoder_s) if rows], axis=0)
         return tuple(tuple(row) for row in work.tolist())
 
@@ -119,7 +116,7 @@ class Timeline:
 
     @property
     def compute_s(self) -> PerRank:
-        """Seconds of attention, linear layers and pictures, by device."""
+        """Seconds of attention, linear layers and images, by device."""
         return tuple(float(each) for each in np.sum(self.loads.work_s, axis=0))
 
     @property
@@ -129,11 +126,6 @@ class Timeline:
     @property
     def received_bytes(self) -> PerRank:
         return tuple(float(each) for each in np.sum(self.loads.received_bytes, axis=0))
-
-    @property
-    def peak_tokens(self) -> tuple[int, ...]:
-        """Most tokens that a device holds in one microbatch."""
-        return tuple(int(each) for each in np.max(self.loads.num_tokens, axis=0))
 
     @property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -148,15 +140,20 @@ def _imbalance(loads: Sequence[Sequence[float]], *, num_ranks: int) -> float:
 
 
 def spans_of(
-    programs: Sequence[RankProgram], *, machine: Machine, traffic: Traffic, outcome: Outcome, detail: bool
+    programs: Sequence[RankProgram],
+    *,
+    machine: Machine,
+    traffic: AttentionTraffic,
+    outcome: ReplayOutcome,
+    detail: bool,
 ) -> tuple[Span, ...]:
     """Load, encode, forward, backward, reduce and wait of each device and microbatch, without gaps; with `detail` also
     attention, transfers and waits of the rounds of one layer of each pass (the last but one that was replayed)."""
-    cells, end_s = traffic.cells, float(outcome.end_s.max())
+    pairs, end_s = traffic.pairs, float(outcome.end_s.max())
     found = [
         span
         for program in programs
-        for span in _coarse(program, machine=machine, outcome=outcome, cells=cells, end_s=end_s)
+        for span in _coarse(program, machine=machine, outcome=outcome, pairs=pairs, end_s=end_s)
     ]
     if detail:
         for number in sorted(outcome.later_s):
@@ -164,16 +161,17 @@ def spans_of(
     return tuple(sorted(found, key=lambda span: (span.stage, span.rank, span.start_s, -span.stop_s, span.kind)))
 
 
-def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: Floats, end_s: float) -> Iterator[Span]:
-    rank, device = program.rank, program.stage * machine.num_ranks + program.rank
-    times, part = outcome.times(device).tolist(), machine.part(program.stage)
+def _coarse(
+    program: RankProgram, *, machine: Machine, outcome: ReplayOutcome, pairs: Floats, end_s: float
+) -> Iterator[Span]:
+    rank, stage = program.rank, program.stage
+    device, part = stage * machine.num_ranks + rank, machine.part(stage)
+    times = outcome.times(device).tolist()
     flops: dict[int, float] = {}
 
     def span(kind: SpanKind, label: str, *, start: float, stop: float, amount: float = 0.0) -> Iterator[Span]:
         if stop > start:
-            yield Span(
-                rank=rank, stage=program.stage, kind=kind, label=label, start_s=start, stop_s=stop, amount=amount
-            )
+            yield Span(rank=rank, stage=stage, kind=kind, label=label, start_s=start, stop_s=stop, amount=amount)
 
     for item, instant in zip(program.instructions, outcome.plot(device).instants, strict=True):
         start, ready, computed, stop = (
@@ -186,16 +184,15 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
             yield from span(SpanKind.WAIT, f"encoder's parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.ENCODE, f"encode {number}", start=ready, stop=stop)
         elif isinstance(item, Forward):
-            first, behind = (machine.number(number, backward=each) for each in (False, True))
-            attention_flops = part.attention_flops(cells[first:behind, rank])
-            flops[number] = part.linear_flops_per_token * item.attention.num_tokens + attention_flops
+            flops[number] = _forward_flops(item, part=part, pairs=pairs[:, rank], machine=machine)
             yield from span(SpanKind.WAIT, f"parameters {number}", start=start, stop=ready)
             yield from span(SpanKind.FORWARD, f"forward {number}", start=ready, stop=stop, amount=flops[number])
         elif isinstance(item, Receive):
             yield from span(SpanKind.WAIT, f"{item.flow.value} {number}", start=start, stop=stop)
         elif isinstance(item, Backward):
-            amount = 2.0 * flops[number]
-            yield from span(SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=amount)
+            yield from span(
+                SpanKind.BACKWARD, f"backward {number}", start=start, stop=computed, amount=2 * flops[number]
+            )
             if instant.encoder:
                 begin, end = (times[mark] for mark in instant.encoder)
                 yield from span(SpanKind.REDUCE, f"reduce {number}", start=computed, stop=begin)
@@ -205,7 +202,12 @@ def _coarse(program: RankProgram, *, machine: Machine, outcome: Outcome, cells: 
     yield from span(SpanKind.WAIT, "end", start=times[-1], stop=end_s)
 
 
-def _rounds(number: int, *, traffic: Traffic, outcome: Outcome, machine: Machine) -> Iterator[Span]:
+def _forward_flops(item: Forward, *, part: StageModel, pairs: Floats, machine: Machine) -> float:
+    first, stop = (machine.number(item.microbatch, backward=each) for each in (False, True))
+    return part.linear_flops_per_token * item.attention.num_tokens + part.attention_flops(pairs[first:stop])
+
+
+def _rounds(number: int, *, traffic: AttentionTraffic, outcome: ReplayOutcome, machine: Machine) -> Iterator[Span]:
     """Rounds of pass `number`, in the layer that was recorded."""
     rounds, later_s = traffic.rounds, outcome.later_s[number]
     microbatch, backward = divmod(number // len(machine.windows), 2)

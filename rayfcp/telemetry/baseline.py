@@ -1,10 +1,12 @@
-"""What a static plan would have made of a run's batches, beside what the run's own strategy makes of them."""
+"""Batches of a run planned by a static baseline and by the run's own strategy."""
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rayfcp.telemetry.charts import Chart, Mark, line_chart
-from rayfcp.telemetry.summary import number, percent, seconds
+from rayfcp.telemetry.charts import Mark, over_steps
+from rayfcp.telemetry.page import Chart
+from rayfcp.telemetry.summary import number
 from rayfcp.values import Imbalance
 
 
@@ -46,35 +48,37 @@ class Baseline:
         return statistics.fmean(each.after.compute for each in self.steps)
 
 
-def baseline_charts(baseline: Baseline, *, marks: tuple[Mark, ...]) -> str:
-    """Imbalance and step time before and after."""
-    steps = tuple(each.step for each in baseline.steps)
-    before, after = f"before: {baseline.static}", f"after: {baseline.own}"
-    how = f"{len(steps)} of the run's batches, planned and simulated"
-    return line_chart(
-        Chart(
-            title="Compute imbalance, before and after",
-            note=f"(max − mean) / max over ranks; {how}",
+def baseline_charts(baseline: Baseline, *, marks: Sequence[Mark]) -> list[Chart]:
+    """Return imbalance and step time of some batches, planned statically and by the run's strategy."""
+    static, own = f"static baseline: {baseline.static}", f"this run: {baseline.own}"
+    steps = [each.step for each in baseline.steps]
+    return [
+        over_steps(
+            "lines",
+            "Compute imbalance and the static baseline",
+            note=f"(max − mean) / max over ranks; {len(steps)} of the run's batches, planned and simulated",
             steps=steps,
             series={
-                before: [each.before.compute for each in baseline.steps],
-                after: [each.after.compute for each in baseline.steps],
+                static: [each.before.compute for each in baseline.steps],
+                own: [each.after.compute for each in baseline.steps],
             },
-            format=percent,
-            marks=marks,
+            format="percent",
+            zero=True,
             dots=True,
-        )
-    ) + line_chart(
-        Chart(
-            title="Simulated step, before and after",
-            note=f"Seconds without the optimizer; static plans take {number(round(baseline.speedup, 2))} x as long",
+            marks=marks,
+        ),
+        over_steps(
+            "lines",
+            "Simulated step and the static baseline",
+            note=f"Without the optimizer; static plans take {number(round(baseline.speedup, 2))} times as long",
             steps=steps,
             series={
-                before: [each.before_s for each in baseline.steps],
-                after: [each.after_s for each in baseline.steps],
+                static: [each.before_s for each in baseline.steps],
+                own: [each.after_s for each in baseline.steps],
             },
-            format=seconds,
-            marks=marks,
+            format="seconds",
+            zero=True,
             dots=True,
-        )
-    )
+            marks=marks,
+        ),
+    ]

@@ -1,7 +1,4 @@
-"""Counters that outlive a controller: `counters.json`, what `steps.jsonl` does not tell.
-
-`events.jsonl`: what happened to a run between its steps, a line each: starts, recoveries, resizes, ends.
-"""
+"""`counters.json`: counters that persist across controllers; `events.jsonl`: starts, recoveries, resizes and ends."""
 
 import dataclasses
 import json
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rayfcp.telemetry.files import write_whole
-from rayfcp.telemetry.names import METRICS, Kept
+from rayfcp.telemetry.names import METRICS, Persistence
 from rayfcp.values import ClusterSpec
 
 COUNTERS_FILE = "counters.json"
@@ -22,14 +19,14 @@ COUNTERS_FILE = "counters.json"
 logger = logging.getLogger(__name__)
 
 Labels = tuple[tuple[str, str], ...]
-"""Names and values, sorted, without `run`."""
+"""Sorted names and values, without `run`."""
 
 
 class KeptCounters:
-    """The counters of `METRICS` that are kept in `path`, each change written whole. A first run starts from 0.
+    """Counters of `METRICS` that are persisted in `path`, which is rewritten atomically on each change.
 
-    A file that is broken is left out with a warning, and a change that cannot be written goes with the next one: no
-    training ends for a count.
+    A broken file is ignored with a warning, and a change that cannot be written is written with the next one: counting
+    never stops training.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -37,7 +34,7 @@ class KeptCounters:
         self._values = _read(self._path)
 
     def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
-        """Count `amount` more; nothing is written for 0."""
+        """Increase a counter; 0 writes nothing."""
         if amount == 0:
             return
         key = name, tuple(sorted(labels.items()))
@@ -49,13 +46,13 @@ class KeptCounters:
             logger.warning("%s is not written yet: %s", self._path, error.strerror)
 
     def __iter__(self) -> Iterator[tuple[str, Labels, float]]:
-        """Name, labels and value of each series."""
+        """Yield name, labels and value of each series."""
         return ((name, labels, value) for (name, labels), value in self._values.items())
 
 
 def _read(path: Path) -> dict[tuple[str, Labels], float]:
-    """What the file holds of counters that are known and kept there."""
-    wanted = {metric.name: set(metric.labels) for metric in METRICS if metric.kept is Kept.COUNTERS}
+    """Read the known persistent counters."""
+    wanted = {metric.name: set(metric.labels) for metric in METRICS if metric.kept is Persistence.COUNTERS}
     try:
         lines = json.loads(path.read_text(encoding="utf-8"))
         found = {
@@ -78,11 +75,11 @@ def _read(path: Path) -> dict[tuple[str, Labels], float]:
 
 FILE = "events.jsonl"
 MAX_REASON = 500
-"""Characters of a reason that are kept: a worker's whole traceback is in the run's messages."""
+"""Characters of a reason: whole tracebacks are in the run's messages."""
 
 
 class EventKind(StrEnum):
-    """What happened."""
+    """Kind of an event."""
 
     START = "start"
     RECOVERY = "recovery"
@@ -92,11 +89,11 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """After `step` steps were done, `at_s` seconds after the epoch: the run (again) had `devices` devices in use,
-    `devices_before` until then.
+    """Event after `step` steps, `at_s` seconds after the epoch, from which on `devices` are in use (`devices_before`
+    until then).
 
-    `seconds`: what it took (0 where that was not timed). `lost_steps`: finished steps that ran again. `cause`: of a
-    recovery. `reason`: one sentence for people. `cluster`: what plans are made for from here on, None at the end.
+    `seconds`: its duration (0 if not timed). `lost_steps`: finished steps to be repeated. `cause`: of a recovery.
+    `reason`: one sentence. `cluster`: the cluster of later plans, None at the end.
     """
 
     kind: EventKind
@@ -112,16 +109,16 @@ class Event:
 
 
 def to_line(event: Event) -> str:
-    """One line of JSON with its newline."""
+    """Return one line of JSON with its newline."""
     fields = dataclasses.asdict(event) | {"reason": event.reason[:MAX_REASON]}
     return json.dumps(fields) + "\n"
 
 
 def from_line(line: str) -> Event:
-    """The event of one line.
+    """Return the event of one line.
 
     Raises:
-        ValueError: Not a whole event.
+        ValueError: The line is not a complete event.
     """
     fields: Any = json.loads(line)
     try:
@@ -135,24 +132,23 @@ def from_line(line: str) -> Event:
 
 
 def _given(value: Any) -> Any:
-    """JSON has lists where a value has tuples."""
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
 
 
 def read_events(path: str | Path) -> tuple[Event, ...]:
-    """All whole events in the order in which they happened; broken lines are left out, an absent file has none."""
+    """Read all complete events in order; broken lines are skipped with a warning."""
     file = Path(path)
     found = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         try:
             found.append(from_line(line))
         except ValueError:
-            logger.warning("%s holds a line that is no event", file)
+            logger.warning("%s has a line that is not an event", file)
     return tuple(found)
 
 
 def append_event(path: str | Path, event: Event) -> None:
-    """Adds a line in one write. A disk that has no room for it is logged: no run stops for that."""
+    """Append a line in one write. A full disk is logged and does not stop the run."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

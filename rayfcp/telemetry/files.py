@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writing of files."""
 
 import os
 import tempfile
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Puts `text` at `path` in one step: a reader sees the old file or the new one, never a part."""
+    """Replace `path` atomically by `text`: readers see the old or the new file, never a part."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")

@@ -1,13 +1,5 @@
-"""The live page of a run: one HTML file that needs nothing but the run's own `/api/state`.
+"""The live page of a run, and its state as JSON: bounded however long the run and however large the world."""
 
-The last step as a time x rank picture: what was planned and what was measured, as JSON for the live page.
-
-What the live page of a run shows: its state as JSON, bounded however long the run and however large the world.
-"""
-
-import base64
-import functools
-import hashlib
 import heapq
 import json
 import math
@@ -18,49 +10,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.resources import files
 from typing import Any, NamedTuple
 
-from rayfcp.telemetry.style import STYLE
+from rayfcp.telemetry.charts import tokens_per_s
+from rayfcp.telemetry.page import asset, html_page
+from rayfcp.telemetry.summary import finite
 from rayfcp.values import Span, SpanKind, StepReport
-
-SCRIPTS = ("charts.js", "pictures.js", "live.js")
 
 
 def live_page(_accept: str = "") -> tuple[str, bytes]:
-    """Its type and body. It may run its own script and ask its own server, nothing else."""
-    return "text/html; charset=utf-8", _page().encode()
-
-
-@functools.cache
-def _page() -> str:
-    folder = files("rayfcp.telemetry") / "data"
-    script = "".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+    """Return content type and body of the page, which connects to its own server only."""
+    page = html_page(
+        "rayfcp",
+        asset("live.html"),
+        scripts=("live.js",),
+        styles=("live.css",),
+        policy="connect-src 'self'; img-src data:; form-action 'none'",
     )
-    parts = {"policy": policy, "style": STYLE + (folder / "live.css").read_text(encoding="utf-8"), "script": script}
-    page = (folder / "live.html").read_text(encoding="utf-8")
-    for name, text in parts.items():
-        page = page.replace(f"{{{{{name}}}}}", text)
-    return page
+    return "text/html; charset=utf-8", page.encode()
 
 
-ON_THE_WIRE = (SpanKind.TRANSFER, SpanKind.REDUCE)
-"""What overlaps the computation gets a row of its own."""
+MESSAGES = (SpanKind.TRANSFER, SpanKind.REDUCE)
+"""Kinds of spans that overlap computation: a row of their own."""
 
 MAX_BARS = 2000
-"""Of a timeline, the longest."""
+"""Bars of a timeline, the longest ones: bounds the answer that is sent every second."""
 
 NARROWEST = 1 / 2000
-"""Of the whole width: what is narrower cannot be seen."""
+"""Share of the width below which a bar is not visible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroup:
-    """What the plan of a step has these ranks do together, from the start of the step's first microbatch on."""
+    """A CP group of a step's plan; times from the start of its first microbatch."""
 
     ranks: tuple[int, ...]
     microbatch: int
@@ -70,8 +52,8 @@ class PlannedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """One step. `planned`: none where groups are not what takes the time, as with stages."""
+class StepTimeline:
+    """Timeline of one step. `planned`: none with pipeline stages, where groups do not determine the time."""
 
     step: int
     planned: tuple[PlannedGroup, ...] = ()
@@ -79,7 +61,7 @@ class Picture:
 
 
 class _Bar(NamedTuple):
-    """`row`: stage, rank, and whether it is on the wire."""
+    """`row`: stage, rank, and whether it is the row of messages."""
 
     row: tuple[int, int, bool]
     start_s: float
@@ -88,9 +70,9 @@ class _Bar(NamedTuple):
     label: str
 
 
-def picture_json(picture: Picture) -> str:
-    """`{"step", "duration_s", "panels": [{"name", "rows": [{"name", "bars": [[start_s, duration_s, kind, label]]}]}]}`:
-    a panel for each timeline that has bars, all from 0 on one scale. `kind`: a `SpanKind`, or `degree N`."""
+def timeline_json(picture: StepTimeline) -> str:
+    """Return `{"step", "duration_s", "panels": [{"name", "rows": [{"name", "bars": [[start_s, duration_s, kind,
+    label]]}]}]}`: a panel for each timeline with bars, all from 0. `kind`: a `SpanKind`, or `degree N`."""
     panels = {"planned": _planned(picture.planned), "measured": _measured(picture.measured)}
     stop_s = max((bar.start_s + bar.duration_s for bars in panels.values() for bar in bars), default=0.0)
     shown = [{"name": name, "rows": _rows(_visible(bars, whole_s=stop_s))} for name, bars in panels.items() if bars]
@@ -115,7 +97,7 @@ def _measured(spans: Sequence[Span]) -> list[_Bar]:
     begin_s = min((span.start_s for span in spans), default=0.0)
     return [
         _Bar(
-            row=(span.stage, span.rank, span.kind in ON_THE_WIRE),
+            row=(span.stage, span.rank, span.kind in MESSAGES),
             start_s=span.start_s - begin_s,
             duration_s=span.duration_s,
             kind=str(span.kind),
@@ -131,7 +113,7 @@ def _visible(bars: Iterable[_Bar], *, whole_s: float) -> list[_Bar]:
 
 
 def _rows(bars: Iterable[_Bar]) -> list[dict[str, object]]:
-    """What encloses comes before what it encloses."""
+    """Return rows whose enclosing bars precede the enclosed ones."""
     rows: dict[tuple[int, int, bool], list[_Bar]] = defaultdict(list)
     for bar in sorted(bars, key=lambda bar: (bar.start_s, -bar.duration_s)):
         rows[bar.row].append(bar)
@@ -148,7 +130,7 @@ def _rows(bars: Iterable[_Bar]) -> list[dict[str, object]]:
 MAX_POINTS = 500
 MAX_EVENTS = 50
 RECENT_STEPS = 20
-"""From which the time to the end is told."""
+"""Steps from which the remaining time is estimated."""
 
 COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     "step": lambda r: r.step,
@@ -157,7 +139,7 @@ COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     "predicted_s": lambda r: r.predicted_s,
     "plan_s": lambda r: r.plan_s,
     "plan_wait_s": lambda r: r.plan_wait_s,
-    "tokens_per_s": lambda r: r.num_tokens / r.step_s if r.step_s > 0 else math.nan,
+    "tokens_per_s": lambda r: tokens_per_s(r) or math.nan,
     "mfu": lambda r: r.mfu,
     "attention_mfu": lambda r: r.attention_mfu,
     "compute": lambda r: r.imbalance.compute,
@@ -168,11 +150,11 @@ COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
     "gap": lambda r: r.gap,
     "world_size": lambda r: r.world_size,
 }
-"""Of each step in `history`."""
+"""Values of each step in `history`."""
 
 
-class State(StrEnum):
-    """What a run is doing."""
+class RunState(StrEnum):
+    """Activity of a run."""
 
     STARTING = "starting"
     TRAINING = "training"
@@ -181,9 +163,9 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """A device in the last step; `busy_s` without waiting for others, NaN where that is not known; `encode_s`: of its
-    vision encoder, 0 where it saw no pictures."""
+class DeviceTimes:
+    """A device in the last step. `busy_s`: waiting excluded, NaN if unknown; `encode_s`: in its vision encoder, 0
+    without images; `speed`: relative to a usual device, NaN if unknown."""
 
     rank: int
     step_s: float
@@ -193,7 +175,7 @@ class Worker:
 
 
 class History:
-    """A row of `COLUMNS` for at most `limit` steps, evenly spread, and always the last one."""
+    """Rows of `COLUMNS` for at most `limit` evenly spaced steps and the last one."""
 
     def __init__(self, *, limit: int = MAX_POINTS) -> None:
         self._limit, self._stride, self._count = limit, 1, 0
@@ -201,7 +183,7 @@ class History:
         self._last = ""
 
     def add(self, report: StepReport) -> None:
-        """Each row is made into text once: the page asks far more often than steps end."""
+        # Each row is encoded once: the page asks far more often than steps end.
         self._last = json.dumps([clean(read(report)) for read in COLUMNS.values()])
         if self._count % self._stride == 0:
             self._rows.append(self._last)
@@ -210,19 +192,19 @@ class History:
             self._rows, self._stride = self._rows[::2], 2 * self._stride
 
     def text(self) -> str:
-        """A JSON array of rows."""
+        """Return a JSON array of rows."""
         rows = self._rows if not self._last or self._rows[-1:] == [self._last] else [*self._rows, self._last]
         return f"[{','.join(rows)}]"
 
 
 class Live:
-    """State of a run, told by the thread that runs it and read by those that serve it."""
+    """State of a run, updated by the thread that runs it and read by server threads."""
 
     def __init__(self, run: str, *, target_steps: int, wanted: int) -> None:
         self._lock = threading.Lock()
         self._fields: dict[str, Any] = {
             "run": run,
-            "state": State.STARTING,
+            "state": RunState.STARTING,
             "message": "",
             "started": time.time(),
             "step": 0,
@@ -238,22 +220,22 @@ class Live:
         }
         self._history = History()
         self._ends_s: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._picture = Picture(step=0)
-        self._drawn = self._picture, picture_json(self._picture)
+        self._picture = StepTimeline(step=0)
+        self._drawn = self._picture, timeline_json(self._picture)
         self._text = ""
 
-    def tell(self, **fields: Any) -> None:
-        """Some fields have these values from now on."""
+    def set(self, **fields: Any) -> None:
+        """Set fields of the state."""
         with self._change():
             self._fields |= fields
 
-    def tell_devices(self, **counts: int) -> None:
-        """`in_use`, `standing_by`."""
+    def set_devices(self, **counts: int) -> None:
+        """Set the number of devices `in_use` or `standing_by`."""
         with self._change():
             self._fields["devices"] = self._fields["devices"] | counts
 
-    def remember(self, reports: Sequence[StepReport]) -> None:
-        """Steps that were done before this process."""
+    def restore(self, reports: Sequence[StepReport]) -> None:
+        """Add steps committed before this process started."""
         with self._change():
             for report in reports:
                 self._history.add(report)
@@ -261,12 +243,12 @@ class Live:
                 self._fields["step"] = reports[-1].step
 
     def observe(self, report: StepReport, *, goodput: float) -> None:
-        """A committed step."""
+        """Add a committed step."""
         with self._change():
             self._history.add(report)
             self._ends_s.append(time.monotonic())
             self._fields |= {
-                "state": State.TRAINING,
+                "state": RunState.TRAINING,
                 "step": report.step,
                 "goodput": goodput,
                 "eta_s": self._eta_s(report),
@@ -282,8 +264,8 @@ class Live:
                 },
             }
 
-    def show(self, picture: Picture, *, workers: Sequence[Worker]) -> None:
-        """Where the time of the last step went."""
+    def show(self, picture: StepTimeline, *, workers: Sequence[DeviceTimes]) -> None:
+        """Set the timeline and the devices of the last step."""
         with self._change():
             self._picture = picture
             self._fields["workers"] = [
@@ -292,45 +274,45 @@ class Live:
             ]
 
     def count(self, name: str, amount: float) -> None:
-        """One of `counts`, over all labels."""
+        """Increase one of `counts`, over all labels."""
         with self._change():
             counts: dict[str, float] = self._fields["counts"]
             self._fields["counts"] = counts | {name: counts.get(name, 0) + amount}
 
-    def recovered(self, cause: str, *, seconds: float) -> None:
-        """The run went on after a loss."""
+    def add_recovery(self, cause: str, *, seconds: float) -> None:
+        """Add a recovery that has just finished."""
         with self._change():
-            told = {"step": self._fields["step"], "cause": cause, "seconds": seconds, "at": time.time()}
-            self._fields["recoveries"] = [*self._fields["recoveries"], told][-MAX_EVENTS:]
-            self._fields["state"] = State.TRAINING
+            recovery = {"step": self._fields["step"], "cause": cause, "seconds": seconds, "at": time.time()}
+            self._fields["recoveries"] = [*self._fields["recoveries"], recovery][-MAX_EVENTS:]
+            self._fields["state"] = RunState.TRAINING
 
     def text(self) -> str:
-        """The state as one JSON object; what is not a number is null."""
+        """Return the state as one JSON object, non-finite numbers as null."""
         picture, drawn = self._picture, self._drawn
-        if drawn[0] is not picture:  # not under the lock: the run shall not wait for what many ranks take to draw
-            drawn = self._drawn = picture, picture_json(picture)
+        if drawn[0] is not picture:  # without the lock: encoding the spans of many ranks must not delay the run
+            drawn = self._drawn = picture, timeline_json(picture)
         with self._lock:
             if not self._text:
-                fields, columns = json.dumps(_cleaned(self._fields), allow_nan=False), json.dumps(list(COLUMNS))
+                fields, columns = json.dumps(finite(self._fields), allow_nan=False), json.dumps(list(COLUMNS))
                 self._text = f'{fields[1:-1]}, "columns": {columns}, "history": {self._history.text()}'
             return f'{{"now": {time.time()}, {self._text}, "picture": {drawn[1]}}}'
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """What is within changes the state; it is made into text once, however many ask."""
+        """Lock the state for a change; its text is encoded once per change, however many clients ask."""
         with self._lock:
             self._text = ""
             yield
 
     def _eta_s(self, report: StepReport) -> float:
-        """By the pace of the last steps, all that came between them included."""
+        """Remaining seconds at the pace of the last steps, including everything between them."""
         ends_s, left = self._ends_s, max(0, int(self._fields["target_steps"]) - report.step)
         pace_s = (ends_s[-1] - ends_s[0]) / (len(ends_s) - 1) if len(ends_s) > 1 else report.step_s
         return left * pace_s
 
 
 def clean(value: float) -> float | None:
-    """Five digits, which is finer than a screen; None for what is not finite.
+    """Return a number with five significant digits (finer than a screen); None if it is not finite.
 
     >>> clean(0.123456), clean(7), clean(math.nan)
     (0.12346, 7, None)
@@ -338,11 +320,3 @@ def clean(value: float) -> float | None:
     if isinstance(value, int):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def _cleaned(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _cleaned(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

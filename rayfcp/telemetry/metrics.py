@@ -1,7 +1,4 @@
-"""The series of a run's metrics in a registry of their own, and in a mirror.
-
-What a run shows while it runs: metrics for Prometheus, found through a file_sd file, and the live page.
-"""
+"""Metrics of a run for Prometheus and a mirror, and the server that exposes them with the live page."""
 
 import dataclasses
 import math
@@ -17,38 +14,38 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from rayfcp.telemetry.events import COUNTERS_FILE, KeptCounters
-from rayfcp.telemetry.live import Live, Picture, State, Worker, live_page
-from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, RANK, Kind, Metric
+from rayfcp.telemetry.live import DeviceTimes, Live, RunState, StepTimeline, live_page
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, RANK, Metric, MetricKind
 from rayfcp.telemetry.serving import RunServer, announce, withdraw
 from rayfcp.values import StepReport
 
 
 class Mirror(Protocol):
-    """Another place that shows the same metrics; `name` without prefix, `labels` with `run`. Must not raise."""
+    """Another exporter of the same metrics; `name` without prefix, `labels` with `run`. Must not raise."""
 
     def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
-        """A gauge's value."""
+        """Set a gauge."""
         ...
 
     def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
-        """What a counter counts now; what was counted before this process is not told."""
+        """Increase a counter; counts of earlier processes are not included."""
         ...
 
     def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
-        """A histogram's new values."""
+        """Add values to a histogram."""
         ...
 
     def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
-        """A gauge's series ends."""
+        """End the series of a gauge."""
         ...
 
     def close(self) -> None:
-        """The run has ended."""
+        """End all series."""
         ...
 
 
 class NoMirror:
-    """Shows nothing."""
+    """Mirror that ignores everything."""
 
     def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
         pass
@@ -66,9 +63,8 @@ class NoMirror:
         pass
 
 
-class Series:
-    """All `METRICS` of one run. Those whose labels are known, counters above all, are there from the start; others
-    appear with their first value: nothing is shown that has not been measured."""
+class RunSeries:
+    """All `METRICS` of one run. Series with known labels exist from the start, others from their first value on."""
 
     def __init__(self, run: str, *, mirror: Mirror | None = None) -> None:
         self._run, self._mirror = {"run": run}, mirror or NoMirror()
@@ -81,23 +77,23 @@ class Series:
             self._declare(metric)
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """A gauge."""
+        """Set a gauge."""
         if RANK in labels:
             self._of_rank.setdefault(int(labels[RANK]), set()).add((name, tuple(labels.items())))
         self._gauges[name].labels(**self._run, **labels).set(value)
         self._mirror.set(name, value, labels=self._run | labels)
 
     def add(self, name: str, amount: float, **labels: str) -> None:
-        """A counter goes up."""
+        """Increase a counter."""
         self._counters[name].labels(**self._run, **labels).inc(amount)
         self._mirror.add(name, amount, labels=self._run | labels)
 
     def restore(self, name: str, amount: float, **labels: str) -> None:
-        """What an earlier process counted: the mirror has been told of it."""
+        """Increase a counter by what an earlier process counted, which the mirror has seen."""
         self._counters[name].labels(**self._run, **labels).inc(amount)
 
     def observe(self, name: str, counts: Mapping[int, int]) -> None:
-        """A histogram: each value so many times."""
+        """Add values with their counts to a histogram."""
         self._degrees[name].add(counts)
         for value, times in counts.items():
             self._mirror.observe(name, value, labels=self._run, times=times)
@@ -107,18 +103,18 @@ class Series:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """That have series."""
+        """Ranks that have series."""
         return tuple(self._of_rank)
 
     def drop_rank(self, rank: int) -> None:
-        """Its series end; one never seen is no error."""
+        """End the series of a rank, if it has any."""
         for name, labels in self._of_rank.pop(rank, ()):
             metric = self._gauges[name]
             metric.remove(*self._run.values(), *(value for _, value in labels))
             self._mirror.remove(name, labels=self._run | dict(labels))
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Of one series, None if there is none."""
+        """Return the value of a series, None if it does not exist."""
         families = self.registry.restricted_registry([PREFIX + name]).collect()
         sought = (PREFIX + name, self._run | labels)
         samples = (each for family in families for each in family.samples)
@@ -130,10 +126,10 @@ class Series:
     def _declare(self, metric: Metric) -> None:
         name, labels = PREFIX + metric.name, ("run", *metric.labels)
         text = f"{metric.help} ({metric.unit})"
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             self._degrees[metric.name] = _Histogram(name, text, labels=self._run)
             self.registry.register(self._degrees[metric.name])
-        elif metric.kind is Kind.GAUGE:
+        elif metric.kind is MetricKind.GAUGE:
             self._gauges[metric.name] = Gauge(name, text, labels, registry=self.registry)
         else:
             counter = self._counters[metric.name] = Counter(name, text, labels, registry=self.registry)
@@ -144,7 +140,7 @@ class Series:
 
 
 class _Histogram(Collector):
-    """Whole numbers by how often they came: takes many at once, which the library's own histogram cannot."""
+    """Histogram of whole numbers that accepts counts; the library's own takes one value per call."""
 
     def __init__(self, name: str, text: str, *, labels: Mapping[str, str]) -> None:
         self._name, self._text, self._labels = name, text, labels
@@ -164,13 +160,13 @@ class _Histogram(Collector):
 
 
 class MetricsExporter:
-    """Serves metrics and live page of `run` until `close`. `port` 0 takes a free one; `mirror` shows the same metrics
-    elsewhere. Counters go on from what `run_dir` holds of an earlier process.
+    """Server of metrics and live page of `run` until `close`, announced to Prometheus by discovery files.
 
-    While it serves, Prometheus finds it by the files of `targets`.
+    `port` 0 takes a free one; `mirror` exports the same metrics elsewhere. Counters continue from those of an earlier
+    process in `run_dir`.
 
     Raises:
-        ConfigError: Host and port cannot be listened on, or `token_file` holds no token.
+        ConfigError: Host and port are not available, or `token_file` holds no token.
     """
 
     def __init__(
@@ -187,7 +183,7 @@ class MetricsExporter:
         serve: Callable[..., Any] = RunServer,
         epoch_s: Callable[[], float] = time.time,
     ) -> None:
-        self._series, self._live = Series(run, mirror=mirror), Live(run, target_steps=target_steps, wanted=wanted)
+        self._series, self._live = RunSeries(run, mirror=mirror), Live(run, target_steps=target_steps, wanted=wanted)
         self._kept = KeptCounters(Path(run_dir) / COUNTERS_FILE)
         for name, labels, value in self._kept:
             self._series.restore(name, value, **dict(labels))
@@ -196,7 +192,7 @@ class MetricsExporter:
         self._series.set("devices_wanted", wanted)
         self._counted_to = 0
         self._speeds: dict[int, float] = {}
-        self._sees = False
+        self._has_images = False
         pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
         self._server = serve(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
         self._epoch_s = epoch_s
@@ -210,12 +206,12 @@ class MetricsExporter:
 
     @property
     def where(self) -> str:
-        """The live page, and what it takes to open it."""
+        """URL of the live page, with where its token is."""
         file = self._server.token_file
         return f"http://{self.target}/" + (f"?token=TOKEN, with the token in {file}" if file else "")
 
     def restore(self, reports: Sequence[StepReport], *, resume_step: int) -> None:
-        """Steps that earlier processes committed; those after `resume_step` run again and do not count again."""
+        """Count steps of earlier processes; those after `resume_step` run again and are not counted twice."""
         self._counted_to = reports[-1].step if reports else 0
         series, num_tokens = self._series, sum(report.num_tokens for report in reports)
         series.restore("tokens_total", num_tokens)
@@ -227,10 +223,10 @@ class MetricsExporter:
         for report in reports:
             degrees.update(report.degrees)
         series.restore_observed("context_parallel_degree", degrees)
-        self._live.remember([report for report in reports if report.step <= resume_step])
+        self._live.restore([report for report in reports if report.step <= resume_step])
 
     def observe_step(self, report: StepReport, *, goodput: float) -> None:
-        """All values of one committed step. `goodput`: productive time over wall time, up to it."""
+        """Export a committed step. `goodput`: productive time over wall time so far."""
         for name, value in _gauges(report).items():
             self._series.set(name, value)
         for resource, value in report.imbalance.by_resource.items():
@@ -245,16 +241,18 @@ class MetricsExporter:
             self._series.observe("context_parallel_degree", report.degrees)
         self._live.observe(report, goodput=goodput)
 
-    def observe_workers(self, workers: Sequence[Worker], *, memory: Sequence[dict[str, int]], picture: Picture) -> None:
-        """What each device did in the last step, and its memory by kind, e.g. `resident`, `allocated`, `peak`. Once
-        one has seen a picture, the encoder of each is told, be it 0."""
-        self._sees = self._sees or any(each.encode_s for each in workers)
+    def observe_workers(
+        self, workers: Sequence[DeviceTimes], *, memory: Sequence[dict[str, int]], picture: StepTimeline
+    ) -> None:
+        """Export each device's last step, and its memory by kind, e.g. `resident`, `allocated`, `peak`. Encoder times
+        are exported for all devices once one has encoded images."""
+        self._has_images = self._has_images or any(each.encode_s for each in workers)
         for each, kinds in zip(workers, memory, strict=True):
             rank = str(each.rank)
             self._series.set("worker_step_seconds", each.step_s, rank=rank)
             if math.isfinite(each.busy_s):
                 self._series.set("worker_busy_seconds", each.busy_s, rank=rank)
-            if self._sees:
+            if self._has_images:
                 self._series.set("worker_encode_seconds", each.encode_s, rank=rank)
             for kind, num_bytes in kinds.items():
                 self._series.set("worker_memory_bytes", num_bytes, rank=rank, kind=kind)
@@ -266,16 +264,16 @@ class MetricsExporter:
         self._speeds[rank] = ratio
 
     def keep_ranks(self, num_devices: int) -> None:
-        """A generation of so many devices is formed: the series of larger numbers end."""
+        """Set the number of devices of a new generation, and end the series of larger ranks."""
         for rank in [rank for rank in self._series.ranks if rank >= num_devices]:
             self._series.drop_rank(rank)
             self._speeds.pop(rank, None)
         self._series.set("world_size", num_devices)
-        self._live.tell_devices(in_use=num_devices)
+        self._live.set_devices(in_use=num_devices)
 
     def set_standing_by(self, count: int) -> None:
         self._series.set("devices_standing_by", count)
-        self._live.tell_devices(standing_by=count)
+        self._live.set_devices(standing_by=count)
 
     def set_slow_ratio(self, ratio: float) -> None:
         self._series.set("straggler_threshold_ratio", ratio)
@@ -288,24 +286,24 @@ class MetricsExporter:
         self._series.set("snapshot_seconds", seconds)
 
     def set_checkpoint(self, step: int) -> None:
-        """The newest whole one, 0 if there is none."""
+        """Set the step of the newest complete checkpoint, 0 without one."""
         self._series.set("checkpoint_step", step)
-        self._live.tell(checkpoint_step=step)
+        self._live.set(checkpoint_step=step)
 
     def observe_checkpoint(self, seconds: float, *, step: int) -> None:
-        """One was committed."""
+        """Count a committed checkpoint."""
         self._series.set("checkpoint_seconds", seconds)
         self.set_checkpoint(step)
         self._count("checkpoints_total")
 
     def observe_recovery(self, cause: str, *, seconds: float) -> None:
-        """The run went on after a loss, `seconds` after it was noticed."""
+        """Count a recovery that took `seconds` from the detection of the loss."""
         self._count("recoveries_total", cause=cause)
         self._series.set("recovery_seconds", seconds)
-        self._live.recovered(cause, seconds=seconds)
+        self._live.add_recovery(cause, seconds=seconds)
 
     def count_lost_steps(self, count: int) -> None:
-        """Finished steps that will be executed again."""
+        """Count finished steps that will be repeated."""
         self._count("lost_steps_total", count)
 
     def count_resize(self, direction: str) -> None:
@@ -313,7 +311,7 @@ class MetricsExporter:
         self._count("resizes_total", direction=direction)
 
     def count_skipped(self, reason: str, *, count: int) -> None:
-        """Found at each start."""
+        """Count dropped rows, found at each start."""
         self._series.add("sequences_skipped_total", count, reason=reason)
 
     def count_failed_checkpoint(self) -> None:
@@ -322,20 +320,20 @@ class MetricsExporter:
     def count_skipped_update(self) -> None:
         self._count("skipped_updates_total")
 
-    def enter(self, state: State) -> None:
-        """What the live page says that the run does; a committed step makes it `training`."""
-        self._live.tell(state=state)
+    def enter(self, state: RunState) -> None:
+        """Set the state on the live page; a committed step sets it to `training`."""
+        self._live.set(state=state)
 
-    def say(self, text: str) -> None:
-        """A line of what is being done, for the live page."""
-        self._live.tell(message=text)
+    def log(self, text: str) -> None:
+        """Show a line on the live page."""
+        self._live.set(message=text)
 
     def value(self, name: str, **labels: str) -> float | None:
-        """Of one series as it is served, None if there is none; `name` without the prefix."""
+        """Return the exported value of a series, None if it does not exist; `name` without the prefix."""
         return self._series.value(name, **labels)
 
     def close(self) -> None:
-        """Stops serving and removes these files. Once is enough; twice is no error."""
+        """Stop serving and remove the discovery files; idempotent."""
         withdraw(self._run_dir)
         self._server.close()
         self._series.close()
@@ -354,7 +352,7 @@ class MetricsExporter:
 
 
 def _gauges(report: StepReport) -> dict[str, float]:
-    """Gauges without labels that a report tells."""
+    """Return the values of a report's gauges without labels."""
     found = {
         "step": report.step,
         "step_seconds": report.step_s,

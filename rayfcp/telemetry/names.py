@@ -1,8 +1,6 @@
-"""The metrics of a run: name, kind, labels, unit, meaning. Every one also has the label `run`.
+"""Metrics of a run: name, kind, labels, unit, meaning. Every metric also has the label `run`.
 
-`docs/metrics.md`, made from `METRICS` and the words in `data/metrics.md` before them:
-
-python -m rayfcp.telemetry.names > docs/metrics.md
+`python -m rayfcp.telemetry.names > docs/metrics.md` writes their documentation after the text of `data/metrics.md`.
 """
 
 import sys
@@ -11,16 +9,16 @@ from enum import StrEnum
 from importlib.resources import files
 
 
-class Kind(StrEnum):
-    """How a metric moves."""
+class MetricKind(StrEnum):
+    """Type of a Prometheus metric."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
 
 
-class Kept(StrEnum):
-    """From which file of the run's folder a counter goes on when the controller or the run is started again."""
+class Persistence(StrEnum):
+    """File of the run directory from which a counter continues after a restart of the controller or the run."""
 
     STEPS = "steps.jsonl"
     COUNTERS = "counters.json"
@@ -28,17 +26,16 @@ class Kept(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """`name` without the prefix `rayfcp_`; a counter's ends in `_total`. `unit` in words for people. `known`: all
-    values of the only label; a counter has these series from the start. `kept`: None where the value is found anew at
-    each start."""
+    """A metric. `name`: without the prefix `rayfcp_`; a counter's ends in `_total`. `known`: all values of the only
+    label; a counter has these series from the start. `kept`: None if the value is counted anew at each start."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     unit: str
     help: str
     labels: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
-    kept: Kept | None = None
+    kept: Persistence | None = None
 
 
 PREFIX = "rayfcp_"
@@ -47,23 +44,28 @@ DEGREE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512)
 
 
 def _gauge(name: str, unit: str, text: str, *labels: str, known: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=name, kind=Kind.GAUGE, unit=unit, help=text, labels=labels, known=known)
+    return Metric(name=name, kind=MetricKind.GAUGE, unit=unit, help=text, labels=labels, known=known)
 
 
 def _counter(
-    name: str, unit: str, text: str, *labels: str, known: tuple[str, ...] = (), kept: Kept | None = Kept.COUNTERS
+    name: str,
+    unit: str,
+    text: str,
+    *labels: str,
+    known: tuple[str, ...] = (),
+    kept: Persistence | None = Persistence.COUNTERS,
 ) -> Metric:
-    return Metric(name=name, kind=Kind.COUNTER, unit=unit, help=text, labels=labels, known=known, kept=kept)
+    return Metric(name=name, kind=MetricKind.COUNTER, unit=unit, help=text, labels=labels, known=known, kept=kept)
 
 
 METRICS: tuple[Metric, ...] = (
     _gauge("step", "steps", "Last committed step"),
-    _gauge("target_steps", "steps", "Steps that the run is to do in all"),
+    _gauge("target_steps", "steps", "Steps of the whole run"),
     _gauge("last_step_timestamp_seconds", "seconds since 1970", "When the last step was committed"),
     _gauge("step_seconds", "seconds", "Last step, from dispatch to the last rank's report"),
-    _gauge("predicted_seconds", "seconds", "What the plan of the last step promised"),
-    _gauge("plan_seconds", "seconds", "Planning of the last step, from lengths to plan"),
-    _gauge("plan_wait_seconds", "seconds", "What the last step waited for its plan"),
+    _gauge("predicted_seconds", "seconds", "Predicted time of the last step"),
+    _gauge("plan_seconds", "seconds", "Planning time of the last step, from lengths to plan"),
+    _gauge("plan_wait_seconds", "seconds", "Time that the last step was blocked on its plan"),
     _gauge("num_microbatches", "microbatches", "Microbatches of the last step"),
     _gauge("mfu_ratio", "0..1", "Model FLOPs over time and peak of the devices in use"),
     _gauge("attention_mfu_ratio", "0..1", "Attention FLOPs over step time and peak"),
@@ -82,65 +84,69 @@ METRICS: tuple[Metric, ...] = (
     _gauge("learning_rate", "1", "Learning rate of the last step"),
     _gauge("world_size", "devices", "Devices in use"),
     _gauge("devices_standing_by", "devices", "Devices that are ready and not in use"),
-    _gauge("devices_wanted", "devices", "The most that cluster.num_workers permits"),
+    _gauge("devices_wanted", "devices", "Upper bound of cluster.num_workers"),
     _gauge("goodput_ratio", "0..1", "Time of committed steps over wall time since the controller's start"),
-    _gauge("process_groups", "groups", "Process groups alive"),
-    _gauge("process_group_seconds", "seconds", "Time that making the process groups took"),
+    _gauge("process_groups", "groups", "Number of process groups"),
+    _gauge("process_group_seconds", "seconds", "Time to create the process groups"),
     _gauge("checkpoint_seconds", "seconds", "Last checkpoint, from copy to commit"),
-    _gauge("checkpoint_step", "steps", "Step of the last checkpoint that is whole on disk; 0 if there is none"),
+    _gauge("checkpoint_step", "steps", "Step of the last complete checkpoint on disk; 0 if there is none"),
     _gauge(
-        "snapshot_seconds", "seconds", "Last copy of all shards, from its start until keepers on other nodes have it"
+        "snapshot_seconds",
+        "seconds",
+        "Last copy of all shards, from its start until snapshot stores on other nodes have it",
     ),
-    _gauge("recovery_seconds", "seconds", "Last recovery, from the notice of a loss to the dispatch of the next step"),
-    _gauge("straggler_threshold_ratio", "1", "elastic.slow_ratio: a rank of less speed is reported as slow"),
-    _gauge("worker_speed_ratio", "1", "Speed of a rank over that of a usual one, from measured steps; CPUs only", RANK),
-    _gauge("worker_step_seconds", "seconds", "A device's last step, waiting for others included", RANK),
-    _gauge("worker_busy_seconds", "seconds", "A device's last step without waiting for others; CPUs only", RANK),
+    _gauge(
+        "recovery_seconds", "seconds", "Last recovery, from the detection of a loss to the dispatch of the next step"
+    ),
+    _gauge("straggler_threshold_ratio", "1", "elastic.slow_ratio: a rank below this speed is reported as slow"),
+    _gauge("worker_speed_ratio", "1", "Speed of a rank relative to a usual one, from measured steps; CPUs only", RANK),
+    _gauge("worker_step_seconds", "seconds", "Last step of a device, including waiting", RANK),
+    _gauge("worker_busy_seconds", "seconds", "Last step of a device, excluding waiting; CPUs only", RANK),
     _gauge(
         "worker_encode_seconds",
         "seconds",
-        "A device's vision encoder in the last step, forward and handing out its features; models that see only",
+        "Vision encoder of a device in the last step, with the exchange of its features; vision-language models only",
         RANK,
     ),
     _gauge("worker_memory_bytes", "bytes", "Memory of a device: resident, allocated or peak", RANK, "kind"),
-    _counter("tokens_total", "tokens", "Tokens trained on", kept=Kept.STEPS),
-    _counter("sequences_total", "sequences", "Sequences trained on", kept=Kept.STEPS),
+    _counter("tokens_total", "tokens", "Tokens trained on", kept=Persistence.STEPS),
+    _counter("sequences_total", "sequences", "Sequences trained on", kept=Persistence.STEPS),
     _counter(
         "strategy_steps_total",
         "steps",
-        "Steps planned by a strategy; with plan.strategy=auto by the one that was taken",
+        "Steps planned by a strategy; with plan.strategy=auto by the chosen one",
         "strategy",
-        kept=Kept.STEPS,
+        kept=Persistence.STEPS,
     ),
-    _counter("sequences_skipped_total", "sequences", "Rows of the data left out", "reason", kept=None),
+    _counter("sequences_skipped_total", "sequences", "Rows of the data that were dropped", "reason", kept=None),
     _counter(
         "recoveries_total",
         "recoveries",
-        "Times that the run went on after a loss",
+        "Recoveries from a loss",
         "cause",
         known=("died", "node", "hung", "collective", "program"),
     ),
-    _counter("lost_steps_total", "steps", "Finished steps that were executed again after a loss"),
+    _counter("lost_steps_total", "steps", "Finished steps that were repeated after a loss"),
     _counter("resizes_total", "resizes", "Changes of the number of devices", "direction", known=("up", "down")),
-    _counter("skipped_updates_total", "steps", "Updates left out since loss or gradients were not finite"),
-    _counter("checkpoints_total", "checkpoints", "Checkpoints that are whole on disk"),
+    _counter("skipped_updates_total", "steps", "Updates skipped because loss or gradients were not finite"),
+    _counter("checkpoints_total", "checkpoints", "Complete checkpoints written"),
     _counter("failed_checkpoints_total", "checkpoints", "Checkpoints that could not be written"),
     Metric(
         name="context_parallel_degree",
-        kind=Kind.HISTOGRAM,
+        kind=MetricKind.HISTOGRAM,
         unit="ranks per group",
         help="Degrees of the groups of all steps",
-        kept=Kept.STEPS,
+        kept=Persistence.STEPS,
     ),
 )
 
 
 def metrics_page() -> str:
-    """The whole file."""
+    """Return the content of `docs/metrics.md`."""
     parts = [(files("rayfcp.telemetry") / "data" / "metrics.md").read_text(encoding="utf-8")]
-    for kind in Kind:
+    for kind in MetricKind:
         rows = [_row(metric) for metric in METRICS if metric.kind is kind]
-        kept = " goes on from |" if kind is not Kind.GAUGE else ""
+        kept = " continues from |" if kind is not MetricKind.GAUGE else ""
         rule = " --- |" if kept else ""
         parts.append(f"## {kind.capitalize()}s\n")
         parts.append(f"| name | labels | unit | meaning |{kept}\n| --- | --- | --- | --- |{rule}")
@@ -151,7 +157,7 @@ def metrics_page() -> str:
 
 def _row(metric: Metric) -> str:
     cells = [f"`{PREFIX}{metric.name}`", _labels(metric), metric.unit, _cell(metric.help)]
-    if metric.kind is not Kind.GAUGE:
+    if metric.kind is not MetricKind.GAUGE:
         cells.append(_whence(metric.kept))
     return f"| {' | '.join(cells)} |"
 
@@ -162,7 +168,7 @@ def _labels(metric: Metric) -> str:
     return ", ".join(f"`{label}`" for label in metric.labels)
 
 
-def _whence(kept: Kept | None) -> str:
+def _whence(kept: Persistence | None) -> str:
     return f"`{kept}`" if kept else "counted at each start"
 
 

@@ -1,14 +1,12 @@
-"""A bar on a terminal, plain lines elsewhere.
-
-What a person sees while a run trains.
-"""
+"""Progress of long work: a bar on a terminal, plain lines elsewhere."""
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
+from rayfcp.telemetry.charts import tokens_per_s
 from rayfcp.telemetry.summary import number, percent, seconds
 from rayfcp.values import StepReport
 
@@ -16,18 +14,25 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import ProgressColumn, TaskID
 
+WIDE_BAR, NARROW_BAR, NARROW_TERMINAL = 24, 10, 100
+CLOCK = 7
+"""Characters of `0:12:34`."""
+
 
 class Terminal:
-    """A context manager; the bar stands while it is entered, and afterwards if it `stays`.
+    """Context manager that shows a bar while it is entered, and afterwards if it `stays`; lines where `stream` is no
+    terminal.
 
-    `columns` makes those of the bar, only where there is a terminal: rich takes a while to import.
+    The first columns are fixed: with `counts` steps done and, with `eta`, the time left; without `counts` the time
+    elapsed. What is said of the state follows the bar, cut to what fits.
     """
 
     def __init__(
         self,
         total: int,
         *,
-        columns: "Callable[[], Sequence[ProgressColumn]]",
+        counts: bool = True,
+        eta: bool = False,
         done: int = 0,
         stays: bool = False,
         stream: TextIO | None = None,
@@ -36,25 +41,31 @@ class Terminal:
         self._total = total
         self._bar: RichProgress | None = None
         self._task: TaskID
-        if self._stream.isatty():
+        if self._stream.isatty():  # rich takes a while to import
             from rich.console import Console
             from rich.progress import Progress as Bar
 
-            self._bar = Bar(*columns(), console=Console(file=self._stream), transient=not stays)
+            console = Console(file=self._stream)
+            bar_width = WIDE_BAR if console.width >= NARROW_TERMINAL else NARROW_BAR
+            self._text_width = console.width - bar_width - 2
+            self._text_width -= (2 * len(str(total)) + 2) * counts + (CLOCK + 1) * (eta or not counts)
+            columns = _columns(bar_width=bar_width, counts=counts, eta=eta)
+            self._bar = Bar(*columns, console=console, transient=not stays)
             self._task = self._bar.add_task("", total=total, completed=done)
 
-    def say(self, text: str) -> None:
-        """One line, above the bar if there is one."""
+    def log(self, text: str) -> None:
+        """Write one line, above the bar if there is one."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
             self._stream.write(f"{text}\n")
             self._stream.flush()
 
-    def move(self, completed: int, text: str) -> bool:
-        """Shows how far it is beside a text; False where there is no bar."""
+    def move(self, completed: int, parts: Sequence[str]) -> bool:
+        """Update the bar and as many of the parts, from the first on, as fit beside it; False without a bar."""
         if self._bar is None:
             return False
+        text = fitting(parts, width=self._text_width)
         self._bar.update(self._task, completed=min(completed, self._total), description=text)
         return True
 
@@ -70,54 +81,66 @@ class Terminal:
             self._bar.stop()
 
 
+def fitting(parts: Sequence[str], *, width: int) -> str:
+    """Return the longest prefix of parts that fits, at least part of the first.
+
+    >>> fitting(("loss 5.5", "2 s", "imbalance 3 %"), width=14)
+    'loss 5.5  2 s'
+    """
+    text = parts[0][: max(width, 0)] if parts else ""
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > width:
+            break
+        text = f"{text}  {part}"
+    return text
+
+
+def _columns(*, bar_width: int, counts: bool, eta: bool) -> "list[ProgressColumn]":
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    first: list[ProgressColumn] = [MofNCompleteColumn()] if counts else [TimeElapsedColumn()]
+    first += [TimeRemainingColumn()] if eta else []
+    return [*first, BarColumn(bar_width=bar_width), TextColumn("{task.description}", markup=False)]
+
+
 LINE_EVERY_S = 5.0
 
 
 class Progress(Terminal):
-    """Shows steps `(first_step, total_steps]` of a run.
+    """Progress of the steps `(first_step, total_steps]` of a run.
 
-    Elsewhere than on a terminal a line is written for the first step, the last, and whenever
-    `LINE_EVERY_S` have passed since the last line.
+    Without a terminal a line is written for the first and the last step, and every `LINE_EVERY_S` seconds.
     """
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        super().__init__(total_steps, columns=_columns, done=first_step, stays=True, stream=stream)
+        super().__init__(total_steps, eta=True, done=first_step, stays=True, stream=stream)
         self._line_at_s: float | None = None
 
     def update(self, report: StepReport) -> None:
-        """Shows a committed step."""
-        if self.move(report.step, describe(report)):
+        """Show a committed step."""
+        parts = describe(report)
+        if self.move(report.step, parts):
             return
         now_s = time.monotonic()
         due = self._line_at_s is None or now_s - self._line_at_s >= LINE_EVERY_S
         if due or report.step >= self._total:
             self._line_at_s = now_s
-            self.say(f"step {report.step}/{self._total}  {describe(report)}")
+            self.log("  ".join((f"step {report.step}/{self._total}", *parts)))
 
 
-def describe(report: StepReport) -> str:
-    """Loss, speed, imbalance and the degrees of the groups, e.g.
-    `loss 5.54  9,876 tok/s  2.50 s  imbalance 3 %  degrees 4, 2, 1 (x3)`."""
-    tokens_per_s = report.num_tokens / report.step_s if report.step_s > 0 else 0.0
+def describe(report: StepReport) -> tuple[str, ...]:
+    """Return what is shown of a step, the most important first: `loss 5.54`, `9,876 tok/s`, `2.50 s`, `imbalance 3 %`,
+    `degrees 4, 2, 1 (x3)`."""
     return (
-        f"loss {number(report.loss)}  {number(tokens_per_s)} tok/s  {seconds(report.step_s)}  "
-        f"imbalance {percent(report.imbalance.compute)}  degrees {describe_degrees(report)}"
+        f"loss {number(report.loss)}",
+        f"{number(tokens_per_s(report))} tok/s",
+        seconds(report.step_s),
+        f"imbalance {percent(report.imbalance.compute)}",
+        f"degrees {describe_degrees(report.degrees)}",
     )
 
 
-def describe_degrees(report: StepReport) -> str:
-    """Degrees of all groups, largest first: `4, 2, 1 (x3)`."""
-    groups = sorted(report.degrees.items(), reverse=True)
+def describe_degrees(degrees: Mapping[int, int]) -> str:
+    """Return degrees of groups, largest first, with their number: `4, 2, 1 (x3)`."""
+    groups = sorted(degrees.items(), reverse=True)
     return ", ".join(f"{degree} (x{count})" if count > 1 else str(degree) for degree, count in groups) or "none"
-
-
-def _columns() -> "Sequence[ProgressColumn]":
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    return (
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )

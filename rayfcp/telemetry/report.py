@@ -1,20 +1,12 @@
-"""What a run went through, in a few numbers: time, goodput, losses and resizes, how many devices it had.
+"""`report.html`: a run on one self-contained page: headline, tiles, charts, tables."""
 
-The numbers that a report begins with.
-
-The tables of a report: its last steps, and what happened between steps.
-
-`report.html`: a run on one page that needs nothing beside itself.
-"""
-
-import base64
-import hashlib
 import math
+import socket
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +15,26 @@ import yaml
 from rayfcp.telemetry import events as event_log
 from rayfcp.telemetry import rank_times, trace
 from rayfcp.telemetry.baseline import Baseline, baseline_charts
-from rayfcp.telemetry.charts import BALANCE, LEARNING, PREDICTION, WORLD, Format, Mark, degrees_chart, step_charts
+from rayfcp.telemetry.charts import BALANCE, DEVICES, PREDICTION, TRAINING, Mark, degrees_chart, step_charts
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.files import write_whole
+from rayfcp.telemetry.page import Chart, figure, html_page, table
 from rayfcp.telemetry.progress import describe_degrees
 from rayfcp.telemetry.rank_times import RankTimes, rank_charts
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.telemetry.style import STYLE
-from rayfcp.telemetry.summary import RunSummary, number, percent, seconds, summarize
-from rayfcp.telemetry.trace import Trace, read_trace, timeline_view
+from rayfcp.telemetry.summary import RunSummary, counted, number, percent, seconds, summarize
+from rayfcp.telemetry.trace import Trace, read_trace, timeline_chart
 from rayfcp.values import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """`wall_s`: over all starts of the run, from each start to its end; `goodput`: seconds of the steps that count,
-    over that. Both NaN where the run did not write down what happened to it. `worlds`: devices in use, each change
-    once."""
+    """Time and events of a run.
+
+    `wall_s`: summed over the starts of the run, each until its end; `goodput`: seconds of committed steps over
+    `wall_s`; both NaN without recorded events. `start_s`: time until the first step of each start; `worlds`: numbers
+    of devices in use, one entry per change.
+    """
 
     wall_s: float
     goodput: float
@@ -48,12 +43,13 @@ class History:
     num_resizes: int
     lost_steps: int
     recovery_s: float
+    start_s: float
     worlds: tuple[int, ...]
 
 
 def history_of(events: Sequence[Event], reports: Sequence[StepReport], *, last_write_s: float) -> History:
-    """`last_write_s`: when the last step was written down, for a start of the run without an end: it was killed, or is
-    under way."""
+    """Return the history; `last_write_s`: time of the last step, which ends a start without an end event (the run was
+    killed, or is still training)."""
     recoveries = [event for event in events if event.kind is EventKind.RECOVERY]
     wall_s = _wall_s(events, last_write_s=last_write_s)
     productive_s = sum(report.step_s for report in reports)
@@ -65,18 +61,19 @@ def history_of(events: Sequence[Event], reports: Sequence[StepReport], *, last_w
         num_resizes=sum(event.kind is EventKind.RESIZE for event in events),
         lost_steps=sum(event.lost_steps for event in events),
         recovery_s=sum(event.seconds for event in recoveries),
+        start_s=sum(event.seconds for event in events if event.kind is EventKind.START),
         worlds=_changes([report.world_size for report in reports]),
     )
 
 
 def marks_of(events: Sequence[Event]) -> tuple[Mark, ...]:
-    """Recoveries and resizes as lines across charts."""
+    """Return recoveries and resizes, which charts show as lines."""
     shown = (EventKind.RECOVERY, EventKind.RESIZE)
-    return tuple(Mark(step=event.step, kind=event.kind.value) for event in events if event.kind in shown)
+    return tuple((event.step, event.kind.value) for event in events if event.kind in shown)
 
 
 def _wall_s(events: Sequence[Event], *, last_write_s: float) -> float:
-    """Each start counts until its end; without one, until the last thing known of it."""
+    """Sum over starts: each counts until its end event, else until the last event or step."""
     total_s, began_s, known_s = 0.0, math.nan, math.nan
     for event in events:
         if event.kind is EventKind.START:
@@ -96,75 +93,61 @@ def _changes(values: Sequence[int]) -> tuple[int, ...]:
 
 
 MAX_WORLDS = 4
+"""Changes of the number of devices that a tile spells out."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """`key` names it in the page, for whoever reads it by machine."""
-
-    key: str
-    name: str
-    value: str
-    note: str
+Tile = tuple[str, str, str, str]
+"""Key (names the tile in the page for machines), name, value, note."""
 
 
 def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None) -> list[Tile]:
-    """What was learned, how fast, how evenly, and what came between."""
-    learned = f"from {number(summary.first_loss)} at step {summary.first_step}"
-    tokens_note = f"{summary.num_tokens:,} tokens in all"
-    balance = "(max − mean) / max over ranks"
+    """Return the tiles: loss, speed, balance, and interruptions. Medians leave out the first step."""
+    balance = "mean of steps; (max − mean) / max over ranks"
     if baseline is not None:
-        balance = f"{baseline.static} on the same batches: {percent(baseline.before)}"
-    attention = f"of attention alone {percent(summary.attention_mfu)}"
-    waits = f"steps waited {percent(summary.median_plan_wait_ratio)} of their time for one"
+        balance = f"mean of steps; {baseline.static} on the same batches: {percent(baseline.before)}"
+    blocked = f"blocked on planning: {percent(summary.median_plan_wait_ratio)} of step time"
     return [
-        Tile(key="steps", name="Steps", value=f"{summary.last_step:,}", note=f"{summary.num_steps:,} in steps.jsonl"),
-        Tile(key="loss", name="Loss", value=number(summary.last_loss), note=learned),
-        Tile(key="wall", name="Wall time", value=_or_dash(history.wall_s, duration), note=_starts(history)),
-        Tile(
-            key="goodput",
-            name="Goodput",
-            value=_or_dash(history.goodput, percent),
-            note="time in steps, over wall time",
+        ("steps", "Steps", f"{summary.last_step:,}", f"{summary.num_steps:,} in steps.jsonl"),
+        ("loss", "Loss", number(summary.last_loss), f"from {number(summary.first_loss)} at step {summary.first_step}"),
+        ("wall", "Wall time", _or_dash(history.wall_s, duration), _starts(history)),
+        ("goodput", "Goodput", _or_dash(history.goodput, percent), _goodput(history)),
+        (
+            "speed",
+            "Tokens per second",
+            number(summary.tokens_per_s),
+            f"median of steps; {summary.num_tokens:,} tokens in total",
         ),
-        Tile(key="speed", name="Tokens per second", value=number(summary.tokens_per_s), note=tokens_note),
-        Tile(key="mfu", name="MFU", value=percent(summary.mfu), note=attention),
-        Tile(
-            key="step",
-            name="Step",
-            value=seconds(summary.step_s),
-            note=f"prediction off by {percent(summary.prediction_error)}",
+        ("mfu", "MFU", percent(summary.mfu), f"median of steps; attention alone {percent(summary.attention_mfu)}"),
+        (
+            "step",
+            "Step time",
+            seconds(summary.step_s),
+            f"median; prediction off by {percent(summary.prediction_error)}",
         ),
-        Tile(key="imbalance", name="Compute imbalance", value=percent(summary.compute_imbalance), note=balance),
-        Tile(
-            key="degree",
-            name="Mean degree",
-            value=number(summary.mean_degree),
-            note="ranks per group, as a rank sees it",
-        ),
-        Tile(key="planning", name="Planning a batch", value=seconds(summary.plan_s), note=waits),
-        Tile(key="devices", name="Devices", value=_worlds(history.worlds), note=_resizes(history)),
-        Tile(key="recoveries", name="Recoveries", value=str(history.num_recoveries), note=_recoveries(history)),
+        ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), balance),
+        ("degree", "Mean CP degree", number(summary.mean_degree), "ranks per group, averaged over ranks"),
+        ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {blocked}"),
+        ("devices", "Devices", _worlds(history.worlds), _resizes(history)),
+        ("recoveries", "Recoveries", str(history.num_recoveries), _recoveries(history)),
     ]
 
 
 def tiles_html(tiles: Sequence[Tile]) -> str:
-    """A list of definitions."""
-    cells = "".join(
-        f'<div data-tile="{tile.key}"><dt>{escape(tile.name)}</dt>'
-        f"<dd><b>{escape(tile.value)}</b><small>{_unbroken(tile.note)}</small></dd></div>"
-        for tile in tiles
+    """Return the tiles as a definition list."""
+    body = "".join(
+        f'<div data-tile="{key}"><dt>{escape(name)}</dt>'
+        f"<dd><b>{escape(value)}</b><small>{_unbroken(note)}</small></dd></div>"
+        for key, name, value, note in tiles
     )
-    return f'<dl class="tiles">{cells}</dl>'
+    return f'<dl class="tiles">{body}</dl>'
 
 
 def _unbroken(text: str) -> str:
-    """A number and its unit stay on one line."""
+    """Escape, and keep a number and its unit on one line."""
     return escape(text).replace(" %", "\u00a0%")
 
 
 def duration(value: float) -> str:
-    """The two largest units.
+    """Return the two largest units of a duration in seconds.
 
     >>> duration(42.4), duration(754.0), duration(7500.0), duration(200000.0)
     ('42.4 s', '12 min 34 s', '2 h 5 min', '2 d 7 h')
@@ -178,43 +161,50 @@ def duration(value: float) -> str:
     raise AssertionError("a minute or more has a unit")
 
 
-def _or_dash(value: float, form: Format) -> str:
+def _or_dash(value: float, form: Callable[[float], str]) -> str:
     return form(value) if math.isfinite(value) else "–"
 
 
 def _starts(history: History) -> str:
     if not history.num_starts:
-        return "not written down by this run"
+        return "not recorded by this run"
     return "one start" if history.num_starts == 1 else f"over {history.num_starts} starts"
+
+
+def _goodput(history: History) -> str:
+    """Say where the rest of the wall time went, as far as it is recorded."""
+    if not math.isfinite(history.goodput):
+        return "committed steps over wall time"
+    other_s = max(0.0, (1 - history.goodput) * history.wall_s - history.start_s - history.recovery_s)
+    parts = {"starting": history.start_s, "recovering": history.recovery_s, "compiling, saving and the rest": other_s}
+    rest = ", ".join(f"{duration(spent_s)} {what}" for what, spent_s in parts.items() if spent_s >= 0.05)
+    return "of wall time in committed steps" + (f"; else {rest}" if rest else "")
 
 
 def _worlds(worlds: Sequence[int]) -> str:
     shown = [str(each) for each in worlds]
-    if len(shown) > MAX_WORLDS:
-        return f"{min(worlds)}–{max(worlds)}"
-    return " → ".join(shown)
+    return f"{min(worlds)}–{max(worlds)}" if len(shown) > MAX_WORLDS else " → ".join(shown)
 
 
 def _resizes(history: History) -> str:
-    return "the same all along" if len(history.worlds) == 1 else f"{len(history.worlds) - 1} changes"
+    return "constant" if len(history.worlds) == 1 else counted(len(history.worlds) - 1, "change")
 
 
 def _recoveries(history: History) -> str:
     if not history.num_recoveries:
-        return "nothing was lost"
-    steps = f"{history.lost_steps} {'step' if history.lost_steps == 1 else 'steps'} ran again"
-    return f"{duration(history.recovery_s)} in all, {steps}"
+        return "no losses"
+    return f"{duration(history.recovery_s)} in total, {counted(history.lost_steps, 'step')} repeated"
 
 
 TABLE_STEPS, TABLE_EVENTS = 50, 200
 
 
 def steps_table(reports: Sequence[StepReport]) -> str:
-    """The last steps, folded away."""
-    heads = ("step", "loss", "gradient norm", "tokens", "sequences", "took", "predicted", "wait", "MFU", "imbalance")
+    """Return the last steps as a folded table."""
+    heads = ("step", "loss", "gradient norm", "tokens", "sequences", "took", "predicted", "blocked", "MFU", "imbalance")
     rows = [
         (
-            str(r.step) + (" (again)" if r.recovered else ""),
+            str(r.step) + (" (repeated)" if r.recovered else ""),
             number(r.loss),
             number(r.grad_norm),
             f"{r.num_tokens:,}",
@@ -224,30 +214,30 @@ def steps_table(reports: Sequence[StepReport]) -> str:
             seconds(r.plan_wait_s),
             percent(r.mfu),
             percent(r.imbalance.compute),
-            describe_degrees(r),
+            describe_degrees(r.degrees),
         )
         for r in reports[-TABLE_STEPS:]
     ]
     shown = f"Last {len(rows)} steps" if len(rows) < len(reports) else "All steps"
-    table = _table((*heads, "degrees"), rows)
-    return f"<details><summary>{shown} as a table</summary><div>{table}</div></details>"
+    steps = table((*heads, "degrees"), rows)
+    return f"<details><summary>{shown} as a table</summary><div>{steps}</div></details>"
 
 
 def plans_table(reports: Sequence[StepReport]) -> str:
-    """Which strategies planned how many steps, most first, and why the last plan of each is as it is; nothing where no
-    step says why."""
+    """Return the strategies that planned steps, most frequent first, each with the reason of its last plan; empty
+    without reasons."""
     last = {report.strategy: report for report in reports if report.reason}
     if not last:
         return ""
     counts = Counter(report.strategy for report in reports).most_common()
     rows = [(name, f"{count:,}", str(last[name].step), last[name].reason) for name, count in counts if name in last]
-    return f'<div class="card events">{_table(("strategy", "steps", "last one", "why its plan is so"), rows)}</div>'
+    return (
+        f'<div class="card events">{table(("strategy", "steps", "last step", "reason of its last plan"), rows)}</div>'
+    )
 
 
 def events_table(events: Sequence[Event]) -> str:
-    """What happened when, why, and what it took; nothing where nothing is known."""
-    if not events:
-        return ""
+    """Return starts, recoveries, resizes and ends with their times and reasons."""
     began_s = events[0].at_s - events[0].seconds
     rows = [
         (
@@ -263,19 +253,13 @@ def events_table(events: Sequence[Event]) -> str:
         )
         for event in events[-TABLE_EVENTS:]
     ]
-    heads = ("after", "at step", "what", "devices", "took", "ran again", "why")
-    return f'<div class="card events">{_table(heads, rows)}</div>'
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    heads = ("after", "at step", "event", "devices", "took", "steps repeated", "reason")
+    return f'<div class="card events">{table(heads, rows)}</div>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What a run directory holds, at least one report."""
+    """Contents of a run directory with at least one committed step."""
 
     name: str
     reports: tuple[StepReport, ...]
@@ -287,17 +271,17 @@ class RunFiles:
 
 
 def read_run(run_dir: str | Path) -> RunFiles:
-    """All that is there; only `steps.jsonl` must be.
+    """Read a run directory, of which only `steps.jsonl` is required.
 
     Raises:
-        ValueError: The folder holds no committed step, or a broken line.
+        ValueError: It holds no committed step, or a broken line.
     """
     folder = Path(run_dir)
     steps, config = folder / "steps.jsonl", folder / "config.yaml"
     reports = read_steps(steps)
     if not reports:
         raise ValueError(
-            f"run directory {str(folder)!r} has no step in steps.jsonl; give the folder of a run that has trained"
+            f"run directory {str(folder)!r} has no step in steps.jsonl; give the directory of a run that has trained"
         )
     return RunFiles(
         name=folder.name,
@@ -310,8 +294,19 @@ def read_run(run_dir: str | Path) -> RunFiles:
     )
 
 
+def summary_of(run_dir: str | Path) -> RunSummary | None:
+    """Return the summary of a run directory; None without a committed step."""
+    folder = Path(run_dir)
+    reports = read_steps(folder / "steps.jsonl")
+    return summarize(reports, started_after=_starts_of(read_events(folder / event_log.FILE))) if reports else None
+
+
+def _starts_of(events: Sequence[Event]) -> list[int]:
+    return [event.step for event in events if event.kind is EventKind.START]
+
+
 def write_report(run_dir: str | Path, *, baseline: Baseline | None = None) -> Path:
-    """Makes `run_dir/report.html` from what the run wrote, and from a baseline where one was made.
+    """Write `run_dir/report.html` from the run's files, and a static baseline if there is one.
 
     Raises:
         ValueError: As `read_run`.
@@ -323,81 +318,94 @@ def write_report(run_dir: str | Path, *, baseline: Baseline | None = None) -> Pa
 
 
 def render(run: RunFiles, *, baseline: Baseline | None = None) -> str:
-    """The page. Its policy lets no script run but its own, and nothing be loaded."""
+    """Return the page."""
     config = yaml.safe_load(run.config_text) if run.config_text else {}
     name = str(_at(config, "run", "name") or run.name)
-    summary = summarize(run.reports)
+    summary = summarize(run.reports, started_after=_starts_of(run.events))
     history = history_of(run.events, run.reports, last_write_s=run.last_write_s)
+    lead = _unbroken(_headline(summary, history, baseline=baseline))
     parts = [
-        f"<header><h1>{escape(name)}</h1><p>{escape(_subtitle(summary, config=config))}</p></header>",
-        tiles_html(tiles_of(summary, history, baseline=baseline)),
+        f'<header><h1>{escape(name)}</h1><p class="lead">{lead}</p>',
+        *(f"<p>{escape(line)}</p>" for line in _facts(run, summary, config=config)),
+        f"</header>{tiles_html(tiles_of(summary, history, baseline=baseline))}",
         *_sections(run, baseline=baseline),
         f"<h2>Details</h2>{steps_table(run.reports)}",
     ]
     if run.config_text:
         text = escape(run.config_text)
         parts.append(f"<details><summary>Configuration</summary><div><pre>{text}</pre></div></details>")
-    return _page(f"{name} · rayfcp", body="".join(parts))
+    return html_page(f"{name} · rayfcp", "".join(parts))
+
+
+def _headline(summary: RunSummary, history: History, *, baseline: Baseline | None) -> str:
+    """Say in one or two sentences what the run achieved."""
+    devices = counted(summary.world_size, "device")
+    said = (
+        f"{counted(summary.num_steps, 'step')} on {devices}: {number(summary.tokens_per_s)} tokens per second at "
+        f"{percent(summary.mfu)} MFU, loss {number(summary.first_loss)} → {number(summary.last_loss)}"
+    )
+    said += f", {counted(history.num_recoveries, 'recovery', plural='recoveries')}." if history.num_recoveries else "."
+    if baseline is not None:
+        said += (
+            f" Its plans are {baseline.speedup:.2f} times as fast as {baseline.static}'s on the same batches "
+            "(simulated)."
+        )
+    return said
+
+
+def _facts(run: RunFiles, summary: RunSummary, *, config: Any) -> list[str]:
+    """Return lines of the header: strategy and model; data, date, host and version."""
+    from rayfcp import __version__
+
+    shape = _at(config, "model", "architecture") or {}
+    model = _at(config, "model", "path") or _at(config, "model", "name")
+    if not model and shape:
+        model = f"{shape.get('model_type')}, {shape.get('num_layers')} layers of width {shape.get('hidden_size')}"
+    what = [summary.strategy, model, _at(config, "model", "dtype"), _at(config, "cluster", "device")]
+    started = [f"started {_date(run.events[0].at_s)}"] if run.events else []
+    written = f"report written {_date(time.time())} on {socket.gethostname()} by rayfcp {__version__}"
+    data = _at(config, "data", "paths")
+    where = [f"data {', '.join(map(str, data))}"] if isinstance(data, list) else []
+    return [" · ".join(str(fact) for fact in facts if fact) for facts in (what, [*where, *started, written])]
+
+
+def _date(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at_s))
 
 
 def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
-    marks = marks_of(run.events)
-    before = baseline_charts(baseline, marks=marks) if baseline is not None else ""
-    steps = run.reports
-    balance = before + step_charts(BALANCE, steps, marks=marks) + degrees_chart(steps, marks=marks)
-    balance += step_charts([WORLD], steps, marks=marks) + rank_charts(run.times)
-    view = timeline_view(run.trace)
-    note = "Values beside the names are those of the last step."
-    lines = {"recovery": "recoveries", "resize": "resizes"}
-    shown = [
-        f'<span class="of-{kind}">{word}</span>' for kind, word in lines.items() if kind in {m.kind for m in marks}
+    marks, steps = marks_of(run.events), run.reports
+    balance = [
+        *(baseline_charts(baseline, marks=marks) if baseline is not None else []),
+        *step_charts(BALANCE, steps, marks=marks),
+        degrees_chart(steps, marks=marks),
+        *step_charts([DEVICES], steps, marks=marks),
+        *rank_charts(run.times),
     ]
+    view, plans = timeline_chart(run.trace), plans_table(steps)
+    note = "Legends show the last step, tiles the median or mean of all. Point at a chart to read a step."
+    kinds = {kind for _, kind in marks}
+    lines = {"recovery": "recoveries", "resize": "resizes"}
+    shown = [f'<span class="of-{kind}">{word}</span>' for kind, word in lines.items() if kind in kinds]
     note += f" Lines across charts: {', '.join(shown)}." if shown else ""
     return [
-        f"<h2>Training</h2><p>{note}</p>{_charts(step_charts(LEARNING, steps, marks=marks))}",
+        f"<h2>Training</h2><p>{note}</p>{_charts(step_charts(TRAINING, steps, marks=marks))}",
         f"<h2>Predicted and measured</h2>{_charts(step_charts(PREDICTION, steps, marks=marks))}",
         f"<h2>Balance and devices</h2>{_charts(balance)}",
-        f"<h2>Plans</h2>{plans}" if (plans := plans_table(steps)) else "",
+        f"<h2>Plans</h2>{plans}" if plans else "",
         f"<h2>Starts, losses and resizes</h2>{events_table(run.events)}" if run.events else "",
-        f"<h2>Time by rank</h2><p>{_told(run.trace)}</p>{view}" if view else "",
+        f"<h2>Time by rank</h2><p>{_trace_note(run.trace)}</p>{figure(view)}" if view else "",
     ]
 
 
-def _charts(figures: str) -> str:
-    return f'<div class="charts">{figures}</div>'
+def _charts(charts: Sequence[Chart]) -> str:
+    return f'<div class="charts">{"".join(map(figure, charts))}</div>'
 
 
-def _told(told: Trace) -> str:
-    both = len({track.process for track in told.tracks}) > 1
-    foretold = "Predicted by the simulator (all fixed costs at the load), beside what was measured"
-    which = foretold if both else "As measured"
-    return f"{which}, in the last steps of the run. All of it is in trace.json, for https://ui.perfetto.dev."
-
-
-def _page(title: str, *, body: str) -> str:
-    script = (files("rayfcp.telemetry") / "data" / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>"
-        f'<body><main>{body}</main><div class="tip" hidden></div><script>{script}</script></body></html>\n'
-    )
-
-
-def _subtitle(summary: RunSummary, *, config: Any) -> str:
-    shape = _at(config, "model", "architecture") or {}
-    named = _at(config, "model", "path") or _at(config, "model", "name")
-    model = named or (
-        f"{shape.get('model_type')}, {shape.get('num_layers')} layers of width {shape.get('hidden_size')}"
-        if shape
-        else ""
-    )
-    devices = f"{summary.world_size} {'device' if summary.world_size == 1 else 'devices'}"
-    facts = [summary.strategy, devices, model, _at(config, "model", "dtype")]
-    return " · ".join(str(fact) for fact in facts if fact)
+def _trace_note(spans: Trace) -> str:
+    both = len({track.process for track in spans.tracks}) > 1
+    which = "Predicted by the simulator (fixed costs at the load) beside measured" if both else "As measured"
+    return f"{which}, in the last steps of the run. trace.json holds all of it, for https://ui.perfetto.dev."
 
 
 def _at(config: Any, *keys: str) -> Any:

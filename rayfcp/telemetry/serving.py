@@ -1,7 +1,4 @@
-"""The files by which Prometheus finds the address of a run (`file_sd_configs`).
-
-The HTTP server of a run: a few pages, free on loopback, elsewhere for those who know the token.
-"""
+"""HTTP server of a run, open on loopback and token-protected elsewhere, and its service discovery for Prometheus."""
 
 import hashlib
 import hmac
@@ -25,22 +22,22 @@ from rayfcp.telemetry.files import write_whole
 
 SD_FILE = "prometheus_sd.json"
 SD_FOLDER = ".prometheus"
-"""Beside the folders of runs, with a file for each: Prometheus takes wildcards in names of files, not of folders."""
+"""Folder beside the run directories with a file per run: Prometheus allows wildcards in file names only."""
 
 logger = logging.getLogger(__name__)
 
 
 def target_files(run_dir: str | Path) -> tuple[Path, Path]:
-    """In the run's folder, and in the one that all runs beside it share."""
+    """Return the discovery file in the run directory, and the one in the folder shared by runs."""
     folder = Path(run_dir).absolute()
     return folder / SD_FILE, folder.parent / SD_FOLDER / f"{folder.name}.json"
 
 
 def announce(run_dir: str | Path, *, run: str, target: str) -> None:
-    """Names `target`, HOST:PORT, in both files. Nobody may write beside the run's folder: then its own has to do.
+    """Write `target`, HOST:PORT, to both files; only to the run directory if its parent is read-only.
 
     Raises:
-        OSError: the run's folder cannot be written to.
+        OSError: The run directory cannot be written to.
     """
     text = json.dumps([{"targets": [target], "labels": {"job": "rayfcp", "run": run}}]) + "\n"
     own, shared = target_files(run_dir)
@@ -52,7 +49,7 @@ def announce(run_dir: str | Path, *, run: str, target: str) -> None:
 
 
 def withdraw(run_dir: str | Path) -> None:
-    """The run serves no more. Twice is no error."""
+    """Remove both files; idempotent."""
     for path in target_files(run_dir):
         with suppress(FileNotFoundError, NotADirectoryError):
             path.unlink()
@@ -61,13 +58,13 @@ def withdraw(run_dir: str | Path) -> None:
 TOKEN_FILE = "token"
 MIN_TOKEN = 16
 PATIENCE_S = 10.0
-"""For a request that is slow to come."""
+"""Timeout of a slow request."""
 
 LOOK_S = 0.1
-"""From one look whether it shall end to the next."""
+"""Poll interval of shutdown."""
 
 Page = Callable[[str], tuple[str, bytes]]
-"""From what the client accepts to the type and the body of an answer."""
+"""Maps the Accept header to content type and body."""
 
 SAFE = {
     "Cache-Control": "no-store",
@@ -78,14 +75,14 @@ SAFE = {
 
 
 class RunServer:
-    """Serves `pages` by path until `close`. `port` 0 takes a free one.
+    """Server of `pages` by path until `close`; `port` 0 takes a free one.
 
-    On loopback no token is asked for, but requests must name a loopback host, so that no web page elsewhere reads them
-    by a name of its own. On any other interface each request needs the token: as `Authorization: Bearer`, in a cookie,
-    or once as `?token=`, which sets the cookie.
+    Loopback needs no token, but the Host header must name a loopback host, which prevents DNS rebinding. On other
+    interfaces each request needs the token: as `Authorization: Bearer`, in a cookie, or once as `?token=`, which sets
+    the cookie.
 
     Raises:
-        ConfigError: Host and port cannot be listened on, or `token_file` holds no token.
+        ConfigError: Host and port are not available, or `token_file` holds no token.
     """
 
     def __init__(
@@ -112,13 +109,13 @@ class RunServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops serving. Twice is no error."""
+        """Stop serving; idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def _guard(self, run_dir: Path, token_file: str | None) -> Path | None:
-        """Where the token is; None on loopback."""
+        """Set the token and return its file; None on loopback."""
         if ipaddress.ip_address(str(self._server.server_address[0]).split("%")[0]).is_loopback:
             return None
         path = Path(token_file) if token_file else run_dir / TOKEN_FILE
@@ -127,10 +124,10 @@ class RunServer:
 
 
 def read_token(path: str | Path) -> str:
-    """The token in a file, without white space around it.
+    """Read the token of a file, stripped.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no token that is hard to guess.
+        ConfigError: The file cannot be read, or the token is too short.
     """
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
@@ -142,13 +139,13 @@ def read_token(path: str | Path) -> str:
     if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
             f"metrics.token_file is {str(path)!r}, must hold one word of at least {MIN_TOKEN} ASCII characters; "
-            "write one there, as `openssl rand -hex 32` gives it"
+            "write one there, e.g. the output of `openssl rand -hex 32`"
         )
     return token
 
 
 def _made_token(path: Path) -> str:
-    """A new one, or the one that an earlier controller made; only its owner reads the file."""
+    """Return the token of an earlier controller, or a new one, in a file that only its owner can read."""
     with suppress(ConfigError):
         token = read_token(path)
         path.chmod(0o600)
@@ -174,13 +171,13 @@ class _Server(ThreadingHTTPServer):
         super().__init__((str(address[0]), port), _Handler)
 
     def server_bind(self) -> None:
-        """Without the look-up of the host's name, which may last."""
+        # The inherited method looks up the host's name, which may take long.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is no news."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -193,23 +190,24 @@ class _Handler(BaseHTTPRequestHandler):
         page = self.server.pages.get(url.path)
         if self.server.token is None:
             if not _is_loopback(self.headers.get("Host", "")):
-                return self._say(HTTPStatus.FORBIDDEN, "ask for 127.0.0.1 or localhost")
+                return self._log(HTTPStatus.FORBIDDEN, "use host 127.0.0.1 or localhost")
         elif not self._is_known():
             given = parse_qs(url.query).get("token", [""])[0]
             if not _same(given, self.server.token):
-                return self._say(
-                    HTTPStatus.UNAUTHORIZED, "give the run's token", **{"WWW-Authenticate": 'Bearer realm="rayfcp"'}
+                return self._log(
+                    HTTPStatus.UNAUTHORIZED,
+                    "the run's token is required",
+                    **{"WWW-Authenticate": 'Bearer realm="rayfcp"'},
                 )
             if page is not None and url.path == "/":
                 cookie = f"{self.server.cookie}={_digest(given)}; HttpOnly; SameSite=Strict; Path=/"
-                return self._say(HTTPStatus.SEE_OTHER, "", Location="/", **{"Set-Cookie": cookie})
+                return self._log(HTTPStatus.SEE_OTHER, "", Location="/", **{"Set-Cookie": cookie})
         if page is None:
-            return self._say(HTTPStatus.NOT_FOUND, f"there are {', '.join(self.server.pages)}")
+            return self._log(HTTPStatus.NOT_FOUND, f"known paths: {', '.join(self.server.pages)}")
         kind, body = page(self.headers.get("Accept", ""))
         return self._answer(HTTPStatus.OK, kind, body)
 
     def _is_known(self) -> bool:
-        """By header or cookie."""
         assert self.server.token is not None
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() == "bearer" and _same(given.strip(), self.server.token):
@@ -219,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             return found is not None and _same(found.value, _digest(self.server.token))
         return False
 
-    def _say(self, status: HTTPStatus, text: str, **headers: str) -> None:
+    def _log(self, status: HTTPStatus, text: str, **headers: str) -> None:
         self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode(), **headers)
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes, **headers: str) -> None:
@@ -230,21 +228,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: what is asked for may hold the token."""
+        """Log nothing: the request line may contain the token."""
 
 
 def _same(given: str, token: str) -> bool:
-    """Compared in a time that tells nothing."""
-    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())  # constant time
 
 
 def _digest(token: str) -> str:
-    """What a cookie holds instead of it."""
+    """Return the cookie's value, from which the token cannot be derived."""
     return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine's loopback."""
+    """Whether a Host header names the loopback interface."""
     name = urlsplit(f"//{host}").hostname or ""
     if name == "localhost":
         return True

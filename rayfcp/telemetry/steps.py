@@ -1,4 +1,4 @@
-"""`steps.jsonl`: one StepReport a line, each line one write, no step twice, whole after any crash."""
+"""`steps.jsonl`: one StepReport per line, each line one write, no step twice, consistent after any crash."""
 
 import dataclasses
 import errno
@@ -10,23 +10,23 @@ from types import TracebackType
 from typing import Any, Self
 
 from rayfcp.telemetry.files import write_whole
+from rayfcp.telemetry.summary import finite
 from rayfcp.values import Imbalance, StepReport
 
 
 def to_line(report: StepReport) -> str:
-    """One line of JSON with its newline; keys in the order of StepReport. JSON has no NaN: it becomes null. Imbalance
-    of resources that there are."""
+    """Return one line of JSON with its newline, keys in the order of StepReport, NaN as null."""
     fields = dataclasses.asdict(report)
     fields["imbalance"] = report.imbalance.by_resource
     fields["degrees"] = {str(degree): count for degree, count in sorted(report.degrees.items())}
-    return json.dumps(_finite(fields), allow_nan=False) + "\n"
+    return json.dumps(finite(fields), allow_nan=False) + "\n"
 
 
 def from_line(line: str) -> StepReport:
-    """The report of one line.
+    """Return the report of one line.
 
     Raises:
-        ValueError: Not a whole report.
+        ValueError: The line is not a complete report.
     """
     fields = json.loads(line)
     if not isinstance(fields, dict):
@@ -40,10 +40,10 @@ def from_line(line: str) -> StepReport:
 
 
 def read_steps(path: str | Path) -> tuple[StepReport, ...]:
-    """All whole lines of the file in order; a torn last line is left out, an absent file has none.
+    """Read the reports of a file in order, without a torn last line; none if the file is absent.
 
     Raises:
-        ValueError: A line before the last is broken; names the file and the line.
+        ValueError: A line before the last is broken; the message names file and line.
     """
     file = Path(path)
     text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
@@ -60,15 +60,15 @@ def read_steps(path: str | Path) -> tuple[StepReport, ...]:
 
 
 class StepLog:
-    """Appends reports to `path`. Opening it drops a torn last line and every step after `resume_step`,
-    which will run again; that rewrite happens in one step, and only where something goes.
+    """Log that appends reports to `path`.
 
-    A line that cannot be written, on a full disk, is kept and goes with the next one: the file has no step missing in
-    between, and never a torn line before its last.
+    Opening drops a torn last line and every step after `resume_step`, which will run again; the file is rewritten
+    atomically, and only if something is dropped. A line that cannot be written (full disk) is written with the next
+    one: no step is ever missing in between, and no line before the last is torn.
 
     Raises:
-        ValueError: From `append`, for a step that does not come after the last one.
-        OSError: From `append` and `close`, where lines could not be written.
+        ValueError: From `append`, for a step not after the last one.
+        OSError: From `append` and `close`, if lines could not be written.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int = 0) -> None:
@@ -79,34 +79,34 @@ class StepLog:
             write_whole(file, text)
         self.last_step = kept[-1].step if kept else 0
         self._handle = os.open(file, os.O_WRONLY | os.O_APPEND)
-        self._late = b""
+        self._pending = b""
 
     def append(self, report: StepReport) -> None:
-        """Writes the line of a committed step."""
+        """Write the line of a committed step."""
         if report.step <= self.last_step:
             raise ValueError(
                 f"step is {report.step}, must come after {self.last_step}; open the log at the step resumed from"
             )
         self.last_step = report.step
-        self._late += to_line(report).encode()
+        self._pending += to_line(report).encode()
         self._write()
 
     def close(self) -> None:
-        """Writes what is late, if it now can be."""
+        """Write pending lines and close the file."""
         try:
             self._write()
         finally:
             os.close(self._handle)
 
     def _write(self) -> None:
-        if not self._late:
+        if not self._pending:
             return
         end = os.fstat(self._handle).st_size
-        written = os.write(self._handle, self._late)
-        if written != len(self._late):
+        written = os.write(self._handle, self._pending)
+        if written != len(self._pending):
             os.ftruncate(self._handle, end)
-            raise OSError(errno.ENOSPC, f"only {written} of {len(self._late)} bytes were written; is the disk full?")
-        self._late = b""
+            raise OSError(errno.ENOSPC, f"only {written} of {len(self._pending)} bytes were written; is the disk full?")
+        self._pending = b""
 
     def __enter__(self) -> Self:
         return self
@@ -115,12 +115,6 @@ class StepLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _numbers(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,23 +1,24 @@
-"""A run in a few numbers, and the text that closes it on a terminal."""
+"""A run in a few numbers, the text that ends it on a terminal, and the formats of numbers on pages and terminals."""
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rayfcp.values import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Medians and means leave the first step out where there are others: it pays for warming up.
+    """Numbers of a run. Medians and means leave out the first step of each start, which compiles and warms up.
 
     `tokens_per_s`, `step_s`, `plan_s`, `mfu`, `attention_mfu`: medians over steps. `compute_imbalance`: mean.
-    `mean_degree`: degree that a rank meets, i.e. each group weighted by its ranks; 0 without groups. `plan_ratio`:
-    median of plan_s / step_s; likewise what a step waited for its plan, median and maximum. `prediction_error`:
-    median of |predicted - measured| / measured.
+    `mean_degree`: mean over ranks of the degree of their group; 0 without groups. `plan_ratio`: median of plan_s /
+    step_s; `median_plan_wait_ratio`, `max_plan_wait_ratio`: blocked on the plan, over plan_wait_s + step_s.
+    `prediction_error`: median of |predicted - measured| / measured.
     """
 
     num_steps: int
@@ -41,16 +42,17 @@ class RunSummary:
     prediction_error: float
 
 
-def summarize(reports: Sequence[StepReport]) -> RunSummary:
-    """The run of these reports, in step order.
+def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (0,)) -> RunSummary:
+    """Return the summary of reports in step order; the run was started or resumed after the steps `started_after`.
 
     Raises:
         ValueError: There is no step.
     """
     if not reports:
-        raise ValueError("steps are none, must be at least 1; let the run commit a step first")
-    steady = reports[1:] or reports
-    waits = [_ratio(report.plan_wait_s, report.step_s) for report in steady]
+        raise ValueError("reports has 0 steps, must have at least 1; let the run commit a step first")
+    first_steps = {reports[0].step, *(step + 1 for step in started_after)}
+    steady = [report for report in reports if report.step not in first_steps] or reports
+    waits = [_ratio(report.plan_wait_s, report.plan_wait_s + report.step_s) for report in steady]
     return RunSummary(
         num_steps=len(reports),
         first_step=reports[0].step,
@@ -77,20 +79,20 @@ def summarize(reports: Sequence[StepReport]) -> RunSummary:
 
 
 def _strategies(reports: Sequence[StepReport]) -> str:
-    """All that planned steps, where there are several with their steps, most first."""
+    """Name the strategies that planned steps, the most frequent first."""
     counts = Counter(report.strategy for report in reports).most_common()
-    return counts[0][0] if len(counts) == 1 else ", ".join(f"{name} ({count} steps)" for name, count in counts)
+    return counts[0][0] if len(counts) == 1 else ", ".join(f"{name} ({counted(n, 'step')})" for name, n in counts)
 
 
 def mean_degree(reports: Sequence[StepReport]) -> float:
-    """The degree that a rank meets: sum of degree^2 x groups over sum of degree x groups."""
+    """Mean over ranks of the degree of their group: sum of degree^2 x groups over sum of degree x groups."""
     groups = [(degree, count) for report in reports for degree, count in report.degrees.items()]
     num_ranks = sum(degree * count for degree, count in groups)
     return _ratio(sum(degree * degree * count for degree, count in groups), num_ranks)
 
 
 def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
-    """A few aligned lines without a newline at the end."""
+    """Return a few aligned lines, without a newline at the end."""
     folder = Path(run_dir)
     steps = f"{summary.num_steps} ({summary.first_step} to {summary.last_step}), {summary.num_tokens:,} tokens"
     rows = [
@@ -98,15 +100,18 @@ def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
         ("loss", f"{number(summary.first_loss)} -> {number(summary.last_loss)}"),
         (
             "speed",
-            f"{number(summary.tokens_per_s)} tokens/s, {seconds(summary.step_s)} a step, MFU {percent(summary.mfu)}",
+            f"{number(summary.tokens_per_s)} tokens/s, {seconds(summary.step_s)} per step, MFU {percent(summary.mfu)}",
         ),
-        ("layout", f"{summary.strategy} on {summary.world_size} devices, mean degree {number(summary.mean_degree)}"),
+        (
+            "layout",
+            f"{summary.strategy} on {counted(summary.world_size, 'device')}, mean degree {number(summary.mean_degree)}",
+        ),
         ("imbalance", f"{percent(summary.compute_imbalance)} of compute"),
         (
             "planning",
-            f"{seconds(summary.plan_s)} a plan, {percent(summary.plan_ratio)} of a step; "
-            f"steps waited {percent(summary.median_plan_wait_ratio)} of their time for it, "
-            f"at most {percent(summary.max_plan_wait_ratio)}",
+            f"{seconds(summary.plan_s)} per plan, {percent(summary.plan_ratio)} of a step; blocked on planning: "
+            f"{percent(summary.median_plan_wait_ratio)} of step time (median), "
+            f"{percent(summary.max_plan_wait_ratio)} at most",
         ),
         ("report", str(folder / "report.html")),
         ("checkpoint", str(folder / "checkpoints")),
@@ -115,8 +120,17 @@ def format_summary(summary: RunSummary, *, run_dir: str | Path) -> str:
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
 
+def counted(count: int, noun: str, *, plural: str = "") -> str:
+    """Return a number with its noun.
+
+    >>> counted(1, "step"), counted(1200, "step"), counted(2, "recovery", plural="recoveries")
+    ('1 step', '1,200 steps', '2 recoveries')
+    """
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def number(value: float) -> str:
-    """Three digits or more, thousands marked.
+    """Return four digits, or all digits of larger numbers with thousands marked.
 
     >>> number(5.5461), number(12345.6), number(0.00012), number(4.0)
     ('5.546', '12,346', '0.00012', '4')
@@ -127,7 +141,7 @@ def number(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Three digits, in milliseconds below 0.1 s.
+    """Return three digits, in milliseconds below 0.1 s.
 
     >>> seconds(0.00021), seconds(0.0123), seconds(2.5), seconds(1501), seconds(0.0)
     ('0.21 ms', '12.3 ms', '2.5 s', '1,501 s', '0 s')
@@ -138,7 +152,7 @@ def seconds(value: float) -> str:
 
 
 def percent(ratio: float) -> str:
-    """Three digits, at most two decimals.
+    """Return three digits, at most two decimals.
 
     >>> percent(0.1234), percent(0.00041), percent(0.0), percent(7e-6), percent(12.5), percent(1.0)
     ('12.3 %', '0.04 %', '0 %', 'under 0.01 %', '1,250 %', '100 %')
@@ -147,6 +161,15 @@ def percent(ratio: float) -> str:
     if 0 < share < 0.01:
         return "under 0.01 %"
     return f"{share:,.0f} %" if abs(share) >= 1000 else f"{round(share, 2):.3g} %"
+
+
+def finite(value: Any) -> Any:
+    """Return plain data for JSON: None for each non-finite float, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,31 +1,28 @@
-"""Spans as Chrome/Perfetto JSON (Trace Event Format): open `trace.json` at https://ui.perfetto.dev.
-
-The spans of `trace.json` as a time x rank view that can be zoomed: predicted beside measured, step by step.
-"""
+"""`trace.json`: spans in the Trace Event Format (https://ui.perfetto.dev opens it), and its chart of time by rank."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
-from rayfcp.telemetry.charts import key_mark
 from rayfcp.telemetry.files import write_whole
+from rayfcp.telemetry.page import Chart
 from rayfcp.values import Span, SpanKind
 
 FILE = "trace.json"
 MEASURED, PREDICTED = "measured", "predicted"
 MAX_EVENTS = 200_000
-"""Of a trace; what would be more leaves out the earlier steps."""
+"""Events of a trace, about 40 MB of JSON; earlier steps are left out beyond."""
 
-_ON_THE_WIRE = (SpanKind.TRANSFER,)
+_MESSAGES = (SpanKind.TRANSFER,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """The spans of one step on all ranks: `measured` in seconds of the wall clock, `predicted` from 0, none where
-    nobody foretold them."""
+    """Spans of one step on all ranks: `measured` in seconds of the wall clock, `predicted` from 0 (none if the step was
+    not simulated)."""
 
     step: int
     measured: tuple[Span, ...]
@@ -37,8 +34,7 @@ class TracedStep:
 
 
 def write_steps(path: str | Path, steps: Sequence[TracedStep], *, max_events: int = MAX_EVENTS) -> None:
-    """A trace of steps, predicted ones beginning where the measured ones do; the newest that make up `max_events`
-    events, and at least one."""
+    """Write the newest steps that fit in `max_events` events, at least one; predicted spans start with the measured."""
     kept: list[TracedStep] = []
     num_events = 0
     for step in reversed([each for each in steps if each.measured]):
@@ -60,12 +56,11 @@ def write_trace(
     origin_s: float | None = None,
     marks: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the spans of each timeline, e.g. `{"predicted": spans, "measured": spans}`, whole or not at all.
+    """Write the spans of each timeline, e.g. `{"predicted": spans, "measured": spans}`, atomically.
 
-    One process per timeline and stage, one track per rank; messages that overlap computation get a second track of the
-    rank, since a viewer only nests what one track holds. Time 0 is `origin_s`, and where that is absent each timeline
-    starts at 0, so that measured and predicted lie on top of each other. Events are sorted by start. `marks` are
-    points in time.
+    One process per timeline and stage, one track per rank, and a second one for its messages, which overlap
+    computation and would not nest. Time 0 is `origin_s`, or the start of each timeline, which lays measured and
+    predicted spans on top of each other. Events are sorted by start. `marks`: names and points in time.
     """
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -87,14 +82,23 @@ def write_trace(
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named + events}, allow_nan=False) + "\n")
 
 
+def span_name(span: Span) -> str:
+    """Return the name shown for a span: kind and label, with numbers named as microbatches.
+
+    >>> span_name(Span(rank=0, stage=0, kind=SpanKind.FORWARD, label="forward 3", start_s=0, stop_s=1))
+    'forward microbatch 3'
+    """
+    words = span.label if span.kind in span.label else f"{span.kind} {span.label}".strip()
+    return re.sub(r"^(load|encode|forward|backward|reduce|wait) (?=\d)", r"\1 microbatch ", words)
+
+
 def track_of(span: Span) -> int:
-    """Two tracks a rank: even for what it does, odd for messages that travel meanwhile."""
-    return 2 * span.rank + (span.kind in _ON_THE_WIRE)
+    """Return the track: even for a rank's work, odd for its messages."""
+    return 2 * span.rank + (span.kind in _MESSAGES)
 
 
 def _thread(track: int) -> int:
-    """Viewers take 0 for the idle thread."""
-    return track + 1
+    return track + 1  # viewers take 0 for the idle thread
 
 
 def _later(span: Span, by_s: float) -> Span:
@@ -106,10 +110,10 @@ def _microseconds(seconds: float) -> float:
 
 
 def _event(span: Span, *, process: int, start_s: float) -> dict[str, Any]:
-    """Rounded at both ends, so that what touches in time does not overlap in the file."""
+    # Both ends are rounded, so that adjacent spans do not overlap in the file.
     start, stop = _microseconds(span.start_s - start_s), _microseconds(span.stop_s - start_s)
     return {
-        "name": f"{span.kind} {span.label}".strip() if span.kind not in span.label else span.label,
+        "name": span_name(span),
         "cat": str(span.kind),
         "ph": "X",
         "ts": start,
@@ -142,16 +146,38 @@ def _meta(name: str, process: int, *, args: dict[str, Any], thread: int = 0) -> 
     return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
 
 
-COLOURS = {str(kind): f"kind-{kind}" for kind in SpanKind}
+COLOURS = {
+    SpanKind.FORWARD: "--c1",
+    SpanKind.TRANSFER: "--c2",
+    SpanKind.BACKWARD: "--c3",
+    SpanKind.ATTENTION: "--c4",
+    SpanKind.REDUCE: "--c5",
+    SpanKind.UPDATE: "--c6",
+    SpanKind.ENCODE: "--r6",
+    SpanKind.LOAD: "--soft",
+    SpanKind.WAIT: "--rule",
+}
+"""CSS variable of each kind of span, on every page that shows time by rank."""
+
 MAX_DRAWN = 40_000
 """Spans that a page holds; ranks beyond are only in the file."""
 
-HELP = "Wheel or pinch to zoom, drag to move, double click for all; with the keyboard + − 0 and the arrow keys."
+HELP = "Click, then turn the wheel or pinch to zoom; drag to move, double click for all; keys + − 0 and arrows."
+
+
+def colour_of(kind: str) -> str:
+    """Return the CSS variable of a kind of span, also of one that is unknown."""
+    return next((colour for known, colour in COLOURS.items() if known == kind), COLOURS[SpanKind.WAIT])
+
+
+def legend_of(kinds: Iterable[str]) -> list[tuple[str, str]]:
+    """Return legend entries of kinds of spans: class of the colour, and name."""
+    return [(f"kind-{kind}" if kind in set(SpanKind) else "kind-wait", kind) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One row: events `(start_s, stop_s, kind, name)` in order of start."""
+    """One row of events `(start_s, stop_s, kind, name)` in order of start."""
 
     process: str
     name: str
@@ -160,14 +186,14 @@ class Track:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What a trace file holds; `marks`: `(name, at_s)` of its steps."""
+    """Tracks of a trace file; `marks`: `(name, at_s)` of its steps."""
 
     tracks: tuple[Track, ...] = ()
     marks: tuple[tuple[str, float], ...] = ()
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Tracks in the order of process and track; nothing of a broken file."""
+    """Read tracks in the order of process and track; none from an absent or broken file."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
         names = {(event["pid"], event["name"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
@@ -193,66 +219,53 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(tracks=tracks, marks=tuple(marks))
 
 
-def timeline_view(trace: Trace, *, max_spans: int = MAX_DRAWN) -> str:
-    """A figure whose canvas the page's script draws; nothing without spans."""
+def timeline_chart(trace: Trace, *, max_spans: int = MAX_DRAWN) -> Chart | None:
+    """Return the trace as a chart of time by rank that can be zoomed; None without spans."""
     drawn = _drawable(trace.tracks, max_spans=max_spans)
     stop_s = max((event[1] for track in drawn for event in track.events), default=0.0)
     if stop_s <= 0:
-        return ""
+        return None
     kinds = list(dict.fromkeys(event[2] for track in drawn for event in track.events))
-    legend = "".join(f"<li>{key_mark(COLOURS.get(kind, 'kind-wait'))}{escape(kind)}</li>" for kind in kinds)
-    marks = trace.marks or (("all", 0.0),)
+    names = {name: at for at, name in enumerate(dict.fromkeys(event[3] for track in drawn for event in track.events))}
     left_out = len(trace.tracks) - len(drawn)
-    more = f"<p>{left_out} more tracks are in trace.json.</p>" if left_out else ""
+    marks = trace.marks or (("all", 0.0),)
     ends = [at_s for _, at_s in marks[1:]] + [stop_s]
-    buttons = "".join(
-        f'<button type="button" data-from="{at_s:.6f}" data-to="{end_s:.6f}">{escape(name)}</button>'
-        for (name, at_s), end_s in zip(marks, ends, strict=True)
-    )
-    whole = f'<button type="button" data-from="0" data-to="{stop_s:.6f}">all</button>' if len(marks) > 1 else ""
-    return (
-        f'<figure class="zoom"><figcaption><p>{HELP}</p>{more}</figcaption>'
-        f'<div class="bar"><div class="steps">{buttons}{whole}</div><ul class="legend">{legend}</ul></div>'
-        '<canvas tabindex="0" role="img" aria-label="Time by rank, predicted beside measured"></canvas>'
-        "<noscript><p>This view needs JavaScript; trace.json opens at https://ui.perfetto.dev.</p></noscript>"
-        f'<script type="application/json">{_payload(drawn, kinds=kinds, stop_s=stop_s)}</script></figure>'
-    )
+    views = [(name, at_s, end_s) for (name, at_s), end_s in zip(marks, ends, strict=True)]
+    groups: dict[str, list[str]] = {}
+    for track in drawn:
+        groups.setdefault(track.process, []).append(track.name)
+    return {
+        "kind": "timeline",
+        "title": "Time by rank",
+        "note": HELP + (f" {left_out} more tracks are in trace.json." if left_out else ""),
+        "groups": [{"name": process, "rows": rows} for process, rows in groups.items()],
+        "bars": [
+            (row, row, round(start_s, 7), round(stop_s, 7), kinds.index(kind), names[name])
+            for row, track in enumerate(drawn)
+            for start_s, stop_s, kind, name in track.events
+        ],
+        "words": [[name] for name in names],
+        "colours": [colour_of(kind) for kind in kinds],
+        "legends": [{"title": "", "entries": legend_of(kinds)}],
+        "views": views + [("all", 0.0, stop_s)] * (len(marks) > 1),
+        "chosen": len(views) - 1,
+        "inscribed": True,
+    }
 
 
 def _drawable(tracks: Sequence[Track], *, max_spans: int) -> tuple[Track, ...]:
-    """The first ranks of each process, predicted and measured alike, that hold at most `max_spans`, one at least."""
+    """Return the tracks of the first ranks, predicted and measured alike, within `max_spans`; at least of one rank."""
     per_name: dict[str, list[Track]] = {}
     for track in tracks:
         per_name.setdefault(track.name, []).append(track)
-    kept: set[int] = set()
+    kept: set[str] = set()
     num_spans = 0
-    for alike in per_name.values():
+    for name, alike in per_name.items():
         num_spans += sum(len(track.events) for track in alike)
         if kept and num_spans > max_spans:
             break
-        kept |= {id(track) for track in alike}
-    return tuple(track for track in tracks if id(track) in kept)
-
-
-def _payload(tracks: Sequence[Track], *, kinds: Sequence[str], stop_s: float) -> str:
-    """JSON that cannot end the element that it stands in. Times in microseconds."""
-    number = {kind: at for at, kind in enumerate(kinds)}
-    told = {
-        "stop": round(stop_s * 1e6, 1),
-        "kinds": [COLOURS.get(kind, "kind-wait").removeprefix("kind-") for kind in kinds],
-        "tracks": [
-            {
-                "process": track.process,
-                "name": track.name,
-                "events": [
-                    [round(start * 1e6, 1), round(stop * 1e6, 1), number[kind], name]
-                    for start, stop, kind, name in track.events
-                ],
-            }
-            for track in tracks
-        ],
-    }
-    return json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
+        kept.add(name)
+    return tuple(track for track in tracks if track.name in kept)
 
 
 def _name(names: dict[tuple[int, str, int], dict[str, Any]], *, key: tuple[int, str, int], other: str) -> str:

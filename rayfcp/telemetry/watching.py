@@ -1,11 +1,10 @@
-"""`rayfcp watch`: a run that trains, followed from another terminal through the server that it has."""
+"""`rayfcp watch`: follow a run from another terminal, through the run's own server."""
 
 import json
 import time
-from collections.abc import Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 from urllib.error import HTTPError
 from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 
@@ -16,25 +15,22 @@ from rayfcp.telemetry.progress import LINE_EVERY_S, Terminal
 from rayfcp.telemetry.serving import SD_FILE, TOKEN_FILE, read_token
 from rayfcp.telemetry.summary import number, percent, seconds
 
-if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
-
 EVERY_S = 1.0
 PATIENCE_S = 60.0
-"""For a controller that was lost and starts again."""
+"""Time for a lost controller to restart."""
 
 ANSWER_S = 10.0
 
 State = dict[str, Any]
-"""What `/api/state` holds."""
+"""Answer of `/api/state`."""
 
 
 class NoAnswerError(Exception):
-    """Nobody serves the run right now; says why."""
+    """The run's server does not answer; the message says why."""
 
 
 class RunPage:
-    """The server of the run in a folder, whichever controller has it now."""
+    """Client of the server of a run directory, across restarts of the controller."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
@@ -42,15 +38,15 @@ class RunPage:
 
     @property
     def is_named(self) -> bool:
-        """Whether the folder says that it is served."""
+        """Whether the run directory names a server."""
         return (self._run_dir / SD_FILE).exists()
 
     def ask(self) -> State:
-        """The run's state.
+        """Return the run's state.
 
         Raises:
-            NoAnswerError: nobody serves it.
-            ConfigError: the server asks for a token, and the folder's is not the one.
+            NoAnswerError: No server answers.
+            ConfigError: The server rejects the token of the run directory.
         """
         try:
             return self._get(None)
@@ -61,13 +57,13 @@ class RunPage:
             return self._get(read_token(self.token_file))
         except HTTPError as error:
             raise ConfigError(
-                f"run directory {str(self._run_dir)!r}: its server does not take the token in {self.token_file}; put "
-                "the run's token there"
+                f"run directory {str(self._run_dir)!r}: its server rejects the token in {self.token_file}; put the "
+                "run's token there"
             ) from error
 
     @property
     def where(self) -> str:
-        """The live page, and what it takes to open it."""
+        """URL of the live page, with where its token is."""
         target = self._target()
         try:
             self._get(None)
@@ -77,7 +73,7 @@ class RunPage:
 
     @property
     def token_file(self) -> Path:
-        """Where the configuration says that the token is; the run's own file if it does not."""
+        """Token file of the configuration, else the run's own."""
         try:
             found = yaml.safe_load((self._run_dir / "config.yaml").read_text(encoding="utf-8"))["metrics"]["token_file"]
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
@@ -101,7 +97,7 @@ class RunPage:
         except HTTPError:
             raise
         except (OSError, HTTPException, ValueError) as error:
-            raise NoAnswerError(f"nobody answers at {self._target()}") from error
+            raise NoAnswerError(f"no server answers at {self._target()}") from error
 
 
 def watch(
@@ -118,9 +114,9 @@ def watch(
     except NoAnswerError as error:
         raise _not_alive(run_dir, error) from error
     answered_s = time.monotonic()
-    with Terminal(state["target_steps"], columns=_columns, done=state["step"], stays=True, stream=stream) as terminal:
-        shown = _Shown(terminal)
-        terminal.say(f"live page: {where}")
+    with Terminal(state["target_steps"], done=state["step"], stays=True, stream=stream) as terminal:
+        shown = _Lines(terminal)
+        terminal.log(f"live page: {where}")
         while True:
             shown.show(state)
             time.sleep(every_s)
@@ -128,14 +124,14 @@ def watch(
                 state, answered_s = page.ask(), time.monotonic()
             except NoAnswerError as error:
                 if not page.is_named:
-                    terminal.say(f"the run has ended, after step {state['step']} of {state['target_steps']}")
+                    terminal.log(f"the run has ended after step {state['step']} of {state['target_steps']}")
                     return
                 if time.monotonic() - answered_s > patience_s:
                     raise _not_alive(run_dir, error) from error
 
 
-def describe_state(state: State) -> str:
-    """One line, without its step: `training  loss 5.54  9,876 tok/s  2.50 s  MFU 31 %  imbalance 3 %  4 devices`."""
+def describe_state(state: State) -> list[str]:
+    """Return what is shown of a state, the most important first: `training`, `loss 5.54`, `9,876 tok/s`, ..."""
     parts = [state["state"]]
     if state["history"]:
         last = dict(zip(state["columns"], state["history"][-1], strict=True))
@@ -148,43 +144,37 @@ def describe_state(state: State) -> str:
         }
         parts += [text.format(form(value)) for text, (form, value) in shown.items() if value is not None]
     devices = state["devices"]
+    if state["eta_s"]:
+        parts.append(f"{seconds(round(state['eta_s']))} to go")
     parts.append(f"{devices['in_use']} of {devices['wanted']} devices")
     if devices["standing_by"]:
         parts.append(f"{devices['standing_by']} standing by")
-    if state["eta_s"]:
-        parts.append(f"{seconds(round(state['eta_s']))} to go")
-    return "  ".join(parts)
+    return parts
 
 
-class _Shown:
-    """What a person has been told."""
+class _Lines:
+    """Messages and steps that have been shown."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
         self._message, self._step, self._line_at_s = "", -1, -LINE_EVERY_S
 
     def show(self, state: State) -> None:
-        """News, and the line of the last step; where there is no terminal, none sooner than every few seconds."""
+        """Log a new message, and update the bar or, without a terminal, write a line every `LINE_EVERY_S`."""
         if state["message"] != self._message:
             self._message = state["message"]
-            self._terminal.say(self._message)
-        line = describe_state(state)
-        if self._terminal.move(state["step"], line) or state["step"] == self._step:
+            self._terminal.log(self._message)
+        parts = describe_state(state)
+        if self._terminal.move(state["step"], parts) or state["step"] == self._step:
             return
         now_s = time.monotonic()
         if now_s - self._line_at_s >= LINE_EVERY_S or state["step"] >= state["target_steps"]:
             self._line_at_s, self._step = now_s, state["step"]
-            self._terminal.say(f"step {state['step']}/{state['target_steps']}  {line}")
+            self._terminal.log("  ".join((f"step {state['step']}/{state['target_steps']}", *parts)))
 
 
 def _not_alive(run_dir: str | Path, error: NoAnswerError) -> ConfigError:
     return ConfigError(
-        f"run directory {str(run_dir)!r}: no run is alive there ({error}); start it with `rayfcp train`, or give the "
-        "folder of a run that trains"
+        f"run directory {str(run_dir)!r}: no run is active there ({error}); start it with `rayfcp train`, or give "
+        "the directory of a run that is training"
     )
-
-
-def _columns() -> "Sequence[ProgressColumn]":
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
-    return BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}", markup=False)

@@ -1,8 +1,7 @@
-"""The frozen values that pass between rooms. Plain Python: no tensors, no handles."""
+"""The frozen values that pass between packages. Plain Python: no tensors, no handles."""
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec, Decision, Move
-from rayfcp.values.images import Pictures
 from rayfcp.values.plan import (
     Action,
     BatchPlan,
@@ -22,32 +21,29 @@ from rayfcp.values.plan import (
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
-from rayfcp.values.sequence import Band, Edge, Mask, SequenceSpec, Windows, bands_of
+from rayfcp.values.sequence import Images, SequenceSpec, Windows
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 __all__ = [
     "Action",
-    "Band",
     "BatchPlan",
     "Block",
     "Box",
     "ClusterSpec",
     "Context",
     "Decision",
-    "Edge",
     "EncoderShare",
     "GlobalBatch",
     "Group",
     "HardwareProfile",
+    "Images",
     "Imbalance",
     "InfeasiblePlanError",
     "Layout",
-    "Mask",
     "MicrobatchPlan",
     "ModelProfile",
     "Move",
     "Pacing",
-    "Pictures",
     "PipelinePlan",
     "Primitive",
     "Round",
@@ -63,5 +59,4 @@ __all__ = [
     "Transfer",
     "VisionProfile",
     "Windows",
-    "bands_of",
 ]

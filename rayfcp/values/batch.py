@@ -3,12 +3,12 @@
 import hashlib
 from dataclasses import dataclass
 
-from rayfcp.values.images import Pictures
+from rayfcp.values.sequence import Images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Tokens `[start, stop)` of one row of one shard. `id` is the position in the length index. `pictures` count from
+    """Tokens `[start, stop)` of one row of one shard. `id` is the position in the length index. `images` count from
     `start`."""
 
     id: int
@@ -17,7 +17,7 @@ class Sample:
     start: int
     stop: int
     num_targets: int
-    pictures: tuple[Pictures, ...] = ()
+    images: tuple[Images, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -26,7 +26,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
-    """What one step trains on, in sampler order. Sequence id in a plan = position in `samples`."""
+    """Samples of one step in sampler order. Sequence id in a plan = position in `samples`."""
 
     step: int
     epoch: int

@@ -1,7 +1,4 @@
-"""The ranks that are alive right now, as numbers.
-
-What an elastic choice says: what to do, with which devices, and why.
-"""
+"""The ranks of a cluster as numbers, and decisions on which devices a run uses."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,17 +6,15 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
-    """Ranks, where they are and what they may hold.
+    """Ranks, their nodes and speeds, and how many tokens they hold.
 
-    A rank is the devices that together hold the model's layers for the same tokens
-    (`num_stages * tensor_parallel` devices). `node_of_rank[r]` names the node of rank r (none: one
-    node after the other is filled). `max_tokens_per_rank`
-    bounds the tokens one rank holds in one microbatch; it is what the memory model leaves after
-    model states. `generation` counts changes of the set of ranks. `layers_of_stage[p]`: layers of stage p (none:
-    as evenly as they go, `split_layers`). Device (stage p, rank r, t of T tensor-parallel) is number
-    (p x num_ranks + r) x T + t of the cluster; with several stages `node_of_rank` is that of each (stage, rank) in
-    that order, num_stages x num_ranks entries. `speed_of_rank[r]`: of rank r's slowest device, over that of a usual one
-    (none: all are as fast).
+    A rank is the devices that together hold the model's layers for the same tokens (`num_stages * tensor_parallel`
+    devices). `max_tokens_per_rank` bounds the tokens of a rank in one microbatch; it is what the memory model leaves
+    after model states. `node_of_rank[r]` is the node of rank r (empty: nodes are filled one after the other).
+    `generation` counts changes of the set of ranks. `layers_of_stage[p]`: layers of stage p (empty: as even as
+    possible, `split_layers`). Device (stage p, rank r, t of T tensor-parallel) is number (p x num_ranks + r) x T + t of
+    the cluster; with several stages `node_of_rank` has an entry for each (stage, rank) in that order.
+    `speed_of_rank[r]`: speed of rank r's slowest device relative to a usual one (empty: all are equally fast).
     """
 
     num_ranks: int
@@ -59,7 +54,7 @@ class ClusterSpec:
 
 
 class Move(StrEnum):
-    """What can be done about the devices of a run."""
+    """Kinds of decisions on the devices of a run."""
 
     GO_ON = "go on"
     FORM = "form"
@@ -69,8 +64,8 @@ class Move(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """`reason`: one sentence for people. `devices`: ids of those to go on with, in the order of their numbers, where
-    `what` forms a new generation, maybe of the same devices; none otherwise. `num_stages` of that generation."""
+    """A decision and its `reason` in one sentence. Where `what` forms a new generation, perhaps of the same devices,
+    `devices` are the ids of its devices in the order of their numbers, and `num_stages` its pipeline stages."""
 
     what: Move
     reason: str

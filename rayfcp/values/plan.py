@@ -1,6 +1,4 @@
-"""Slices of sequences, and the order in which pipeline stages pass microbatches.
-
-A plan of one global batch: who holds which tokens, and which keys and values travel when.
+"""The plan of one global batch: which rank holds which tokens, and which keys and values travel when.
 
 Frozen and free of tensors, handles, clocks and environment: the same input gives the same bytes.
 """
@@ -8,14 +6,21 @@ Frozen and free of tensors, handles, clocks and environment: the same input give
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:  # without numpy, the values import fast
+    from rayfcp.values.arrays import Ints
+
+Position = TypeVar("Position", int, "Ints")
+"""A number, or an array of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Tokens `[start, stop)` of `sequence`: what one microbatch holds of a sequence that is cut over several.
+    """Tokens `[start, stop)` of `sequence` in one microbatch, of a sequence that is cut over several.
 
-    Under a causal mask its queries also see `start` tokens of context: the keys and values of the sequence's slices in
-    earlier microbatches of the same pipeline.
+    Its queries also see `start` tokens of context: the keys and values of the sequence's slices in earlier microbatches
+    of the same pipeline.
     """
 
     sequence: int
@@ -40,8 +45,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """Microbatches `[start, stop)` of the batch pass all stages, and every stage is done with them before it begins
-    the next pipeline.
+    """Microbatches `[start, stop)` of the batch in a pipeline; every stage finishes them before it begins the next
+    pipeline.
 
     `actions[p]` is the order of stage p: each microbatch once forward, ascending, and once backward. Every stage runs
     backward passes in the same order, and a slice before the slices of its sequence that precede it.
@@ -65,7 +70,7 @@ class InfeasiblePlanError(ValueError):
 
 
 class Primitive(StrEnum):
-    """How a group exchanges what attention needs."""
+    """Exchange of a group around attention."""
 
     RING = "ring"
     ULYSSES = "ulysses"
@@ -102,7 +107,7 @@ class Transfer:
 class Round:
     """Transfers that form a matching: every rank sends at most once and receives at most once.
 
-    While they fly, a rank attends to what the round before brought (in round 0: to its own blocks).
+    During them a rank attends to the keys that the round before brought (in round 0: to its own blocks).
     """
 
     transfers: tuple[Transfer, ...]
@@ -110,16 +115,29 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pacing:
-    """How rounds run when they do not run one by one: `coalesce` rounds in a row are one stage, and what a stage
-    brings is attended to within `num_buffers` - 1 phases, so that a rank holds no more than `num_buffers` stages.
+    """Overlap of rounds with attention when they do not run one by one.
 
-    There is one phase more than stages. In phase p stage p flies, and a rank attends to an equal share of all that it
-    has to: first to what earlier stages brought, in order, then to its own blocks; to more where a buffer must be
-    free for the next stage.
+    `coalesce` rounds in a row are in flight in one phase, and there is one phase more than that takes. In each phase a
+    rank attends to an equal share of all its pairs (`phase_share`): first to keys that arrived in earlier phases, in
+    order, then to its own blocks. Keys that arrive in phase p are attended to in phase `due_phase(p)` at the latest, so
+    that a rank holds the keys of at most `num_buffers` phases. Cost model, planner and program follow this definition.
     """
 
     coalesce: int
     num_buffers: int
+
+    def phase_of(self, number: Position) -> Position:
+        """The phase in which round `number` is in flight."""
+        return number // self.coalesce
+
+    def due_phase(self, arrived: Position) -> Position:
+        """The last phase in which keys that arrive in phase `arrived` are attended to."""
+        return arrived + self.num_buffers - 1
+
+
+def phase_share(total: float, phase: int, num_phases: int, done: float) -> float:
+    """Work of a phase when each of `num_phases` has an equal share of `total` and `done` was done before."""
+    return max(total * (phase + 1) / num_phases - done, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,13 +151,14 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where the tokens of a microbatch live and how keys and values travel. Blocks of one rank and
-    one sequence come in ascending order of `start`. Without `pacing`, rounds run one by one. `Transfer.blocks` count
-    on over the blocks of `context`, behind those of the layout.
+    """Placement of the tokens of a microbatch, and the rounds in which keys and values travel.
 
-    With `heads` u above 1, ranks lie in runs of u, run k = ranks [k u, (k + 1) u), that exchange tokens for heads
-    around attention. `source` and `target` of transfers then number runs: rank A u + j of a run A sends its share of
-    the heads of the blocks that all of A holds to rank B u + j of run B. `Block.rank` stays a rank.
+    Blocks of one rank and one sequence come in ascending order of `start`. Without `pacing`, rounds run one by one.
+    `Transfer.blocks` number the blocks of the layout, then those of `context`.
+
+    With `heads` u above 1, ranks form runs of u, run k = ranks [k u, (k + 1) u), that exchange tokens for heads around
+    attention. `source` and `target` of transfers then number runs: rank A u + j of a run A sends its share of the heads
+    of the blocks that all of A holds to rank B u + j of run B. `Block.rank` stays a rank.
     """
 
     blocks: tuple[Block, ...]
@@ -177,7 +196,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderShare:
-    """Rank `rank` encodes pictures `[first, last)` of `sequence`, counted over all of its runs."""
+    """Rank `rank` encodes images `[first, last)` of `sequence`, counted over all of its runs."""
 
     rank: int
     sequence: int
@@ -192,7 +211,7 @@ class MicrobatchPlan:
     `layout` is None when the groups' primitives fix it (`rayfcp.plan.layout.lay_out` expands it).
     A rank in no group runs one padding token. `group_s[g]` is the predicted seconds of group g. Of a sequence that
     `slices` names, the microbatch holds that slice; all its slices are in groups of the same ranks and primitive.
-    Pictures are encoded before the pass, by rank as `encoding` says, in `encoder_s` predicted seconds of `predicted_s`,
+    Images are encoded before the pass, by rank as `encoding` says, in `encoder_s` predicted seconds of `predicted_s`,
     forward and backward; their features then go to the ranks of their tokens.
     """
 
@@ -207,7 +226,7 @@ class MicrobatchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The plan of one global batch, with its proof: prediction, lower bound, their ratio, and why.
+    """The plan of one global batch with its predicted seconds, their lower bound, and the reason of the choice.
 
     With several stages, `pipelines` says in which order stages pass the microbatches, all of them in order, and which
     layers are recomputed (`recomputed_layers` is 0 then); `predicted_s` is the sum over pipelines, and a microbatch's
@@ -235,7 +254,7 @@ class BatchPlan:
 
     @property
     def degrees(self) -> dict[int, int]:
-        """How many groups there are of each degree, over all microbatches."""
+        """Number of groups of each degree over all microbatches."""
         counts: dict[int, int] = {}
         for microbatch in self.microbatches:
             for group in microbatch.groups:

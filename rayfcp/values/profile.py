@@ -1,20 +1,36 @@
 """Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
 
+import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rayfcp.values.sequence import Windows
 
 
+def exact_fields(kind: type[Any], fields: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """`fields` if they are those of the dataclass `kind`, for records that were written to files.
+
+    Raises:
+        ValueError: fields that are unknown or missing, as in a file of another version.
+    """
+    known = {field.name for field in dataclasses.fields(kind)}
+    if set(fields) != known:
+        wrong = [f"unknown {name}" for name in sorted(set(fields) - known)]
+        wrong += [f"missing {name}" for name in sorted(known - set(fields))]
+        raise ValueError(f"fields of the {source} are of another version ({', '.join(wrong)}); measure again")
+    return dict(fields)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionProfile:
-    """Shape of a vision encoder: a transformer over patches with full attention inside each picture, and mergers.
+    """Shape of a vision encoder: a transformer over patches with full attention inside each image, and mergers.
 
     `patch_values` numbers make a patch; the MLP is of `ffn_size`, gated or not. A merger takes `merged_patches` patches
     to one token by two matrices, `merged_patches` x `hidden_size` -> `merger_size` -> the language model's hidden size;
     each of `num_mergers` gives every token features of its own (the first layers add those of all but one). `frozen`:
-    it is not trained, so that nothing goes back through it and none of its activations are kept.
+    it is not trained, so that there is no backward pass and none of its activations are kept.
     """
 
     num_layers: int
@@ -34,8 +50,8 @@ class VisionProfile:
         return 4 * self.hidden_size**2 + (3 if self.gated else 2) * self.hidden_size * self.ffn_size
 
     @property
-    def attention_flops_per_cell(self) -> float:
-        """Forward FLOPs per (patch, patch) cell of a picture, all layers: 2 products, 2 FLOPs each."""
+    def attention_flops_per_pair(self) -> float:
+        """Forward FLOPs per (patch, patch) pair of an image, all layers: 2 products, 2 FLOPs each."""
         return 4.0 * self.num_layers * self.hidden_size
 
     def merger_parameters(self, token_size: int) -> int:
@@ -43,7 +59,7 @@ class VisionProfile:
         return self.merger_size * (self.merged_patches * self.hidden_size + token_size)
 
     def outer_parameters(self, token_size: int) -> int:
-        """Parameters beside the layers: what embeds patches, and all mergers."""
+        """Parameters beside the layers: the patch embedding and all mergers."""
         return self.patch_values * self.hidden_size + self.num_mergers * self.merger_parameters(token_size)
 
     def num_parameters(self, token_size: int) -> int:
@@ -62,13 +78,13 @@ class ModelProfile:
     head by head or together.
 
     With `num_experts` above 1 each layer has so many MLPs of `ffn_size` and a router, which sends a token to
-    `experts_per_token` of them; `shared_ffn_size` is the width of what all tokens pass beside. A token's work counts
-    what it passes, memory and messages count all.
+    `experts_per_token` of them; `shared_ffn_size` is the width of the MLP that all tokens pass beside. A token's work
+    counts the MLPs that it passes, memory and messages count all.
 
-    `vision`: the encoder of a model that sees; parameters, FLOPs and bytes are of the language model alone.
+    `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone.
 
-    `layer_windows`: of each layer how many keys a query sees, itself included (0: all before it); none where no layer
-    has a window.
+    `layer_windows`: keys that a query sees in each layer, itself included (0: all before it); empty if no layer has a
+    window.
     """
 
     name: str
@@ -97,11 +113,11 @@ class ModelProfile:
 
     @property
     def windows(self) -> Windows:
-        """Kinds of layers."""
+        """Kinds of layers and their numbers."""
         return tuple(sorted(Counter(self.layer_windows).items())) if any(self.layer_windows) else ()
 
     def stage_windows(self, layers_of_stage: Sequence[int]) -> tuple[Windows, ...]:
-        """Of each stage, its kinds of layers: as `windows`, also where no layer has one."""
+        """Kinds of layers of each stage, as `windows`, also where no layer has a window."""
         found, first = [], 0
         for count in layers_of_stage:
             own = self.layer_windows[first : first + count] or (0,) * count
@@ -146,8 +162,8 @@ class ModelProfile:
         return 2.0 * (self.num_layers * self.layer_matmul_parameters + self.vocab_size * self.hidden_size)
 
     @property
-    def attention_flops_per_cell(self) -> float:
-        """Forward FLOPs per computed (query, key) cell, all layers: 2 products, 2 FLOPs each."""
+    def attention_flops_per_pair(self) -> float:
+        """Forward FLOPs per computed (query, key) pair, all layers: 2 products, 2 FLOPs each."""
         return 4.0 * self.num_layers * self.num_heads * self.head_dim
 
     def kv_bytes_per_token(self, bytes_per_element: int) -> int:

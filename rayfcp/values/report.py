@@ -1,7 +1,4 @@
-"""What is known of a step once it is committed: one line of `steps.jsonl`.
-
-A stretch of time on one rank, predicted by the simulator or measured by the executor.
-"""
+"""Reports of committed steps (lines of `steps.jsonl`), and spans of time on a rank."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,8 +6,8 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imbalance:
-    """(sum of maxima - sum of means) / sum of maxima over microbatches, per resource, in [0, 1). `encoder`: of the
-    seconds of pictures, None for a model without a vision encoder."""
+    """(sum of maxima - sum of means) / sum of maxima over microbatches, per resource, in [0, 1). `encoder`: imbalance
+    of the seconds of images, None for a model without a vision encoder."""
 
     compute: float
     attention: float
@@ -20,7 +17,7 @@ class Imbalance:
 
     @property
     def by_resource(self) -> dict[str, float]:
-        """By name, those that there are."""
+        """The resources that are known, by name."""
         named = {name: getattr(self, name) for name in self.__slots__}
         return {name: value for name, value in named.items() if value is not None}
 
@@ -30,11 +27,11 @@ class StepReport:
     """One optimizer step. Seconds, ratios in 0..1; `step` counts from 1, the number of updates applied.
 
     `step_s`: from dispatch to the last rank's report. `predicted_s`: the plan's. `plan_s`: lengths to
-    BatchPlan on the planner. `plan_wait_s`: what the step waited for its plan. `mfu`: model FLOPs /
+    BatchPlan on the planner. `plan_wait_s`: seconds that the step waited for its plan. `mfu`: model FLOPs /
     (step_s x peak of the devices in use). `bubble`: share of rank time spent waiting for
     other ranks, their messages, gathers and reductions included (NaN on accelerators). `degrees`: groups
-    per degree. `recovered`: the step ran again after a failure. `strategy`, `reason`: who made the plan, and in one
-    sentence why it is as it is; of plan.strategy=auto, which strategy was taken and why.
+    per degree. `recovered`: the step ran again after a failure. `strategy`, `reason`: the strategy of the plan, and one
+    sentence on why it was chosen.
     """
 
     step: int
@@ -63,7 +60,7 @@ class StepReport:
 
 
 class SpanKind(StrEnum):
-    """What a rank did."""
+    """Activity of a rank."""
 
     LOAD = "load"
     ENCODE = "encode"
@@ -78,7 +75,7 @@ class SpanKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """`[start_s, stop_s)` on `rank`, in seconds of the wall clock (measured) or from 0 (predicted).
+    """Time `[start_s, stop_s)` on `rank`, in seconds of the wall clock (measured) or from 0 (predicted).
 
     `amount` is bytes for transfers, FLOPs for computation, 0 where it is not known.
     """

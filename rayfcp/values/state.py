@@ -1,12 +1,12 @@
-"""Copies of a model's sharded state: which version of it, which part of it, where in memory."""
+"""Copies of a model's sharded state: versions, parts of tensors, and their places in memory."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class StateId:
-    """State after `version` optimizer steps, sharded over the devices of `generation`. The larger the newer. The same
-    version of two generations may differ by rounding, so that their shards never mix."""
+    """State after `version` optimizer steps, sharded over the devices of `generation`; newer states are larger. The
+    same version of two generations may differ by rounding, so their shards must not mix."""
 
     version: int
     generation: int
@@ -27,7 +27,7 @@ class Box:
         return count
 
     def meet(self, other: "Box") -> "Box | None":
-        """What both hold; None if nothing.
+        """Intersection of two boxes; None if it is empty.
 
         >>> Box(offsets=(0, 0), sizes=(4, 2)).meet(Box(offsets=(3, 0), sizes=(4, 2)))
         Box(offsets=(3, 0), sizes=(1, 2))
@@ -58,7 +58,7 @@ class ShardEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHeader:
-    """What the shard of device `number` of `num_devices` holds. `scalars`: numbers of the optimizer that are the same
+    """Contents of the shard of device `number` of `num_devices`. `scalars`: numbers of the optimizer that are the same
     for all parameters, such as its count of steps. Parts of one tensor on several devices are the same or disjoint."""
 
     state: StateId

@@ -1,28 +1,28 @@
-"""That ranks which share out heads agree, so that what the first share of heads runs stands for all heads."""
+"""Proof that ranks which share out heads agree, so that the first share of heads stands for all."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
-from rayfcp.program.columns import Tokens
-from rayfcp.program.heads import padding_number
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Load, Message, Piece
-from rayfcp.verify.replay import Held
+from rayfcp.program.heads import padding_number, with_peers
+from rayfcp.program.instructions import AttentionProgram, HeadProgram, Load, Message, Piece
+from rayfcp.verify.replay import SlotTokens
+from rayfcp.verify.tokens import Tokens
 
-Part = tuple[AttentionProgram | HeadProgram, Load]
+RankPart = tuple[AttentionProgram | HeadProgram, Load]
+"""The attention of a rank in one microbatch, and what it loads."""
 
-Past = tuple[Sequence[Part], Sequence[Held]]
-"""The parts of all ranks of a microbatch, and what `first_heads` made of them."""
+Past = tuple[Sequence[RankPart], Sequence[SlotTokens]]
+"""The parts of all ranks of a microbatch, and their `first_heads`."""
 
-_NOTHING: Held = (AttentionProgram(num_tokens=0, forward=(), backward=()), {0: Tokens.of(())})
+_NOTHING: SlotTokens = (AttentionProgram(num_tokens=0, forward=(), backward=()), {0: Tokens.of(())})
 
 
-def first_heads(parts: Sequence[Part], *, earlier: Sequence[Past] = ()) -> list[Held]:
-    """What each rank of one microbatch attends to with the first share of the heads (all of them where heads are not
-    shared out), and what lies in its slots at first; nothing on ranks of other shares. `parts[r]` is rank r's.
+def first_heads(parts: Sequence[RankPart], *, earlier: Sequence[Past] = ()) -> list[SlotTokens]:
+    """The attention of each rank of one microbatch with the first share of the heads (all of them where heads are not
+    shared out), and the tokens in its slots at first; nothing on ranks of other shares. `parts[r]` is rank r's.
 
     Each of d ranks of a group computes for 1/d of the heads. Ranks of one group run the same attention, and messages go
     between equal shares of equally many, and context comes from the same group; so every share does what the first one
-    does, and cells of all heads are computed once if and only if those of the first share are.
+    does, and pairs of all heads are computed once if and only if those of the first share are.
 
     Raises:
         ValueError: ranks of a group disagree on its ranks, tokens or attention; a message goes to a rank of other
@@ -44,7 +44,7 @@ def first_heads(parts: Sequence[Part], *, earlier: Sequence[Past] = ()) -> list[
     ]
 
 
-def _held(parts: Sequence[Part], rank: int, *, earlier: Sequence[Past]) -> Held:
+def _held(parts: Sequence[RankPart], rank: int, *, earlier: Sequence[Past]) -> SlotTokens:
     program = parts[rank][0].inner
     slots = {0: Tokens.of(piece for peer in _group(parts, rank) for piece in _pieces(parts, peer))}
     for slot in program.context:
@@ -54,13 +54,13 @@ def _held(parts: Sequence[Part], rank: int, *, earlier: Sequence[Past]) -> Held:
     return program, slots
 
 
-def _group(parts: Sequence[Part], rank: int) -> tuple[int, ...]:
+def _group(parts: Sequence[RankPart], rank: int) -> tuple[int, ...]:
     """The ranks that share out heads with a rank, itself included."""
     program = parts[rank][0]
     return program.ranks if isinstance(program, HeadProgram) else (rank,)
 
 
-def _check_group(parts: Sequence[Part], then: Sequence[Part], *, rank: int, microbatch: int) -> None:
+def _check_group(parts: Sequence[RankPart], then: Sequence[RankPart], *, rank: int, microbatch: int) -> None:
     now, before = _group(parts, rank), _group(then, rank)
     if now != before:
         raise ValueError(
@@ -69,13 +69,13 @@ def _check_group(parts: Sequence[Part], then: Sequence[Part], *, rank: int, micr
         )
 
 
-def _pieces(parts: Sequence[Part], rank: int) -> tuple[Piece, ...]:
-    """What a rank holds; without tokens, a sequence of its own."""
+def _pieces(parts: Sequence[RankPart], rank: int) -> tuple[Piece, ...]:
+    """The pieces of a rank; without tokens, a sequence of its own."""
     return parts[rank][1].pieces or (Piece(sequence=padding_number(rank), start=0, stop=1),)
 
 
-def _share(parts: Sequence[Part], rank: int) -> tuple[int, int]:
-    """Into how many shares the rank's group cuts the heads, and which is the rank's."""
+def _share(parts: Sequence[RankPart], rank: int) -> tuple[int, int]:
+    """The number of shares into which the rank's group cuts the heads, and that of the rank's own."""
     program = parts[rank][0]
     return (program.degree, program.ranks.index(rank)) if isinstance(program, HeadProgram) else (1, 0)
 
@@ -86,7 +86,7 @@ def _messages(program: AttentionProgram | HeadProgram) -> Iterator[Message]:
         yield from step.receives
 
 
-def _check_agreement(parts: Sequence[Part], program: HeadProgram, *, rank: int) -> None:
+def _check_agreement(parts: Sequence[RankPart], program: HeadProgram, *, rank: int) -> None:
     for peer in program.ranks:
         other = parts[peer][0]
         if not isinstance(other, HeadProgram):
@@ -104,17 +104,7 @@ def _check_agreement(parts: Sequence[Part], program: HeadProgram, *, rank: int) 
             )
 
 
-def _of_groups(parts: Sequence[Part], program: AttentionProgram) -> AttentionProgram:
+def _of_groups(parts: Sequence[RankPart], program: AttentionProgram) -> AttentionProgram:
     """The program with the first rank of its group in place of each peer."""
-
-    def named(messages: Sequence[Message]) -> tuple[Message, ...]:
-        firsts = (parts[message.peer][0] for message in messages)
-        return tuple(
-            replace(message, peer=first.ranks[0] if isinstance(first, HeadProgram) else message.peer)
-            for message, first in zip(messages, firsts, strict=True)
-        )
-
-    def renamed(rounds: Sequence[AttentionRound]) -> tuple[AttentionRound, ...]:
-        return tuple(replace(step, sends=named(step.sends), receives=named(step.receives)) for step in rounds)
-
-    return replace(program, forward=renamed(program.forward), backward=renamed(program.backward))
+    firsts = {rank: part.ranks[0] if isinstance(part, HeadProgram) else rank for rank, (part, _) in enumerate(parts)}
+    return with_peers(program, firsts)

@@ -1,7 +1,5 @@
-"""The memory bound of pipelined rounds: no rank holds more received blocks than the layout's buffers.
-
-The memory bound of pipelines: what each device holds, pass by pass, recounted from its program.
-"""
+"""Memory bounds, recounted from programs: received blocks of paced rounds within the layout's buffers, and bytes of
+each device of a pipeline, pass by pass."""
 
 from collections.abc import Sequence
 
@@ -15,7 +13,7 @@ from rayfcp.values import Layout, Pacing
 
 
 def check_pacing(layout: Layout, *, number: int) -> None:
-    """`coalesce` is at least 1, `num_buffers` at least 2: one stage comes in while another is computed.
+    """`coalesce` is at least 1, `num_buffers` at least 2: one stage arrives while another is computed.
 
     Raises:
         ValueError: names the field, its value and its bound.
@@ -76,7 +74,7 @@ def _most_held(rounds: Sequence[AttentionRound]) -> tuple[int, int]:
 
 
 def check_memory(programs: Sequence[RankProgram], *, cost: CostModel) -> None:
-    """No device holds more bytes than `cost.pipeline.room_bytes` of its stage, in any pass.
+    """No device holds more bytes than `cost.pipeline.budget_bytes` of its stage, in any pass.
 
     Raises:
         ValueError: `cost` is of another number of stages or a stage recomputes more layers than it has; or names stage,
@@ -88,7 +86,7 @@ def check_memory(programs: Sequence[RankProgram], *, cost: CostModel) -> None:
         has = pipeline.num_stages if pipeline else "no"
         raise ValueError(f"cost.pipeline has {has} stages, must have the plan's {num_stages}; make it for these stages")
     for program in programs:
-        room = pipeline.room_bytes[program.stage]
+        room = pipeline.budget_bytes[program.stage]
         held, microbatch = most_held(program, cost=cost, pipeline=pipeline)
         if held > room:
             raise ValueError(
@@ -98,7 +96,7 @@ def check_memory(programs: Sequence[RankProgram], *, cost: CostModel) -> None:
 
 
 def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) -> tuple[int, int]:
-    """The most bytes at a time beside what does not depend on tokens, and the microbatch in whose pass."""
+    """Peak of the bytes that depend on tokens, and the microbatch in whose pass it occurs."""
     layers = pipeline.layers_of_stage[program.stage]
     ledger = Ledger(
         layers=layers,

@@ -1,8 +1,7 @@
-"""What a plan says of its slices and pipelines, before it is lowered.
+"""The public validator: proof that a plan does what a single process would do, and can be run.
 
-What a plan says of itself: sizes, groups and predicted seconds, before it is lowered.
-
-The public validator: proof that a plan does what a single process would do, and can be run.
+A plan's own claims (sizes, groups, slices, pipelines, predicted seconds) are checked before it is lowered, then its
+programs.
 """
 
 import math
@@ -16,31 +15,29 @@ from rayfcp.plan.layout import layouts_of
 from rayfcp.program.columns import Column
 from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import Load, Piece, RankProgram
-from rayfcp.program.lower import ALL_PRIMITIVES, lower
+from rayfcp.program.lower import lower
+from rayfcp.program.order import attention_by_window
 from rayfcp.program.progress import check_progress
-from rayfcp.program.windows import attention_by_window
 from rayfcp.values import (
     Action,
     BatchPlan,
     ClusterSpec,
     Group,
     Layout,
-    Mask,
     MicrobatchPlan,
     PipelinePlan,
     SequenceSpec,
     Slice,
 )
 from rayfcp.verify.features import check_features, check_shares
-from rayfcp.verify.heads import Part, Past, first_heads
+from rayfcp.verify.heads import Past, RankPart, first_heads
 from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
-from rayfcp.verify.replay import Replay, check_cells
+from rayfcp.verify.replay import Replay, check_pairs
 
 
 def check_slices(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> None:
     """Slices of a sequence follow each other from its first token to its last, one a microbatch, all in one pipeline
-    and in groups of the same ranks and primitive, under a causal mask, and end in no mutual picture, whose rows would
-    see later slices. `sequences[i].id == i`.
+    and in groups of the same ranks and primitive. `sequences[i].id == i`.
 
     Raises:
         ValueError: names the microbatch, the slice and what it must be.
@@ -64,21 +61,12 @@ def check_slices(plan: BatchPlan, sequences: Sequence[SequenceSpec]) -> None:
 
 
 def _check_cuts(sequence: SequenceSpec, slices: Sequence[tuple[int, Slice, Group]]) -> None:
-    if sequence.mask is not Mask.CAUSAL:
-        raise ValueError(
-            f"sequence {sequence.id}: mask is {sequence.mask.value}, must be causal for slices; keep it whole"
-        )
     at, before = 0, -1
     for number, each, _ in slices:
         if number == before or each.start != at or each.stop <= each.start:
             raise ValueError(
                 f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} where token {at} is "
                 "due; slices follow each other, one a microbatch"
-            )
-        if sequence.reach(each.stop) != each.stop:
-            raise ValueError(
-                f"microbatch {number}: slice [{each.start}, {each.stop}) of sequence {sequence.id} ends at {each.stop} "
-                "in mutual pictures, must cut none; keep the sequence whole"
             )
         at, before = each.stop, number
     if at != sequence.num_tokens:
@@ -287,16 +275,16 @@ def check_plan(
 ) -> None:
     """Prove a plan.
 
-    Each token of each sequence is placed once; each (query, key) cell of each mask is computed once,
+    Each token of each sequence is placed once; each visible (query, key) pair is computed once,
     forward and backward; each partial gradient reaches its owner once; rounds are matchings; no rank
     holds more than `cluster.max_tokens_per_rank` in a microbatch, nor more received blocks than a layout's
-    pacing has buffers; pictures, if any are encoded (as they must be where `cost` has an encoder), are encoded once
+    pacing has buffers; images, if any are encoded (as they must be where `cost` has an encoder), are encoded once
     each, and each of their tokens gets its features once; no rank can deadlock; blocks lie in the
     groups that list their sequences; predicted seconds add up and the lower bound does not exceed them. With
-    `cost`, what a plan of pipelines was made with: no device of any stage holds more bytes than it has room for.
+    the `cost` that a plan of pipelines was made with: no device of any stage holds more bytes than its memory has.
 
     Raises:
-        ValueError: what fails, where, with the value and its bound.
+        ValueError: names the place, the value and its bound.
     """
     check_claims(plan, sequences, cluster=cluster)
     check_shares(plan, sequences, due=cost is not None and cost.encoder is not None)
@@ -306,7 +294,7 @@ def check_plan(
         check_members(layout, microbatch, number=number)
         _check_matchings(layout, number)
         _check_memory(layout, number, cluster=cluster)
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences, layouts=layouts)
     check_programs(programs, sequences)
     check_buffers(programs, [layout.pacing for layout in layouts])
     if plan.pipelines and cost is not None and cost.pipeline is not None:
@@ -317,8 +305,8 @@ def check_programs(programs: Sequence[RankProgram], sequences: Sequence[Sequence
     """Prove the programs of all ranks and stages, however they were made.
 
     Raises:
-        ValueError: instructions, tokens, pictures, features, cells or gradients are missing, double or out of order,
-            or a rank would wait for ever.
+        ValueError: instructions, tokens, images, features, pairs or gradients are missing, double or out of order,
+            or a rank would wait forever.
     """
     check_progress(programs)
     _check_tokens(programs[: programs[0].num_ranks], sequences)  # all stages load alike
@@ -371,11 +359,12 @@ def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceS
 
 
 def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """In layers of each window: each cell once in each direction; each partial dK, dV home once; forward and backward
+    """In layers of each window: each pair once in each direction; each partial dK, dV home once; forward and backward
     agree.
 
-    Cells of slices of a sequence add up to those of its mask over microbatches. The partial of a context goes home to
-    the slot from which it is added to the earlier microbatch's, whose backward pass is still to come (`check_reuse`).
+    Pairs of slices of a sequence add up over microbatches to those of the sequence. The partial of a context goes home
+    to the slot from which it is added to the earlier microbatch's, whose backward pass is still to come
+    (`check_order`).
     """
     loads = [
         [item for item in each.instructions if isinstance(item, Load)] for each in programs[: programs[0].num_ranks]
@@ -386,7 +375,7 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
         _check_kind(microbatches, sequences, window=window)
 
 
-def _check_kind(microbatches: Sequence[Sequence[Part]], sequences: Sequence[SequenceSpec], *, window: int) -> None:
+def _check_kind(microbatches: Sequence[Sequence[RankPart]], sequences: Sequence[SequenceSpec], *, window: int) -> None:
     computed: dict[bool, list[Column]] = {False: [], True: []}
     earlier: list[Past] = []
     for parts in microbatches:
@@ -394,26 +383,26 @@ def _check_kind(microbatches: Sequence[Sequence[Part]], sequences: Sequence[Sequ
         earlier.append((parts, held))
         for backward in (False, True):
             replay = Replay(held, backward=backward)
-            cells = replay.cells()
-            _check_padding(cells, parts)
-            computed[backward].append(cells[cells[:, 0] >= 0])
+            pairs = replay.pairs()
+            _check_padding(pairs, parts)
+            computed[backward].append(pairs[pairs[:, 0] >= 0])
         home = replay.partials_at_home()
         wrong = [key for key in replay.partials if home[key] != 1]
         if wrong or replay.lost_partials():
             raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
-    forward, backward_too = (np.concatenate(cells) for cells in computed.values())
-    check_cells(forward, sequences, window=window, direction="forward")
+    forward, backward_too = (np.concatenate(pairs) for pairs in computed.values())
+    check_pairs(forward, sequences, window=window, direction="forward")
     if not np.array_equal(forward, backward_too):
-        check_cells(backward_too, sequences, window=window, direction="backward")
+        check_pairs(backward_too, sequences, window=window, direction="backward")
 
 
-def _check_padding(cells: Column, parts: Sequence[Part]) -> None:
-    """Each rank without tokens computes its padding token's one cell once."""
-    computed = Counter(cells[cells[:, 0] < 0, 0].tolist())
+def _check_padding(pairs: Column, parts: Sequence[RankPart]) -> None:
+    """Each rank without tokens computes its padding token's one pair once."""
+    computed = Counter(pairs[pairs[:, 0] < 0, 0].tolist())
     for rank, (_, load) in enumerate(parts):
         times = computed[padding_number(rank)]
         if not load.pieces and times != 1:
             raise ValueError(
-                f"rank {rank}, microbatch {load.microbatch}: the cell of the padding token is computed {times} times, "
+                f"rank {rank}, microbatch {load.microbatch}: the pair of the padding token is computed {times} times, "
                 "must be once; lower the plan again"
             )

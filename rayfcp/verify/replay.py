@@ -1,41 +1,44 @@
-"""Exact cover of masks by computed cells, counted by the edges of what each row sees.
+"""Replay of one microbatch on all ranks, and the proof that it computes the causal mask.
 
-What a row of queries sees begins and ends at keys that stay or move with the row: on lines of one key or of one
-distance from query to key. Over each line the ends of all that is computed must be those of the mask. Only where two
-lines cross may what one has too much be what the other lacks; there single points are compared.
+`Replay` follows the tokens in every slot, the pairs that are computed, and the partial gradients on their way home.
 
-Symbolic replay of one microbatch on all ranks: which tokens every slot holds, which cells are
-computed, and which partial gradients reach whom.
+`check_pairs` proves that computed pairs cover masks exactly, by the edges of the keys that each query sees. The keys of
+successive queries begin and end at keys that stay or move with the query: on lines of one key or of one distance from
+query to key. Over each line the ends of all that is computed must be those of the mask. Only where two lines cross may
+one line's surplus be the other's lack; there single points are compared.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.columns import CAUSAL, FLIPPED, Attends, Column, Tokens, cells_of, expanded
-from rayfcp.program.instructions import AttentionProgram, AttentionRound, Message, Payload
-from rayfcp.values import Band, Edge, SequenceSpec, bands_of
+from rayfcp.program.columns import CAUSAL, FLIPPED, Attends, Column, expanded
+from rayfcp.program.instructions import Attend, AttentionProgram, AttentionRound, Message, Payload
+from rayfcp.program.matching import Match, attention_channel
+from rayfcp.values import SequenceSpec
+from rayfcp.verify.tokens import Tokens, pairs_of
 
 
-def check_cells(cells: Column, sequences: Sequence[SequenceSpec], *, window: int = 0, direction: str) -> None:
-    """Every (query, key) cell of every mask is computed exactly once, and no other cell, in layers with `window`.
+def check_pairs(pairs: Column, sequences: Sequence[SequenceSpec], *, window: int = 0, direction: str) -> None:
+    """Every visible (query, key) pair of every sequence is computed exactly once, and no other pair, in layers with
+    `window` (0: none).
 
-    `cells`: sequence, query start and stop, key start and stop, kind (`tokens.cells_of`).
+    `pairs`: sequence, query start and stop, key start and stop, kind (`tokens.pairs_of`).
 
     Raises:
         ValueError: names the direction, the sequence, and a query and a key that are wrong.
     """
     ids = np.array([sequence.id for sequence in sequences], np.int64)
-    unknown = np.setdiff1d(cells[:, 0], ids)
+    unknown = np.setdiff1d(pairs[:, 0], ids)
     if len(unknown):
-        raise ValueError(f"{direction}: cells of sequences {unknown.tolist()} that the batch does not have")
+        raise ValueError(f"{direction}: pairs of sequences {unknown.tolist()} that the batch does not have")
     due = [piece for sequence in sequences for piece in _edges_of_mask(sequence, window=window)]
-    left = _left(np.concatenate((_edges_of(cells), np.array(due, np.int64).reshape(-1, 6))))
+    left = _left(np.concatenate((_edges_of(pairs), np.array(due, np.int64).reshape(-1, 6))))
     for sequence, row in _suspects(left).tolist():
         spec = sequences[int(np.flatnonzero(ids == sequence)[0])]
-        _check_row(cells, spec, row=row, window=window, direction=direction)
+        _check_row(pairs, spec, row=row, window=window, direction=direction)
 
 
 _STILL, _MOVING = 0, 1
@@ -54,13 +57,13 @@ class _Left(NamedTuple):
     excess: Column
 
 
-def _edges_of(cells: Column) -> Column:
+def _edges_of(pairs: Column) -> Column:
     """`[edges, 6]`: sequence, kind of line, key or distance, first row, row behind the last, 1 where keys begin and -1
     where they end."""
-    sequence, start, stop, low, high, kind = cells.T
+    sequence, start, stop, low, high, kind = pairs.T
     begins = np.where(kind == FLIPPED, low - start, low)
     ends = np.where(kind == CAUSAL, low - start + 1, high)
-    one = np.ones(len(cells), np.int64)
+    one = np.ones(len(pairs), np.int64)
     return np.concatenate(
         [
             np.stack((sequence, np.where(kind == FLIPPED, _MOVING, _STILL), begins, start, stop, one), axis=1),
@@ -70,30 +73,17 @@ def _edges_of(cells: Column) -> Column:
 
 
 def _edges_of_mask(sequence: SequenceSpec, *, window: int) -> list[tuple[int, ...]]:
-    """The same of a mask, with the opposite sign. Each row of a band sees some key."""
-    found: list[tuple[int, ...]] = []
-    for band in bands_of(sequence, window=window):
-        for edge, sign in ((band.low, -1), (band.high, 1)):
-            for kind, at, start, stop in _clipped(edge, band, num_tokens=sequence.num_tokens):
-                found.append((sequence.id, kind, at, start, stop, sign))
-    return found
-
-
-def _clipped(edge: Edge, band: Band, *, num_tokens: int) -> list[tuple[int, int, int, int]]:
-    """Kind, place and rows of an edge within a sequence: at its first key, on its way, and behind its last one."""
-    if not edge.slides:
-        return [(_STILL, min(max(edge.at, 0), num_tokens), band.start, band.stop)]
-    first, last = (min(max(row, band.start), band.stop) for row in (-edge.at, num_tokens - edge.at))
-    parts = [
-        (_STILL, 0, band.start, first),
-        (_MOVING, edge.at, first, last),
-        (_STILL, num_tokens, last, band.stop),
-    ]
-    return [part for part in parts if part[2] < part[3]]
+    """The same for the mask, with the opposite sign: row q sees keys [max(q - window + 1, 0), q + 1)."""
+    number, last = sequence.id, sequence.num_tokens
+    inside = min(window or last, last)  # rows that see keys from 0 on
+    edges: list[tuple[int, ...]] = [(number, _STILL, 0, 0, inside, -1), (number, _MOVING, 1, 0, last, 1)]
+    if inside < last:
+        edges.append((number, _MOVING, 1 - window, inside, last, -1))
+    return edges
 
 
 def _left(edges: Column) -> _Left:
-    """Where ends on a line do not add up to nothing."""
+    """Stretches of lines on which ends do not add up to zero."""
     line, sign = edges[:, :3], edges[:, 5]
     table = np.concatenate([np.column_stack((line, edges[:, 3], sign)), np.column_stack((line, edges[:, 4], -sign))])
     table = table[np.lexsort(table[:, 3::-1].T)]
@@ -123,38 +113,28 @@ def _suspects(left: _Left) -> Column:
     return found[total != 0, :2]
 
 
-def _check_row(cells: Column, sequence: SequenceSpec, *, row: int, window: int, direction: str) -> None:
-    """What a query sees, key by key, as far as anything begins or ends."""
-    mine = cells[(cells[:, 0] == sequence.id) & (cells[:, 1] <= row) & (row < cells[:, 2])]
+def _check_row(pairs: Column, sequence: SequenceSpec, *, row: int, window: int, direction: str) -> None:
+    """The keys of one query, compared at each key where anything begins or ends."""
+    mine = pairs[(pairs[:, 0] == sequence.id) & (pairs[:, 1] <= row) & (row < pairs[:, 2])]
     start, low, high, kind = mine[:, 1], mine[:, 3], mine[:, 4], mine[:, 5]
     low, high = (
         np.where(kind == FLIPPED, low + row - start, low),
         np.where(kind == CAUSAL, low + row - start + 1, high),
     )
-    spans = [
-        (max(band.low.of(row), 0), min(band.high.of(row), sequence.num_tokens))
-        for band in bands_of(sequence, window=window)
-        if band.start <= row < band.stop
-    ]
-    edges = np.array(spans, np.int64).ravel()
-    for key in np.unique(np.concatenate((low, high, edges))).tolist():
+    first, last = max(row - window + 1, 0) if window else 0, row + 1
+    mask = f" with window {window}" if window else ""
+    for key in np.unique(np.concatenate((low, high, (first, last)))).tolist():
         times = int(((low <= key) & (key < high)).sum())
-        due = sum(first <= key < last for first, last in spans)
+        due = int(first <= key < last)
         if times != due:
             raise ValueError(
                 f"{direction}: sequence {sequence.id}, query {row} on key {key} is computed {times} times, must be "
-                f"{due}; each cell of the {_mask_in_words(sequence, window=window)} exactly once"
+                f"{due}; each pair of the causal mask{mask} exactly once"
             )
 
 
-def _mask_in_words(sequence: SequenceSpec, *, window: int) -> str:
-    more = [f"window {window}"] if window else []
-    more += ["mutual pictures"] if sequence.mutual else []
-    return f"{sequence.mask.value} mask" + (f" with {' and '.join(more)}" if more else "")
-
-
-Held = tuple[AttentionProgram, Mapping[int, Tokens]]
-"""A rank's attention, and what lies in its slots at first: its own tokens in slot 0, in others what earlier
+SlotTokens = tuple[AttentionProgram, Mapping[int, Tokens]]
+"""The attention of a rank, and the tokens in its slots at first: its own in slot 0, in others those that earlier
 microbatches left."""
 PartialKey = tuple[int, int, int]
 """(rank, round, slot): names what the attends of a round add to the dK, dV of a slot."""
@@ -168,22 +148,26 @@ class Replay:
             filled, or tokens arrive in the wrong place.
     """
 
-    def __init__(self, held: Sequence[Held], *, backward: bool) -> None:
-        self._rounds = [program.backward if backward else program.forward for program, _ in held]
+    def __init__(self, held: Sequence[SlotTokens], *, backward: bool) -> None:
+        rounds = [program.backward if backward else program.forward for program, _ in held]
         self._homes = [frozenset(slots) for _, slots in held]
         self._slots = [dict(slots) for _, slots in held]
         self._partials: list[dict[int, Counter[PartialKey]]] = [defaultdict(Counter) for _ in held]
         self.partials: list[PartialKey] = []
-        self._cells: list[Column] = []
-        for index in range(max(len(rounds) for rounds in self._rounds)):
-            self._step(index)
+        self._pairs: list[Column] = []
+        arriving: dict[int, list[Match[Message]]] = defaultdict(list)
+        for match in _matches(rounds):
+            arriving[match[2]].append(match)
+        for index in range(max(map(len, rounds))):
+            attends = [steps[index].attends if index < len(steps) else () for steps in rounds]
+            self._step(index, attends, arriving[index])
 
-    def cells(self) -> Column:
-        """All cells that are computed, as `cells_of` has them."""
-        return np.concatenate(self._cells) if self._cells else np.empty((0, 6), np.int64)
+    def pairs(self) -> Column:
+        """All pairs that are computed, as `pairs_of` has them."""
+        return np.concatenate(self._pairs) if self._pairs else np.empty((0, 6), np.int64)
 
     def partials_at_home(self) -> Counter[PartialKey]:
-        """How often each of `partials` is contained in a slot of its owner's that was full at first, at the end."""
+        """How often each of `partials` ended in a slot of its owner's that was full at first."""
         home: Counter[PartialKey] = Counter()
         for slots, homes in zip(self._partials, self._homes, strict=True):
             for slot in homes & slots.keys():
@@ -191,7 +175,7 @@ class Replay:
         return home
 
     def lost_partials(self) -> int:
-        """Partials that ended elsewhere."""
+        """Number of partials that ended elsewhere."""
         return sum(
             sum(count.values())
             for slots, homes in zip(self._partials, self._homes, strict=True)
@@ -199,14 +183,12 @@ class Replay:
             if slot not in homes
         )
 
-    def _step(self, index: int) -> None:
-        rounds = [each[index] if index < len(each) else AttentionRound() for each in self._rounds]
-        arrivals = list(self._matched(rounds, index))
-        carried = [self._depart(source, sent) for source, sent, _, _ in arrivals]
-        for rank, step in enumerate(rounds):
-            if step.attends:
-                self._attend(Attends.of(step.attends), rank=rank, index=index)
-        for (source, sent, target, received), partial in zip(arrivals, carried, strict=True):
+    def _step(self, index: int, attends: Sequence[Sequence[Attend]], arriving: Sequence[Match[Message]]) -> None:
+        carried = [self._depart(source, sent) for source, _, _, _, sent, _ in arriving]
+        for rank, mine in enumerate(attends):
+            if mine:
+                self._attend(Attends.of(mine), rank=rank, index=index)
+        for (source, target, _, _, sent, received), partial in zip(arriving, carried, strict=True):
             tokens = self._content(source, sent.slot).cut(sent.ranges)
             if received.payload is Payload.KV:
                 if received.slot in self._slots[target] or received.ranges != ((0, sent.num_tokens),):
@@ -221,25 +203,6 @@ class Replay:
             else:
                 self._partials[target][received.slot] += partial
 
-    def _matched(self, rounds: list[AttentionRound], index: int) -> Iterator[tuple[int, Message, int, Message]]:
-        awaited: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        for rank, step in enumerate(rounds):
-            for message in step.receives:
-                awaited[message.peer, rank].append(message)
-        for rank, step in enumerate(rounds):
-            for sent in step.sends:
-                if sent.peer == rank:
-                    raise ValueError(
-                        f"round {index}: rank {rank} sends to itself: {sent}; it holds these tokens already"
-                    )
-                queue = awaited[rank, sent.peer]
-                if not queue or (queue[0].payload, queue[0].num_tokens) != (sent.payload, sent.num_tokens):
-                    raise ValueError(f"round {index}: rank {sent.peer} does not expect what rank {rank} sends: {sent}")
-                yield rank, sent, sent.peer, queue.pop(0)
-        left = [pair for pair, queue in awaited.items() if queue]
-        if left:
-            raise ValueError(f"round {index}: nothing is sent for the receives {left} (source, target)")
-
     def _depart(self, source: int, sent: Message) -> Counter[PartialKey]:
         if sent.payload is Payload.KV:
             return Counter()
@@ -251,7 +214,7 @@ class Replay:
     def _attend(self, attends: Attends, *, rank: int, index: int) -> None:
         used = np.unique(attends.columns[:, 2]).tolist()
         slots = {slot: self._content(rank, slot) for slot in (0, *used)}
-        self._cells.append(cells_of(attends, slots=slots, rank=rank))
+        self._pairs.append(pairs_of(attends, slots=slots, rank=rank))
         for slot in used:
             self.partials.append((rank, index, slot))
             self._partials[rank][slot][rank, index, slot] += 1
@@ -261,3 +224,15 @@ class Replay:
         if tokens is None:
             raise ValueError(f"rank {rank} reads slot {slot} before it is filled")
         return tokens
+
+
+def _matches(rounds: Sequence[Sequence[AttentionRound]]) -> list[Match[Message]]:
+    """All messages, each of which meets its partner in its round, on another rank."""
+    channel = attention_channel(rounds)
+    if wrong := channel.out_of_step():
+        raise ValueError(f"messages from rank {wrong[0]} to rank {wrong[1]} do not meet in their rounds")
+    matches = list(channel.matches())
+    for source, target, index, _, sent, _ in matches:
+        if source == target:
+            raise ValueError(f"round {index}: rank {source} sends to itself: {sent}; it holds these tokens already")
+    return matches

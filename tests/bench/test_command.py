@@ -58,7 +58,7 @@ def test_a_wrong_result_fails(model: str, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr(attention, "dense", shifted)
     assert main(["bench", "attention", "--device", "cpu", "--model", model, *TINY, "--strategies", "ring"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("rayfcp: error: not what one kernel computes in float32: ring (off by ")
+    assert error.startswith("rayfcp: error: results differ from the single kernel in float32: ring (off by ")
 
 
 @pytest.mark.parametrize(

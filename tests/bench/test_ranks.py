@@ -10,10 +10,10 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from rayfcp.bench import attention as tensors
-from rayfcp.bench.attention import Batch, Outcome, dense, random_batch, run_ranks
-from rayfcp.bench.request import CONTENDERS, Asked, attention_only, planned
+from rayfcp.bench.attention import AttentionBatch, AttentionResult, dense, random_batch, run_ranks
+from rayfcp.bench.request import STRATEGIES, BenchRequest, attention_only, planned
 from rayfcp.bench.results import TOLERANCE
-from rayfcp.bench.turns import Stopwatch, TurnTransport, in_turns
+from rayfcp.bench.serial import SerialTransport, Stopwatch, run_serially
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
 from rayfcp.values import InfeasiblePlanError
@@ -39,8 +39,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def asked(model: str, *, num_ranks: int, num_tokens: int) -> Asked:
-    return Asked(
+def request(model: str, *, num_ranks: int, num_tokens: int) -> BenchRequest:
+    return BenchRequest(
         device="cpu",
         num_ranks=num_ranks,
         tokens_per_rank=-(-num_tokens // num_ranks),
@@ -55,12 +55,12 @@ def asked(model: str, *, num_ranks: int, num_tokens: int) -> Asked:
     )
 
 
-def batch_of(lengths: tuple[int, ...], model: str) -> Batch:
+def batch_of(lengths: tuple[int, ...], model: str) -> AttentionBatch:
     shape = attention_only(model_profile(model))
     return random_batch(lengths, model=shape, device=CPU, dtype=torch.float64, seed=len(lengths))
 
 
-def written_out(batch: Batch) -> Outcome:
+def written_out(batch: AttentionBatch) -> AttentionResult:
     """Softmax of masked scores over the whole batch at once, differentiated by autograd."""
     q, k, v = (each.clone().requires_grad_() for each in (batch.query, batch.key, batch.value))
     owner = torch.repeat_interleave(torch.arange(len(batch.lengths)), torch.tensor(batch.lengths))
@@ -71,21 +71,21 @@ def written_out(batch: Batch) -> Outcome:
     scores = torch.einsum("qhd,khd->hqk", q, wide_k) * batch.scale
     out = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), wide_v)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), batch.gradient)
-    return Outcome(out=out.detach(), dq=dq, dk=dk, dv=dv)
+    return AttentionResult(out=out.detach(), dq=dq, dk=dk, dv=dv)
 
 
 @examples(20)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6).map(tuple),
     num_ranks=st.integers(1, 5),
-    strategy=st.sampled_from(CONTENDERS),
+    strategy=st.sampled_from(STRATEGIES),
 )
 def test_ranks_together_are_dense_attention(
     model: str, lengths: tuple[int, ...], num_ranks: int, strategy: str
 ) -> None:
     batch = batch_of(lengths, model)
     try:
-        found = planned(strategy, lengths, asked=asked(model, num_ranks=num_ranks, num_tokens=sum(lengths)))
+        found = planned(strategy, lengths, request=request(model, num_ranks=num_ranks, num_tokens=sum(lengths)))
     except InfeasiblePlanError:
         assert strategy == "ulysses", "others need no heads that divide"
         reject()
@@ -109,7 +109,7 @@ def test_the_single_kernel_is_dense_attention(model: str, lengths: tuple[int, ..
 @given(tokens=st.integers(1, 30), rows=st.integers(1, 40), at=st.integers(0, 29), off=st.floats(0.5, 9.0))
 def test_errors_are_found_wherever_they_are(model: str, tokens: int, rows: int, at: int, off: float) -> None:
     batch = batch_of((tokens,), model)
-    truth = Outcome(out=batch.query, dq=batch.gradient, dk=batch.key, dv=batch.value)
+    truth = AttentionResult(out=batch.query, dq=batch.gradient, dk=batch.key, dv=batch.value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "ROWS", rows)
         assert truth.error(truth) == 0.0
@@ -131,7 +131,7 @@ def test_a_wrong_plan_is_seen(model: str) -> None:
     lengths = (30, 8)
     batch, kernel = batch_of(lengths, model), pick_kernel("cpu")
     truth = written_out(batch)
-    (row,) = planned("ring", lengths, asked=asked(model, num_ranks=2, num_tokens=38)).parts
+    (row,) = planned("ring", lengths, request=request(model, num_ranks=2, num_tokens=38)).parts
     nobody = (replace(row[0], pieces=row[1].pieces), row[1])
     assert run_ranks((nobody,), batch, kernel=kernel).outcome.error(truth) == float("inf")
     one, *others = row[1].pieces
@@ -150,7 +150,7 @@ def test_one_rank_computes_at_a_time() -> None:
             busy += change
             most = max(most, busy)
 
-    def work(transport: TurnTransport, watch: Stopwatch) -> list[float]:
+    def work(transport: SerialTransport, watch: Stopwatch) -> list[float]:
         watch.start()
         seen, token = [], torch.full((3,), float(transport.rank))
         for _ in range(4):
@@ -167,13 +167,13 @@ def test_one_rank_computes_at_a_time() -> None:
         assert watch.seconds() > 0
         return seen
 
-    found = in_turns(3, work, device=CPU)
+    found = run_serially(3, work, device=CPU)
     assert found == [[float((rank - hop) % 3) for hop in range(1, 5)] for rank in range(3)]
     assert most == 1
 
 
 def test_a_rank_that_fails_ends_all() -> None:
-    def work(transport: TurnTransport, watch: Stopwatch) -> None:
+    def work(transport: SerialTransport, watch: Stopwatch) -> None:
         watch.start()
         if transport.rank == 1:
             raise ArithmeticError("rank 1 cannot")
@@ -181,4 +181,4 @@ def test_a_rank_that_fails_ends_all() -> None:
         transport.post([], [(1, arriving)]).wait()
 
     with pytest.raises(ArithmeticError, match="rank 1 cannot"):
-        in_turns(3, work, device=CPU)
+        run_serially(3, work, device=CPU)

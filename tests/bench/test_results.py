@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.bench.request import SMALL, Asked, lengths_of
-from rayfcp.bench.results import Entry, Found, Kernel, RankSeconds, format_found, median_of
+from rayfcp.bench.request import SMALL, BenchRequest, lengths_of
+from rayfcp.bench.results import BenchReport, Kernel, RankSeconds, StrategyTiming, format_found, median_of
 from rayfcp.config import ConfigError
 
 SECONDS = st.floats(1e-4, 1e3)
@@ -19,18 +19,18 @@ def rank_seconds(draw: st.DrawFn) -> RankSeconds:
     return RankSeconds(forward_s=draw(grid), backward_s=draw(grid))
 
 
-def asked(**changes: object) -> Asked:
+def request(**changes: object) -> BenchRequest:
     given = {
         name: getattr(SMALL, name)
         for name in ("num_ranks", "tokens_per_rank", "model", "dtype", "rounds", "context_tokens", "block_lengths")
     }
-    return Asked(**{"device": "cpu", "hardware": "cpu", "strategies": ("ring",), **given, **changes})
+    return BenchRequest(**{"device": "cpu", "hardware": "cpu", "strategies": ("ring",), **given, **changes})
 
 
 @given(seconds=rank_seconds(), kernel_s=SECONDS)
 def test_waiting_never_helps(seconds: RankSeconds, kernel_s: float) -> None:
     assert -1e-9 <= seconds.imbalance < 1
-    entry = Entry(strategy="ring", seconds=seconds)
+    entry = StrategyTiming(strategy="ring", seconds=seconds)
     kernel = Kernel(forward_s=kernel_s, backward_s=kernel_s, flops=1.0)
     assert entry.mfu_share(kernel) == pytest.approx(entry.efficiency(kernel) * (1 - seconds.imbalance))
     assert sum(seconds.rank_s) == pytest.approx(seconds.total_s)
@@ -48,7 +48,7 @@ def test_equal_rounds_are_their_median(seconds: RankSeconds) -> None:
 
 @given(num_ranks=st.integers(1, 9), tokens=st.integers(1, 5000), most=st.none() | st.integers(1, 4000))
 def test_a_batch_has_the_tokens_of_all_ranks(num_ranks: int, tokens: int, most: int | None) -> None:
-    bench = asked(num_ranks=num_ranks, tokens_per_rank=tokens, max_seqlen=most, lengths="dist:lognormal")
+    bench = request(num_ranks=num_ranks, tokens_per_rank=tokens, max_seqlen=most, lengths="dist:lognormal")
     try:
         lengths = lengths_of(bench)
     except ConfigError as error:
@@ -61,16 +61,16 @@ def test_a_batch_has_the_tokens_of_all_ranks(num_ranks: int, tokens: int, most: 
 def test_an_error_beyond_the_dtype_is_wrong() -> None:
     seconds = RankSeconds(forward_s=((1.0,),), backward_s=((2.0,),))
     errors = {"exact": 0.0, "rounded": 9e-5, "off": 2e-4, "nan": float("nan")}
-    entries = [Entry(strategy=name, seconds=seconds, error=error) for name, error in errors.items()]
-    found = Found(
-        asked=asked(),
+    entries = [StrategyTiming(strategy=name, seconds=seconds, error=error) for name, error in errors.items()]
+    found = BenchReport(
+        request=request(),
         device_name="a device",
         kernel_name="a kernel",
         peak_flops=None,
         num_sequences=3,
         kernel=Kernel(forward_s=1.0, backward_s=1.0, flops=2.0),
         blocks=(),
-        entries=(*entries, Entry(strategy="none", reason="there is none")),
+        entries=(*entries, StrategyTiming(strategy="none", reason="there is none")),
     )
     assert [each.strategy for each in found.wrong] == ["off", "nan"]
     lines = format_found(found).splitlines()

@@ -14,10 +14,10 @@ def test_pointing_tells_values(exporter: MetricsExporter, watched: Opener) -> No
     assert page.locator("#tip").is_hidden()
     page.locator("#loss-chart svg.chart").hover()
     assert page.inner_text("#tip").splitlines()[0].startswith("step 1"), "the middle of 30 steps"
-    page.locator("#plan-chart svg rect.on").first.hover()
-    assert page.inner_text("#tip").splitlines()[0] == "rank 0: microbatch 0, degree 1, 500 tokens"
+    page.locator("#plan-chart canvas").hover(position={"x": 300, "y": 40})
+    assert page.inner_text("#tip").splitlines()[:2] == ["planned, rank 0", "microbatch 0, degree 1, 500 tokens"]
     page.locator("#rank-chart svg rect.own.on").nth(2).hover()
-    assert page.inner_text("#tip").splitlines() == ["rank 2", "step: 2 s", "own work: 1.7 s"]
+    assert page.inner_text("#tip").split("\n") == ["device 2", "step", "2 s", "own work", "1.7 s"]
     page.locator("h1").hover()
     assert page.locator("#tip").is_hidden()
 

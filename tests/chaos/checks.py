@@ -65,7 +65,7 @@ class Audience:
         self._texts: dict[str, str] = {}
         self._lock = threading.Lock()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.lines.append(text)
 
     def update(self, report: StepReport) -> None:

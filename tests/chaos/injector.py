@@ -31,7 +31,7 @@ class Injector(threading.Thread):
     """Strikes when `steps.jsonl` shows that the run has come to the fault's step, and gone on for `STEPS_APART` steps
     after the last fault, and `num_devices` are in use, or, after `patience_s`, fewer.
 
-    `say`: told of each fault, a line.
+    `log`: told of each fault, a line.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Injector(threading.Thread):
         num_devices: int,
         patience_s: float = 30.0,
         last_step: int = 0,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         super().__init__(name="injector", daemon=True)
-        self._schedule, self._num_devices, self._patience_s, self._say = schedule, num_devices, patience_s, say
+        self._schedule, self._num_devices, self._patience_s, self._log = schedule, num_devices, patience_s, log
         self._last_step, self._over = last_step, threading.Event()
         self._progress = Progress(run_dir, over=self._over)
         self._strikes = Strikes(self._progress, ground=ground)
@@ -66,7 +66,7 @@ class Injector(threading.Thread):
                 step, at_s = self._progress.committed + 1, time.time()
                 what = self._strikes.strike(planned.kind, target=planned.target)
                 self._struck.append(Struck(kind=planned.kind, step=step, at_s=at_s, what=what))
-                self._say(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
+                self._log(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
             self._await_step(max(self._progress.committed + self._afterwards[0], self._last_step))
         except RunEndedError:
             return

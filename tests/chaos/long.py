@@ -51,7 +51,7 @@ def main() -> int:
             summary["kills"] = kills(folder, count=arguments.kills, seed=arguments.seed)
         if arguments.faults:
             summary["all kinds"] = all_kinds(folder, count=arguments.faults, seed=arguments.seed)
-    _say(json.dumps(summary, indent=2))
+    _log(json.dumps(summary, indent=2))
     if arguments.json:
         arguments.json.write_text(json.dumps(summary, indent=2) + "\n")
     return 0
@@ -67,7 +67,7 @@ def kills(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
             schedule = [
                 _kill(seed + first + index, step=4 * (index + 1)) for index in range(min(KILLS_OF_A_RUN, count - first))
             ]
-            ended = run_until_struck(config, schedule, ground=ground, num_devices=4, patience_s=60.0, say=_say)
+            ended = run_until_struck(config, schedule, ground=ground, num_devices=4, patience_s=60.0, log=_log)
             runs.append(ended)
             moments = read_moments(moments_dir(config.run_dir))
             costs += [cost_of(Fault(step=each.step, at_s=each.at_s), moments) for each in ended.struck]
@@ -102,7 +102,7 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     )
     began_s = time.monotonic()
     with ManyNodes(num_nodes=3, head_cpus=3) as ground:
-        ended = run_as_users_do(config, schedule, ground=ground, num_devices=3, say=_say)
+        ended = run_as_users_do(config, schedule, ground=ground, num_devices=3, log=_log)
     _check([ended], config=config, losses=False)
     audience = ended.audience
     return {
@@ -126,7 +126,7 @@ def _check(runs: Sequence[Ended], *, config: Config, losses: bool) -> None:
         assert not ended.leaks, ended.leaks
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)  # noqa: T201
 
 

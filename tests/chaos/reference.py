@@ -16,9 +16,9 @@ from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config
-from rayfcp.execute.devices.device import total_memory_bytes
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
 from rayfcp.program import lower
@@ -57,18 +57,21 @@ class Undisturbed:
 
 def _steps(config: Config) -> Generator[Wanted, None, None]:
     """Until it is closed."""
-    data_dir = prepared_data(config, say=lambda _: None)
+    data_dir = prepared_data(config, log=lambda _: None)
     data = open_dataset(config, data_dir=data_dir)
     device = torch.device("cpu")
     one = config.model_copy(update={"cluster": config.cluster.model_copy(update={"num_workers": 1})})
     facts: dict[str, Any] = {"node_id": "here", "device": "cpu", "peak_flops": None}
     cluster = cluster_spec(
-        one, data.model, facts=[DeviceFacts(memory_bytes=total_memory_bytes(device), **facts)], generation=0
+        one,
+        data.model,
+        facts=[DeviceFacts(memory_bytes=backend_of(device).total_memory_bytes(device), **facts)],
+        generation=0,
     )
     cost = analytic_cost(one, data.model, device="cpu", cluster=cluster)
     engine = RankEngine(one, device=device, data_dir=data_dir)
     engine.join(
-        Place(rank=0, num_ranks=1),
+        MeshPosition(rank=0, num_ranks=1),
         store=dist.HashStore,
         make_model=lambda world: sharded_model(data.library, run=one.model, seed=one.run.seed, world=world),
         hidden_size=data.library.hidden_size,

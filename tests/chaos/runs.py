@@ -31,7 +31,7 @@ SLOW = {"learning_rate": 1e-4}
 """Rounding differs with the number of ranks. A model that learns slowly does not amplify it over hundreds of steps,
 which one device may do until others are back, to what a lost or a mixed state would look like."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Until = Callable[[Audience], bool]
 
 STEPS_AFTER = 3
@@ -64,12 +64,12 @@ def run_until_struck(
     num_devices: int,
     patience_s: float = 30.0,
     until: Until = lambda _: True,
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Ended:
     """Train in this process until all faults came about, `STEPS_AFTER` steps were done after the last, and the metrics
     show what `until` asks for."""
     config, stopping = _endless(config), threading.Event()
-    data_dir = prepared_data(config, say=lambda _: None)
+    data_dir = prepared_data(config, log=lambda _: None)
 
     def train(audience: Audience) -> None:
         run = TrainingRun(
@@ -85,7 +85,7 @@ def run_until_struck(
             audience.lines += run.messages(0)
 
     injector = Injector(
-        schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, say=say
+        schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, log=log
     )
     return _watched(config, train, injector=injector, stop=stopping.set, until=until)
 
@@ -98,7 +98,7 @@ def run_as_users_do(
     num_devices: int,
     patience_s: float = 30.0,
     until: Until = lambda _: True,
-    say: Say = lambda _: None,
+    log: Log = lambda _: None,
 ) -> Ended:
     """As `run_until_struck`, for at least the run's steps, with a controller of its own; SIGTERM ends it, which is
     heeded also where Ctrl-C is not, as in shells' background jobs."""
@@ -109,7 +109,7 @@ def run_as_users_do(
         num_devices=num_devices,
         patience_s=patience_s,
         last_step=config.train.steps,
-        say=say,
+        log=log,
     )
     trainer = FlexTrainer(_endless(config), worker=ChaosWorker)
     return _watched(

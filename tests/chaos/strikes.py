@@ -39,7 +39,7 @@ class Strikes:
             Kind.FULL_DISK: lambda _: self._order(Order.FULL_DISK),
             Kind.TORN_FILE: self._tear,
             Kind.PLANNER_KILL: lambda target: self._kill_actor("Planner", target),
-            Kind.KEEPER_KILL: lambda target: self._kill_actor("Keeper", target),
+            Kind.STORE_KILL: lambda target: self._kill_actor("SnapshotStore", target),
             Kind.CONTROLLER_KILL: lambda target: self._kill_actor("Controller", target),
         }
 
@@ -90,9 +90,9 @@ class Strikes:
         newest = self._progress.until(lambda: folder.complete()[1:], what="two checkpoints to be there")[-1]
         torn = _drawn(sorted(newest.glob("*.distcp")), target)
         os.truncate(torn, torn.stat().st_size // 2)
-        for each in (*living("Keeper"), *living("Worker")):
+        for each in (*living("SnapshotStore"), *living("Worker")):
             os.kill(each.pid, signal.SIGKILL)
-        return f"{newest.name}/{torn.name}, and all workers and keepers killed"
+        return f"{newest.name}/{torn.name}, and all workers and snapshot stores killed"
 
     def _remove_node(self, target: int) -> str:
         victim = _drawn(self._on_nodes(), target)

@@ -44,7 +44,7 @@ class ChaosWorker(RankWorker):
         return super().join(number, meeting, **options)
 
     def step(self, program: RankProgram, batch: GlobalBatch, **options: Any) -> RankReport:
-        number, num_devices = self._engine.place.device, self._engine.place.num_devices
+        number, num_devices = self._engine.position.device, self._engine.position.num_devices
         self._moments.add(BEGAN, batch.step, number=number, num_devices=num_devices)
         report = super().step(program, batch, **options)
         self._moments.add(ENDED, batch.step, number=number, num_devices=num_devices)
@@ -52,7 +52,7 @@ class ChaosWorker(RankWorker):
 
     def begin_save(self, folder: str) -> None:
         if self._orders.take(Order.FULL_DISK):
-            fill_disk(Path(folder), number=self._engine.place.device)
+            fill_disk(Path(folder), number=self._engine.position.device)
         super().begin_save(folder)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import ray
 
 from rayfcp.cluster.recovery.pushing import Pusher
-from rayfcp.cluster.recovery.restoring import Asking
+from rayfcp.cluster.recovery.restoring import CopyQuery
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import DeviceFacts, Source
 from rayfcp.cluster.workers.members import WorkerStart
@@ -110,10 +110,10 @@ def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = Ligh
 
 
 def copies_at(holders: Mapping[str, Any]) -> list[Source]:
-    """Complete copies that these workers or keepers hold, by names of theirs."""
-    asking = Asking(RayRuntime(), holders)
-    asking.listen(PATIENCE_S)
-    return asking.told
+    """Complete copies that these workers or snapshot stores hold, by names of theirs."""
+    asking = CopyQuery(RayRuntime(), holders)
+    asking.collect(PATIENCE_S)
+    return asking.copies
 
 
 @contextmanager

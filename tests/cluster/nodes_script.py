@@ -1,4 +1,4 @@
-"""Three nodes of an own Ray, in a process of its own: keepers on other nodes, a drain notice, a lost node.
+"""Three nodes of an own Ray, in a process of its own: snapshot stores on other nodes, a drain notice, a lost node.
 
 Writes what it finds as JSON to the file it is given, for `test_nodes`.
 """
@@ -17,12 +17,12 @@ from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
 from rayfcp.cluster.recovery.losses import RanksLostError
-from rayfcp.cluster.recovery.stores import Keeping
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.cluster_state import NodeWatch
 from rayfcp.cluster.workers.facts import Waited
-from rayfcp.cluster.workers.fleet import NodeWatch
-from rayfcp.cluster.workers.group import Crew
-from rayfcp.cluster.workers.pending import Recruits
+from rayfcp.cluster.workers.group import WorkerGroup
+from rayfcp.cluster.workers.pending import PendingWorkers
 from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard
 from tests.forks.patience import nodes_may_take_long
 from tests.waiting import PATIENCE_S, until
@@ -30,12 +30,12 @@ from tests.waiting import PATIENCE_S, until
 DRAIN_S = 60.0
 
 
-def keep_a_copy(crew: Crew) -> None:
-    """Each device its own, at its keeper."""
-    for number, worker in enumerate(crew.workers):
+def keep_a_copy(worker_group: WorkerGroup) -> None:
+    """Each device its own, at its snapshot store."""
+    for number, worker in enumerate(worker_group.workers):
         header = shard(1, number=number)
         worker.keep.remote(header, bytes_of(header))
-    found = [worker.await_kept.remote(shard(1).state, timeout_s=PATIENCE_S) for worker in crew.workers]
+    found = [worker.await_kept.remote(shard(1).state, timeout_s=PATIENCE_S) for worker in worker_group.workers]
     assert set(ray.get(found)) == {Waited.KEPT}
 
 
@@ -59,36 +59,36 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    crew, recruits = Crew.launch(start, stopped=lambda: False), Recruits(start)
-    keeping = Keeping(config, runtime=RayRuntime(), run_key="k")
-    keeping.cover(crew.members)
-    crew.kill = keeping.kill
-    keep_a_copy(crew)
-    found: dict[str, Any] = {"spread": len({fact.node_id for fact in crew.facts})}
-    node_of = {number: fact.node_id for number, fact in enumerate(crew.facts)}
+    worker_group, recruits = WorkerGroup.launch(start, stopped=lambda: False), PendingWorkers(start)
+    snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="k")
+    snapshot_stores.assign(worker_group.members)
+    worker_group.kill_process = snapshot_stores.kill
+    keep_a_copy(worker_group)
+    found: dict[str, Any] = {"spread": len({fact.node_id for fact in worker_group.facts})}
+    node_of = {number: fact.node_id for number, fact in enumerate(worker_group.facts)}
     found["kept_elsewhere"] = all(
-        node_of[source.header.number] != source.holder_id for source in copies_at(keeping.keepers)
+        node_of[source.header.number] != source.holder_id for source in copies_at(snapshot_stores.stores)
     )
     recruits.want(1, in_use=2)
-    found["pending"] = [recruits.num_pending, len(recruits.ready())]
+    found["pending"] = [len(recruits.requested_s), len(recruits.ready())]
     third = cluster.add_node(num_cpus=1)
     joined: list[Any] = []
     until(lambda: bool(joined.extend(recruits.ready()) or joined))
     found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
-    crew.add(joined)
+    worker_group.add(joined)
     found["drain"] = drained(cluster, third)
-    refs = [worker.exchange.remote() for worker in crew.workers]
+    refs = [worker.exchange.remote() for worker in worker_group.workers]
     lost_number = next(number for number, node in node_of.items() if node == second.node_id)
     cluster.remove_node(second, allow_graceful=False)
     try:
-        crew.gather(refs)
+        worker_group.get(refs)
     except RanksLostError as error:
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
-    found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(keeping.keepers))
-    found["living"] = ray.get([worker.value.remote(5) for worker in crew.workers], timeout=PATIENCE_S)
+    found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(snapshot_stores.stores))
+    found["living"] = ray.get([worker.value.remote(5) for worker in worker_group.workers], timeout=PATIENCE_S)
     recruits.end()
-    crew.end()
-    keeping.end()
+    worker_group.end()
+    snapshot_stores.end()
     Path(sys.argv[1]).write_text(json.dumps(found))
     ray.shutdown()
     cluster.shutdown()

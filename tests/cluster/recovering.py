@@ -58,7 +58,7 @@ class Trouble:
         self._on_step, self._on_size, self._on_line = dict(on_step or {}), dict(on_size or {}), dict(on_line or {})
         self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.lines.append(text)
         assert "\n" not in text, "one line each"
         for start in [each for each in self._on_line if text.startswith(each)]:

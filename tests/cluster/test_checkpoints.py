@@ -16,7 +16,7 @@ from rayfcp.cluster.checkpoints.folder import (
     CheckpointFolder,
     Manifest,
     check_same_model,
-    newest_whole,
+    newest_intact,
     read_manifest,
     shares,
 )
@@ -210,16 +210,16 @@ def test_one_changed_bit_anywhere_gives_the_next_older(
     flipped = content[:at] + bytes([content[at] ^ 1 << data.draw(st.integers(0, 7))]) + content[at + 1 :]
     torn.write_bytes(data.draw(st.sampled_from([flipped, content[:at]])))
     said: list[str] = []
-    found = newest_whole([newer, older], check=find_damage, say=said.append)
+    found = newest_intact([newer, older], check=find_damage, log=said.append)
     assert found is not None and found == (older, read_manifest(older))
     (line,) = said
     assert line.startswith(f"checkpoint {newer.name} is damaged: ") and line.endswith(f"; trying {older.name}")
     assert str(torn) in line and "\n" not in line
     torn.unlink()
-    with pytest.raises(ConfigError, match=r"is whole: .*put back what is damaged, or start afresh") as caught:
-        newest_whole([newer], check=find_damage, say=said.append)
+    with pytest.raises(ConfigError, match=r"is intact: .*restore the damaged files, or start over") as caught:
+        newest_intact([newer], check=find_damage, log=said.append)
     assert "\n" not in str(caught.value)
-    assert newest_whole([], check=find_damage, say=said.append) is None
+    assert newest_intact([], check=find_damage, log=said.append) is None
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=12), count=st.integers(1, 5))

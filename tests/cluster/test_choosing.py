@@ -36,7 +36,9 @@ def test_the_record_names_what_was_taken_and_why(num_stages: int) -> None:
     assert {each.plan_hash for each in programs if isinstance(each, RankProgram)} == {record.plan_hash}
     again, *_ = planner.plan(BATCH, cluster, cost=cost)
     assert isinstance(again, PlanRecord) and again.plan_hash == record.plan_hash
-    spans = planner.foretell(*(each for each in programs if isinstance(each, RankProgram)), cluster=cluster, cost=cost)
+    spans = planner.simulate_step(
+        *(each for each in programs if isinstance(each, RankProgram)), cluster=cluster, cost=cost
+    )
     best = Planner(config(record.strategy), MODEL, device="cpu") if record.strategy != "mixed" else planner
     single, *_ = best.plan(BATCH, cluster, cost=cost)
     assert isinstance(single, PlanRecord) and single.predicted_s == record.predicted_s

@@ -121,7 +121,7 @@ def test_interrupted_then_gone_on_with(
     assert all(name in seen for name in ("raylet", "gcs_server", "Controller", "Planner", "RankWorker")), seen
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
     refused = capsys.readouterr().err
-    assert "rayfcp: error: run.dir is " in refused and "another run is there: process " in refused
+    assert "rayfcp: error: run.dir is " in refused and "in use by another run: process " in refused
     assert "Traceback" not in refused and (run_dir / "run.lock").exists()
     at_least = num_steps(run_dir) + 1
     first.until(lambda: num_steps(run_dir) >= at_least)

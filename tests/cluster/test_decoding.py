@@ -1,4 +1,4 @@
-"""A tiny Qwen3-VL on real pictures, which decoders make ready; these are lost, and no picture is another for it."""
+"""A tiny Qwen3-VL on real images, which decoders make ready; these are lost, and no image is another for it."""
 
 import json
 from pathlib import Path
@@ -17,11 +17,11 @@ from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config, load_config
 from rayfcp.data import TokenReader
-from rayfcp.data.vision.decoding import Decoded, PictureDecoder, Wanted
+from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.plan import plan_batch
 from rayfcp.program import RankProgram, lower
-from rayfcp.program.instructions import wanted_pictures
+from rayfcp.program.instructions import wanted_images
 from rayfcp.values import ClusterSpec, GlobalBatch
 from tests.cluster.recovering import Trouble, kill, pids
 from tests.cluster.runs import steps_of
@@ -34,8 +34,8 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the example's script writes, small; of one row the picture breaks off behind its header."""
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the example's script writes, small; of one row the image breaks off behind its header."""
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "processor").mkdir()
     example().write_processor(folder / "processor", max_pixels=64 * 64)
@@ -63,14 +63,14 @@ def config_of(folder: Path, name: str, **overrides: Any) -> Config:
     )
 
 
-def test_the_example_trains(pictures: Path) -> None:
-    config, heard = config_of(pictures, "trained"), Trouble()
+def test_the_example_trains(images: Path) -> None:
+    config, heard = config_of(images, "trained"), Trouble()
     FlexTrainer(config).fit(watcher=heard)
     losses = [report.loss for report in steps_of(config)]
     assert len(losses) == STEPS
     assert np.isfinite(losses).all()
     assert losses[-1] < losses[0]
-    (named,) = heard.said("a row with a broken picture")
+    (named,) = heard.said("a row with a broken image")
     assert ".arrow row " in named
 
 
@@ -85,7 +85,7 @@ def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, list[Ran
     return batch, lower(plan, sequences)
 
 
-def assert_same_pictures(found: dict[Wanted, Decoded] | None, want: dict[Wanted, Decoded]) -> None:
+def assert_same_images(found: dict[ImageRange, DecodedImages] | None, want: dict[ImageRange, DecodedImages]) -> None:
     assert found is not None and found.keys() == want.keys()
     for key, each in want.items():
         np.testing.assert_array_equal(found[key].values, each.values)
@@ -93,22 +93,22 @@ def assert_same_pictures(found: dict[Wanted, Decoded] | None, want: dict[Wanted,
         assert found[key].broken == each.broken
 
 
-def test_killed_decoders_give_the_pictures_that_workers_would_decode(pictures: Path) -> None:
-    config = config_of(pictures, "decoded")
-    data_dir = prepared_data(config, say=lambda _: None)
+def test_killed_decoders_give_the_images_that_workers_would_decode(images: Path) -> None:
+    config = config_of(images, "decoded")
+    data_dir = prepared_data(config, log=lambda _: None)
     batch, programs = programs_of(config, data_dir=data_dir)
-    own = PictureDecoder(TokenReader.open(data_dir), load_processor(config.data.processor))
-    want = [own.decode(batch, wanted_pictures(program.instructions)) for program in programs]
+    own = ImageDecoder(TokenReader.open(data_dir), load_processor(config.data.processor))
+    want = [own.decode(batch, wanted_images(program.instructions)) for program in programs]
     assert any(want)
     decoders = Decoders(config, runtime=RayRuntime(), data_dir=data_dir)
     try:
         asked = [ray.put(program) for program in programs], ray.put(batch)
-        until(lambda: decoders.ask(*asked))
+        until(lambda: decoders.request(*asked))
         for loses in (False, True):
             if loses:
                 kill(*pids("Decoder"))
-            for ref, pixels in zip(decoders.ask(*asked), want, strict=True):
-                assert_same_pictures(fetched([ref], patience_s=PATIENCE_S), pixels)
+            for ref, pixels in zip(decoders.request(*asked), want, strict=True):
+                assert_same_images(fetched([ref], patience_s=PATIENCE_S), pixels)
     finally:
         decoders.end()
 
@@ -116,7 +116,7 @@ def test_killed_decoders_give_the_pictures_that_workers_would_decode(pictures: P
 def test_what_does_not_come_is_not_waited_for() -> None:
     @ray.remote
     def fails() -> None:
-        raise ValueError("no picture")
+        raise ValueError("no image")
 
     nowhere = fails.options(resources={"nowhere": 1}).remote()
     assert fetched([], patience_s=PATIENCE_S) is None

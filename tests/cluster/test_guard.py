@@ -8,7 +8,7 @@ import pytest
 
 from rayfcp.cluster import FlexTrainer, RunFailedError
 from rayfcp.cluster.controller.stepping import RECORD, NumberGuard
-from rayfcp.cluster.workers.facts import CannotGoOnError
+from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import Config
 from rayfcp.data import load_tokenizer
 from rayfcp.execute.reports import RankReport
@@ -35,7 +35,7 @@ def report_of(step: int, *, loss: float, grad_norm: float = 1.0) -> RankReport:
         step_s=1.0,
         wait_s=0.0,
         bytes_sent=0,
-        num_cells=0.0,
+        num_pairs=0.0,
         memory_bytes={},
         gather_s=(),
         spans=(),
@@ -53,7 +53,7 @@ def metrics(tmp_path: Path):
 def guard_of(folder: Path, **train: object) -> tuple[NumberGuard, list[str], Config]:
     (folder / "guarded").mkdir()
     config, said = run_config(folder, name="guarded", train=dict(train)), []
-    return NumberGuard(config, data_dir="shards", say=said.append), said, config
+    return NumberGuard(config, data_dir="shards", log=said.append), said, config
 
 
 def skipped(metrics: MetricsExporter) -> float | None:
@@ -74,7 +74,7 @@ def test_skipped_steps_are_recorded_and_only_so_many_in_a_row_pass(tmp_path: Pat
         guard.check(batch_of(step), report_of(step, loss=loss, grad_norm=norm), metrics=metrics)
     guard.check(batch_of(6), report_of(6, loss=nan), metrics=metrics)
     assert skipped(metrics) == 4, "a step that is executed again counts once"
-    with pytest.raises(CannotGoOnError, match=r"for 3 steps in a row, train\.max_skipped_steps is 2"):
+    with pytest.raises(RunAbortedError, match=r"for 3 steps in a row, train\.max_skipped_steps is 2"):
         guard.check(batch_of(7), report_of(7, loss=-math.inf), metrics=metrics)
     lines = [json.loads(line) for line in (Path(config.run_dir) / RECORD).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 3, 5, 6, 6, 7]
@@ -92,7 +92,7 @@ def test_finite_again_after_a_loss_of_devices_is_no_skipped_step(tmp_path: Path,
 def test_stop_is_one_line(tmp_path: Path, metrics: MetricsExporter) -> None:
     guard, said, config = guard_of(tmp_path)
     with pytest.raises(
-        CannotGoOnError, match=r"^step 3: loss is nan, gradient norm 1\.0; its samples are in "
+        RunAbortedError, match=r"^step 3: loss is nan, gradient norm 1\.0; its samples are in "
     ) as caught:
         guard.check(batch_of(3), report_of(3, loss=math.nan), metrics=metrics)
     assert "\n" not in str(caught.value) and (Path(config.run_dir) / RECORD).exists() and said == []
@@ -126,6 +126,7 @@ def test_a_weight_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
         tmp_path,
         name="poisoned",
         model={"path": str(poisoned(tmp_path / "model")), "init": "pretrained"},
+        data={"tokenizer": "bytes"},
         train={"on_nonfinite": "skip", "max_skipped_steps": 2},
         cluster={"num_workers": 1},
     )

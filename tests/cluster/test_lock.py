@@ -46,9 +46,9 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_another_run_is_named_and_refused(holder: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another run is there") as caught, hold(tmp_path / "run", wait_s=0):
+    with pytest.raises(ConfigError, match="in use by another run") as caught, hold(tmp_path / "run", wait_s=0):
         pass
-    with pytest.raises(ConfigError, match="another run is there"):
+    with pytest.raises(ConfigError, match="in use by another run"):
         check_free(tmp_path / "run", wait_s=0)
     text = str(caught.value)
     assert f"process {holder.pid} on {socket.gethostname()} since 20" in text and "\n" not in text
@@ -104,6 +104,6 @@ def test_a_trainer_does_not_touch_the_folder_of_another_run(
     write_texts(tmp_path)
     address = ray.get_runtime_context().gcs_address if joins else None
     config = run_config(tmp_path, name="run", cluster={"num_workers": 1, "address": address})
-    with pytest.raises(ConfigError, match=f"another run is there: process {holder.pid} "):
+    with pytest.raises(ConfigError, match=f"in use by another run: process {holder.pid} "):
         FlexTrainer(config).fit()
     assert [path.name for path in (tmp_path / "run").iterdir()] == [LOCK_FILE]

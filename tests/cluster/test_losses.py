@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.recovery.losses import Diagnosis, Pulse, RanksLostError, WorkerFailedError, judge_silence
-from rayfcp.cluster.recovery.stores import Keeper, Keeping
+from rayfcp.cluster.recovery.losses import Diagnosis, Heartbeat, RanksLostError, WorkerFailedError, judge_silence
+from rayfcp.cluster.recovery.stores import SnapshotStore, SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.group import Crew
+from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.cluster.workers.members import keep_alive
-from rayfcp.cluster.workers.pending import Recruits
+from rayfcp.cluster.workers.pending import PendingWorkers
 from rayfcp.config import Config, ConfigError
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec
@@ -32,101 +32,104 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 
 @pytest.fixture(scope="module")
-def company(config: Config) -> Iterator[tuple[Crew, Recruits, Keeping]]:
-    """A crew, those who fill its gaps, and keepers that end processes."""
+def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, SnapshotStores]]:
+    """A worker_group, those who fill its gaps, and snapshot stores that end processes."""
     with free_cpus_again():
         start = light_start(config, run_key="losses")
-        crew, recruits = Crew.launch(start, stopped=lambda: False), Recruits(start, autoscale=False)
-        keeping = Keeping(config, runtime=RayRuntime(), run_key="losses")
-        crew.kill = keeping.kill
-        yield crew, recruits, keeping
-        pids = [fact.pid for fact in crew.facts]
+        worker_group, recruits = (
+            WorkerGroup.launch(start, stopped=lambda: False),
+            PendingWorkers(start, autoscale=False),
+        )
+        snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="losses")
+        worker_group.kill_process = snapshot_stores.kill
+        yield worker_group, recruits, snapshot_stores
+        pids = [fact.pid for fact in worker_group.facts]
         recruits.end()
-        crew.end()
-        keeping.end()
+        worker_group.end()
+        snapshot_stores.end()
         until(lambda: not any(map(lives, pids)))
 
 
 @pytest.fixture
-def crew(company: tuple[Crew, Recruits, Keeping]) -> Iterator[Crew]:
+def worker_group(company: tuple[WorkerGroup, PendingWorkers, SnapshotStores]) -> Iterator[WorkerGroup]:
     """Three idle members; none of those lost lives on."""
-    crew, recruits, keeping = company
-    recruits.want(3 - len(crew), in_use=len(crew))
-    until(lambda: crew.add(recruits.ready()) or len(crew.all) == 3)
-    crew.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in crew.all])
-    keeping.cover(crew.members)
-    crew.each(lambda _, worker: worker.abort.remote())
-    crew.each(lambda _, worker: worker.rest.remote())
-    pids = {fact.pid for fact in crew.facts}
-    yield crew
-    lost = pids - {fact.pid for fact in crew.facts}
+    worker_group, recruits, snapshot_stores = company
+    recruits.want(3 - len(worker_group), in_use=len(worker_group))
+    until(lambda: worker_group.add(recruits.ready()) or len(worker_group.all) == 3)
+    worker_group.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in worker_group.all])
+    snapshot_stores.assign(worker_group.members)
+    worker_group.call(lambda _, worker: worker.abort.remote())
+    worker_group.call(lambda _, worker: worker.rest.remote())
+    pids = {fact.pid for fact in worker_group.facts}
+    yield worker_group
+    lost = pids - {fact.pid for fact in worker_group.facts}
     until(lambda: not any(map(lives, lost)))
 
 
-def idle(crew: Crew) -> bool:
+def idle(worker_group: WorkerGroup) -> bool:
     """A call of each that lives is answered."""
-    return crew.each(lambda number, worker: worker.value.remote(number)) == list(range(len(crew)))
+    return worker_group.call(lambda number, worker: worker.value.remote(number)) == list(range(len(worker_group)))
 
 
-def test_main_calls_stay_in_one_thread_while_others_are_answered(crew: Crew) -> None:
-    threads = {tuple(crew.each(lambda _, worker: worker.thread.remote())) for _ in range(5)}
+def test_main_calls_stay_in_one_thread_while_others_are_answered(worker_group: WorkerGroup) -> None:
+    threads = {tuple(worker_group.call(lambda _, worker: worker.thread.remote())) for _ in range(5)}
     assert len(threads) == 1
-    busy = crew.workers[0].exchange.remote()
-    assert ray.get(crew.workers[0].beat.remote(), timeout=PATIENCE_S).step == 1
-    assert ray.get(crew.workers[0].headers.remote(), timeout=PATIENCE_S) == ()
-    ray.get(crew.workers[0].abort.remote(), timeout=PATIENCE_S)
+    busy = worker_group.workers[0].exchange.remote()
+    assert ray.get(worker_group.workers[0].beat.remote(), timeout=PATIENCE_S).step == 1
+    assert ray.get(worker_group.workers[0].headers.remote(), timeout=PATIENCE_S) == ()
+    ray.get(worker_group.workers[0].abort.remote(), timeout=PATIENCE_S)
     with pytest.raises(CollectiveFailedError):
         ray.get(busy, timeout=PATIENCE_S)
-    assert tuple(crew.each(lambda _, worker: worker.thread.remote())) in threads
+    assert tuple(worker_group.call(lambda _, worker: worker.thread.remote())) in threads
 
 
-def test_a_killed_worker_is_named_and_the_others_are_free(crew: Crew) -> None:
-    ids, pids = [member.id for member in crew.members], [fact.pid for fact in crew.facts]
-    refs = [worker.exchange.remote() for worker in crew.workers]
+def test_a_killed_worker_is_named_and_the_others_are_free(worker_group: WorkerGroup) -> None:
+    ids, pids = [member.id for member in worker_group.members], [fact.pid for fact in worker_group.facts]
+    refs = [worker.exchange.remote() for worker in worker_group.workers]
     until(lambda: not ray.wait(refs, timeout=0.3)[0])
     os.kill(pids[1], signal.SIGKILL)
     with pytest.raises(RanksLostError, match="rank 1 died") as caught:
-        crew.gather(refs)
+        worker_group.get(refs)
     assert [(each.id, each.number, each.cause) for each in caught.value.lost] == [(ids[1], 1, "died")]
     assert caught.value.cause == "died"
-    assert [member.id for member in crew.members] == [ids[0], ids[2]]
-    assert idle(crew)
+    assert [member.id for member in worker_group.members] == [ids[0], ids[2]]
+    assert idle(worker_group)
 
 
-def test_a_stopped_worker_is_hung_and_killed(crew: Crew) -> None:
-    """Ray cannot end a process that is stopped: its keeper does."""
-    pid, silence = crew.facts[1].pid, judge_silence(2)
+def test_a_stopped_worker_is_hung_and_killed(worker_group: WorkerGroup) -> None:
+    """Ray cannot end a process that is stopped: its snapshot store does."""
+    pid, silence = worker_group.facts[1].pid, judge_silence(2)
 
-    def judge(pulses: Sequence[Pulse]) -> Diagnosis:
-        return silence([each for each in pulses if each.number == 1])  # a busy machine lets others be silent, too
+    def judge(heartbeats: Sequence[Heartbeat]) -> Diagnosis:
+        return silence([each for each in heartbeats if each.number == 1])  # a busy machine lets others be silent, too
 
-    refs = [worker.exchange.remote() for worker in crew.workers]
+    refs = [worker.exchange.remote() for worker in worker_group.workers]
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RanksLostError, match="rank 1 hangs: gave no sign of life for 2 s") as caught:
-        crew.gather(refs, judge=judge)
+    with pytest.raises(RanksLostError, match="rank 1 hangs: sent no heartbeat for 2 s") as caught:
+        worker_group.get(refs, judge=judge)
     assert [(each.number, each.cause) for each in caught.value.lost] == [(1, "hung")]
-    assert idle(crew)
+    assert idle(worker_group)
     until(lambda: not lives(pid))
 
 
-def test_errors_of_the_program_are_raised_at_once(crew: Crew) -> None:
-    refs = [crew.workers[0].fail.remote(IndexError("out of range")), crew.workers[1].exchange.remote()]
+def test_errors_of_the_program_are_raised_at_once(worker_group: WorkerGroup) -> None:
+    refs = [worker_group.workers[0].fail.remote(IndexError("out of range")), worker_group.workers[1].exchange.remote()]
     with pytest.raises(WorkerFailedError, match="rank 0 failed: IndexError") as caught:
-        crew.gather(refs)
+        worker_group.get(refs)
     assert not isinstance(caught.value, RanksLostError)
     with pytest.raises(ConfigError, match=r"set x"):
-        crew.gather([crew.workers[0].fail.remote(ConfigError("set x"))])
+        worker_group.get([worker_group.workers[0].fail.remote(ConfigError("set x"))])
 
 
-def test_an_error_because_another_is_gone_is_a_loss(crew: Crew) -> None:
+def test_an_error_because_another_is_gone_is_a_loss(worker_group: WorkerGroup) -> None:
     """Not every library says what it failed of."""
-    os.kill(crew.facts[2].pid, signal.SIGKILL)
-    until(lambda: not lives(crew.facts[2].pid))
-    refs = [crew.workers[0].fail.remote(RuntimeError("?")), crew.workers[1].exchange.remote()]
+    os.kill(worker_group.facts[2].pid, signal.SIGKILL)
+    until(lambda: not lives(worker_group.facts[2].pid))
+    refs = [worker_group.workers[0].fail.remote(RuntimeError("?")), worker_group.workers[1].exchange.remote()]
     with pytest.raises(RanksLostError) as caught:
-        crew.gather(refs)
+        worker_group.get(refs)
     assert [each.number for each in caught.value.lost] == [2]
-    assert idle(crew)
+    assert idle(worker_group)
 
 
 class Impatient:
@@ -149,22 +152,22 @@ class ImpatientWorker(Impatient, LightWorker):
     """As a worker that nobody has called for long."""
 
 
-class ImpatientKeeper(Impatient, Keeper):
-    """As a keeper that nobody has called for long."""
+class ImpatientStore(Impatient, SnapshotStore):
+    """As a snapshot store that nobody has called for long."""
 
 
 def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:
     config = light_config(tmp_path, name="orphan", num_workers=1)
     with free_cpus_again():
         start = light_start(config, run_key="orphans", worker=ImpatientWorker)
-        crew = Crew.launch(start, stopped=lambda: False)
-        keeper = ray.remote(ImpatientKeeper).options(num_cpus=0).remote(orphan_s=PATIENCE_S)
-        ray.get(crew.workers[0].outlive_a_watch.remote())
-        start.let_go(crew.members[0].id)
-        orphans = ray.get([each.orphan_in.remote(0.2) for each in (crew.workers[0], keeper)])
+        worker_group = WorkerGroup.launch(start, stopped=lambda: False)
+        store = ray.remote(ImpatientStore).options(num_cpus=0).remote(orphan_s=PATIENCE_S)
+        ray.get(worker_group.workers[0].outlive_a_watch.remote())
+        start.let_go(worker_group.members[0].id)
+        orphans = ray.get([each.orphan_in.remote(0.2) for each in (worker_group.workers[0], store)])
         until(lambda: not any(map(lives, orphans)))
         with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(keeper.open.remote())
+            ray.get(store.open.remote())
 
 
 def test_signs_of_life_are_given_often_enough_until_closed() -> None:
@@ -189,16 +192,13 @@ def test_signs_of_life_are_given_often_enough_until_closed() -> None:
     periods.call()
     assert [each.num_beats for each in handles] == [2, 2] and periods.period_s <= 8.0 / 2
     watch = OrphanWatch(PATIENCE_S)
-    watch.heard()
+    watch.on_call()
     assert not watch.is_quiet() and watch.is_quiet()
 
 
 def test_the_class_of_workers_is_the_callers(tmp_path: Path) -> None:
     config = light_config(tmp_path, name="own", num_workers=1)
     with free_cpus_again():
-        runtime = RayRuntime(LightWorker)
-        crew = Crew.start(
-            config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, stopped=lambda: False, run_key="own"
-        )
-        assert idle(crew)
-        crew.end()
+        worker_group = WorkerGroup.launch(light_start(config, run_key="own", worker=LightWorker))
+        assert idle(worker_group)
+        worker_group.end()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cluster.planning.measured import (
-    BASE_HARDWARE,
     COMMAND,
     about_run,
     analytic_cost,
@@ -23,7 +22,8 @@ from rayfcp.config import Config
 from rayfcp.cost.fit import Timing, fit_cost, mean_error, predicted_s
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import ClusterSpec
-from tests.plan.test_fit import timings_of
+from rayfcp.values.devices import DEVICES
+from tests.cost.test_fit import timings_of
 
 MODEL = model_profile("qwen3-1.7b")
 
@@ -40,7 +40,7 @@ def cluster_of(num_ranks: int) -> ClusterSpec:
     return ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=64)
 
 
-@pytest.mark.parametrize("device", BASE_HARDWARE)
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_first_guess_is_the_named_profile(device: str) -> None:
     config = config_of(
         model={"dtype": "bfloat16", "architecture": {"num_layers": 28}},
@@ -48,7 +48,7 @@ def test_the_first_guess_is_the_named_profile(device: str) -> None:
     )
     assert analytic_cost(config, MODEL, device=device, cluster=cluster_of(6)) == CostModel.from_profiles(
         MODEL,
-        hardware_profile(BASE_HARDWARE[device]),
+        hardware_profile(DEVICES[device].base_hardware),
         num_ranks=6,
         recomputed_layers=7,
         bytes_per_element=2,
@@ -87,7 +87,7 @@ def test_computation_that_noise_hides_is_not_free() -> None:
     assert fit_cost(guess_of(4), passes).cost.linear_s_per_token == 0.0
     found = measure_cost(guess_of(4), passes).fit
     assert 0 < found.cost.linear_s_per_token < guess_of(4).linear_s_per_token
-    assert 0 < found.cost.attention_s_per_cell < guess_of(4).attention_s_per_cell
+    assert 0 < found.cost.attention_s_per_pair < guess_of(4).attention_s_per_pair
     assert found.mean_error == mean_error(found.cost, passes)
 
 
@@ -104,7 +104,7 @@ def test_measured_with_stages_is_of_all_layers_and_of_its_traffic(tmp_path: Path
     share = guess.pipeline.head_s_per_token / guess.linear_s_per_token
     assert cost.pipeline.head_s_per_token / cost.linear_s_per_token == pytest.approx(share)
     assert all(not any(dataclasses.astuple(each)) for each in cost.pipeline.traffic) and cost.shard_s == 0
-    assert cost.pipeline.room_bytes == guess.pipeline.room_bytes
+    assert cost.pipeline.budget_bytes == guess.pipeline.budget_bytes
     path = tmp_path / "profile.json"
     config = config_of(cluster={"pipeline_stages": 2, "num_workers": 8})
     write_measured(path, measure_cost(guess, twice), about=about_run(config, MODEL, device="cpu", cluster=cluster))
@@ -129,7 +129,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert written["mean_error"] == want.mean_error and written["held_out_error"] is None
     assert len(written["passes"]) == len(passes)
     for found, timing in zip(written["passes"], passes, strict=True):
-        assert found["seconds"] == timing.seconds and found["num_cells"] == timing.num_cells
+        assert found["seconds"] == timing.seconds and found["num_pairs"] == timing.num_pairs
         assert found["predicted_s"] == predicted_s(want.cost, timing) and found["fitted"]
 
 
@@ -144,9 +144,9 @@ def test_held_out_passes_are_predicted_not_fitted() -> None:
     fitted = [each for at, each in enumerate(passes) if at not in measured.held_out]
     assert {each.degree for each in held} == {1, 2, 4}
     for degree in (1, 2, 4):
-        cells = [each.num_cells for each in passes if each.degree == degree]
-        chosen = {each.num_cells for each in held if each.degree == degree}
-        assert max(cells) not in chosen
+        pairs = [each.num_pairs for each in passes if each.degree == degree]
+        chosen = {each.num_pairs for each in held if each.degree == degree}
+        assert max(pairs) not in chosen
     assert measured.fit == fit_cost(guess_of(4), fitted, overlaps=(0.0,))
     assert measured.held_out_error == mean_error(measured.fit.cost, held) > 0
 

@@ -10,7 +10,7 @@ import pytest
 from tests.waiting import PATIENCE_S
 
 
-def test_keepers_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
+def test_stores_recruits_drains_and_losses_over_nodes(tmp_path: Path) -> None:
     answer = tmp_path / "found.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.nodes_script", str(answer)],

@@ -5,25 +5,23 @@ import math
 
 import pytest
 
-from rayfcp.cluster.controller.observing import PlannedGroups, observations, own_seconds, planned_groups, rank_seconds
+from rayfcp.cluster.controller.observing import TimedGroups, observations, own_seconds, rank_seconds, timed_groups
 from rayfcp.config.models import PlanConfig
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import plan_batch
 from rayfcp.plan.imbalance import rank_loads
 from rayfcp.values import ClusterSpec, Span, SpanKind
 from tests.plan.helpers import UNIT, batch_of
-from tests.plan.pipelines.helpers import staged_cost
+from tests.plan.pipeline.helpers import staged_cost
 
 CLUSTER = ClusterSpec(num_ranks=3, max_tokens_per_rank=64, node_of_rank=(0, 0, 1))
 BATCH = batch_of([100, 30, 20, 60, 9])
 PLAN = plan_batch(BATCH, cluster=CLUSTER, cost=UNIT, options=PlanConfig())
-GROUPS = planned_groups(PLAN, BATCH, cluster=CLUSTER)
+GROUPS = timed_groups(PLAN, BATCH, cluster=CLUSTER)
 TRAFFIC_S = 0.125
 
 
-def reports(
-    groups: PlannedGroups = GROUPS, *, host_waits: bool = True, traffic_s: float = TRAFFIC_S
-) -> list[RankReport]:
+def reports(groups: TimedGroups = GROUPS, *, host_waits: bool = True, traffic_s: float = TRAFFIC_S) -> list[RankReport]:
     """Ranks that compute as predicted, wait in gathers for the slowest of them, and gather for `traffic_s`."""
     found = []
     for rank in range(CLUSTER.num_ranks):
@@ -50,7 +48,7 @@ def reports(
                 step_s=sum(span.duration_s for span in spans) + rank,
                 wait_s=sum(waited),
                 bytes_sent=0,
-                num_cells=0,
+                num_pairs=0,
                 memory_bytes={},
                 gather_s=tuple(waited) if host_waits else (math.nan,) * len(waited),
                 spans=tuple(spans),
@@ -62,7 +60,7 @@ def reports(
 
 def test_the_first_tensor_parallel_device_speaks_for_its_rank() -> None:
     alone = reports()
-    pairs = [
+    both = [
         dataclasses.replace(
             report,
             number=2 * report.rank + tensor_rank,
@@ -72,14 +70,14 @@ def test_the_first_tensor_parallel_device_speaks_for_its_rank() -> None:
         for report in alone
         for tensor_rank in (0, 1)
     ]
-    assert observations(GROUPS, pairs) == observations(GROUPS, alone)
+    assert observations(GROUPS, both) == observations(GROUPS, alone)
 
 
 def test_groups_are_those_of_the_plan() -> None:
     assert len(GROUPS) == len(PLAN.microbatches)
     tokens = sum(group.part.num_tokens for held in GROUPS for group in held)
-    cells = sum(group.part.num_cells for held in GROUPS for group in held)
-    assert (tokens, cells) == (219, sum(each.attention_cells for each in BATCH))
+    pairs = sum(group.part.num_pairs for held in GROUPS for group in held)
+    assert (tokens, pairs) == (219, sum(each.attention_pairs for each in BATCH))
     for held in GROUPS:
         for group in held:
             assert group.part.degree == len(group.ranks)
@@ -90,7 +88,7 @@ def test_waiting_for_slower_groups_is_taken_off_and_traffic_stays() -> None:
     """One observation a group: its own seconds and the traffic, whoever it waited for."""
     found = observations(GROUPS, reports())
     want = [(group.part, group.predicted_s + TRAFFIC_S) for held in GROUPS for group in held]
-    assert [each.parts for each in found] == [(part,) for part, _ in want]
+    assert [each.groups for each in found] == [(part,) for part, _ in want]
     assert [each.seconds for each in found] == pytest.approx([seconds for _, seconds in want])
 
 
@@ -98,13 +96,13 @@ def test_hosts_that_do_not_wait_tell_of_whole_steps() -> None:
     told = reports(host_waits=False)
     found = observations(GROUPS, told)
     slowest = tuple(max(held, key=lambda group: group.predicted_s).part for held in GROUPS)
-    assert [each.parts for each in found] == [slowest]
+    assert [each.groups for each in found] == [slowest]
     assert found[0].seconds == max(report.step_s for report in told)
 
 
 def test_blocks_placed_freely_tell_nothing() -> None:
     plan = plan_batch(BATCH, cluster=CLUSTER, cost=UNIT, strategy="magi", options=PlanConfig())
-    groups = planned_groups(plan, BATCH, cluster=CLUSTER)
+    groups = timed_groups(plan, BATCH, cluster=CLUSTER)
     assert groups == ((),) * len(plan.microbatches)
     told = [dataclasses.replace(report, gather_s=(0.0,) * len(plan.microbatches)) for report in reports()]
     assert observations(groups, told) == []
@@ -115,11 +113,11 @@ SPEEDS = (1.0, 0.5, 1.0)
 
 
 def test_seconds_of_slow_ranks_are_told_at_the_usual_speed() -> None:
-    """Groups that take as long as predicted at their speeds say nothing new about the cost of compute."""
+    """Groups that take as long as predicted at their speeds log nothing new about the cost of compute."""
     slow = dataclasses.replace(CLUSTER, speed_of_rank=SPEEDS)
     free = UNIT.with_coefficients(ring_intra_s_per_token=0.0, ring_inter_s_per_token=0.0, ring_s_per_round=0.0)
     plan = plan_batch(BATCH, cluster=slow, cost=free, options=PlanConfig())
-    groups = planned_groups(plan, BATCH, cluster=slow)
+    groups = timed_groups(plan, BATCH, cluster=slow)
     speeds = [group.speed for held in groups for group in held]
     assert speeds == [min(SPEEDS[rank] for rank in group.ranks) for held in groups for group in held] and 0.5 in speeds
     longest_s = sum(max(group.predicted_s for group in held) for held in groups)
@@ -128,8 +126,8 @@ def test_seconds_of_slow_ranks_are_told_at_the_usual_speed() -> None:
         more = 1.0 if host_waits else max(each.step_s for each in devices) / longest_s
         for each in observations(groups, devices):
             usual_s = sum(
-                float(free.group_s(part.num_cells, part.num_tokens, degree=part.degree, crosses=part.crosses))
-                for part in each.parts
+                float(free.group_s(part.num_pairs, part.num_tokens, degree=part.degree, crosses=part.crosses))
+                for part in each.groups
             )
             assert each.seconds == pytest.approx(usual_s * more)
 

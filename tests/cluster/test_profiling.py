@@ -31,7 +31,7 @@ def said() -> list[str]:
 
 @pytest.fixture(scope="module")
 def profiled(config: Config, said: list[str]) -> Profiled:
-    return profile_run(config, out_dir=None, rounds=2, max_tokens=128, say=said.append)
+    return profile_run(config, out_dir=None, rounds=2, max_tokens=128, log=said.append)
 
 
 def test_the_profile_says_what_it_measured_and_how_well_it_fits(profiled: Profiled, config: Config) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.cluster.controller.ray_metrics import ray_mirror
 from rayfcp.elastic.facts import Cause
-from rayfcp.telemetry.metrics import Series
+from rayfcp.telemetry.metrics import RunSeries
 from rayfcp.telemetry.names import METRICS, PREFIX
 from tests.waiting import PATIENCE_S, until
 
@@ -44,7 +44,7 @@ def test_ray_exports_the_same_names_labels_and_values() -> None:
     run = f"mirrored-{os.getpid()}"
     mirror = ray_mirror()
     assert mirror is not None
-    series = Series(run, mirror=mirror)
+    series = RunSeries(run, mirror=mirror)
     series.set("loss", 2.5)
     series.set("worker_busy_seconds", 1.25, rank="0")
     series.set("worker_busy_seconds", 0.5, rank="1")

@@ -9,12 +9,12 @@ import pytest
 
 from rayfcp.cluster.controller.reporting import Recorder
 from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import foretell, run_hardware
+from rayfcp.cluster.planning.planner import run_hardware, simulate_step
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import layers_of_stage
 from rayfcp.config import Config
 from rayfcp.plan import model_profile, plan_batch
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 from rayfcp.telemetry.events import Event, EventKind, read_events
 from rayfcp.telemetry.report import history_of
 from rayfcp.telemetry.steps import StepLog
@@ -52,9 +52,9 @@ def test_the_simulator_foretells_about_what_the_plan_does(strategy: str, num_sta
     cost = analytic_cost(given, MODEL, device="cuda", cluster=cluster, memory_bytes=80 << 30)
     sequences = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(LENGTHS)]
     plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences)
     hardware = run_hardware(given, MODEL, device="cuda", cluster=cluster, cost=cost)
-    timeline = foretell(programs, config=given, model=MODEL, hardware=hardware, cluster=cluster)
+    timeline = simulate_step(programs, config=given, model=MODEL, hardware=hardware, cluster=cluster)
     assert 0.6 < timeline.iteration_s / plan.predicted_s < 1.6
     passes = [span for span in timeline.spans if span.kind in (SpanKind.FORWARD, SpanKind.BACKWARD)]
     assert {(span.stage, span.rank) for span in passes} == {
@@ -69,18 +69,18 @@ def start(at_s: float) -> Event:
 def test_a_start_that_was_killed_ends_with_its_last_step(tmp_path: Path) -> None:
     began_s = time.time() - 1000.0
     first = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=0)
-    first.happened(start(began_s))
+    first.add_event(start(began_s))
     with StepLog(tmp_path / "steps.jsonl") as log:
         log.append(report(1))
     os.utime(tmp_path / "steps.jsonl", (began_s + 100.0, began_s + 100.0))
     second = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=1)
-    second.happened(start(began_s + 500.0))
+    second.add_event(start(began_s + 500.0))
     second.close()
     told = read_events(tmp_path / "events.jsonl")
     assert [event.kind for event in told] == [EventKind.START, EventKind.END, EventKind.START, EventKind.END]
-    assert told[1].at_s == pytest.approx(began_s + 100.0) and "going on after step 1" in told[1].reason
+    assert told[1].at_s == pytest.approx(began_s + 100.0) and "resuming from step 1" in told[1].reason
     wall_s = history_of(told, [report(1)], last_write_s=began_s + 100.0).wall_s
     assert wall_s == pytest.approx(105.0 + 5.0 + told[3].at_s - told[2].at_s)
     again = Recorder(tmp_path, runtime=RayRuntime(), trace_steps=1, resume_step=0)
-    again.happened(start(began_s))
+    again.add_event(start(began_s))
     assert len(read_events(tmp_path / "events.jsonl")) == 1, "a run from its beginning forgets what was there"

@@ -66,8 +66,8 @@ def test_the_command_adds_a_static_baseline(trained: Config, capsys: pytest.Capt
     written = capsys.readouterr()
     assert "no static baseline" not in written.err and f"{STEPS} (1 to {STEPS})" in written.out
     page = (Path(trained.run_dir) / "report.html").read_text()
-    assert "before: static-cp" in page and "after: flex-ring" in page
-    found = baseline_of(trained.run_dir, num_steps=3, say=lambda _: None)
+    assert "static baseline: static-cp" in page and "this run: flex-ring" in page
+    found = baseline_of(trained.run_dir, num_steps=3, log=lambda _: None)
     assert found is not None and [each.step for each in found.steps] == [1, 3, STEPS]
     for each in found.steps:
         assert 0 <= each.before.compute < 1 and 0 <= each.after.compute < 1
@@ -83,10 +83,10 @@ def test_a_baseline_of_other_data_is_refused(trained: Config, tmp_path: Path) ->
     ]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(NoBaselineError, match=rf"step {STEPS} of .* was trained on other samples"):
-        baseline_of(tmp_path, num_steps=1, say=lambda _: None)
+        baseline_of(tmp_path, num_steps=1, log=lambda _: None)
     (tmp_path / "profile.json").unlink()
     with pytest.raises(NoBaselineError, match=r"holds no profile\.json"):
-        baseline_of(tmp_path, num_steps=1, say=lambda _: None)
+        baseline_of(tmp_path, num_steps=1, log=lambda _: None)
 
 
 def test_a_logger_without_its_package_is_refused_before_anything_starts(

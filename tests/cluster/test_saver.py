@@ -11,7 +11,7 @@ import pytest
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
 from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.facts import CannotGoOnError
+from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import ConfigError
 from rayfcp.data import LengthIndex, Sampler
 from rayfcp.data.prepare import prepare_local
@@ -60,7 +60,7 @@ class Called:
 
 
 class Devices:
-    """What a saver needs of a crew."""
+    """What a saver needs of a worker_group."""
 
     def __init__(self, count: int) -> None:
         self._handles = [Called(WritingDevice(number)) for number in range(count)]
@@ -68,12 +68,12 @@ class Devices:
     def __len__(self) -> int:
         return len(self._handles)
 
-    def each(self, call: Callable[[int, Any], Any]) -> list[Any]:
-        return [call(number, handle) for number, handle in enumerate(self._handles)]
+    def call(self, method: Callable[[int, Any], Any]) -> list[Any]:
+        return [method(number, handle) for number, handle in enumerate(self._handles)]
 
 
 class Run:
-    """A saver, its crew, and what it says."""
+    """A saver, its worker_group, and what it says."""
 
     def __init__(self, folder: Path) -> None:
         write_texts(folder)
@@ -82,26 +82,26 @@ class Run:
         self._sampler = Sampler(LengthIndex.open(str(folder / "shards"), max_seqlen=256), seed=0, global_batch=6)
         self.said: list[str] = []
         self.metrics = MetricsExporter("saved", run_dir=folder / "saved")
-        self.crew = Devices(2)
+        self.worker_group = Devices(2)
         self.saver = self.make_saver("auto")
 
     def make_saver(self, resume: str) -> Saver:
         checkpoint = self.config.checkpoint.model_copy(update={"resume": resume})
         config = self.config.model_copy(update={"checkpoint": checkpoint})
         return Saver(
-            config, runtime=RayRuntime(), sampler=self._sampler, model={"hidden_size": 8}, say=self.said.append
+            config, runtime=RayRuntime(), sampler=self._sampler, model={"hidden_size": 8}, log=self.said.append
         )
 
     def write(self) -> list[SavedPart | None]:
-        return self.crew.each(lambda _, worker: worker.finish_save.remote())
+        return self.worker_group.call(lambda _, worker: worker.finish_save.remote())
 
     def step(self, step: int, *parts: SavedPart | None) -> None:
         """A step in whose reports devices said this of what they wrote; a commit begun in it has ended after it."""
-        told = [*parts, *[None] * (len(self.crew) - len(parts))]
+        told = [*parts, *[None] * (len(self.worker_group) - len(parts))]
         ranks: list[RankReport] = [
             replace(report_of(step, loss=1.0), number=number, saved=part) for number, part in enumerate(told)
         ]
-        self.saver.after_step(step, self.crew, ranks=ranks, metrics=self.metrics)
+        self.saver.after_step(step, self.worker_group, ranks=ranks, metrics=self.metrics)
         self.saver._committer.submit(lambda: None).result()
 
     @property
@@ -126,13 +126,13 @@ def test_a_slow_write_holds_nothing_up_and_the_next_is_left_out(run: Run) -> Non
     run.step(2)
     run.step(3)
     run.step(4)
-    assert run.said == ["checkpoint of step 2 is still being written; that of step 4 is left out"]
+    assert run.said == ["checkpoint of step 2 is still being written; that of step 4 is skipped"]
     first, second = run.write()
     run.step(5, first)
     assert run.steps == []
     run.step(5, None, second)
     assert run.steps == [2] and run.unfinished == []
-    assert run.saver.last(5, run.crew, metrics=run.metrics) is not None and run.steps == [2, 5]
+    assert run.saver.last(5, run.worker_group, metrics=run.metrics) is not None and run.steps == [2, 5]
 
 
 def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) -> None:
@@ -141,7 +141,7 @@ def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) ->
     late, _ = run.write()
     run.saver.abandon()
     (given_up,) = run.unfinished
-    run.crew = Devices(1)
+    run.worker_group = Devices(1)
     run.step(2)
     run.step(3, late)
     assert run.steps == [], "what devices say of an older write is dropped"
@@ -151,7 +151,7 @@ def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) ->
     assert read_manifest(folder).world_size == 1
     assert sorted(path.name for path in folder.iterdir()) == ["__0_0.distcp", "manifest.json"]
     run.saver.abandon()
-    run.saver.finish(run.crew, metrics=run.metrics)
+    run.saver.finish(run.worker_group, metrics=run.metrics)
 
 
 def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> None:
@@ -169,7 +169,7 @@ def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> 
     assert run.steps == [8] and run.unfinished == []
     for step in (10, 12, 14):
         save(step, fails=True)
-    with pytest.raises(CannotGoOnError, match=r"^4 checkpoints in a row could not be written") as caught:
+    with pytest.raises(RunAbortedError, match=r"^4 checkpoints in a row could not be written") as caught:
         save(16, fails=True)
     assert "(rank 0: No space left on device); the newest good one is " in str(caught.value)
     assert "step-00000008" in str(caught.value) and run.steps == [8] and run.unfinished == []
@@ -177,8 +177,8 @@ def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> 
     assert run.said.count("checkpoint of step 6 could not be written: rank 0: No space left on device") == 1
 
 
-def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
-    assert run.saver.fall_back(run.crew, metrics=run.metrics) == 0
+def test_falling_back_takes_the_newest_intact_one(run: Run) -> None:
+    assert run.saver.fall_back(run.worker_group, metrics=run.metrics) == 0
     for step in (2, 4):
         run.step(step)
         run.step(step + 1, *run.write())
@@ -187,8 +187,8 @@ def test_falling_back_takes_the_newest_whole_one(run: Run) -> None:
     (newer / "__1_0.distcp").write_bytes(bytes(100) + b"x")
     run.step(6)
     run.saver.abandon()
-    assert run.saver.fall_back(run.crew, metrics=run.metrics) == 2
-    assert run.crew.each(lambda _, worker: worker.loaded.remote()) == [str(older)] * 2
+    assert run.saver.fall_back(run.worker_group, metrics=run.metrics) == 2
+    assert run.worker_group.call(lambda _, worker: worker.loaded.remote()) == [str(older)] * 2
     assert len(run.said) == 1 and str(newer / "__1_0.distcp") in run.said[0]
     run.step(4)
     run.step(5, *run.write())
@@ -207,15 +207,18 @@ def test_damage_without_a_way_out_is_an_error(run: Run) -> None:
     named = run.make_saver(str(newer))
     assert named.first_step == 5, "sizes are right"
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume is .*__0_0\.distcp has checksum") as caught:
-        named.verify(run.crew)
+        named.verify(run.worker_group)
     assert "\n" not in str(caught.value) and newer.exists()
     automatic = run.make_saver("auto")
-    automatic.verify(run.crew)
+    automatic.verify(run.worker_group)
     assert automatic.first_step == 3 and automatic.source == str(older)
-    assert run.steps == [2] and f"what came after step 2 is in {Path(run.config.run_dir) / 'earlier-1'}" in run.said
+    assert (
+        run.steps == [2]
+        and f"checkpoints and steps after step 2 are in {Path(run.config.run_dir) / 'earlier-1'}" in run.said
+    )
     (older / "__1_0.distcp").write_bytes(bytes(100))
     with pytest.raises(
-        ConfigError, match=r"^no checkpoint in .* is whole: .*__1_0\.distcp holds 100 bytes, must be 101"
+        ConfigError, match=r"^no checkpoint in .* is intact: .*__1_0\.distcp holds 100 bytes, must be 101"
     ):
         run.make_saver("auto")
     assert run.make_saver("never").first_step == 1

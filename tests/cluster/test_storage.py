@@ -47,7 +47,7 @@ def test_a_changed_checkpoint_is_refused_and_the_one_before_taken(trained: Confi
     older, newer = checkpoints_of(config).complete()
     flip_a_bit(newer / "__1_0.distcp")
     said: list[str] = []
-    assert export_run(config.run_dir, out_dir=folder / "exported", say=said.append) == older
+    assert export_run(config.run_dir, out_dir=folder / "exported", log=said.append) == older
     heard = Trouble()
     FlexTrainer(config).fit(watcher=heard)
     assert said == heard.said("damaged")
@@ -58,7 +58,7 @@ def test_a_changed_checkpoint_is_refused_and_the_one_before_taken(trained: Confi
     assert [report.loss for report in repeated[3:6]] == pytest.approx([each.loss for each in reports[3:]], rel=1e-4)
     aside = Path(config.run_dir) / "earlier-1"
     assert (aside / "checkpoints" / newer.name).exists()
-    assert f"what came after step 3 is in {aside}" in heard.lines
+    assert f"checkpoints and steps after step 3 are in {aside}" in heard.lines
 
 
 def flip_a_bit(path: Path) -> None:

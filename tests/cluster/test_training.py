@@ -109,7 +109,7 @@ class Scraper:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir, self.text = run_dir, ""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Messages are not looked at."""
 
     def update(self, report: StepReport) -> None:
@@ -170,7 +170,7 @@ def test_export_opens_in_the_library(folder: Path, alone: tuple[StepReport, ...]
 def test_a_worker_that_raises_ends_the_run_with_its_cause(
     folder: Path, tmp_path: Path, alone: tuple[StepReport, ...]
 ) -> None:
-    """Shards whose token ids are larger than they say: the embedding raises in the middle of a step, while
+    """Shards whose token ids are larger than they log: the embedding raises in the middle of a step, while
     the other rank waits for it."""
     assert alone
     prepared = next((folder / ".data").glob("prepared-*"))

@@ -10,9 +10,9 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.planning.capacity import tokens_that_fit
-from rayfcp.compare.advice import Advice, Adviser, Question, format_layouts, layout_section, suits
-from rayfcp.compare.comparison import contest
-from rayfcp.compare.layouts import Effort, Layout, layouts, misfit, view_of
+from rayfcp.compare.advice import Advice, AdviceRequest, Advisor, format_layouts, layout_section, suits
+from rayfcp.compare.comparison import evaluate
+from rayfcp.compare.layouts import Effort, ParallelLayout, layouts, misfit, view_of
 from rayfcp.compare.page import render
 from rayfcp.compare.planning import best_setting
 from rayfcp.compare.run_config import DATA, run_config_text
@@ -28,27 +28,27 @@ QUICK |= {"reduce_every": "microbatch", "gather_every": "microbatch"}
 SEARCHED: dict[str, Any] = {"max-tokens-per-rank": None, "stages": "auto", "tensor-parallel": "auto", "batches": 1}
 
 
-def question(folder: Path, **changes: Any) -> Question:
-    return Question(inputs=small(folder, **(QUICK | changes)))
+def request(folder: Path, **changes: Any) -> AdviceRequest:
+    return AdviceRequest(inputs=small(folder, **(QUICK | changes)))
 
 
 @pytest.fixture(scope="module")
 def advice(tmp_path_factory: pytest.TempPathFactory) -> Advice:
-    return Adviser(question(tmp_path_factory.mktemp("advice"))).advise()
+    return Advisor(request(tmp_path_factory.mktemp("advice"))).advise()
 
 
 def test_the_recommendation_is_the_best_of_all(tmp_path: Path) -> None:
     """Bounds leave out nothing that is faster: a search that simulates all else finds what simulating all finds."""
-    asked = question(tmp_path, hardware="a800", memory_gib=10.0)
-    adviser = Adviser(asked, effort=Effort(finalists=100, margin=float("inf")))
+    inputs = request(tmp_path, hardware="a800", memory_gib=10.0)
+    advisor = Advisor(inputs, effort=Effort(finalists=100, margin=float("inf")))
     all_s = {}
-    for name, layout in ((name, layout) for layout in adviser.layouts for name in NAMES if suits(name, layout)):
-        all_s[name, layout] = exhaustive(adviser, name, layout)
+    for name, layout in ((name, layout) for layout in advisor.layouts for name in NAMES if suits(name, layout)):
+        all_s[name, layout] = exhaustive(advisor, name, layout)
     found_s = {key: seconds for key, seconds in all_s.items() if seconds is not None}
-    best = adviser.advise().best
+    best = advisor.advise().best
     assert best is not None
     assert best.iteration_s == min(found_s.values()) == found_s[best.strategy, best.layout]
-    quick = Adviser(asked).advise()
+    quick = Advisor(inputs).advise()
     assert quick.best is not None and quick.best.iteration_s <= 1.01 * best.iteration_s
     left = [trial for trial in quick.trials if not trial.split_vocabulary and trial.strategy in NAMES]
     assert {(each.strategy, each.layout) for each in left} == set(all_s)
@@ -61,13 +61,13 @@ def test_the_recommendation_is_the_best_of_all(tmp_path: Path) -> None:
             assert trial.iteration_s == seconds
 
 
-def exhaustive(adviser: Adviser, name: str, layout: Layout) -> float | None:
+def exhaustive(advisor: Advisor, name: str, layout: ParallelLayout) -> float | None:
     """Simulated seconds of the best setting by prediction; None without a plan."""
-    spot = adviser.spot(layout, split=False)
-    case = spot.case
+    candidate = advisor.candidate(layout, split=False)
+    case = candidate.case
     try:
-        setting = best_setting(name, case.batches[0], settings=spot.family.settings, options=case.options)
-        return contest(name, setting, case=case, family=spot.family, say=lambda _: None)[0].iteration_s
+        setting = best_setting(name, case.batches[0], settings=candidate.family.settings, options=case.options)
+        return evaluate(name, setting, case=case, family=candidate.family, log=lambda _: None)[0].iteration_s
     except InfeasiblePlanError:
         return None
 
@@ -91,26 +91,26 @@ def test_layouts_are_all_that_leave_no_device_idle() -> None:
         ("llama3.2-1b", (17, 1), "17 stages are more than the model's 16 layers"),
         ("llama3.2-1b", (1, 16), "do not divide the 8 key/value heads"),
         ("qwen3-30b-a3b", (1, 2), "cannot share the model's experts"),
-        ("llama3.2-1b", (40, 1), "more than the 32 devices"),
+        ("llama3.2-1b", (40, 1), "need more than the 32 available devices"),
     ],
 )
 def test_layouts_that_cannot_be_say_why(tmp_path: Path, model: str, layout: tuple[int, int], why: str) -> None:
-    asked = small(tmp_path, devices=32, max_tokens_per_rank=None)
-    given = Layout(num_stages=layout[0], tensor_parallel=layout[1])
-    assert why in misfit(given, inputs=asked, model=MODELS[model], hardware=HARDWARE["ascend-910c"])
+    inputs = small(tmp_path, devices=32, max_tokens_per_rank=None)
+    given = ParallelLayout(num_stages=layout[0], tensor_parallel=layout[1])
+    assert why in misfit(given, inputs=inputs, model=MODELS[model], hardware=HARDWARE["ascend-910c"])
 
 
 def test_a_device_of_a_layout_has_its_part(tmp_path: Path) -> None:
     """Heads and bytes are shared out, attention takes as long on T heads' devices as on one that is T times as fast;
-    only what a rival shares out too is less of the vocabulary."""
+    only what a baseline system shares out too is less of the vocabulary."""
     model, hardware = MODELS["qwen3-8b"], HARDWARE["h100"]
     inputs = small(tmp_path, devices=8, max_tokens_per_rank=None)
-    layout = Layout(num_stages=2, tensor_parallel=2)
+    layout = ParallelLayout(num_stages=2, tensor_parallel=2)
     whole, split = (
         view_of(layout, inputs=inputs, model=model, hardware=hardware, split_vocabulary=each) for each in (False, True)
     )
     assert (whole.inputs.devices, whole.num_ranks, whole.inputs.tensor_parallel) == (4, 2, 1)
-    assert whole.model.attention_flops_per_cell * 2 == model.attention_flops_per_cell
+    assert whole.model.attention_flops_per_pair * 2 == model.attention_flops_per_pair
     assert whole.model.vocab_size == model.vocab_size == 2 * split.model.vocab_size
     assert whole.hardware.devices_per_node == 4 and whole.hardware.peak_flops == hardware.peak_flops
 
@@ -125,7 +125,7 @@ def test_a_device_of_a_layout_has_its_part(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     """Every layout without a plan stands below the table with its reason."""
-    found = Adviser(question(tmp_path, memory_gib=10.0, strategies=("flex-ring",))).advise()
+    found = Advisor(request(tmp_path, memory_gib=10.0, strategies=("flex-ring",))).advise()
     infeasible = [trial for trial in found.trials if trial.status == "infeasible"]
     assert infeasible and all("GiB" in trial.reason or "tokens" in trial.reason for trial in infeasible)
     text = format_layouts(found)
@@ -137,21 +137,21 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ("name", "stages", "why"),
     [
         ("seq1f1b", 1, "seq1f1b needs pipeline stages, --stages is 1"),
-        ("ulysses", 2, "ulysses is looked at without pipeline stages, --stages is 2"),
-        ("flex-ring", 17, "17 stages are more than the 4 devices"),
+        ("ulysses", 2, "ulysses is compared without pipeline stages, --stages is 2"),
+        ("flex-ring", 17, "17 stages need more than the 4 available devices"),
     ],
 )
 def test_a_strategy_without_a_layout_says_why(tmp_path: Path, name: str, stages: int, why: str) -> None:
-    asked = replace(question(tmp_path, strategies=(name,)), stages=stages, tensor_parallel=1)
-    (entry,) = Adviser(asked).advise().comparison.entries
+    inputs = replace(request(tmp_path, strategies=(name,)), stages=stages, tensor_parallel=1)
+    (entry,) = Advisor(inputs).advise().comparison.entries
     assert not entry.feasible and why in entry.reason.replace(" x 1 devices", "")
 
 
-def test_rivals_are_at_their_best(advice: Advice) -> None:
-    assert advice.best is not None and set(advice.rivals) == {"Megatron-LM", "DeepSpeed"}
+def test_baseline_systems_are_at_their_best(advice: Advice) -> None:
+    assert advice.best is not None and set(advice.systems) == {"Megatron-LM", "DeepSpeed"}
     for name, strategies in {"Megatron-LM": {"static-cp", "dapple"}, "DeepSpeed": {"ulysses"}}.items():
         own = [each for each in advice.trials if each.strategy in strategies and each.status == "simulated"]
-        best = advice.rivals[name]
+        best = advice.systems[name]
         assert best.strategy in strategies and best.iteration_s <= min(
             each.iteration_s for each in own if each.split_vocabulary or each.layout.tensor_parallel == 1
         )
@@ -171,8 +171,8 @@ def test_json_has_the_comparison_s_keys_and_two_more(advice: Advice) -> None:
 
 
 def test_the_page_has_a_section_of_layouts(advice: Advice) -> None:
-    page = sound(render(advice.comparison, more=layout_section(advice), searched=advice.question.searched))
-    assert "<h2>Layout</h2>" in page and "pipeline stages and devices a layer searched" in page
+    page = sound(render(advice.comparison, more=layout_section(advice), searched=advice.request.searched))
+    assert "<h2>Layout</h2>" in page and "pipeline stages and tensor-parallel devices searched" in page
     assert page.count("<tr><td>") >= len(advice.layouts) and "Recommended: " in page
 
 
@@ -189,14 +189,14 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
     from rayfcp.cluster.trainer import check_runnable
     from rayfcp.cluster.workers.facts import layers_of_stage
 
-    asked = question(
+    inputs = request(
         tmp_path, model=str(tiny(tmp_path)), hardware="cpu", max_seqlen=512, memory_gib=0.05, reduce_every=None
     )
-    asked = replace(asked, inputs=replace(asked.inputs, strategies=NAMES[:1], global_batch=4))
+    inputs = replace(inputs, inputs=replace(inputs.inputs, strategies=NAMES[:1], global_batch=4))
     seen = set()
-    for layout in Adviser(asked).layouts:
+    for layout in Advisor(inputs).layouts:
         given = {"stages": layout.num_stages, "tensor_parallel": layout.tensor_parallel}
-        found = Adviser(replace(asked, **given, data="data")).advise()
+        found = Advisor(replace(inputs, **given, data="data")).advise()
         if found.best is None:
             continue
         path = tmp_path / "config.yaml"
@@ -215,9 +215,9 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
 def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model: str) -> None:
     from rayfcp.cluster.planning.preview import model_of
 
-    asked = question(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
+    inputs = request(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"
-    path.write_text(run_config_text(Adviser(replace(asked, stages=1, tensor_parallel=1)).advise()))
+    path.write_text(run_config_text(Advisor(replace(inputs, stages=1, tensor_parallel=1)).advise()))
     config = load_config(path)
     found, want = model_of(config), model_profile(model)
     assert (found.num_layers, found.num_parameters) == (want.num_layers, want.num_parameters)
@@ -261,7 +261,7 @@ def test_wrong_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_nothing_can_be_written_of_nothing(tmp_path: Path) -> None:
-    found = Adviser(question(tmp_path, memory_gib=0.5, strategies=("static-cp",))).advise()
+    found = Advisor(request(tmp_path, memory_gib=0.5, strategies=("static-cp",))).advise()
     assert found.best is None and "No recommendation" in format_layouts(found)
     with pytest.raises(ConfigError, match="add devices or memory"):
         run_config_text(found)

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from rayfcp.compare.arguments import PIPELINES
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
 from rayfcp.compare.results import Scene, measure
 from rayfcp.compare.settings import family_of
 from rayfcp.compare.table import format_table
-from rayfcp.compare.timelines import pass_cells, pictures
+from rayfcp.compare.timelines import pass_bars, scene_charts
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile, model_profile
+from rayfcp.plan.strategies.registry import get
 from rayfcp.values import Slice
 from tests.compare.cases import small
-from tests.compare.test_contest import FIELDS, results
+from tests.compare.test_comparison import FIELDS, results
 from tests.compare.test_page import sound
 from tests.masks import specs
 from tests.simulate.pipelines import gpipe, pipeline, plan_of_chunks
@@ -73,22 +73,23 @@ def scene_of(folder: Path) -> Scene:
 
 def test_a_pipeline_is_drawn_stage_by_stage(tmp_path: Path) -> None:
     scene = scene_of(tmp_path)
-    cells = list(pass_cells(scene))
-    passed = {(cell.stage, cell.microbatch, cell.backward) for cell in cells}
-    assert passed == {(stage, at, way) for stage in (0, 1) for at in (0, 1) for way in (False, True)}
+    bars = list(pass_bars(scene))
     for stage in (0, 1):
-        for at in (0, 1):
-            ranks = [
-                rank
-                for cell in cells
-                if (cell.stage, cell.microbatch, cell.backward) == (stage, at, True)
-                for rank in range(cell.first, cell.last + 1)
-            ]
-            assert ranks == [0, 1]
-    assert all(0 <= cell.start_s < cell.stop_s <= scene.timeline.iteration_s for cell in cells)
-    drawn = sound(f"<main>{pictures([scene])}</main><style>prefers-color-scheme: dark</style>")
-    assert "stage 1</text>" in drawn and "3 layers recomputed" in drawn and "slice [2,500, 4,000) of 0" in drawn
-    assert "2 stages of 2 ranks" in drawn and "compute, degree" not in drawn
+        for kind, colour in (("forward", "--c1"), ("backward", "--c3")):
+            for microbatch in (0, 1):
+                same = [
+                    bar
+                    for bar in bars
+                    if bar.lines[0].endswith(f"{kind} of microbatch {microbatch}") and bar.first // 2 == stage
+                ]
+                assert [row for bar in same for row in range(bar.first, bar.last + 1)] == [2 * stage, 2 * stage + 1]
+                assert all(bar.parts[0][0] == colour and bar.parts[0][1] > 0 for bar in same)
+    assert all(0 <= bar.start_s <= scene.timeline.iteration_s for bar in bars)
+    (chart,) = scene_charts([scene])
+    assert [group["name"] for group in chart["groups"]] == ["stage 0", "stage 1"]
+    words = {line for lines in chart["words"] for line in lines}
+    assert "3 layers recomputed" in words and "slice [2,500, 4,000) of 0" in words
+    assert "2 stages of 2 ranks" in chart["note"] and ("kind-forward", "forward") in chart["legends"][0]["entries"]
 
 
 NAMES = ("elastic-pipeline", "seq1f1b", "dapple", "flex-ring", "ulysses")
@@ -108,7 +109,7 @@ def test_pipelines_have_the_contract_s_fields(comparison: Comparison) -> None:
         assert all(isinstance(entry[field], kind) for field, kind in FIELDS.items())
         assert entry["gap"] >= 1 - 1e-6 and 0 <= entry["bubble"] < 1 and entry["mfu"] < 1
         assert entry["peak_memory_gib"] <= 12.0, name
-        staged = name in PIPELINES
+        staged = get(name).needs_stages
         assert (entry["num_stages"], entry["num_ranks"]) == ((2, 2) if staged else (1, 4))
         assert (entry["recomputed_layers"] is None) == staged
         assert sum(entry["breakdown"].values()) == pytest.approx(entry["iteration_s"])
@@ -120,6 +121,6 @@ def test_pipelines_have_the_contract_s_fields(comparison: Comparison) -> None:
 def test_table_and_page_show_stages(comparison: Comparison) -> None:
     page = sound(render(comparison))
     assert all(f"<h3>{name}</h3>" in page for name in NAMES)
-    assert "2 stages of 2 ranks" in page and "stage 1</text>" in page and "compute, degree 1" in page
-    assert "2 pipeline stages where there are any" in page
-    assert "2 stages, step" in format_table(comparison) or "2 stages, microbatch" in format_table(comparison)
+    assert "2 stages of 2 ranks" in page and '"name":"stage 1"' in page and "compute, degree 1" in page
+    assert "2 pipeline stages for strategies with stages" in page
+    assert "2 stages, reduce per " in format_table(comparison)

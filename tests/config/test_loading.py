@@ -109,6 +109,11 @@ def refused(text: str) -> str:
         ("train: {recompute_layers: 9}", "must be at most model.architecture.num_layers (4)"),
         ("train: {stpes: 9}", "train.stpes is not a known key; did you mean train.steps?"),
         ("trian: {steps: 9}", "trian is not a known key; did you mean train?"),
+        ("train: {save_steps: 9}", "train.save_steps is not a known key; it is called checkpoint.every_steps here"),
+        ("model: {lora: {r: 8}}", "model.lora is not a known key; adapters are not supported"),
+        ("optimizer: {name: x}", "optimizer is not a known key; the optimizer is AdamW"),
+        ("run: {qwerty: 1}", "run.qwerty is not a known key; run has name, dir, seed"),
+        ("qwerty: 1", "qwerty is not a known key; a configuration has run, model, data, cluster"),
         ("train: 7", "train is 7, must be a section of keys"),
         ("3: 7", "3 is not a known key"),
         ("data: {paths: []}", "data.paths is [], must have at least 1 entry"),
@@ -201,6 +206,31 @@ def test_wrong_files(tmp_path: Path) -> None:
         assert line in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_config(tmp_path)
+
+
+def test_a_dict_is_a_configuration_too() -> None:
+    sections: dict[str, object] = {"data": {"paths": ["x"]}, "train": {"steps": 3}}
+    assert load_config(sections, overrides=["train.steps=5"]).train.steps == 5
+    assert load_config(sections).train.steps == 3
+    with pytest.raises(ConfigError, match=r"train.stpes is not a known key; did you mean train.steps\?"):
+        load_config({"data": {"paths": ["x"]}, "train": {"stpes": 3}})
+
+
+def test_errors_of_the_constructor_are_one_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Config(data={"paths": ["x"]}, train={"steps": -3})
+    assert str(caught.value) == "train.steps is -3, must be at least 1; raise it"
+
+
+def test_the_tokenizer_is_the_models_unless_another_is_named() -> None:
+    data = {"paths": ["x"]}
+    pretrained = {"path": "some/model", "init": "pretrained"}
+    assert Config(data=data, model=pretrained).data.tokenizer == "some/model"
+    assert Config(data=data | {"tokenizer": "bytes"}, model=pretrained).data.tokenizer == "bytes"
+    assert Config(data=data | {"processor": "some/model"}, model=pretrained).data.tokenizer is None
+    assert Config(data=data).data.tokenizer is None
+    config = Config(data=data, model=pretrained)
+    assert parse_config(read_yaml(dump_config(config), source="dump")) == config
 
 
 def test_paths_must_be_there(tmp_path: Path) -> None:

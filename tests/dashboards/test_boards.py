@@ -11,7 +11,7 @@ import yaml
 
 from dashboards.generate import generated
 from dashboards.places import BOARDS, HERE, KUBERNETES, RULES
-from rayfcp.telemetry.names import METRICS, PREFIX, Kind
+from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
 from tests.dashboards.promql import boards, names, of_boards, of_rules, panels, rules
 from tests.dashboards.schema import problems
 from tests.waiting import PATIENCE_S
@@ -111,7 +111,7 @@ def _exported() -> set[str]:
     """Names of series that a run serves."""
     found = set()
     for metric in METRICS:
-        ends = OF_HISTOGRAMS if metric.kind is Kind.HISTOGRAM else ("",)
+        ends = OF_HISTOGRAMS if metric.kind is MetricKind.HISTOGRAM else ("",)
         found |= {f"{PREFIX}{metric.name}{end}" for end in ends}
     return found
 
@@ -130,7 +130,7 @@ def test_queries_name_what_exists() -> None:
 def test_every_metric_is_shown_or_watched() -> None:
     shown = set().union(*(names(expression.text)[0] for expression in (*of_boards(), *of_rules())))
     for metric in METRICS:
-        ends = OF_HISTOGRAMS if metric.kind is Kind.HISTOGRAM else ("",)
+        ends = OF_HISTOGRAMS if metric.kind is MetricKind.HISTOGRAM else ("",)
         assert {f"{PREFIX}{metric.name}{end}" for end in ends} & shown, metric.name
 
 

@@ -82,7 +82,7 @@ class Course:
         self._asked_s = 0.0
         self.watched: Watched | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Nothing of it matters here."""
 
     def update(self, report: StepReport) -> None:
@@ -99,7 +99,7 @@ class Course:
             self._empty = [each for each in self._empty if not now.samples(each)]
             if not self._empty:  # each has had data, now all of them at once
                 self._empty = [each for each in wanted if not now.samples(each)]
-            if not self._empty or now.end_s > self._start_s + PATIENCE_S:  # tests say what is missing
+            if not self._empty or now.end_s > self._start_s + PATIENCE_S:  # tests log what is missing
                 self.watched = now
                 raise KeyboardInterrupt
         self._asked_s = time.monotonic()

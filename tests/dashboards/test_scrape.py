@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from rayfcp.telemetry.live import Picture, Worker
+from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
 from tests.dashboards.prometheus import SCRAPE_S, Prometheus, quick_config
 from tests.dashboards.promql import of_boards, substituted
@@ -42,8 +42,10 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         runs = {name: begin(name) for name in ("first", "second", *PICTURES)}
         runs["guarded"] = begin("guarded", host="0.0.0.0", token_file=str(token))
         for name, (encoder, seconds) in PICTURES.items():
-            workers = [Worker(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seconds)]
-            runs[name].observe_workers(workers, memory=[{}, {}], picture=Picture(step=1))
+            workers = [
+                DeviceTimes(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seconds)
+            ]
+            runs[name].observe_workers(workers, memory=[{}, {}], picture=StepTimeline(step=1))
             told = report(step_s=2.0, imbalance=replace(report().imbalance, encoder=encoder))
             runs[name].observe_step(told, goodput=1.0)
         knowing, other = (

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from rayfcp.config.models import DataConfig
 from rayfcp.data import PreparedManifest, TokenReader
 from rayfcp.data.readers import read_rows
-from rayfcp.data.rows import BadRow, Row
+from rayfcp.data.rows import BadRow, TokenRow
 from rayfcp.data.shards import ShardReader
 from rayfcp.data.sources import discover
 from rayfcp.data.tokenizer import ByteTokenizer
@@ -47,13 +47,13 @@ def write_rows(path: str | Path, rows: dict[str, list[Any]]) -> str:
     return url
 
 
-def read_all(path: object, *, vocab_size: int | None = None, **keys: Any) -> list[Row | BadRow]:
+def read_all(path: object, **keys: Any) -> list[TokenRow | BadRow]:
     """All rows of all files."""
     data = data_config(path, **keys)
     return [
         row
         for file in discover(data)
-        for row in read_rows(file, tokenizer=ByteTokenizer(), text_column=data.text_column, vocab_size=vocab_size)
+        for row in read_rows(file, tokenizer=ByteTokenizer(), text_column=data.text_column)
     ]
 
 

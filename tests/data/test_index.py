@@ -130,9 +130,9 @@ def test_lengths_are_read_without_the_tokens(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    open_file = reader._fs.open
+    open_file = reader.fs.open
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader._fs, "open", lambda *args, **keys: Counting(open_file(*args, **keys)))
+        patch.setattr(reader.fs, "open", lambda *args, **keys: Counting(open_file(*args, **keys)))
         assert reader.small_columns()["length"].tolist() == [1000] * 300
     assert sum(read) < made.shards[0].num_bytes / 50
 
@@ -147,7 +147,7 @@ def test_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
         (1, "token_out_of_range"),
         (0, "token_out_of_range"),
     ]
-    with pytest.raises(ConfigError, match=r"data.max_bad_fraction is 0.4, but 2 of 4 rows \(50.00%\)"):
+    with pytest.raises(ConfigError, match=r"2 of 4 rows \(50.00%\) are bad .*data.max_bad_fraction allows 0.4;"):
         LengthIndex.open(folder, max_seqlen=8, vocab_size=9, max_bad_fraction=0.4)
     assert len(LengthIndex.open(folder, max_seqlen=8, vocab_size=9, max_bad_fraction=0.5)) == 2
 
@@ -176,3 +176,12 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda sample: whole(reader, sample)[0], samples * 3))
     assert read == [tokens for tokens, _ in rows] * 3
+
+
+def test_the_log_line_says_what_was_dropped_and_the_remedy(tmp_path: Path) -> None:
+    folder = prepared(tmp_path, [([1] * 2, None), ([2] * 4, None), ([3] * 14, None)])
+    assert str(LengthIndex.open(folder, max_seqlen=4, long_sequences="drop")) == (
+        "2 sequences of 6 tokens kept; 1 rows (33%, 70% of tokens) longer than data.max_seqlen=4 dropped; "
+        "use data.long_sequences: split or cut"
+    )
+    assert str(LengthIndex.open(folder, max_seqlen=4)) == "3 sequences of 10 tokens, 1 rows cut"

@@ -59,7 +59,8 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     assert named == [("a.jsonl", 1, BadReason.EMPTY), ("b.txt", 0, BadReason.NOT_UTF8)]
     strict = data.model_copy(update={"max_bad_fraction": 0.49})
     words = (
-        r"data.max_bad_fraction is 0.49, but 2 of 4 rows \(50.00%\) are bad \(empty 1, not_utf8 1\): .*a.jsonl row 1"
+        r"2 of 4 rows \(50.00%\) are bad \(empty 1, not_utf8 1\), data.max_bad_fraction allows 0.49; "
+        r"first: .*a.jsonl row 1"
     )
     for out_dir in ("out", "other"):
         with pytest.raises(ConfigError, match=words):
@@ -86,7 +87,7 @@ def test_many_small_files_make_one_shard(tmp_path: Path) -> None:
 def test_ray_data_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> None:
     for name in "abcd":
         write_rows(tmp_path / "in" / f"{name}.jsonl", {"text": [name * 9, "", name]})
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(sources, "SPLIT_BYTES", 10)
     monkeypatch.setattr(sys.modules[prepare.__module__], "SMALL_BYTES", 0)
     done: list[tuple[int, int]] = []
     data = data_config(tmp_path / "in")
@@ -110,7 +111,7 @@ def test_cache_is_used_until_something_changes(tmp_path: Path) -> None:
     again = cached_prepare(data.model_copy(update={"max_seqlen": 5}), cache_dir=cache)
     assert again == first
     assert Path(first.folder, first.shards[0].name).stat().st_mtime_ns == written
-    assert cached_prepare(data, cache_dir=cache, vocab_size=300).folder != first.folder
+    assert cached_prepare(data.model_copy(update={"text_column": "body"}), cache_dir=cache).folder != first.folder
     source.write_text("abcd")
     changed = cached_prepare(data, cache_dir=cache)
     assert changed.folder != first.folder
@@ -153,7 +154,7 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_whole(tmp_path: Path) ->
 import os, sys
 from rayfcp.config.models import DataConfig
 from rayfcp.data import prepare_local, sources
-sources.CHUNK_BYTES = 1
+sources.SPLIT_BYTES = 1
 prepare_local(DataConfig(paths=[sys.argv[1]]), out_dir=sys.argv[2], progress=lambda done, total: os._exit(9))
 """
     out_dir = str(tmp_path / "out")
@@ -189,8 +190,9 @@ def test_an_error_while_writing_leaves_no_shard(tmp_path: Path, monkeypatch: pyt
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_the_room_needs_neither_torch_nor_ray() -> None:
-    script = "import sys, rayfcp.data; sys.exit(bool({'torch', 'ray', 'transformers'} & set(sys.modules)))"
+def test_data_needs_neither_torch_nor_ray_nor_vision() -> None:
+    names = {"torch", "ray", "transformers", "PIL", "rayfcp.data.vision"}
+    script = f"import sys, rayfcp.data; sys.exit(bool({names} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""Every kind of broken row is told with its reason and its place, and good rows around it come through."""
+"""Every kind of broken row is reported with its reason and place, and good rows around it come through."""
 
 import gzip
 import json
@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from rayfcp.data import sources
 from rayfcp.data.readers import read_rows
-from rayfcp.data.rows import BadReason, BadRow, Row
+from rayfcp.data.rows import BadReason, BadRow, TokenRow
 from rayfcp.data.tokenizer import ByteTokenizer
 from tests.data.makers import EOS, data_config, few_examples, read_all, write_rows
 
 COLUMNAR = (".parquet", ".arrow", ".stream.arrow")
 
 
-def tokens_of(rows: list[Row | BadRow]) -> list[list[int] | str]:
+def tokens_of(rows: list[TokenRow | BadRow]) -> list[list[int] | str]:
     """Tokens of good rows, `reason@row` of bad ones."""
-    return [row.tokens.tolist() if isinstance(row, Row) else f"{row.reason}@{row.row}" for row in rows]
+    return [row.tokens.tolist() if isinstance(row, TokenRow) else f"{row.reason}@{row.row}" for row in rows]
 
 
 def test_text_files(tmp_path: Path) -> None:
@@ -52,11 +52,11 @@ LINES: list[tuple[bytes, list[int] | str]] = [
     (b'{"input_ids": "12"}', "wrong_type"),
     (b'{"input_ids": [1, 2.0]}', "wrong_type"),
     (b'{"input_ids": [1, true]}', "wrong_type"),
-    (b'{"input_ids": [300]}', "token_out_of_range"),
+    (b'{"input_ids": [2147483648]}', "token_out_of_range"),
     (b'{"input_ids": [-1]}', "token_out_of_range"),
     (b'{"input_ids": [99999999999999999999]}', "token_out_of_range"),
     (b'{"input_ids": [1, 2], "labels": [1]}', "labels_mismatch"),
-    (b'{"input_ids": [1, 2], "labels": [-100, 300]}', "token_out_of_range"),
+    (b'{"input_ids": [1, 2], "labels": [-100, 2147483648]}', "token_out_of_range"),
     (b'{"input_ids": [1, 2], "labels": [-100, -1]}', "token_out_of_range"),
     (b'{"input_ids": [1, 2], "labels": [-100, 2]}', [1, 2]),
 ]
@@ -67,8 +67,8 @@ LINES: list[tuple[bytes, list[int] | str]] = [
 def test_jsonl_lines(tmp_path_factory: pytest.TempPathFactory, chosen: list[tuple[bytes, list[int] | str]]) -> None:
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b"".join(line + b"\n" for line, _ in chosen))
-    expected = [f"{told}@{row}" if isinstance(told, str) else told for row, (_, told) in enumerate(chosen)]
-    assert tokens_of(read_all(path, vocab_size=300)) == expected
+    expected = [f"{want}@{row}" if isinstance(want, str) else want for row, (_, want) in enumerate(chosen)]
+    assert tokens_of(read_all(path)) == expected
 
 
 @few_examples
@@ -84,10 +84,10 @@ def test_jsonl_pieces_give_each_line_once(
 
 
 def in_pieces(path: Path) -> list[list[int] | str]:
-    chunks = sources.make_chunks(sources.discover(data_config(path)))
-    files = [file for chunk in chunks for file in chunk.files]
+    splits = sources.make_splits(sources.discover(data_config(path)))
+    files = [file for split in splits for file in split.files]
     assert [file.start for file in files[1:]] == [file.stop for file in files[:-1]]
-    rows = (read_rows(file, tokenizer=ByteTokenizer(), text_column="text", vocab_size=None) for file in files)
+    rows = (read_rows(file, tokenizer=ByteTokenizer(), text_column="text") for file in files)
     return tokens_of([row for some in rows for row in some])
 
 
@@ -114,11 +114,11 @@ def test_columnar_text(tmp_path: Path, ending: str) -> None:
     texts = pa.array([b"a", b"", None, b"\xff", b"b"])
     for kind in (pa.binary(), pa.large_binary(), pa.dictionary(pa.int32(), pa.binary())):
         write_rows(tmp_path / f"a{ending}", {"text": texts.cast(kind)})
-        told = [[97, EOS], "empty@1", "wrong_type@2", "not_utf8@3", [98, EOS]]
-        assert tokens_of(read_all(tmp_path)) == told
+        expected = [[97, EOS], "empty@1", "wrong_type@2", "not_utf8@3", [98, EOS]]
+        assert tokens_of(read_all(tmp_path)) == expected
     invalid = pa.Array.from_buffers(pa.string(), 5, texts.buffers())
     write_rows(tmp_path / f"a{ending}", {"text": invalid})
-    assert tokens_of(read_all(tmp_path)) == told
+    assert tokens_of(read_all(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("ending", COLUMNAR)
@@ -126,8 +126,8 @@ def test_columnar_text(tmp_path: Path, ending: str) -> None:
 def test_columnar_tokens(tmp_path: Path, ending: str, kind: pa.DataType) -> None:
     ids = pa.array([[1, 2], [], None, [1, None], [60_000], [3]], type=pa.list_(kind))
     write_rows(tmp_path / f"a{ending}", {"text": ["unused"] * 6, "input_ids": ids})
-    told = [[1, 2], "empty@1", "wrong_type@2", "wrong_type@3", "token_out_of_range@4", [3]]
-    assert tokens_of(read_all(tmp_path, vocab_size=300)) == told
+    expected = [[1, 2], "empty@1", "wrong_type@2", "wrong_type@3", [60_000], [3]]
+    assert tokens_of(read_all(tmp_path)) == expected
 
 
 @pytest.mark.parametrize("ending", COLUMNAR)
@@ -135,8 +135,8 @@ def test_columnar_labels(tmp_path: Path, ending: str) -> None:
     rows: dict[str, list[Any]] = {"input_ids": [[1, 2, 3]] * 3, "labels": [[-100, 2, -100], None, [1, 2]]}
     write_rows(tmp_path / f"a{ending}", rows)
     first, second, third = read_all(tmp_path)
-    assert isinstance(first, Row)
-    assert isinstance(second, Row)
+    assert isinstance(first, TokenRow)
+    assert isinstance(second, TokenRow)
     assert (first.labels.tolist(), first.num_targets) == ([-100, 2, -100], 1)
     assert (second.labels, second.num_targets) == (None, 2)
     assert isinstance(third, BadRow)
@@ -172,8 +172,8 @@ def test_a_broken_byte_never_crashes(
     data = bytearray(path.read_bytes())
     data[place % len(data)] = byte
     path.write_bytes(data)
-    rows = read_all(path, vocab_size=300)
-    assert all(isinstance(row, BadRow) or row.max_token_id < 300 for row in rows)
+    rows = read_all(path)
+    assert all(isinstance(row, BadRow) or row.max_token_id < 2**31 for row in rows)
 
 
 def test_broken_row_group_counts_its_rows(tmp_path: Path) -> None:
@@ -184,7 +184,16 @@ def test_broken_row_group_counts_its_rows(tmp_path: Path) -> None:
     data[group.data_page_offset : group.data_page_offset + 30] = b"\xff" * 30
     path.write_bytes(data)
     good_before, bad, *good_after = read_all(path)[1:]
-    assert isinstance(good_before, Row)
+    assert isinstance(good_before, TokenRow)
     assert isinstance(bad, BadRow)
     assert (bad.row, bad.num_rows, bad.reason) == (2, 2, BadReason.UNREADABLE)
     assert len(good_after) == 2
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("text_column", ["text", "messages"])
+def test_chat_rows_without_a_processor_name_the_remedy(tmp_path: Path, ending: str, text_column: str) -> None:
+    write_rows(tmp_path / f"a{ending}", {"messages": [[{"role": "user", "content": "a"}]]})
+    (bad,) = read_all(tmp_path, text_column=text_column)
+    assert isinstance(bad, BadRow)
+    assert "chat messages need data.processor" in bad.detail

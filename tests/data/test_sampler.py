@@ -63,7 +63,7 @@ def test_orders_are_spread_evenly() -> None:
     counts = np.zeros((5, 5))
     for seed in range(1000):
         counts[np.arange(5), permute(np.arange(5), size=5, seed=seed, epoch=0)] += 1
-    # Standard deviation of each cell: sqrt(1000 * 0.2 * 0.8) = 12.6.
+    # Standard deviation of each pair: sqrt(1000 * 0.2 * 0.8) = 12.6.
     assert np.abs(counts - 200).max() < 65
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config import ConfigError
 from rayfcp.data import sources
-from rayfcp.data.sources import InputFile, discover, make_chunks
+from rayfcp.data.sources import InputFile, discover, make_splits
 from tests.data.makers import data_config, few_examples
 
 
@@ -64,10 +64,10 @@ def test_formats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["missing", "*.nothing", "memory://missing/folder", "nosuchprotocol://x"])
 def test_missing_path_is_one_line(tmp_path: Path, path: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         discover(data_config(path if "://" in path else tmp_path / path))
-    assert path in str(told.value)
-    assert "\n" not in str(told.value)
+    assert path in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_nothing_included(tree: Path) -> None:
@@ -77,18 +77,18 @@ def test_nothing_included(tree: Path) -> None:
 
 @few_examples
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), kind=st.sampled_from(["text", "jsonl"]))
-def test_chunks_hold_every_byte_once(sizes: list[int], kind: str) -> None:
+def test_splits_hold_every_byte_once(sizes: list[int], kind: str) -> None:
     files = tuple(
         InputFile(url=f"{number:02d}", format=kind, num_bytes=size, stamp="", start=0, stop=size)
         for number, size in enumerate(sizes)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "CHUNK_BYTES", 10)
+        patch.setattr(sources, "SPLIT_BYTES", 10)
         patch.setattr(sources, "PIECE_BYTES", 15)
-        chunks = make_chunks(files)
-    covered = [(file.url, byte) for chunk in chunks for file in chunk.files for byte in range(file.start, file.stop)]
+        splits = make_splits(files)
+    covered = [(file.url, byte) for split in splits for file in split.files for byte in range(file.start, file.stop)]
     assert covered == [(file.url, byte) for file in files for byte in range(file.num_bytes)]
-    assert {file.url for chunk in chunks for file in chunk.files} == {file.url for file in files}
-    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert all(chunk.num_bytes <= 10 or len(chunk.files) == 1 for chunk in chunks)
-    assert all(len(chunk.files) == 1 for chunk in chunks if any(file.start for file in chunk.files))
+    assert {file.url for split in splits for file in split.files} == {file.url for file in files}
+    assert [split.index for split in splits] == list(range(len(splits)))
+    assert all(split.num_bytes <= 10 or len(split.files) == 1 for split in splits)
+    assert all(len(split.files) == 1 for split in splits if any(file.start for file in split.files))

@@ -75,7 +75,7 @@ def _rayfcp(words: list[str]) -> None:
 
 
 def _make(words: list[str]) -> None:
-    # A make that runs these tests would have this one say which folder it enters and leaves.
+    # A make that runs these tests would have this one log which folder it enters and leaves.
     own = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     command = ["make", "-n", *words]
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, check=False, timeout=PATIENCE_S)

@@ -14,7 +14,6 @@ from tests.docs.pages import BLOCKS, COMMANDS, LANGUAGES, ROOT, SAVED, Command
 # What is not run: pattern of page and command, and why. `make quickstart` is run as the `rayfcp train` at its end.
 NOT_RUN = {
     r"README.md:\d+ make (test|explore)": "these tests are part of it",
-    r"README.md:\d+ make quickstart TORCH": "downloads torch; make -n takes it, and quickstart itself is run",
     r"\S+ source ": "of the reader's shell",
     r"\S+ export ": "of the reader's shell",
     r"\S+ ssh ": "needs a second machine",
@@ -78,7 +77,7 @@ def test_command_is_of_a_known_form(command: Command) -> None:
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all that a reader has: the repository's jobs, files that pages say to save, a few texts."""
+    """A folder with all that a reader has: the repository's jobs, files that pages log to save, a few texts."""
     folder = tmp_path_factory.mktemp("desk")
     shutil.copytree(ROOT / "jobs", folder / "jobs")
     for name, text in SAVED.items():

@@ -1,4 +1,4 @@
-"""What pages say of the code holds: messages that are quoted, keys of the configuration, commands named in passing, and
+"""What pages log of the code holds: messages that are quoted, keys of the configuration, commands named in passing, and
 that examples in Python are Python."""
 
 import ast
@@ -112,7 +112,7 @@ def test_commands_named_in_passing_exist() -> None:
     named = {
         (path.name, word)
         for path in PAGES
-        for word in re.findall(r"`rayfcp ([a-z]\w*)", path.read_text(encoding="utf-8"))
+        for word in re.findall(r"`rayfcp ([a-z][\w-]*)", path.read_text(encoding="utf-8"))
     }
     assert named and not [each for each in named if each[1] not in choices]
 

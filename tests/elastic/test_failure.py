@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config import parse_config
 from rayfcp.elastic.facts import Cause, Facts, Failure, Limits, Setbacks
-from rayfcp.elastic.failure import hopeless
+from rayfcp.elastic.failure import reason_to_end
 from rayfcp.elastic.size import decide
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices
@@ -46,7 +46,7 @@ EVENTS = st.sampled_from(
 
 
 def end_of(failures: list[Failure | None], *, limits: Limits) -> int:
-    """When the rules say that the run ends, counted from the end of each event backwards."""
+    """When the rules log that the run ends, counted from the end of each event backwards."""
     for count, failure in enumerate(failures):
         if failure is None:
             continue
@@ -72,24 +72,24 @@ def test_a_run_ends_when_the_rules_say(failures: list[Failure | None], recoverie
 
 def test_a_program_error_ends_the_run_and_is_shown() -> None:
     facts = dataclasses.replace(FACTS, failure=Failure(cause=Cause.PROGRAM, message="KeyError: 'q'"))
-    assert hopeless(facts) == "an error of the program would come again in the same step: KeyError: 'q'"
+    assert reason_to_end(facts) == "a program error would repeat in the same step: KeyError: 'q'"
 
 
 def test_a_storm_names_the_bound() -> None:
     failure = Failure(cause=Cause.NODE, lost=("d1", "d2"), message="node b is gone")
     facts = dataclasses.replace(FACTS, failure=failure, setbacks=Setbacks(recoveries=5))
-    assert hopeless(facts) == (
-        "5 recoveries did not finish a step, elastic.max_recoveries is 5, and now 2 devices went with a node (node b "
-        "is gone); look at the workers' logs, or raise it"
+    assert reason_to_end(facts) == (
+        "5 recoveries did not finish a step, elastic.max_recoveries is 5, and now 2 devices lost with a node (node b "
+        "is gone); check the workers' logs, or raise it"
     )
 
 
 def test_an_exchange_that_fails_again_says_where_to_look() -> None:
     failure = Failure(cause=Cause.COLLECTIVE, message="timed out")
     facts = dataclasses.replace(FACTS, failure=failure, setbacks=Setbacks(recoveries=3, collectives=3))
-    reason = hopeless(facts)
+    reason = reason_to_end(facts)
     assert reason is not None
-    assert "between 4 living devices failed 4 times in a row (timed out); look at the network" in reason
+    assert "communication among 4 healthy devices failed 4 times in a row (timed out); check the network" in reason
 
 
 def limits_of(**sections: object) -> Limits:

@@ -101,7 +101,7 @@ def test_a_stopped_device_is_blamed_and_not_those_that_wait_for_it() -> None:
 def test_a_device_that_answers_but_does_nothing_is_blamed() -> None:
     verdict = judge([sign("a"), sign("b", waiting=False, done=7)], now_s=100.0, deadline_s=40.0)
     assert verdict.hung == ("b",)
-    assert "nothing moved for 50.0 s, 40.0 s are allowed, and 1 of 2 devices wait for nobody" in verdict.reason
+    assert "no progress for 50.0 s, 40.0 s are allowed, and 1 of 2 devices do not wait for others" in verdict.reason
 
 
 def test_where_all_wait_the_exchange_is_stuck_and_nobody_is_lost() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.recoverable import Kept
+from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.values import StateId
 from tests.examples import examples
 
@@ -21,7 +21,7 @@ REPORTS = st.lists(
 @examples(300)
 @given(REPORTS)
 def test_safe_is_the_newest_that_every_device_reported(reports: list[dict[str, StateId | None]]) -> None:
-    kept = Kept.start("ab", generation=0, first=0, every=1)
+    kept = StoredSnapshots.start("ab", generation=0, first=0, every=1)
     seen: dict[str, set[StateId]] = {"a": set(), "b": set()}
     for report in reports:
         before, kept = kept.safe, kept.after(report)
@@ -36,7 +36,7 @@ def test_safe_is_the_newest_that_every_device_reported(reports: list[dict[str, S
 @given(first=st.integers(0, 9), every=st.integers(1, 5), delays=st.lists(st.integers(0, 6), min_size=30, max_size=30))
 def test_a_loss_at_any_time_repeats_at_most_so_many_finished_steps(first: int, every: int, delays: list[int]) -> None:
     """Steps run as soon as they may; each snapshot is kept some steps after it was taken."""
-    kept = Kept.start("ab", generation=1, first=first, every=every)
+    kept = StoredSnapshots.start("ab", generation=1, first=first, every=every)
     step, due = first, {}
     for delay in delays:
         if kept.due(step):
@@ -59,20 +59,20 @@ def test_a_loss_at_any_time_repeats_at_most_so_many_finished_steps(first: int, e
 @examples(100)
 @given(first=st.integers(0, 9), every=st.integers(1, 5), ahead=st.integers(1, 20))
 def test_what_is_needed_is_a_snapshot_that_is_taken(first: int, every: int, ahead: int) -> None:
-    kept = Kept.start("a", generation=0, first=first, every=every)
+    kept = StoredSnapshots.start("a", generation=0, first=first, every=every)
     taken = [version for version in range(first, first + ahead - 1) if kept.due(version)]
     needed = kept.needed(first + ahead)
     assert needed == (state(taken[-1]) if taken else None)
 
 
 def test_without_snapshots_nothing_is_waited_for() -> None:
-    kept = Kept.start("a", generation=0, first=3, every=0)
+    kept = StoredSnapshots.start("a", generation=0, first=3, every=0)
     assert not any(kept.due(version) for version in range(3, 20))
     assert all(kept.may_dispatch(step) for step in range(4, 20))
 
 
 def test_the_state_of_before_stays_safe_until_the_new_generation_has_one() -> None:
-    kept = Kept.start("ab", generation=0, first=0, every=1).after({"a": state(4), "b": state(4)})
+    kept = StoredSnapshots.start("ab", generation=0, first=0, every=1).after({"a": state(4), "b": state(4)})
     kept = kept.again("ac", generation=1, first=4)
     assert kept.safe == state(4)
     assert kept.may_dispatch(5)
@@ -85,7 +85,7 @@ def test_the_state_of_before_stays_safe_until_the_new_generation_has_one() -> No
 
 def test_what_was_safe_and_is_lost_is_safe_no_longer() -> None:
     """The run had to go back to a checkpoint of version 2."""
-    kept = Kept.start("ab", generation=0, first=0, every=1).after({"a": state(6), "b": state(6)})
+    kept = StoredSnapshots.start("ab", generation=0, first=0, every=1).after({"a": state(6), "b": state(6)})
     kept = kept.again("ab", generation=1, first=2)
     assert kept.safe is None
     assert not kept.may_dispatch(4)
@@ -93,14 +93,14 @@ def test_what_was_safe_and_is_lost_is_safe_no_longer() -> None:
 
 
 def test_a_state_that_one_device_skipped_is_not_safe() -> None:
-    kept = Kept.start("ab", generation=0, first=0, every=1)
+    kept = StoredSnapshots.start("ab", generation=0, first=0, every=1)
     kept = kept.after({"a": state(1), "b": state(2)})
     assert kept.safe is None
     assert kept.after({"a": state(2)}).safe == state(2)
 
 
-def test_what_a_lost_keeper_held_is_kept_anew_before_the_next_steps() -> None:
-    kept = Kept.start("ab", generation=0, first=0, every=1).after({"a": state(3), "b": state(3)})
+def test_what_a_lost_store_held_is_kept_anew_before_the_next_steps() -> None:
+    kept = StoredSnapshots.start("ab", generation=0, first=0, every=1).after({"a": state(3), "b": state(3)})
     assert kept.may_dispatch(5)
     without = kept.without_copies({"b"})
     assert without.safe is None

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.recoverable import Held, newest
+from rayfcp.elastic.recoverable import ShardCopy, newest
 from rayfcp.values import ShardHeader, StateId
 from tests.examples import examples
 
 
-def copy(version: int, number: int, *, of: int, where: str, generation: int = 0, is_keeper: bool = False) -> Held:
+def copy(version: int, number: int, *, of: int, where: str, generation: int = 0, is_store: bool = False) -> ShardCopy:
     header = ShardHeader(
         state=StateId(version=version, generation=generation),
         number=number,
@@ -19,30 +19,30 @@ def copy(version: int, number: int, *, of: int, where: str, generation: int = 0,
         num_bytes=0,
         scalars={},
     )
-    return Held(header=header, where=where, is_keeper=is_keeper)
+    return ShardCopy(header=header, where=where, is_store=is_store)
 
 
 @st.composite
-def copies(draw: st.DrawFn) -> list[Held]:
-    """Of up to three versions in two generations, on three workers and two keepers; some complete, most not."""
+def copies(draw: st.DrawFn) -> list[ShardCopy]:
+    """Of up to three versions in two generations, on three workers and two snapshot stores; some complete, most not."""
     sizes = {generation: draw(st.integers(1, 3)) for generation in (0, 1)}
     found = []
     for _ in range(draw(st.integers(0, 14))):
-        generation, keeper = draw(st.integers(0, 1)), draw(st.booleans())
+        generation, store = draw(st.integers(0, 1)), draw(st.booleans())
         found.append(
             copy(
                 draw(st.integers(3, 5)),
                 draw(st.integers(0, sizes[generation] - 1)),
                 of=sizes[generation],
-                where=f"k{draw(st.integers(0, 1))}" if keeper else f"w{draw(st.integers(0, 2))}",
+                where=f"k{draw(st.integers(0, 1))}" if store else f"w{draw(st.integers(0, 2))}",
                 generation=generation,
-                is_keeper=keeper,
+                is_store=store,
             )
         )
     return found
 
 
-def complete(held: Sequence[Held]) -> list[StateId]:
+def complete(held: Sequence[ShardCopy]) -> list[StateId]:
     """All states of which each number has a copy, by trying all."""
     states = [StateId(version=version, generation=generation) for version in range(3, 6) for generation in (0, 1)]
     found = []
@@ -55,7 +55,7 @@ def complete(held: Sequence[Held]) -> list[StateId]:
 
 @examples(300)
 @given(copies(), st.sampled_from(["w0", "w1", "w9"]))
-def test_newest_is_what_trying_all_finds(held: list[Held], asker: str) -> None:
+def test_newest_is_what_trying_all_finds(held: list[ShardCopy], asker: str) -> None:
     found = newest(held)
     assert found.state == max(complete(held), default=None)
     assert found == newest(held)
@@ -68,15 +68,15 @@ def test_newest_is_what_trying_all_finds(held: list[Held], asker: str) -> None:
         assert sorted(sources) == sorted({each.where for each in mine})
         assert (sources[0] == asker) == any(each.where == asker for each in mine)
         others = [where.startswith("k") for where in sources if where != asker]
-        assert others == sorted(others), "a keeper was asked before a worker"
+        assert others == sorted(others), "a snapshot store was asked before a worker"
 
 
 def test_the_reason_says_what_newer_states_lack() -> None:
     held = [copy(7, 0, of=3, where="w0"), copy(7, 2, of=3, where="w2")]
     held += [copy(6, number, of=3, where=f"w{number}") for number in (0, 2)]
-    held += [copy(6, 1, of=3, where="k0", is_keeper=True)]
+    held += [copy(6, 1, of=3, where="k0", is_store=True)]
     assert newest(held).reason == (
-        "the state after step 6 (generation 0) has all 3 shards in memory, 1 of them only at keepers; "
+        "the state after step 6 (generation 0) has all 3 shards in memory, 1 of them only at snapshot stores; "
         "the state after step 7 (generation 0) lacks shard 1 of 3"
     )
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.elastic.facts import Device
-from rayfcp.elastic.size import Shape, seated
+from rayfcp.elastic.size import Shape, number_devices
 from tests.elastic.worlds import NODES, devices
 from tests.examples import examples
 
@@ -36,7 +36,7 @@ def changes(draw: st.DrawFn) -> tuple[list[Device], tuple[str, ...], Shape, Shap
 @given(changes())
 def test_seats(change: tuple[list[Device], tuple[str, ...], Shape, Shape, int]) -> None:
     left, active, before, shape, size = change
-    ids = seated(left, shape=shape, tensor_parallel=size, active=active, before=before)
+    ids = number_devices(left, shape=shape, tensor_parallel=size, active=active, before=before)
     node_of = {each.id: each.node_id for each in left}
     assert len(set(ids)) == len(ids) == shape.num_stages * shape.num_ranks * size
     assert set(ids) <= set(node_of)
@@ -60,7 +60,7 @@ def test_seats(change: tuple[list[Device], tuple[str, ...], Shape, Shape, int]) 
 def test_as_many_tensor_parallel_pairs_on_one_node_as_can_be(nodes: list[str]) -> None:
     have = devices(*nodes)
     shape = Shape(num_stages=1, num_ranks=len(have) // 2)
-    ids = seated(have, shape=shape, tensor_parallel=2, active=(), before=Shape(num_stages=1, num_ranks=0))
+    ids = number_devices(have, shape=shape, tensor_parallel=2, active=(), before=Shape(num_stages=1, num_ranks=0))
     node_of = {each.id: each.node_id for each in have}
     whole = sum(node_of[ids[at]] == node_of[ids[at + 1]] for at in range(0, len(ids), 2))
     assert whole == sum(nodes.count(node) // 2 for node in NODES)
@@ -68,7 +68,7 @@ def test_as_many_tensor_parallel_pairs_on_one_node_as_can_be(nodes: list[str]) -
 
 def test_a_broken_pair_makes_up_a_new_one_and_the_other_stays() -> None:
     have = [*devices(*"aab"), *devices("b", first=9)]
-    ids = seated(
+    ids = number_devices(
         have,
         shape=Shape(num_stages=1, num_ranks=2),
         tensor_parallel=2,

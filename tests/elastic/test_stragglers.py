@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.stragglers import FIRST, PERSISTENT, WINDOW, Measured, Speeds
+from rayfcp.elastic.stragglers import FIRST, PERSISTENT, WINDOW, DeviceTiming, Speeds
 from tests.examples import examples
 
 START = Speeds(slow_ratio=0.8)
@@ -18,14 +18,14 @@ NOISE = 0.03  # relative, of one step
 
 def step(
     speeds: list[float], *, rng: random.Random, noise: float = NOISE, balanced: Speeds | None = None
-) -> list[Measured]:
+) -> list[DeviceTiming]:
     """What one step measures of devices d0, d1, ...: of unequal work, less for devices that `balanced` finds slow."""
     found = []
     for index, speed in enumerate(speeds):
         share = balanced.of(f"d{index}") if balanced is not None else 1.0
         predicted_s = share * rng.uniform(0.8, 1.2)
         own_s = predicted_s / speed * rng.uniform(1 - noise, 1 + noise)
-        found.append(Measured(id=f"d{index}", own_s=own_s, predicted_s=predicted_s))
+        found.append(DeviceTiming(id=f"d{index}", own_s=own_s, predicted_s=predicted_s))
     return found
 
 
@@ -75,8 +75,8 @@ def test_a_few_outliers_make_no_device_slow(hiccups: list[bool]) -> None:
     for number, hiccup in enumerate(hiccups):
         slow = hiccup and number % 3 == 0
         late += slow
-        measured = [Measured(id=f"d{index}", own_s=1.0, predicted_s=1.0) for index in range(3)]
-        measured.append(Measured(id="d3", own_s=20.0 if slow else 1.0, predicted_s=1.0))
+        measured = [DeviceTiming(id=f"d{index}", own_s=1.0, predicted_s=1.0) for index in range(3)]
+        measured.append(DeviceTiming(id="d3", own_s=20.0 if slow else 1.0, predicted_s=1.0))
         found = found.after(measured)
         assert found.slow == ()
         assert found.of("d3") == 1.0
@@ -107,7 +107,7 @@ def test_slow_is_told_once_and_only_after_it_lasted() -> None:
     assert "below elastic.slow_ratio 0.8 for 5 of them" in told[0][1]
     well = after([1.0, 1.0, 1.0], steps=WINDOW, start=found)
     assert len(well.news(found)) == 1
-    assert "device d0 is slow no longer" in well.news(found)[0]
+    assert "device d0 is no longer slow" in well.news(found)[0]
 
 
 def test_of_as_many_slow_as_fast_devices_the_fast_ones_are_usual() -> None:
@@ -129,7 +129,7 @@ def test_stages_are_compared_with_their_own() -> None:
     for _ in range(WINDOW):
         found = found.after(
             [
-                Measured(
+                DeviceTiming(
                     id=f"d{stage}{rank}",
                     own_s=(1.0 + stage) / (0.5 if rank == 2 else 1.0),
                     predicted_s=1.0,
@@ -154,7 +154,7 @@ def test_a_rank_is_as_fast_as_its_slowest_device() -> None:
 @pytest.mark.parametrize("seconds", [math.nan, 0.0, math.inf])
 def test_what_was_not_measured_teaches_nothing(seconds: float) -> None:
     known = after([0.5, 1.0, 1.0], steps=WINDOW)
-    measured = [Measured(id=f"d{index}", own_s=seconds, predicted_s=1.0) for index in range(3)]
+    measured = [DeviceTiming(id=f"d{index}", own_s=seconds, predicted_s=1.0) for index in range(3)]
     assert known.after(measured) == known
     one = [dataclasses.replace(measured[0], predicted_s=seconds, own_s=1.0), *measured[1:]]
     assert known.after(one) == known

@@ -13,7 +13,7 @@ from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program import AttentionProgram, HeadProgram, lower
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Group, Layout, Mask, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from tests.execute.layouts import plan_of
 from tests.masks import seen
 from tests.program.helpers import forwards
@@ -22,7 +22,6 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 Tensors = dict[int, list[torch.Tensor]]
 Programs = Sequence[AttentionProgram | HeadProgram]
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=4)
-MASKS = st.lists(st.sampled_from(list(Mask)), min_size=1, max_size=3)
 
 
 def run_ranks(work: Callable[[int], None], *, num_ranks: int, fabric: Fabric) -> None:
@@ -110,7 +109,7 @@ def assert_equal_to_dense(
     layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int, dtype: torch.dtype
 ) -> None:
     """The layout without groups: rings and rounds."""
-    programs = lower_attention(layout, masks={s.id: s.mask for s in sequences}, num_ranks=num_ranks)
+    programs = lower_attention(layout, num_ranks=num_ranks)
     assert_programs_equal_to_dense(programs, layout, sequences, dtype=dtype)
 
 
@@ -127,7 +126,7 @@ def assert_programs_equal_to_dense(
 
 
 def assert_lowered_equal_to_dense(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
-    """One microbatch of one group with this layout, windows and mutual pictures too."""
+    """One microbatch of one group with this layout, windows too."""
     programs = lower(plan_of(layout, sequences, num_ranks=num_ranks), sequences)
     attention = [forwards(each)[0].attention for each in programs]
     assert_programs_equal_to_dense(attention, layout, sequences, dtype=torch.float64)

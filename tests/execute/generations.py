@@ -19,7 +19,7 @@ from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError, RankReport
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Source
@@ -72,9 +72,9 @@ class Device:
         self._config, self._data, self._folder = config, data, folder
         self.engine = RankEngine(config, device=CPU, data_dir=str(folder / "shards"))
 
-    def join(self, place: Place, *, store: dist.Store, empty: bool) -> None:
+    def join(self, position: MeshPosition, *, store: dist.Store, empty: bool) -> None:
         total = self._data.library.num_hidden_layers
-        layers = {1: (total,), 2: (total - 1, 1), 3: (1,) * total}[place.num_stages]
+        layers = {1: (total,), 2: (total - 1, 1), 3: (1,) * total}[position.num_stages]
 
         def make(world: Any) -> Any:
             self.model = sharded_model(
@@ -87,18 +87,20 @@ class Device:
             )
             return self.model
 
-        self.place, self._layers = place, layers
-        self.engine.join(place, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
+        self.position, self._layers = position, layers
+        self.engine.join(position, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
 
     def step(self, number: int, **options: Any) -> RankReport:
-        place, batch = self.place, self._data.sampler.batch(number)
+        position, batch = self.position, self._data.sampler.batch(number)
         sequences = sequences_of(batch, windows=self._data.model.windows)
-        if place.num_stages == 1:
-            plan = flat(sequences, num_ranks=place.num_ranks)
+        if position.num_stages == 1:
+            plan = flat(sequences, num_ranks=position.num_ranks)
         else:
-            plan = pipelined(sequences, num_stages=place.num_stages, num_ranks=place.num_ranks, recomputed=self._layers)
+            plan = pipelined(
+                sequences, num_stages=position.num_stages, num_ranks=position.num_ranks, recomputed=self._layers
+            )
         programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
-        program = programs[place.stage * place.num_ranks + place.rank]
+        program = programs[position.stage * position.num_ranks + position.rank]
         return self.engine.run_step(program, batch, plan_hash=program.plan_hash, **options)
 
     def push(self, header: ShardHeader) -> None:
@@ -115,11 +117,11 @@ class Device:
         for path in sorted(self._folder.glob(f"{state.version}-{state.generation}-*.copy")):
             header, chunks = pickle.loads(path.read_bytes())
             if header.number not in mine:
-                keeper = HeldCopies()
-                keeper.begin(header)
+                store = HeldCopies()
+                store.begin(header)
                 for at, part, check in reversed(chunks):
-                    keeper.write(header.state, header.number, offset=at, data=part, checksum=check)
-                sources.append(self._source(keeper, header))
+                    store.write(header.state, header.number, offset=at, data=part, checksum=check)
+                sources.append(self._source(store, header))
         self.engine.fill(sources)
 
     @staticmethod
@@ -147,9 +149,9 @@ class Member(Device):
     def _run(self, index: int, generation: Generation) -> None:
         stages, ranks, tensor = generation.world
         number = generation.members.index(self._me)
-        place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+        position = MeshPosition.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
         before = generation.steps[0] - 1
-        self.join(place, store=dist.PrefixStore(str(index), self._client), empty=index > 0)
+        self.join(position, store=dist.PrefixStore(str(index), self._client), empty=index > 0)
         if index > 0:
             self.fill(StateId(version=before, generation=index - 1))
         self.push(self.engine.take_snapshot(StateId(version=before, generation=index)))
@@ -221,7 +223,7 @@ class Member(Device):
         pause = threading.Event()
         while not ((beat := self.engine.beat()).waiting and beat.step == step):
             pause.wait(0.01)
-        self._connect().set(f"waits-{index}-{self.place.device}", "1")
+        self._connect().set(f"waits-{index}-{self.position.device}", "1")
 
     def _abort_when_told(self, index: int, aborted: list[float], ended: threading.Event) -> None:
         """As the controller does, again and again until what is aborted has ended."""
@@ -242,4 +244,4 @@ class Member(Device):
         if where == "forward":
             self.model.layers[-1].register_forward_hook(die)
         else:
-            self.engine._optimizer.register_step_pre_hook(die)
+            self.engine.generation.optimizer.register_step_pre_hook(die)

@@ -14,11 +14,10 @@ import torch.multiprocessing as mp
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Place, World, join_world, leave_world
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, join_process_groups, leave_process_groups
 from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
-from rayfcp.models.build import sharded_model
-from rayfcp.models.compiling import compile_parts
+from rayfcp.models.build import compile_parts, sharded_model
 from rayfcp.program import lower
 from tests.execute.cases import ARCHITECTURE, SEED, Case, CaseTokens, Gradients, library_config
 
@@ -72,13 +71,13 @@ def wait_for_all(client: dist.Store, what: str, *, number: int, size: int) -> No
 
 
 @contextmanager
-def joined(place: Place, client: dist.Store, *, name: str, max_groups: int = 16) -> Iterator[World]:
-    """The world of the devices that join under this name; left at the end."""
+def joined(position: MeshPosition, client: dist.Store, *, name: str) -> Iterator[ProcessGroups]:
+    """Process groups of the devices that join under this name; left at the end."""
     store = dist.PrefixStore(name, client)
     device = torch.device("cpu")
-    world = join_world(place=place, store=lambda: store, device=device, timeout_s=60, max_groups=max_groups)
+    world = join_process_groups(position=position, store=lambda: store, device=device, timeout_s=60)
     yield world
-    leave_world(world)
+    leave_process_groups(world)
 
 
 def run_on_gloo(runs: Sequence[tuple[Case, str]]) -> Found:
@@ -90,13 +89,13 @@ def _run_all(rank: int, client: dist.Store, runs: Sequence[tuple[Case, str]]) ->
     found: Found = {}
     for index, (case, dtype) in enumerate(runs):
         if rank < case.num_ranks:
-            place = Place(rank=rank, num_ranks=case.num_ranks)
-            with joined(place, client, name=f"{index}") as world:
+            position = MeshPosition(rank=rank, num_ranks=case.num_ranks)
+            with joined(position, client, name=f"{index}") as world:
                 found[index] = _run(case, dtype, world)
     return found
 
 
-def _run(case: Case, dtype: str, world: World) -> tuple[float, Gradients]:
+def _run(case: Case, dtype: str, world: ProcessGroups) -> tuple[float, Gradients]:
     run = ModelConfig(dtype=dtype, architecture=ARCHITECTURE)
     model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
     if case.compiled:
@@ -104,7 +103,7 @@ def _run(case: Case, dtype: str, world: World) -> tuple[float, Gradients]:
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.place.rank]
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
     done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     total = torch.tensor(done.loss_sum, dtype=torch.float64)
     dist.all_reduce(total, group=world.channels.control)

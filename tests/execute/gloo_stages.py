@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Channels, Place, World
+from rayfcp.execute.parallel.groups import Channels, MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import ShardedModel, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.models.build import DTYPES, sharded_model
@@ -52,13 +52,13 @@ def _run_all(number: int, client: dist.Store, runs: Sequence[Run]) -> Found:
     found: Found = {}
     for index, run in enumerate(runs):
         if number < run.num_devices:
-            place = Place.of(number, num_ranks=run.num_ranks, num_stages=run.num_stages)
-            with joined(place, client, name=f"{index}") as world:
+            position = MeshPosition.of(number, num_ranks=run.num_ranks, num_stages=run.num_stages)
+            with joined(position, client, name=f"{index}") as world:
                 found[index] = _run(run, world)
     return found
 
 
-def _run(run: Run, world: World) -> list[tuple[float, Gradients]]:
+def _run(run: Run, world: ProcessGroups) -> list[tuple[float, Gradients]]:
     first = run.steps[0]
     library = first.library
     settings = first.run.model_copy(update={"dtype": run.dtype})
@@ -75,7 +75,7 @@ def _run(run: Run, world: World) -> list[tuple[float, Gradients]]:
     for case in run.steps:
         model.zero_grad(set_to_none=True)
         scale = 1.0 / case.num_targets
-        done = interpreter.run(case.programs[world.place.device], CaseTokens(case), loss_scale=scale)
+        done = interpreter.run(case.programs[world.position.device], CaseTokens(case), loss_scale=scale)
         if run.is_kept:
             release(model)
         total = world.sum(torch.tensor(done.loss_sum, dtype=torch.float64))
@@ -90,13 +90,13 @@ def pipes_of(channels: Channels, *, dtype: str) -> Pipes | None:
     return Pipes(activations=activations, gradients=gradients, hidden_size=HIDDEN_SIZE, dtype=DTYPES[dtype])
 
 
-def gathered(model: CausalLM, world: World) -> Gradients:
+def gathered(model: CausalLM, world: ProcessGroups) -> Gradients:
     """Whole gradients of all stages; a matrix on two stages has the sum of theirs."""
     own = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    everyone: list[Any] = [None] * world.place.num_devices
+    everyone: list[Any] = [None] * world.position.num_devices
     dist.all_gather_object(everyone, own, group=world.channels.control)
     gradients: Gradients = {}
-    for stage in range(world.place.num_stages):
-        for name, gradient in everyone[world.place.at(stage, 0, tensor_rank=0)].items():
+    for stage in range(world.position.num_stages):
+        for name, gradient in everyone[world.position.at(stage, 0, tensor_rank=0)].items():
             gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
     return gradients

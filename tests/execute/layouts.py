@@ -26,7 +26,7 @@ def random_layout(sequences: Sequence[SequenceSpec], *, num_ranks: int, seed: in
         (index, rank)
         for index, key in enumerate(blocks)
         for rank in range(num_ranks)
-        if rank != key.rank and any(_needs(query, key, sequences) for query in blocks if query.rank == rank)
+        if rank != key.rank and any(_needs(query, key) for query in blocks if query.rank == rank)
     ]
     rng.shuffle(wanted)
     holders = {index: {block.rank: -1} for index, block in enumerate(blocks)}
@@ -50,10 +50,8 @@ def random_blocks(sequences: Sequence[SequenceSpec], *, num_ranks: int, rng: ran
     return blocks
 
 
-def _needs(query: Block, key: Block, sequences: Sequence[SequenceSpec]) -> bool:
-    if query.sequence != key.sequence:
-        return False
-    return key.start < sequences[key.sequence].reach(query.stop)
+def _needs(query: Block, key: Block) -> bool:
+    return query.sequence == key.sequence and key.start < query.stop
 
 
 def _place(rounds: list[list[Transfer]], held: dict[int, int], *, target: int, rng: random.Random) -> tuple[int, int]:

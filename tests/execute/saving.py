@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import SavedPart
 from rayfcp.execute.state.checkpoint import CheckpointWriter
 from tests.execute.gloo import joined, on_processes
@@ -26,7 +26,7 @@ def write_on_gloo(writes: Writes, folder: Path, *, size: int) -> list[list[Saved
 
 
 def _write(rank: int, client: dist.Store, size: int, writes: Writes, folder: Path) -> list[SavedPart | None]:
-    with joined(Place(rank=rank, num_ranks=size), client, name="saving") as world:
+    with joined(MeshPosition(rank=rank, num_ranks=size), client, name="saving") as world:
         mesh = init_device_mesh("cpu", (size,))
         torch.manual_seed(0)
         module = nn.Module()

@@ -19,7 +19,7 @@ from rayfcp.models.causal_lm import CausalLM, WholeModel
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
-from rayfcp.values import BatchPlan, Group, Mask, Primitive, SequenceSpec, Slice
+from rayfcp.values import BatchPlan, Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
 from tests.execute.live import UncountedTransport
@@ -98,7 +98,7 @@ def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) 
     )
     return StagedCase(
         plan=replace(plan, pipelines=pipelines),
-        sequences=tuple(replace(each, mask=Mask.CAUSAL) for each in sequences),
+        sequences=tuple(sequences),
         layers_of_stage=layers_of_stage,
         is_tied=rng.random() < 0.5,
         reduce_every=rng.choice(["step", "microbatch"]),

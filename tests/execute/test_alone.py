@@ -11,7 +11,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.plan import lay_out
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Group, Mask, MicrobatchPlan
+from rayfcp.values import Group, MicrobatchPlan
 from tests.masks import specs
 
 VIEWS = {
@@ -42,10 +42,10 @@ class Work(TorchDispatchMode):
 
 def work(lengths: list[int], *, dtype: torch.dtype) -> dict[str, int]:
     """Of attention forward and backward."""
-    sequences = specs(lengths, [Mask.CAUSAL])
+    sequences = specs(lengths)
     group = Group(ranks=(0,), sequences=tuple(range(len(lengths))))
     layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), sequences)
-    (program,) = lower_attention(layout, masks={s.id: s.mask for s in sequences}, num_ranks=1)
+    (program,) = lower_attention(layout, num_ranks=1)
     tensors = [torch.randn(sum(lengths), heads, 16).to(dtype) for heads in (4, 2, 2, 4)]
     query, key, value = (each.requires_grad_() for each in tensors[:3])
     with Work() as counted:

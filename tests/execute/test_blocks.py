@@ -10,15 +10,15 @@ from rayfcp.config.models import BlockOptions
 from rayfcp.plan import CostModel
 from rayfcp.plan.blocks.planner import batch_of, plan_blocks
 from rayfcp.program import Forward, lower
-from rayfcp.values import ClusterSpec, Layout, Mask, SequenceSpec
+from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 from rayfcp.verify import check_programs
 from tests.examples import examples
-from tests.execute.dense import LENGTHS, MASKS, assert_equal_to_dense, assert_programs_equal_to_dense
+from tests.execute.dense import LENGTHS, assert_equal_to_dense, assert_programs_equal_to_dense
 from tests.execute.layouts import over_runs, plan_of, random_layout
 from tests.masks import specs
 
 COST = CostModel(
-    attention_s_per_cell=1e-3,
+    attention_s_per_pair=1e-3,
     linear_s_per_token=1e-2,
     fixed_s=0.5,
     ring_intra_s_per_token=4e-3,
@@ -41,7 +41,6 @@ def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOpt
 @examples(8)
 @given(
     lengths=LENGTHS,
-    masks=MASKS,
     num_ranks=st.sampled_from([2, 3, 4, 5, 7]),
     block_tokens=st.integers(1, 40),
     coalesce=st.integers(1, 6),
@@ -51,7 +50,6 @@ def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOpt
 )
 def test_any_block_size_coalescing_degree_and_buffer_count(
     lengths: list[int],
-    masks: list[Mask],
     num_ranks: int,
     block_tokens: int,
     coalesce: int,
@@ -59,7 +57,7 @@ def test_any_block_size_coalescing_degree_and_buffer_count(
     placement: str,
     pairing: str,
 ) -> None:
-    sequences = specs(lengths, masks)
+    sequences = specs(lengths)
     options = BlockOptions(
         block_tokens=block_tokens,
         coalesce=coalesce,
@@ -74,7 +72,7 @@ def test_any_block_size_coalescing_degree_and_buffer_count(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
     """Long enough for several tiles of a kernel in a phase."""
-    sequences = specs([1501, 700, 90], [Mask.CAUSAL, Mask.FULL])
+    sequences = specs([1501, 700, 90])
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert layout.pacing is not None and len(layout.rounds) >= 4
     assert_equal_to_dense(layout, sequences, num_ranks=3, dtype=dtype)
@@ -83,7 +81,6 @@ def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
 @examples(40)
 @given(
     lengths=LENGTHS,
-    masks=MASKS,
     ranks_and_heads=st.sampled_from([(2, 2), (4, 2), (6, 2), (4, 4), (8, 4)]),
     block_tokens=st.integers(1, 40),
     coalesce=st.integers(1, 4),
@@ -91,7 +88,6 @@ def test_attends_that_are_cut_over_phases(dtype: torch.dtype) -> None:
 )
 def test_blocks_of_runs_that_share_out_heads(
     lengths: list[int],
-    masks: list[Mask],
     ranks_and_heads: tuple[int, int],
     block_tokens: int,
     coalesce: int,
@@ -100,18 +96,16 @@ def test_blocks_of_runs_that_share_out_heads(
     """Every share of heads travels between ranks of its own; ranks may have none of a run's tokens."""
     num_ranks, heads = ranks_and_heads
     options = BlockOptions(block_tokens=block_tokens, coalesce=coalesce)
-    sequences = specs(lengths, masks)
+    sequences = specs(lengths)
     layout = laid_out(sequences, num_ranks=num_ranks // heads, options=options)
     layout = over_runs(layout, num_ranks=num_ranks, heads=heads, dealt=dealt)
     assert_runs_equal_to_dense(layout, sequences, num_ranks=num_ranks, dtype=torch.float64)
 
 
 @examples(30)
-@given(lengths=LENGTHS, masks=MASKS, num_runs=st.integers(1, 3), seed=st.integers(0, 10_000), dealt=st.booleans())
-def test_relays_of_runs_that_share_out_heads(
-    lengths: list[int], masks: list[Mask], num_runs: int, seed: int, dealt: bool
-) -> None:
-    sequences = specs(lengths, masks)
+@given(lengths=LENGTHS, num_runs=st.integers(1, 3), seed=st.integers(0, 10_000), dealt=st.booleans())
+def test_relays_of_runs_that_share_out_heads(lengths: list[int], num_runs: int, seed: int, dealt: bool) -> None:
+    sequences = specs(lengths)
     layout = over_runs(
         random_layout(sequences, num_ranks=num_runs, seed=seed), num_ranks=2 * num_runs, heads=2, dealt=dealt
     )
@@ -119,7 +113,7 @@ def test_relays_of_runs_that_share_out_heads(
 
 
 def test_runs_that_share_out_heads_in_fp32() -> None:
-    sequences = specs([401, 170, 90], [Mask.CAUSAL, Mask.FULL])
+    sequences = specs([401, 170, 90])
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=60, coalesce=2))
     layout = over_runs(layout, num_ranks=6, heads=2)
     assert_runs_equal_to_dense(layout, sequences, num_ranks=6, dtype=torch.float32)

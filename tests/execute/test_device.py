@@ -8,15 +8,11 @@ import torch
 
 from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config, ConfigError
-from rayfcp.execute.devices.device import (
-    device_kind,
-    peak_flops,
-    peak_flops_by_name,
-    resolve_device,
-    total_memory_bytes,
-)
+from rayfcp.cost.profiles import HARDWARE
+from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
 from rayfcp.execute.kernels import KernelUnavailableError
 from rayfcp.execute.parallel.sharding import parameter_groups
+from rayfcp.values.devices import DEVICES
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": 989e12,
@@ -41,7 +37,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_peaks_are_of_the_device_and_not_of_one_that_is_called_alike(name: str) -> None:
-    assert peak_flops_by_name(name) == NAMES[name]
+    assert DEVICES["npu" if name.startswith("Ascend") else "cuda"].peak_flops_of(name) == NAMES[name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -49,9 +45,13 @@ def test_devices_that_are_not_here_have_neither_memory_nor_peak() -> None:
     assert device_kind("auto") == "cpu" and resolve_device("auto").type == "cpu"
     for kind in ("cuda", "npu", "cpu"):
         assert device_kind(kind) == kind
-    assert peak_flops(resolve_device("cuda")) is None
-    assert total_memory_bytes(resolve_device("cuda")) == total_memory_bytes("cuda") == total_memory_bytes("npu") == 0
-    assert total_memory_bytes("cpu") == total_memory_bytes(torch.device("cpu")) > 0
+    assert backend_of("cuda").peak_flops(resolve_device("cuda")) is None
+    assert [backend_of(kind).total_memory_bytes(kind) for kind in ("cuda", "npu")] == [0, 0]
+    assert backend_of("cpu").total_memory_bytes("cpu") > 0
+
+
+def test_every_named_hardware_profile_is_of_a_device() -> None:
+    assert {name for info in DEVICES.values() for name in info.hardware} == set(HARDWARE)
 
 
 @pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")

@@ -80,8 +80,8 @@ def test_in_process(case: Case, dtype: str) -> None:
     assert [each.bytes_sent for each in executions] == pytest.approx(timeline.sent_bytes)
     forwards = [item for program in programs for item in program.instructions if isinstance(item, Forward)]
     times = 2 * ARCHITECTURE.num_layers + case.recomputed
-    assert sum(each.num_cells for each in executions) == pytest.approx(
-        times * sum(item.attention.num_cells for item in forwards)
+    assert sum(each.num_pairs for each in executions) == pytest.approx(
+        times * sum(item.attention.num_pairs for item in forwards)
     )
     assert_same(loss, gradients, want=expected(case, dtype), dtype=dtype)
 
@@ -100,7 +100,7 @@ def assert_same_on_gloo(runs: Sequence[tuple[Case, str]]) -> None:
 
 
 HEADS = CostModel(
-    attention_s_per_cell=1e-3,
+    attention_s_per_pair=1e-3,
     linear_s_per_token=1e-2,
     fixed_s=0.5,
     ring_intra_s_per_token=2e-2,

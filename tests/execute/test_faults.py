@@ -10,8 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.parallel.groups import Place
-from rayfcp.execute.parallel.membership import Meeting, Membership, abort_accelerator, collective, is_collective_failure
+from rayfcp.execute.devices.backend import backend_of
+from rayfcp.execute.parallel.groups import MeshPosition
+from rayfcp.execute.parallel.membership import (
+    Membership,
+    RendezvousClient,
+    collective,
+    is_collective_failure,
+)
 from rayfcp.execute.reports import CollectiveFailedError
 from tests.execute.gloo import client_of, listening_store
 
@@ -105,22 +111,22 @@ def test_a_join_that_waits_for_others_is_ended() -> None:
     thread = threading.Thread(target=abort)
     thread.start()
     with pytest.raises(Exception, match="by order"):
-        member.join(Place(rank=0, num_ranks=2), store=lambda: inner)
+        member.join(MeshPosition(rank=0, num_ranks=2), store=lambda: inner)
     thread.join()
     assert member.is_aborted
     member.forget()
     assert not member.is_aborted and not dist.is_initialized()
-    member.join(Place(rank=0, num_ranks=1), store=dist.HashStore)
+    member.join(MeshPosition(rank=0, num_ranks=1), store=dist.HashStore)
     member.leave()
     assert not dist.is_initialized()
 
 
 def test_waits_at_the_store_end_by_themselves() -> None:
-    meeting = Meeting(dist.HashStore, timeout_s=0.1)
+    client = RendezvousClient(dist.HashStore, timeout_s=0.1)
     with pytest.raises(dist.DistStoreError):
-        meeting.get("never told")
-    meeting.set("told", b"1")
-    assert meeting.get("told") == b"1"
+        client.get("never set")
+    client.set("set", b"1")
+    assert client.get("set") == b"1"
 
 
 def test_npu_devices_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +137,8 @@ def test_npu_devices_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0 if device < 3 else 1
 
     monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=SimpleNamespace(stop_device=stop_device)))
-    abort_accelerator(SimpleNamespace(type="npu", index=2))
-    abort_accelerator(SimpleNamespace(type="npu", index=None))
+    backend_of("npu").abort_collectives(SimpleNamespace(type="npu", index=2))
+    backend_of("npu").abort_collectives(SimpleNamespace(type="npu", index=None))
     assert stopped == [2, 0]
     with pytest.raises(RuntimeError, match="did not stop; end this process"):
-        abort_accelerator(SimpleNamespace(type="npu", index=3))
+        backend_of("npu").abort_collectives(SimpleNamespace(type="npu", index=3))

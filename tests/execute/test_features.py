@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayfcp.execute.attention.features import handed_out, row_numbers
-from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Traffic
+from rayfcp.execute.parallel.transport import AttentionStats, Fabric, InProcessTransport
+from rayfcp.execute.vision import exchange_features, row_numbers
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.values import Block, Layout
 from tests.examples import examples
@@ -39,18 +39,18 @@ def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: 
     blocks = [Block(sequence=0, start=row, stop=row + 1, rank=rank) for rank, own in enumerate(after) for row in own]
     programs = lower_reshuffle(pieces, Layout(blocks=tuple(blocks), rounds=()))
     rows, weights = torch.randn(2, num_rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-    fabric, traffics = Fabric(num_ranks), [Traffic() for _ in programs]
+    fabric, all_stats = Fabric(num_ranks), [AttentionStats() for _ in programs]
     given_rows = [rows[own].requires_grad_() for own in before]
     found: dict[int, Tensor] = {}
 
     def work(rank: int) -> None:
         transport = InProcessTransport(fabric, rank)
-        found[rank] = handed_out(given_rows[rank], programs[rank], transport=transport, traffic=traffics[rank])
+        found[rank] = exchange_features(given_rows[rank], programs[rank], transport=transport, stats=all_stats[rank])
         (found[rank] * weights[after[rank]]).sum().backward()
 
     run_ranks(work, num_ranks=num_ranks, fabric=fabric)
     travelling = sum(len(set(own) - set(after[rank])) for rank, own in enumerate(before))
-    assert sum(each.bytes_sent for each in traffics) == 2 * travelling * WIDTH * rows.element_size()
+    assert sum(each.bytes_sent for each in all_stats) == 2 * travelling * WIDTH * rows.element_size()
     for rank, own in enumerate(before):
         assert torch.equal(found[rank], rows[after[rank]])
         gradient = given_rows[rank].grad
@@ -59,14 +59,16 @@ def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: 
 
 def test_frozen_features_go_one_way() -> None:
     (program,) = lower_reshuffle([[]], Layout(blocks=(), rounds=()))
-    found = handed_out(torch.ones(0, 2), program, transport=InProcessTransport(Fabric(1), 0), traffic=Traffic())
+    found = exchange_features(
+        torch.ones(0, 2), program, transport=InProcessTransport(Fabric(1), 0), stats=AttentionStats()
+    )
     assert found.shape == (0, 2) and not found.requires_grad
 
 
-def test_pictures_of_other_sizes_are_refused() -> None:
+def test_images_of_other_sizes_are_refused() -> None:
     (program,) = lower_reshuffle([[]], Layout(blocks=(), rounds=()))
-    with pytest.raises(ValueError, match="rank 0 has features of 5 tokens, its program 0; give the pictures"):
-        handed_out(torch.ones(5, 2), program, transport=InProcessTransport(Fabric(1), 0), traffic=Traffic())
+    with pytest.raises(ValueError, match="rank 0 has features of 5 tokens, its program 0; give the images"):
+        exchange_features(torch.ones(5, 2), program, transport=InProcessTransport(Fabric(1), 0), stats=AttentionStats())
 
 
 def test_rows_by_number() -> None:

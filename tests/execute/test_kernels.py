@@ -15,15 +15,16 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayfcp.execute import kernels
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, cuda, npu, pick_kernel
-from rayfcp.execute.kernels.cpu import CpuKernel
-from rayfcp.execute.kernels.cuda import CudaKernel, half_kernels
+from rayfcp.execute.devices import cuda, npu
+from rayfcp.execute.devices.cpu import CpuKernel
+from rayfcp.execute.devices.cuda import CudaKernel, half_kernels
+from rayfcp.execute.devices.npu import NpuKernel
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, pick_kernel
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
 from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
-from rayfcp.execute.kernels.interface import Offsets
-from rayfcp.execute.kernels.npu import NpuKernel
+from rayfcp.execute.kernels.interface import offsets_of
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
@@ -50,7 +51,7 @@ def on_cuda(half: AttentionKernel) -> CudaKernel:
 CASES = {
     "cpu": Case(make=CpuKernel, dtypes=tuple(BOUNDS)),
     "flash-attn 2": Case(make=lambda: on_cuda(FlashAttn2Kernel(fake_flash2)), dtypes=HALF),
-    "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, spared_sms=8)), dtypes=HALF),
+    "flash-attn 3": Case(make=lambda: on_cuda(FlashAttn3Kernel(fake_flash3, sm_margin=8)), dtypes=HALF),
     "torch's flash": Case(make=lambda: on_cuda(TorchFlashKernel()), dtypes=HALF),
     "cuDNN": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF, first=129),
     "cuDNN, short": Case(make=lambda: on_cuda(CudnnKernel(short=TorchFlashKernel())), dtypes=HALF),
@@ -119,14 +120,14 @@ def test_flash_calls_fit_torchs_schemas(head_dim: int) -> None:
 
 def test_layers_share_the_offsets_of_a_call() -> None:
     pairs = Pairs(query_lengths=(3, 4), key_lengths=(5, 6), causal=False, scale=SCALE)
-    first, second = (Offsets(pairs, device=torch.device("cpu")) for _ in range(2))
+    first, second = (offsets_of(pairs, device=torch.device("cpu")) for _ in range(2))
     assert first.query is second.query and first.key is second.key
     assert (first.query.tolist(), first.key.tolist()) == ([0, 3, 7], [0, 5, 11])
     assert (first.max_query, first.max_key) == (4, 6)
 
 
-def best(capability: tuple[int, int], spared_sms: int) -> AttentionKernel:
-    return next(half_kernels(capability, spared_sms))
+def best(capability: tuple[int, int], sm_margin: int) -> AttentionKernel:
+    return next(half_kernels(capability, sm_margin))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -176,9 +177,9 @@ def test_a_torch_that_forgets_plans_is_known_by_its_schema(monkeypatch: pytest.M
 
 
 def test_the_kernel_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._picked.cache_clear()
+    kernels._best.cache_clear()
     with caplog.at_level(logging.INFO, logger="rayfcp.execute.kernels"):
-        assert pick_kernel("cpu") is pick_kernel("cpu", spared_sms=0)
+        assert pick_kernel("cpu") is pick_kernel("cpu", sm_margin=0)
     assert [record.getMessage() for record in caplog.records] == ["attention on cpu: torch's flash for CPUs"]
 
 
@@ -215,8 +216,8 @@ def test_without_torch_npu_what_to_install_is_named() -> None:
 @pytest.mark.usefixtures("stand_ins")
 def test_more_pairs_than_a_call_takes_on_npus(monkeypatch: pytest.MonkeyPatch) -> None:
     """In several calls, the last one not full, by a lower limit, since the dense reference takes pairs one by one."""
-    assert npu.MOST_PAIRS == fake_npu.MOST_SEQUENCES
-    monkeypatch.setattr(npu, "MOST_PAIRS", 10)
+    assert npu.MAX_PAIRS == fake_npu.MOST_SEQUENCES
+    monkeypatch.setattr(npu, "MAX_PAIRS", 10)
     monkeypatch.setattr(fake_npu, "MOST_SEQUENCES", 10)
     lengths = (2, 1) * 13
     shape = Shape(

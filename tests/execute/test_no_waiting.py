@@ -79,7 +79,7 @@ def test_a_gpu_refuses_to_be_waited_for() -> None:
         torch.cuda.set_sync_debug_mode("default" if num_done == len(program.instructions) else "error")
 
     program = lower(case.plan(), case.sequences)[0]
-    (alone,) = interpreters(case, device="cuda", advanced=advanced)
+    (alone,) = interpreters(case, device="cuda", on_progress=advanced)
     try:
         alone.run(program, CaseTokens(case))
     finally:

@@ -51,7 +51,7 @@ def _train(rank: int, client: dist.Store, folder: Path) -> tuple[list[float], li
 def _state(engine: Engine) -> dict[str, Any]:
     """This rank's shards of parameters and of what the optimizer knows of them, copied."""
     found = {}
-    optimizer = engine.engine._optimizer
+    optimizer = engine.engine.generation.optimizer
     for name, parameter in engine.model.named_parameters():
         found[name] = parameter.to_local().detach().clone()
         for kind, value in optimizer.state[parameter].items():

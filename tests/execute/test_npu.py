@@ -9,10 +9,8 @@ import torch
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from rayfcp.cluster.workers.placement import bundle
-from rayfcp.execute.devices.device import device_kind, memory_bytes, numbers_dtype, peak_flops, total_memory_bytes
-from rayfcp.execute.parallel.groups import BACKENDS
-from rayfcp.execute.parallel.membership import abort_accelerator
-from rayfcp.execute.parallel.transport import ACCELERATORS
+from rayfcp.execute.devices.backend import backend_of, device_kind
+from rayfcp.values.devices import DEVICES, device_of_group_backend
 
 GIB = 1 << 30
 DEVICE: Any = SimpleNamespace(type="npu", index=0)
@@ -56,27 +54,28 @@ def npu(monkeypatch: pytest.MonkeyPatch) -> Npu:
 @pytest.mark.usefixtures("npu")
 def test_kind_peak_and_memory() -> None:
     assert device_kind("auto") == "npu" or torch.cuda.is_available()
-    assert peak_flops(DEVICE) == 376e12
-    assert total_memory_bytes("npu") == total_memory_bytes(DEVICE) == 61 * GIB
-    assert memory_bytes(DEVICE) == {"allocated": 3 * GIB, "peak": 5 * GIB}
+    backend = backend_of(DEVICE)
+    assert backend.peak_flops(DEVICE) == 376e12
+    assert backend.total_memory_bytes("npu") == backend.total_memory_bytes(DEVICE) == 61 * GIB
+    assert backend.memory_bytes(DEVICE) == {"allocated": 3 * GIB, "peak": 5 * GIB}
 
 
 def test_sums_have_a_dtype_that_collectives_reduce() -> None:
-    assert numbers_dtype(DEVICE) is torch.float32 and numbers_dtype(torch.device("cpu")) is torch.float64
+    assert backend_of(DEVICE).sum_dtype is torch.float32 and backend_of("cpu").sum_dtype is torch.float64
 
 
 def test_exchanges_end_with_the_device(npu: Npu) -> None:
     """It is stopped by number; a device that does not stop ends its process."""
-    abort_accelerator(DEVICE)
+    backend_of("npu").abort_collectives(DEVICE)
     assert npu.stopped == [0]
     npu.answer = 1
     with pytest.raises(RuntimeError, match="did not stop; end this process"):
-        abort_accelerator(DEVICE)
+        backend_of("npu").abort_collectives(DEVICE)
 
 
 def test_groups_and_resources_have_the_devices_names() -> None:
     """Ray gives a worker that asks for an NPU the one that it may see, by the runtime's own variable."""
-    assert BACKENDS["npu"] == "hccl" and ACCELERATORS["hccl"] == "npu"
+    assert DEVICES["npu"].group_backend == "hccl" and device_of_group_backend("hccl") is DEVICES["npu"]
     assert bundle("npu", threads=2) == {"CPU": 2.0, "NPU": 1.0}
     manager = get_accelerator_manager_for_resource("NPU")
     assert manager is not None and manager.get_visible_accelerator_ids_env_var() == "ASCEND_RT_VISIBLE_DEVICES"

@@ -19,7 +19,7 @@ from rayfcp.config.models import TrainConfig
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
 from rayfcp.execute.optimization import learning_rate, local_squares, make_optimizer, scale_gradients
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.execute.reports import RankReport
 from rayfcp.models.build import sharded_model
@@ -124,14 +124,14 @@ class Alone:
         self.data = open_dataset(config, data_dir=data_dir)
         self.engine = RankEngine(config, device=torch.device("cpu"), data_dir=data_dir)
         self.engine.join(
-            Place(rank=0, num_ranks=1),
+            MeshPosition(rank=0, num_ranks=1),
             store=dist.HashStore,
             make_model=self._make,
             hidden_size=48,
             layers_of_stage=(2,),
         )
 
-    def _make(self, world: World) -> StageModule:
+    def _make(self, world: ProcessGroups) -> StageModule:
         self.model = sharded_model(self.data.library, run=self.config.model, seed=0, world=world)
         return self.model
 

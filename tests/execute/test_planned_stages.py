@@ -18,11 +18,11 @@ LENGTHS = (400, 120, 33, 17, 60, 5, 200, 90)
 SEQUENCES = tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(LENGTHS))
 
 
-def planned(strategy: str, *, room_bytes: int) -> BatchPlan:
+def planned(strategy: str, *, budget_bytes: int) -> BatchPlan:
     """For two stages of two ranks with so many bytes beside the states of the fuller stage."""
     sizes = {"num_ranks": NUM_RANKS, "bytes_per_element": 8, "reduce_every": "step", "layers_of_stage": LAYERS}
     states = [stage_state_bytes(profile(), stage=stage, gather_every="microbatch", **sizes) for stage in (0, 1)]
-    memory_bytes = max(states) + room_bytes
+    memory_bytes = max(states) + budget_bytes
     cost = CostModel.from_profiles(
         profile(), hardware_profile("cpu"), num_stages=len(LAYERS), memory_bytes=memory_bytes, **sizes
     )
@@ -34,7 +34,7 @@ def planned(strategy: str, *, room_bytes: int) -> BatchPlan:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "room_bytes"),
+    ("strategy", "budget_bytes"),
     [
         ("elastic-pipeline", 1_500_000),
         ("seq1f1b", 1_500_000),
@@ -44,11 +44,11 @@ def planned(strategy: str, *, room_bytes: int) -> BatchPlan:
         ("flex-block", 6_000_000),
     ],
 )
-def test_planned_and_run(strategy: str, room_bytes: int) -> None:
+def test_planned_and_run(strategy: str, budget_bytes: int) -> None:
     """With little room long sequences come in slices, and layers are recomputed. Each device sends the bytes and
-    computes the cells that the simulator says."""
-    plan = planned(strategy, room_bytes=room_bytes)
-    is_tight = room_bytes < 2_000_000
+    computes the pairs that the simulator says."""
+    plan = planned(strategy, budget_bytes=budget_bytes)
+    is_tight = budget_bytes < 2_000_000
     assert any(each.slices for each in plan.microbatches) == is_tight
     assert not is_tight or any(any(map(any, each.recomputed_layers)) for each in plan.pipelines)
     case = StagedCase(plan=plan, sequences=SEQUENCES, layers_of_stage=LAYERS, is_tied=is_tight)
@@ -59,8 +59,8 @@ def test_planned_and_run(strategy: str, room_bytes: int) -> None:
     assert [each.bytes_sent for each in executions] == pytest.approx(timeline.sent_bytes)
     for program, execution in zip(case.programs, executions, strict=True):
         forwards = [item for item in program.instructions if isinstance(item, Forward)]
-        cells = [(2 * LAYERS[program.stage] + item.recomputed_layers) * item.attention.num_cells for item in forwards]
-        assert execution.num_cells == pytest.approx(sum(cells))
+        pairs = [(2 * LAYERS[program.stage] + item.recomputed_layers) * item.attention.num_pairs for item in forwards]
+        assert execution.num_pairs == pytest.approx(sum(pairs))
 
 
 def profile() -> ModelProfile:

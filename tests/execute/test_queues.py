@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rayfcp.execute.devices.device import MOST_SMS, EventClock, HostClock, clock_of, group_options
+from rayfcp.execute.devices.backend import EventClock, HostClock, backend_of
+from rayfcp.execute.devices.cuda import MAX_COMMUNICATION_SMS
 from rayfcp.execute.parallel import transport as transports
 from rayfcp.execute.parallel.transport import DistributedTransport
 
@@ -109,8 +110,7 @@ def test_events_are_times_of_the_host() -> None:
         def elapsed_time(self, other: "Event") -> float:
             return other.at_ms - self.at_ms
 
-    clock = EventClock(torch.device("cpu"), lambda: host.now)
-    clock._module = SimpleNamespace(Event=Event)
+    clock = EventClock(SimpleNamespace(Event=Event), lambda: host.now)
     first = clock.mark()
     host.now = 1002.5
     second = clock.mark()
@@ -120,10 +120,10 @@ def test_events_are_times_of_the_host() -> None:
 
 
 def test_hosts_have_clocks() -> None:
-    clock = clock_of(torch.device("cpu"), iter((1.0, 3.0)).__next__)
+    clock = backend_of("cpu").clock(iter((1.0, 3.0)).__next__)
     marks = clock.mark(), clock.mark()
     assert isinstance(clock, HostClock) and clock.between(*marks) == 2.0 and clock.times(*marks) == (1.0, 3.0)
-    assert isinstance(clock_of(torch.device("cuda")), EventClock)
+    assert isinstance(backend_of("cuda").clock(), EventClock)
 
 
 class Options:
@@ -140,8 +140,8 @@ class Options:
 
 def test_options_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    plain = group_options("nccl", communication_sms=0)
+    cuda, plain = backend_of("cuda"), backend_of("cuda").group_options(communication_sms=0)
     assert plain.is_high_priority_stream and not hasattr(plain.config, "max_ctas")
-    assert group_options("nccl", communication_sms=8).config.max_ctas == 8
-    assert group_options("nccl", communication_sms=1000).config.max_ctas == MOST_SMS
-    assert group_options("gloo", communication_sms=8) is None and group_options("hccl", communication_sms=8) is None
+    assert cuda.group_options(communication_sms=8).config.max_ctas == 8
+    assert cuda.group_options(communication_sms=1000).config.max_ctas == MAX_COMMUNICATION_SMS
+    assert [backend_of(kind).group_options(communication_sms=8) for kind in ("cpu", "npu")] == [None, None]

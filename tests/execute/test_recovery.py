@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from tests.cluster.runs import run_config, write_texts
 from tests.execute.generations import Device, Generation, Member
 from tests.execute.gloo import FORKS, client_of, listening_store
@@ -35,7 +35,7 @@ PATIENCE_S, TIMEOUT_S = 600.0, 120.0
 
 FORGOTTEN = 2
 """Waiters of the whole script that may stay until that timeout: gloo forgets a message whose connection breaks as it is
-sent (see `Meeting.abort`); in a cluster the controller ends such a device after `elastic.hang_min_s`."""
+sent (see `RendezvousClient.abort`); in a cluster the controller ends such a device after `elastic.hang_min_s`."""
 
 
 def config_of(folder: Path) -> Config:
@@ -96,7 +96,7 @@ def alone(folder: Path) -> Iterator[list[Any]]:
     """Reports of the undisturbed run on one device."""
     config = config_of(folder)
     device = Device(config, open_dataset(config, data_dir=str(folder / "shards")), folder=folder)
-    device.join(Place(rank=0, num_ranks=1), store=dist.HashStore(), empty=False)
+    device.join(MeshPosition(rank=0, num_ranks=1), store=dist.HashStore(), empty=False)
     yield [device.step(step) for step in range(1, LAST + 1)]
     device.engine.close()
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext, attention
-from rayfcp.execute.attention.schedule import make_ready
+from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Transport
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Block, Group, Layout, Mask, MicrobatchPlan, SequenceSpec
+from rayfcp.values import Block, Group, Layout, MicrobatchPlan, SequenceSpec
 from tests.examples import examples
-from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, MASKS, Tensors, dense, random_tensors, run_ranks
+from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, Tensors, dense, random_tensors, run_ranks
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
 from tests.execute.test_blocks import laid_out
@@ -36,7 +36,7 @@ def contexts(
     programs = [item.attention for each in lowered for item in each.instructions if isinstance(item, Forward)]
     return [
         AttentionContext(
-            program=make_ready(program, reshuffle=reshuffle),
+            program=make_schedule(program, reshuffle=reshuffle),
             transport=InProcessTransport(fabric, rank),
             kernel=pick_kernel("cpu"),
         )
@@ -80,7 +80,7 @@ def assert_dense(theirs: Pieces, layout: Layout, sequences: Sequence[SequenceSpe
         for name, want, have in zip(("out", "dq", "dk", "dv"), expected[sequence.id], found[sequence.id], strict=True):
             error = float((want - have).norm() / want.norm().clamp_min(1.0))
             assert error <= bound, f"sequence {sequence.id} {name}: relative error {error:.2e}"
-    assert sum(each.traffic.bytes_sent for each in ranks) == due_bytes(theirs, layout, ranks, dtype=dtype)
+    assert sum(each.stats.bytes_sent for each in ranks) == due_bytes(theirs, layout, ranks, dtype=dtype)
 
 
 def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext], *, dtype: torch.dtype) -> int:
@@ -104,9 +104,9 @@ def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext],
 
 
 @examples(40)
-@given(lengths=LENGTHS, masks=MASKS, num_ranks=st.integers(1, 5), seed=st.integers(0, 10_000))
-def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_ranks: int, seed: int) -> None:
-    sequences = specs(lengths, masks)
+@given(lengths=LENGTHS, num_ranks=st.integers(1, 5), seed=st.integers(0, 10_000))
+def test_any_layout_to_any_other(lengths: list[int], num_ranks: int, seed: int) -> None:
+    sequences = specs(lengths)
     layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
     theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1)
     assert_dense(theirs, layout, sequences, torch.float64)
@@ -116,7 +116,7 @@ def test_any_layout_to_any_other(lengths: list[int], masks: list[Mask], num_rank
 @given(lengths=LENGTHS, window=st.integers(1, 40), num_ranks=st.integers(1, 4), seed=st.integers(0, 10_000))
 def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, seed: int) -> None:
     """Squares of some rows on others stay in their round, rectangles and causal squares on themselves move."""
-    sequences = [replace(each, windows=((window, 1),)) for each in specs(lengths, [Mask.CAUSAL])]
+    sequences = [replace(each, windows=((window, 1),)) for each in specs(lengths)]
     layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
     assert_dense(random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1), layout, sequences, torch.float64)
 
@@ -125,7 +125,7 @@ def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, se
 @pytest.mark.parametrize("bring", [packed_slices, whole_sequences])
 @pytest.mark.parametrize("kind", ["ring", "blocks"])
 def test_long_sequences_whose_local_attends_are_cut(kind: str, bring: Any, dtype: torch.dtype) -> None:
-    sequences = specs([1501, 700, 90], [Mask.CAUSAL, Mask.FULL])
+    sequences = specs([1501, 700, 90])
     if kind == "ring":
         layout = ring(sequences, num_ranks=3)
     else:
@@ -136,19 +136,19 @@ def test_long_sequences_whose_local_attends_are_cut(kind: str, bring: Any, dtype
 def test_a_whole_result_that_appears_between_two_rounds_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 attends to its one sequence while a first round goes out, in one call, and sends it home in the second."""
     monkeypatch.setattr("rayfcp.program.reshuffle._OUT", 1000)
-    sequences = specs([50, 200, 90, 70], [Mask.CAUSAL])
+    sequences = specs([50, 200, 90, 70])
     whole = [Piece(sequence=each.id, start=0, stop=each.num_tokens) for each in sequences]
     theirs = [[whole[1], whole[3]], [whole[2], whole[0]], [], []]
     blocks = [Block(sequence=i, start=0, stop=whole[i].stop, rank=rank) for i, rank in enumerate((0, 3, 2, 2))]
     layout = Layout(blocks=tuple(blocks), rounds=())
     around = contexts(theirs, layout, sequences, fabric=Fabric(4))[0].program.reshuffle
-    assert around and [[call.num_cells for call in step.calls] for step in around.forward.leaving] == [[1275], []]
+    assert around and [[call.num_pairs for call in step.calls] for step in around.forward.leaving] == [[1275], []]
     assert_dense(theirs, layout, sequences, torch.float64)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_the_plans_own_order_sends_nothing_and_copies_nothing(num_ranks: int) -> None:
-    sequences = specs([40, 23], [Mask.CAUSAL])
+    sequences = specs([40, 23])
     group = [Group(ranks=(sequence.id % num_ranks,), sequences=(sequence.id,)) for sequence in sequences]
     if num_ranks == 1:
         group = [Group(ranks=(0,), sequences=(0, 1))]
@@ -191,7 +191,7 @@ class Watched(Transport):
 
 def test_local_attends_run_while_the_exchanges_do() -> None:
     """Between posting and waiting, in the first and in the last rounds of either direction."""
-    sequences = specs([2000, 1000, 77], [Mask.CAUSAL])
+    sequences = specs([2000, 1000, 77])
     theirs, fabric = packed_slices(sequences, num_ranks=2), Fabric(2)
     plain = contexts(theirs, ring(sequences, num_ranks=2), sequences, fabric=fabric)
     watched = [Watched(each) for each in plain]
@@ -214,11 +214,10 @@ def test_local_attends_run_while_the_exchanges_do() -> None:
 
 
 def test_what_does_not_fit_is_named() -> None:
-    sequences = specs([8], [Mask.CAUSAL])
+    sequences = specs([8])
     theirs = [[Piece(sequence=0, start=0, stop=8)], []]
     layout = ring(sequences, num_ranks=2)
-    masks = {0: Mask.CAUSAL}
-    programs, shuffles = lower_attention(layout, masks=masks, num_ranks=2), lower_reshuffle(theirs, layout)
+    programs, shuffles = lower_attention(layout, num_ranks=2), lower_reshuffle(theirs, layout)
     transport, kernel = InProcessTransport(Fabric(2), 0), pick_kernel("cpu")
     eight = torch.zeros(8, 1, 16)
     with pytest.raises(ValueError, match="the reshuffle is of rank 1, this is rank 0"):
@@ -226,11 +225,11 @@ def test_what_does_not_fit_is_named() -> None:
     four = eight[:4]
     with pytest.raises(ValueError, match="query has 4 tokens and key 4, the reshuffle has 8"):
         attention(four, four, four, programs[0], reshuffle=shuffles[0], transport=transport, kernel=kernel)
-    context = AttentionContext(program=make_ready(programs[0]), transport=transport, kernel=kernel)
+    context = AttentionContext(program=make_schedule(programs[0]), transport=transport, kernel=kernel)
     with pytest.raises(ValueError, match="reshuffle= beside a context"):
         attention(four, four, four, context, reshuffle=shuffles[0])
     with pytest.raises(ValueError, match=r"query is torch\.float32, key torch\.float64"):
         attention(four, four.double(), four.double(), context)
-    other = lower_attention(ring(specs([6], [Mask.CAUSAL]), num_ranks=2), masks=masks, num_ranks=2)
+    other = lower_attention(ring(specs([6]), num_ranks=2), num_ranks=2)
     with pytest.raises(ValueError, match="rank 0 has 4 tokens in its layout, the program 3"):
-        make_ready(other[0], reshuffle=shuffles[0])
+        make_schedule(other[0], reshuffle=shuffles[0])

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rayfcp.execute.attention.function import AttentionContext, attention
-from rayfcp.execute.attention.schedule import make_ready
+from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.program import Piece, lower_reshuffle
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Layout, Mask, SequenceSpec
+from rayfcp.values import Layout
 from tests.execute.gloo import joined, on_processes
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces, whole_sequences
@@ -22,7 +22,7 @@ from tests.masks import specs
 
 NUM_RANKS, NUM_LAYERS, HEADS, HEAD_DIM = 3, 3, 4, 16
 WIDTH = HEADS * HEAD_DIM
-SEQUENCES = specs([600, 41, 1, 230], [Mask.CAUSAL, Mask.CAUSAL, Mask.FULL])
+SEQUENCES = specs([600, 41, 1, 230])
 CASES: list[tuple[list[list[Piece]], Layout]] = [
     (packed_slices(SEQUENCES, num_ranks=NUM_RANKS), ring(SEQUENCES, num_ranks=NUM_RANKS)),
     (whole_sequences(SEQUENCES[:2], num_ranks=NUM_RANKS), ring(SEQUENCES[:2], num_ranks=NUM_RANKS)),
@@ -58,14 +58,10 @@ def inputs(dtype: torch.dtype) -> dict[int, Tensor]:
     return {each.id: torch.randn(each.num_tokens, WIDTH, dtype=dtype, generator=generator) for each in SEQUENCES}
 
 
-def dense(sequence: SequenceSpec) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (each.transpose(0, 1)[None] for each in (q, k, v))
-        causal = sequence.mask is Mask.CAUSAL
-        out = nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    return attend
+def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads_first = (each.transpose(0, 1)[None] for each in (q, k, v))
+    out = nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 def expected(theirs: list[list[Piece]], dtype: torch.dtype) -> tuple[dict[int, Tensor], list[Tensor]]:
@@ -73,7 +69,7 @@ def expected(theirs: list[list[Piece]], dtype: torch.dtype) -> tuple[dict[int, T
     net, rows = Net(dtype), inputs(dtype)
     outs = {}
     for number in sorted({piece.sequence for pieces in theirs for piece in pieces}):
-        out = net(rows[number], dense(SEQUENCES[number]))
+        out = net(rows[number], dense)
         out.square().sum().backward()
         outs[number] = out.detach()
     return outs, [parameter.grad for parameter in net.parameters()]
@@ -85,9 +81,9 @@ Found = dict[tuple[int, str], tuple[list[Tensor], list[Tensor]]]
 def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], list[Tensor]]:
     """This rank's outputs by piece, and the gradients of all ranks."""
     theirs, layout = CASES[index]
-    programs = lower_attention(layout, masks={each.id: each.mask for each in SEQUENCES}, num_ranks=NUM_RANKS)
+    programs = lower_attention(layout, num_ranks=NUM_RANKS)
     context = AttentionContext(
-        program=make_ready(programs[rank], reshuffle=lower_reshuffle(theirs, layout)[rank]),
+        program=make_schedule(programs[rank], reshuffle=lower_reshuffle(theirs, layout)[rank]),
         transport=DistributedTransport(dist.group.WORLD),
         kernel=pick_kernel("cpu"),
     )
@@ -102,7 +98,7 @@ def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], l
 
 
 def run_cases(rank: int, client: dist.Store) -> Found:
-    with joined(Place(rank=rank, num_ranks=NUM_RANKS), client, name="reshuffle"):
+    with joined(MeshPosition(rank=rank, num_ranks=NUM_RANKS), client, name="reshuffle"):
         return {
             (index, str(dtype)): run_case(index, dtype, rank)
             for index in range(len(CASES))

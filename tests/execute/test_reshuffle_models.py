@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_ready
+from rayfcp.execute.attention.schedule import make_schedule
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
@@ -49,7 +49,7 @@ def test_models(case: Case) -> None:
             if isinstance(item, Forward):
                 theirs, reshuffles = in_their_order(case, item.microbatch)
                 context = AttentionContext(
-                    program=make_ready(item.attention, reshuffle=reshuffles[rank]),
+                    program=make_schedule(item.attention, reshuffle=reshuffles[rank]),
                     transport=InProcessTransport(fabric, rank),
                     kernel=pick_kernel("cpu"),
                     recomputed_layers=item.recomputed_layers,

@@ -1,4 +1,4 @@
-"""Writes of checkpoints on storage that fails: all ranks end, say why, and the next write goes well."""
+"""Writes of checkpoints on storage that fails: all ranks end, log why, and the next write goes well."""
 
 from pathlib import Path
 

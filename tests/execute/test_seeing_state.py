@@ -1,4 +1,4 @@
-"""The state of a model that sees, where batches have no pictures and where its encoder is frozen."""
+"""The state of a model that sees, where batches have no images and where its encoder is frozen."""
 
 import math
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from jobs.bench.gpu_plain import one_microbatch
 from rayfcp.bench.alone import Alone, alone
-from rayfcp.bench.plain import one_microbatch
 from rayfcp.config import Config
-from rayfcp.config.models import SEEING_FAMILIES
+from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.execute.engine import RankEngine
 from rayfcp.values.state import StateId
 
@@ -29,13 +29,13 @@ def seeing(family: str, *, freeze: bool) -> Iterator[Alone]:
 
 def encoder_of(engine: RankEngine) -> dict[str, torch.Tensor]:
     names = ("visual", "vision_tower", "multi_modal_projector")
-    named = engine._module.named_parameters()
+    named = engine.generation.module.named_parameters()
     return {name: each.full_tensor().clone() for name, each in named if any(part in name for part in names)}
 
 
 @pytest.mark.parametrize("freeze", [False, True])
-@pytest.mark.parametrize("family", SEEING_FAMILIES)
-def test_steps_without_pictures(family: str, freeze: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_steps_without_images(family: str, freeze: bool, tmp_path: Path) -> None:
     """Trained parameters are updated equally often, frozen ones never, and their state is kept and comes back."""
     with seeing(family, freeze=freeze) as rank:
         engine, program = rank.engine, one_microbatch(LENGTHS, recomputed_layers=0)
@@ -43,7 +43,7 @@ def test_steps_without_pictures(family: str, freeze: bool, tmp_path: Path) -> No
         for step in (1, 2):
             report = engine.run_step(program, rank.batch(step, (0, 1)), plan_hash=program.plan_hash)
             assert math.isfinite(report.loss) and report.grad_norm > 0
-        optimizer, parameters = engine._optimizer, dict(engine._module.named_parameters())
+        optimizer, parameters = engine.generation.optimizer, dict(engine.generation.module.named_parameters())
         held = {name for name, parameter in parameters.items() if parameter in optimizer.state}
         assert held == {name for name, parameter in parameters.items() if parameter.requires_grad}
         assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}

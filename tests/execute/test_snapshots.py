@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
@@ -37,7 +37,7 @@ def taken(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, state: StateId = STATE
 ) -> tuple[HeldCopies, ShardHeader]:
     copies = HeldCopies()
-    return copies, Snapshots(module, optimizer, place=Place(rank=0, num_ranks=1), copies=copies).take(state)
+    return copies, Snapshots(module, optimizer, position=MeshPosition(rank=0, num_ranks=1), copies=copies).take(state)
 
 
 def source(copies: HeldCopies, header: ShardHeader) -> Source:

@@ -9,7 +9,7 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import WholeModel
-from rayfcp.program import Flow, Send
+from rayfcp.program import Send, StageFlow
 from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.execute.cases import CaseTokens, assert_same
@@ -82,6 +82,6 @@ def test_programs_of_other_stages_and_activations_of_other_shapes_are_named() ->
         Interpreter(**keywords, model=model, pipes=pipes).run(case.programs[0], CaseTokens(case))
     with pytest.raises(ValueError, match="program is for stage 0 of 2, this is stage 0 without others"):
         Interpreter(**keywords, model=model).run(case.programs[0], CaseTokens(case))
-    item = Send(microbatch=3, flow=Flow.GRADIENT, stage=0, num_tokens=5)
+    item = Send(microbatch=3, flow=StageFlow.GRADIENT, stage=0, num_tokens=5)
     with pytest.raises(ValueError, match=r"gradient of microbatch 3 is \(4, 32\) in torch.float32, must be \(5, 32\)"):
         pipes.send(item, torch.zeros(4, HIDDEN_SIZE))

@@ -12,7 +12,7 @@ from rayfcp.config.models import ArchitectureConfig, ModelConfig, TrainConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import random_model, sharded_model
@@ -96,29 +96,29 @@ def _run_all(number: int, client: dist.Store) -> list[dict[str, Any]]:
     found = []
     for index, run in enumerate(RUNS):
         if number < run.num_devices:
-            place = Place.of(number, num_ranks=run.case.num_ranks, tensor_parallel=run.tensor_parallel)
-            with joined(place, client, name=f"{index}") as world:
+            position = MeshPosition.of(number, num_ranks=run.case.num_ranks, tensor_parallel=run.tensor_parallel)
+            with joined(position, client, name=f"{index}") as world:
                 found.append(_run(run, world))
     return found
 
 
-def _run(run: Run, world: World) -> dict[str, Any]:
+def _run(run: Run, world: ProcessGroups) -> dict[str, Any]:
     """What a device sees; the same on all, but for its traffic."""
-    case, place = run.case, world.place
+    case, position = run.case, world.position
     model = sharded_model(model_config(run.model, vocab_size=VOCAB), run=run.model, seed=SEED, world=world)
     first = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
     )
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[place.rank]
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[position.rank]
     with Calls("_c10d_functional.all_reduce") as sums:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     if world.channels.tensor is not None:
         parameters = dict(model.named_parameters())
         sum_copies([parameters[name] for name in model.partial_names], world.channels.tensor)
-    counted = [each for each in model.parameters() if place.tensor_rank == 0 or is_split(each)]
+    counted = [each for each in model.parameters() if position.tensor_rank == 0 or is_split(each)]
     totals = torch.stack(
-        [torch.tensor(done.loss_sum * (place.tensor_rank == 0), dtype=torch.float64), local_squares(counted)]
+        [torch.tensor(done.loss_sum * (position.tensor_rank == 0), dtype=torch.float64), local_squares(counted)]
     )
     world.sum(totals)
     return {

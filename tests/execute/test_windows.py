@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_kinds_ready
+from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.program import lower
-from rayfcp.values import Block, Layout, Mask, SequenceSpec
+from rayfcp.values import Block, Layout, SequenceSpec
 from tests.examples import examples
 from tests.execute import test_context
-from tests.execute.dense import LENGTHS, MASKS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
+from tests.execute.dense import LENGTHS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.test_blocks import laid_out
 from tests.masks import specs
@@ -33,11 +33,9 @@ def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpe
 
 
 @examples(25)
-@given(lengths=LENGTHS, masks=MASKS, num_ranks=RANKS, window=WINDOWS, seed=st.none() | st.integers(0, 10_000))
-def test_rings_and_any_placement(
-    lengths: list[int], masks: list[Mask], num_ranks: int, window: int, seed: int | None
-) -> None:
-    sequences = windowed(specs(lengths, masks), window)
+@given(lengths=LENGTHS, num_ranks=RANKS, window=WINDOWS, seed=st.none() | st.integers(0, 10_000))
+def test_rings_and_any_placement(lengths: list[int], num_ranks: int, window: int, seed: int | None) -> None:
+    sequences = windowed(specs(lengths), window)
     if seed is None:
         layout = ring(sequences, num_ranks=num_ranks)
     else:
@@ -58,7 +56,7 @@ def test_planned_blocks(
     lengths: list[int], num_ranks: int, window: int, block_tokens: int, coalesce: int, heads: int
 ) -> None:
     """Paced rounds; runs of ranks that share out heads."""
-    sequences = windowed(specs(lengths, [Mask.CAUSAL]), window)
+    sequences = windowed(specs(lengths), window)
     options = BlockOptions(block_tokens=block_tokens, coalesce=coalesce)
     layout = laid_out(sequences, num_ranks=num_ranks, options=options, heads=heads)
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=heads * num_ranks)
@@ -66,15 +64,15 @@ def test_planned_blocks(
 
 def test_attends_that_are_cut_over_phases() -> None:
     """Long enough for several tiles of a kernel in a phase."""
-    sequences = windowed(specs([1501, 700, 90], [Mask.CAUSAL]), 400)
+    sequences = windowed(specs([1501, 700, 90]), 400)
     layout = laid_out(sequences, num_ranks=3, options=BlockOptions(block_tokens=200, coalesce=2))
     assert_lowered_equal_to_dense(layout, sequences, num_ranks=3)
 
 
 @examples(10)
-@given(lengths=LENGTHS, masks=MASKS, degree=st.sampled_from([2, 4]), window=WINDOWS)
-def test_ulysses_groups(lengths: list[int], masks: list[Mask], degree: int, window: int) -> None:
-    assert_ulysses_equal_to_dense(windowed(specs(lengths, masks), window), degree=degree)
+@given(lengths=LENGTHS, degree=st.sampled_from([2, 4]), window=WINDOWS)
+def test_ulysses_groups(lengths: list[int], degree: int, window: int) -> None:
+    assert_ulysses_equal_to_dense(windowed(specs(lengths), window), degree=degree)
 
 
 @examples(6)
@@ -91,7 +89,7 @@ def test_a_window_that_was_not_lowered_is_named() -> None:
     sequences = [SequenceSpec(id=0, num_tokens=9, num_targets=8, windows=((0, 1), (4, 5), (20, 1)))]
     layout = Layout(blocks=(Block(sequence=0, start=0, stop=9, rank=0),), rounds=())
     (program,) = lower(plan_of(layout, sequences, num_ranks=1), sequences)
-    ready = make_kinds_ready(forwards(program)[0])
+    ready = make_schedules(forwards(program)[0])
     assert ready[20] is ready[0] is not ready[4]
     context = AttentionContext(
         program=ready.pop(0), transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"), others=ready

@@ -14,7 +14,7 @@ from rayfcp.cluster.planning.planner import sequences_of
 from rayfcp.config import Config
 from rayfcp.data.prepare import prepare_local
 from rayfcp.execute.engine import RankEngine
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.parallel.sharding import parameter_groups, sharded_modules
 from rayfcp.models.build import sharded_model
 from rayfcp.plan import plan_batch
@@ -65,12 +65,12 @@ class Engine:
 
     def __init__(self, config: Config, data: Dataset, *, number: int, world: tuple[int, int, int]) -> None:
         self._data, (stages, ranks, tensor) = data, world
-        self.place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+        self.position = MeshPosition.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
         self._config = config
         self.engine = RankEngine(config, device=CPU, data_dir=str(Path(config.run_dir).parent / "shards"))
 
     def join(self, store: dist.Store) -> None:
-        layers = LAYERS[self.place.num_stages]
+        layers = LAYERS[self.position.num_stages]
 
         def make(world: Any) -> Any:
             self.model = sharded_model(
@@ -78,7 +78,7 @@ class Engine:
             )
             return self.model
 
-        self.engine.join(self.place, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
+        self.engine.join(self.position, store=lambda: store, make_model=make, hidden_size=48, layers_of_stage=layers)
 
     def step(self, number: int) -> dict[str, Any]:
         program, batch = self._program(number), self._data.sampler.batch(number)
@@ -99,19 +99,22 @@ class Engine:
         }
 
     def _program(self, number: int) -> RankProgram:
-        place, sequences = self.place, sequences_of(self._data.sampler.batch(number), windows=self._data.model.windows)
-        if place.num_stages == 1:
-            cluster = ClusterSpec(num_ranks=place.num_ranks, max_tokens_per_rank=256)
+        position, sequences = (
+            self.position,
+            sequences_of(self._data.sampler.batch(number), windows=self._data.model.windows),
+        )
+        if position.num_stages == 1:
+            cluster = ClusterSpec(num_ranks=position.num_ranks, max_tokens_per_rank=256)
             plan = plan_batch(sequences, cluster=cluster, cost=UNIT)
         else:
             plan = pipelined(
                 sequences,
-                num_stages=place.num_stages,
-                num_ranks=place.num_ranks,
-                recomputed=LAYERS[place.num_stages],
+                num_stages=position.num_stages,
+                num_ranks=position.num_ranks,
+                recomputed=LAYERS[position.num_stages],
             )
         programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
-        return programs[place.stage * place.num_ranks + place.rank]
+        return programs[position.stage * position.num_ranks + position.rank]
 
 
 @pytest.fixture(scope="module", params=list(WORLDS_OF))
@@ -166,9 +169,9 @@ def test_reports_say_where_they_are_from(found: list[list[dict[str, Any]]]) -> N
     for number, device in enumerate(found[:-1]):
         for report in device:
             stages, ranks, tensor = WORLDS[report["world"]]
-            place = Place.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
-            assert report["place"] == (number, place.stage, place.rank, place.tensor_rank)
-            assert report["stages"] == [place.stage]
+            position = MeshPosition.of(number, num_ranks=ranks, num_stages=stages, tensor_parallel=tensor)
+            assert report["place"] == (number, position.stage, position.rank, position.tensor_rank)
+            assert report["stages"] == [position.stage]
 
 
 def test_parameters_are_gathered_as_often_as_asked_and_in_shards_between_steps(

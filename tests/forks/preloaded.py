@@ -23,7 +23,7 @@ for strategy in ("flex-ring", "flex-block"):
 
 # Forks need not look at all of this whenever they collect garbage, which recovery does often. What is frozen is not
 # found among the collector's objects either: caches that recovery clears are handed over.
-KNOWN, find_caches = membership._caches_of_shapes(), membership._caches_of_shapes
-membership._caches_of_shapes = lambda: [*KNOWN, *find_caches()]
+KNOWN, find_caches = membership._sharding_caches(), membership._sharding_caches
+membership._sharding_caches = lambda: [*KNOWN, *find_caches()]
 gc.collect()
 gc.freeze()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rayfcp.cli import main
-from rayfcp.cluster.planning.preview import Declared
+from rayfcp.cluster.planning.preview import OfflinePlan
 from rayfcp.config import Config, ConfigError, load_config
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.verify import check_plan
@@ -28,7 +28,7 @@ def test_planned_where_it_is_declared(path: Path, end: int) -> None:
     config = config_of(path)
     devices = (config.cluster.min_workers, config.cluster.max_workers)[end]
     config = config_of(path, f"cluster.num_workers={devices}")
-    declared = Declared.of(config, lengths="dist:github")
+    declared = OfflinePlan.of(config, lengths="dist:github")
     assert max(each.num_tokens for each in declared.sequences) == config.data.max_seqlen
     check_plan(declared.plan, declared.sequences, cluster=declared.cluster, cost=declared.cost)
     assert declared.cluster.num_devices == devices
@@ -37,7 +37,7 @@ def test_planned_where_it_is_declared(path: Path, end: int) -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_nodes_are_those_of_the_hardware(path: Path) -> None:
-    declared = Declared.of(config_of(path), lengths="dist:wikipedia")
+    declared = OfflinePlan.of(config_of(path), lengths="dist:wikipedia")
     whole_nodes = -(-declared.config.cluster.max_workers // declared.hardware.devices_per_node)
     assert len(set(declared.cluster.node_of_rank)) == whole_nodes
 
@@ -53,17 +53,17 @@ def test_the_command_shows_the_cluster_and_the_plan(capsys: pytest.CaptureFixtur
 
 def test_another_model_and_other_devices() -> None:
     path = FOLDER / "qwen3-8b-128k-gpu.yaml"
-    larger = Declared.of(config_of(path), lengths="dist:github", hardware="h200", model="qwen3-4b")
+    larger = OfflinePlan.of(config_of(path), lengths="dist:github", hardware="h200", model="qwen3-4b")
     assert (larger.model.name, larger.hardware.name) == ("qwen3-4b", "h200")
     assert (
         larger.cluster.max_tokens_per_rank
-        > Declared.of(config_of(path), lengths="dist:github").cluster.max_tokens_per_rank
+        > OfflinePlan.of(config_of(path), lengths="dist:github").cluster.max_tokens_per_rank
     )
 
 
 def test_later_steps_are_other_batches() -> None:
     config = config_of(FOLDER / "quickstart.yaml")
-    first, again, second = (Declared.of(config, lengths="dist:github", step=step).sequences for step in (1, 1, 2))
+    first, again, second = (OfflinePlan.of(config, lengths="dist:github", step=step).sequences for step in (1, 1, 2))
     assert first == again != second
 
 
@@ -81,9 +81,9 @@ WRONG = {
 @pytest.mark.parametrize("overrides", WRONG)
 def test_what_cannot_be_declared(overrides: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=WRONG[overrides]):
-        Declared.of(config_of(FOLDER / "qwen3-8b-128k-gpu.yaml", *overrides), lengths="dist:github")
+        OfflinePlan.of(config_of(FOLDER / "qwen3-8b-128k-gpu.yaml", *overrides), lengths="dist:github")
 
 
 def test_what_does_not_fit() -> None:
     with pytest.raises(InfeasiblePlanError, match="add ranks or memory"):
-        Declared.of(config_of(FOLDER / "qwen3-8b-128k-gpu.yaml", "cluster.num_workers=8"), lengths="dist:github")
+        OfflinePlan.of(config_of(FOLDER / "qwen3-8b-128k-gpu.yaml", "cluster.num_workers=8"), lengths="dist:github")

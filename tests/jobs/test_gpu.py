@@ -30,7 +30,7 @@ def scripts() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def bench(scripts: Any) -> Any:
-    return scripts.gpu_sizes.Bench(device=torch.device("cpu"), sizes=scripts.gpu_sizes.LITTLE, say=lambda _: None)
+    return scripts.gpu_sizes.Bench(device=torch.device("cpu"), sizes=scripts.gpu_sizes.LITTLE, log=lambda _: None)
 
 
 def section(scripts: Any, bench: Any, name: str) -> Any:
@@ -67,8 +67,8 @@ def test_training_is_the_librarys_own(scripts: Any, bench: Any) -> None:
 
 @pytest.mark.parametrize("recomputed", [0, 1, 2])
 def test_plain_training_is_one_whatever_computes_it(scripts: Any, bench: Any, recomputed: int) -> None:
+    from jobs.bench.gpu_plain import KERNEL, PlainTrainer
     from rayfcp.bench.alone import random_rows
-    from rayfcp.bench.plain import KERNEL, PlainTrainer
     from rayfcp.models.describe import model_config
 
     config = bench.config("")

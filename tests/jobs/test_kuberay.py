@@ -13,8 +13,9 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from rayfcp.cluster.trainer import CONTROLLER_CPUS
-from rayfcp.cluster.workers.placement import RESOURCES, bundle
+from rayfcp.cluster.workers.placement import bundle
 from rayfcp.config import Config, load_config
+from rayfcp.values.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS, FOLDER = ROOT / "jobs", ROOT / "jobs" / "kuberay"
@@ -80,7 +81,7 @@ def test_the_autoscaler_makes_room_for_the_run(path: Path) -> None:
     cluster = read(path)
     config = config_of(cluster)
     assert cluster["spec"]["enableInTreeAutoscaling"] and cluster["spec"]["autoscalerOptions"]["version"] == "v2"
-    device = RESOURCES[config.cluster.device]
+    device = DEVICES[config.cluster.device].resource
     needed = bundle(config.cluster.device, threads=config.train.threads_per_worker)
     head, *workers = node_types(cluster).values()
     assert not head["resources"].get(device)

@@ -16,7 +16,7 @@ from rayfcp.bench.alone import random_shards
 from rayfcp.execute.interpreter import IGNORED
 from rayfcp.values import VisionProfile
 from tests.execute.gloo import FORKS
-from tests.program.pictures import VISION
+from tests.program.images import VISION
 
 SCRIPT = Path(__file__).resolve().parents[2] / "jobs" / "bench" / "predict.py"
 FAMILIES = ("qwen3_vl", "internvl")
@@ -65,8 +65,8 @@ def test_batches_have_texts_images_and_videos(batches: Any, family: str, small: 
     drawn = rows.batch(size, vision=vision, seed=seed)
     assert drawn == rows.batch(size, vision=vision, seed=seed)
     assert [each.id for each in drawn] == list(range(size))
-    assert any(not each.pictures for each in drawn) and sum(bool(each.pictures) for each in drawn) >= 2
-    runs = [run for each in drawn for run in each.pictures]
+    assert any(not each.images for each in drawn) and sum(bool(each.images) for each in drawn) >= 2
+    runs = [run for each in drawn for run in each.images]
     assert all(run.num_patches == run.num_tokens * vision.merged_patches for run in runs)
     tokens = batches.DrawnTokens(drawn, vocab_size=9, seed=seed)
     for each in drawn:
@@ -74,9 +74,7 @@ def test_batches_have_texts_images_and_videos(batches: Any, family: str, small: 
         counted = np.flatnonzero(targets != IGNORED)
         assert len(counted) == each.num_targets >= 1
         assert (targets[counted] == ids[counted + 1]).all()
-        assert not any(
-            start <= at + 1 < stop for run in each.pictures for start, stop in run.ranges() for at in counted
-        )
+        assert not any(start <= at + 1 < stop for run in each.images for start, stop in run.ranges() for at in counted)
 
 
 @pytest.mark.parametrize(("family", "freeze", "ranks"), [("qwen3_vl", False, "1"), ("internvl", True, "2")])

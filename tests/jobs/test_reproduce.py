@@ -14,7 +14,7 @@ from rayfcp.compare.settings import Setting
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.program import Encode, lower
-from rayfcp.values import ClusterSpec, Pictures, Primitive, SequenceSpec
+from rayfcp.values import ClusterSpec, Images, Primitive, SequenceSpec
 from rayfcp.verify import check_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def test_letter_packs_by_memory_alone(load: Any) -> None:
     ]
     cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=2_500)
     cost = cost_of(cluster)
-    other = cost.with_coefficients(attention_s_per_cell=50 * cost.attention_s_per_cell)
+    other = cost.with_coefficients(attention_s_per_pair=50 * cost.attention_s_per_pair)
     literal_plan = load("literal").literal_plan
     plans = [literal_plan(sequences, cluster=cluster, cost=each) for each in (cost, other)]
     for plan in plans:
@@ -115,9 +115,9 @@ def test_letter_packs_by_memory_alone(load: Any) -> None:
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
 def test_ranks_that_encode_all_of_their_group_do_so_degree_times(load: Any, degree: int) -> None:
-    run = Pictures(start=4, num_tokens=16, num_patches=64, count=5, stride=18)
+    run = Images(start=4, num_tokens=16, num_patches=64, count=5, stride=18)
     sequences = tuple(
-        SequenceSpec(id=at, num_tokens=100 + at, num_targets=9, pictures=(run,) if at % 3 else ()) for at in range(8)
+        SequenceSpec(id=at, num_tokens=100 + at, num_targets=9, images=(run,) if at % 3 else ()) for at in range(8)
     )
     cluster = ClusterSpec(num_ranks=4, max_tokens_per_rank=4_000)
     model, hardware = model_profile("qwen3-vl-2b"), hardware_profile("ascend-910c")
@@ -125,17 +125,17 @@ def test_ranks_that_encode_all_of_their_group_do_so_degree_times(load: Any, degr
         model, hardware, num_ranks=4, recomputed_layers=0, bytes_per_element=2, reduce_every="step"
     )
     everywhere = load("everywhere")
-    found = everywhere.with_pictures(everywhere._of_degree(degree, Primitive.RING), spread=False)(
+    found = everywhere.with_images(everywhere._of_degree(degree, Primitive.RING), spread=False)(
         sequences, cluster=cluster, cost=cost, options=PlanConfig()
     )
     setting = Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
     plan = everywhere._plan("static-cp", found.microbatches, setting=setting)
     programs = everywhere.encoded_everywhere(lower(plan, sequences), plan)
     counts = [
-        sum(each.count for item in program.instructions if isinstance(item, Encode) for each in item.pictures)
+        sum(each.count for item in program.instructions if isinstance(item, Encode) for each in item.images)
         for program in programs
     ]
-    assert sum(counts) == degree * sum(each.count for sequence in sequences for each in sequence.pictures)
+    assert sum(counts) == degree * sum(each.count for sequence in sequences for each in sequence.images)
     assert all(len(set(counts[first : first + degree])) == 1 for first in range(0, 4, degree))
 
 

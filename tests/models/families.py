@@ -80,9 +80,9 @@ def in_process(config: PreTrainedConfig, case: Case) -> Result:
     def work(rank: int) -> None:
         transport, kernel = InProcessTransport(fabric, rank), pick_kernel("cpu")
         interpreter = Interpreter(transport=transport, kernel=kernel, model=WholeModel(models[rank]))
-        with seen_hidden(models[rank]) as seen:
+        with recorded_hidden(models[rank]) as hidden:
             losses[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets).loss_sum
-        put_logits(logits, head_of(first)(torch.cat(seen)), program=programs[rank], case=case)
+        put_logits(logits, head_of(first)(torch.cat(hidden)), program=programs[rank], case=case)
 
     run_ranks(work, num_ranks=case.num_ranks, fabric=fabric)
     gradients: Gradients = {}
@@ -93,15 +93,15 @@ def in_process(config: PreTrainedConfig, case: Case) -> Result:
 
 
 @contextmanager
-def seen_hidden(model: CausalLM) -> Iterator[list[Tensor]]:
-    """What the head gets in forward passes, in order, `[tokens, hidden]`."""
-    seen: list[Tensor] = []
+def recorded_hidden(model: CausalLM) -> Iterator[list[Tensor]]:
+    """Inputs of the head in forward passes, in order, `[tokens, hidden]`."""
+    hidden: list[Tensor] = []
 
-    def see(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        seen.append(output.last_hidden_state.detach()[0].clone())
+    def record(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        hidden.append(output.last_hidden_state.detach()[0].clone())
 
-    handle = model.decoder.register_forward_hook(see)
-    yield seen
+    handle = model.decoder.register_forward_hook(record)
+    yield hidden
     handle.remove()
 
 
@@ -114,7 +114,7 @@ def empty_logits(config: PreTrainedConfig, case: Case) -> Tensor:
     return torch.full((sum(case.lengths), config.vocab_size), torch.nan, dtype=torch.float64)
 
 
-def put_logits(logits: Tensor, seen: Tensor, *, program: RankProgram, case: Case) -> None:
+def put_logits(logits: Tensor, hidden: Tensor, *, program: RankProgram, case: Case) -> None:
     """Put what a rank saw, microbatch by microbatch, where its tokens are in the row of all sequences."""
     starts = [sum(case.lengths[:at]) for at in range(len(case.lengths))]
     at = 0
@@ -122,10 +122,10 @@ def put_logits(logits: Tensor, seen: Tensor, *, program: RankProgram, case: Case
         if isinstance(load, Load):
             for piece in load.pieces:
                 size = piece.stop - piece.start
-                logits[starts[piece.sequence] + piece.start :][:size] = seen[at : at + size]
+                logits[starts[piece.sequence] + piece.start :][:size] = hidden[at : at + size]
                 at += size
             at += not load.pieces  # the padding token of a rank that has none
-    assert at == len(seen)
+    assert at == len(hidden)
 
 
 def assert_same(found: Result, want: Result, *, config: PreTrainedConfig, what: Sequence[object] = ()) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
-from rayfcp.config.models import SEEING_FAMILIES
+from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models.library import make_library_model
 from tests.models.helpers import VOCAB
-from tests.models.seeing import seeing_config
+from tests.models.vlm import vlm_config
 
 SHAPE = {
     "num_hidden_layers": 3,
@@ -40,7 +40,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, experts renamed": ("mixtral", {"num_local_experts": 3, "sliding_window": None}),
 }
 """Experts are split and named otherwise in files than in models."""
-ALL_FOLDERS = FOLDERS | {family: (family, {}) for family in SEEING_FAMILIES}
+ALL_FOLDERS = FOLDERS | {family: (family, {}) for family in VISION_FAMILIES}
 
 
 def saved(
@@ -48,7 +48,7 @@ def saved(
 ) -> tuple[PreTrainedConfig, dict[str, Tensor]]:
     """The configuration of the model that `folder` holds from now on, and all its parameters."""
     family, keys = ALL_FOLDERS[what]
-    config = seeing_config(family) if family in SEEING_FAMILIES else AutoConfig.for_model(family, **{**SHAPE, **keys})
+    config = vlm_config(family) if family in VISION_FAMILIES else AutoConfig.for_model(family, **{**SHAPE, **keys})
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = make_library_model(config, dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_kinds_ready
+from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import CausalLM
@@ -55,7 +55,7 @@ def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, windows: W
     shape = PassShape(degree=1, lengths=tuple(lengths), windows=windows)
     (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers))
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    ready = make_kinds_ready(forward)
+    ready = make_schedules(forward)
     return AttentionContext(
         program=ready.pop(forward.window),
         transport=InProcessTransport(Fabric(1), 0),

@@ -29,7 +29,7 @@ def test_packed_sequences_as_the_library_computes_each_alone(family: str, tied: 
     context = context_of(LENGTHS)
     found = loss_sum(ours, rows_of(LENGTHS), context=context)
     found.backward()
-    assert context.traffic.cells > 0, "the library keeps the choice of attention in the configuration, models share it"
+    assert context.stats.pairs > 0, "the library keeps the choice of attention in the configuration, models share it"
     want = torch.zeros((), dtype=torch.float64)
     for row in rows_of(LENGTHS):
         logits = theirs(input_ids=row[None]).logits[0]
@@ -44,17 +44,17 @@ def test_packed_sequences_as_the_library_computes_each_alone(family: str, tied: 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_recomputed_layers_change_nothing_but_the_work(family: str) -> None:
     first = random_model(library_config(family), dtype="float64", seed=1)
-    cells, want = {}, {}
+    pairs, want = {}, {}
     for recomputed in range(NUM_LAYERS + 1):
         model, context = copy.deepcopy(first), context_of(LENGTHS, recomputed_layers=recomputed)
         loss_sum(model, rows_of(LENGTHS), context=context).backward()
-        cells[recomputed] = context.traffic.cells
+        pairs[recomputed] = context.stats.pairs
         found = gradients(model)
         want = want or found
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, want[name], rtol=0.0, atol=0.0, msg=f"{recomputed} {name}")
-    batch_cells = sum(length * (length + 1) // 2 for length in LENGTHS)
-    assert cells == {layers: batch_cells * (2 * NUM_LAYERS + layers) for layers in range(NUM_LAYERS + 1)}
+    batch_pairs = sum(length * (length + 1) // 2 for length in LENGTHS)
+    assert pairs == {layers: batch_pairs * (2 * NUM_LAYERS + layers) for layers in range(NUM_LAYERS + 1)}
 
 
 def test_losses_in_chunks_are_the_loss() -> None:

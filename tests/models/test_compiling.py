@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from rayfcp.models.build import random_model
+from rayfcp.models.build import compile_parts, random_model
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.compiling import compile_parts
 from tests.execute.cases import CASES, assert_same, expected
 from tests.execute.gloo import run_on_gloo
 from tests.models.helpers import NUM_LAYERS, context_of, library_config, loss_sum, rows_of

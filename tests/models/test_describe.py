@@ -1,6 +1,8 @@
 """Which models run, and what their shapes are; what does not run is refused before anything starts."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +128,7 @@ def test_a_folder_is_taken(family: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "layers that see chunks": (
+    "chunked attention": (
         "llama4_text",
         {"layer_types": ["chunked_attention", "full_attention"]},
         r"types \['chunked_attention'\], only full_attention and sliding_attention run",
@@ -194,3 +196,17 @@ def test_what_is_no_model_is_named(content: str | None, tmp_path: Path) -> None:
 def test_an_unknown_architecture_is_named() -> None:
     with pytest.raises(ConfigError, match=r"model\.architecture\.model_type is 'qwne3', transformers does not know"):
         library_config("qwne3")
+
+
+def test_a_text_model_needs_no_vision_code() -> None:
+    script = (
+        "import sys\n"
+        "from rayfcp.config.models import ModelConfig\n"
+        "from rayfcp.models.describe import model_config, profile_of\n"
+        "from rayfcp.models.selfcheck import check_supported\n"
+        "config = model_config(ModelConfig(), vocab_size=300)\n"
+        "profile_of(config, name='tiny')\n"
+        "check_supported(config)\n"
+        "sys.exit('rayfcp.models.vision' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0

@@ -1,4 +1,4 @@
-"""The library's encoders on many pictures at once: each picture's features are those that it has alone."""
+"""The library's encoders on many images at once: each image's features are those that it has alone."""
 
 import numpy as np
 import pytest
@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayfcp.execute.interpreter import Pixels
-from rayfcp.models.causal_lm import VisionLM
+from rayfcp.execute.vision import Pixels
+from rayfcp.models.vision import VisionLM
 from tests.examples import examples
-from tests.models.seeing import PATCH, seeing_config, seeing_model
+from tests.models.vlm import PATCH, vlm_config, vlm_model
 
 SIDES = st.integers(1, 4).map(lambda half: 2 * half)
-MODELS = {family: seeing_model(seeing_config(family), dtype="float64") for family in ("qwen3_vl", "internvl")}
+MODELS = {family: vlm_model(vlm_config(family), dtype="float64") for family in ("qwen3_vl", "internvl")}
 
 
-def pictures_of(family: str, grids: list[tuple[int, int]]) -> list[Pixels]:
+def images_of(family: str, grids: list[tuple[int, int]]) -> list[Pixels]:
     rng = np.random.default_rng(len(grids))
     found = []
     for height, width in grids:
@@ -26,37 +26,37 @@ def pictures_of(family: str, grids: list[tuple[int, int]]) -> list[Pixels]:
     return found
 
 
-def joined(pictures: list[Pixels]) -> Pixels:
-    values, grids = ([getattr(each, name) for each in pictures] for name in ("values", "grids"))
+def joined(images: list[Pixels]) -> Pixels:
+    values, grids = ([getattr(each, name) for each in images] for name in ("values", "grids"))
     return Pixels(values=np.concatenate(values), grids=np.concatenate(grids))
 
 
-def assert_apart(model: VisionLM, pictures: list[Pixels]) -> None:
-    together = model.encode(joined(pictures))
-    alone = torch.cat([model.encode(each) for each in pictures])
+def assert_apart(model: VisionLM, images: list[Pixels]) -> None:
+    together = model.encode(joined(images))
+    alone = torch.cat([model.encode(each) for each in images])
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-11)
-    assert len(together) == sum(int(each.grids.prod()) // 4 for each in pictures)
+    assert len(together) == sum(int(each.grids.prod()) // 4 for each in images)
 
 
 @examples(20)
 @given(grids=st.lists(st.tuples(SIDES, SIDES), min_size=1, max_size=4))
-def test_pictures_of_any_sizes(grids: list[tuple[int, int]]) -> None:
-    assert_apart(MODELS["qwen3_vl"], pictures_of("qwen3_vl", grids))
+def test_images_of_any_sizes(grids: list[tuple[int, int]]) -> None:
+    assert_apart(MODELS["qwen3_vl"], images_of("qwen3_vl", grids))
 
 
 @examples(8)
 @given(side=SIDES, count=st.integers(1, 4))
 def test_tiles(side: int, count: int) -> None:
     """Of the size that the table of places has, and of others."""
-    assert_apart(MODELS["internvl"], pictures_of("internvl", [(side, side)] * count))
+    assert_apart(MODELS["internvl"], images_of("internvl", [(side, side)] * count))
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("side", [0, 2, 6])
-def test_blank_pictures(family: str, side: int) -> None:
-    """Those of ranks without pictures, and those that are timed."""
+def test_blank_images(family: str, side: int) -> None:
+    """Those of ranks without images, and those that are timed."""
     model = MODELS[family]
-    blank = model.blank_pictures(2, side=side)
+    blank = model.blank_images(2, side=side)
     assert blank.grids.tolist() == [[side or 2] * 2] * 2 and not blank.values.any()
     assert len(model.encode(blank)) == 2 * (side or 2) ** 2 // 4
     assert len(model.encode(None)) == 1
@@ -76,8 +76,8 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_our_kernel_attends(family: str) -> None:
-    """In every layer, on the CPU picture by picture."""
-    pictures = pictures_of(family, [(4, 4)] * 3)
+    """In every layer, on the CPU image by image."""
+    images = images_of(family, [(4, 4)] * 3)
     with Kernels() as kernels, torch.no_grad():
-        MODELS[family].encode(joined(pictures))
+        MODELS[family].encode(joined(images))
     assert kernels.count == 3 * len(MODELS[family].encoder.layers)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config import Config, ConfigError
-from rayfcp.config.models import SEEING_FAMILIES
+from rayfcp.config.models import VISION_FAMILIES
 from rayfcp.models import export
 from rayfcp.models.build import empty_model, random_model
 from rayfcp.models.causal_lm import CausalLM
@@ -27,7 +27,7 @@ def checkpoint(folder: Path, what: str) -> tuple[Config, CausalLM]:
     """A run of a saved family, and the model that its checkpoint, in `folder / "checkpoint"`, holds."""
     saved(folder / "first", what)
     model = {"path": str(folder / "first"), "dtype": "bfloat16"}
-    config = Config.model_validate({"data": {"paths": ["."]}, "model": model})
+    config = Config.model_validate({"data": {"paths": ["."], "tokenizer": "bytes"}, "model": model})
     held = random_model(model_config(config.model, vocab_size=VOCAB), dtype="bfloat16", seed=5)
     dcp.save({"model": held.state_dict()}, checkpoint_id=folder / "checkpoint", no_dist=True)
     return config, held
@@ -52,7 +52,7 @@ def test_an_export_has_the_family_s_own_files(what: str, tmp_path: Path, monkeyp
     largest = max(shape.numel() * 2 for shape, _ in kinds[1].values())
     assert len(sizes) > 1 and max(sizes) < max(SMALL_FILE, largest) + 8000
     want = {name: each.detach().bfloat16() for name, each in held.model.named_parameters()}
-    kind = AutoModelForImageTextToText if what in SEEING_FAMILIES else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if what in VISION_FAMILIES else AutoModelForCausalLM
     opened = kind.from_pretrained(out)
     assert opened.dtype is torch.bfloat16 and opened.config.architectures == [type(opened).__name__]
     for name, weight in opened.named_parameters():
@@ -83,7 +83,7 @@ def test_the_index_names_every_tensor_and_the_bytes(tmp_path: Path, monkeypatch:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {name for name, _ in held.model.named_parameters()}
     assert index["metadata"]["total_size"] == 2 * sum(each.numel() for each in held.parameters())
-    with pytest.raises(ConfigError, match="must be empty or not there yet"):
+    with pytest.raises(ConfigError, match="must be empty or absent"):
         export_checkpoint(config, tmp_path / "checkpoint", out_dir=tmp_path / "out", vocab_size=VOCAB)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from rayfcp.config import Config
 from rayfcp.config.models import ModelConfig, TrainConfig
 from rayfcp.execute.optimization import make_optimizer
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.state.checkpoint import CheckpointWriter
 from rayfcp.models.build import sharded_model
 from rayfcp.models.export import export_checkpoint
@@ -40,12 +40,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _save_all(number: int, client: dist.Store, folder: Path) -> None:
     for what, layout in RUNS.items():
-        place = Place.of(number, **{"num_ranks": 1, **layout})
-        with joined(place, client, name=what) as world:
+        position = MeshPosition.of(number, **{"num_ranks": 1, **layout})
+        with joined(position, client, name=what) as world:
             _save(folder / what, world)
 
 
-def _save(folder: Path, world: World) -> None:
+def _save(folder: Path, world: ProcessGroups) -> None:
     run = ModelConfig(path=str(folder / "first"), init="pretrained", dtype="bfloat16")
     model = sharded_model(AutoConfig.from_pretrained(folder / "first"), run=run, seed=0, world=world)
     writer = CheckpointWriter(world.channels.control)
@@ -58,7 +58,7 @@ def _save(folder: Path, world: World) -> None:
 def test_files_come_back_as_they_were(what: str, folder: Path) -> None:
     first, out = folder / what / "first", folder / what / "out"
     model = {"path": str(first), "dtype": "bfloat16"}
-    config = Config.model_validate({"data": {"paths": ["."]}, "model": model})
+    config = Config.model_validate({"data": {"paths": ["."], "tokenizer": "bytes"}, "model": model})
     export_checkpoint(config, folder / what / "checkpoint", out_dir=out, vocab_size=VOCAB)
     found, want = (
         {name: each for file in path.glob("*.safetensors") for name, each in load_file(file).items()}

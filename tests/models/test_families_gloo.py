@@ -7,7 +7,7 @@ import torch.distributed as dist
 from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import put, sharded_model
@@ -23,7 +23,7 @@ from tests.models.families import (
     empty_logits,
     head_of,
     put_logits,
-    seen_hidden,
+    recorded_hidden,
 )
 from tests.models.test_families import CASES, library
 
@@ -50,14 +50,14 @@ def _run_all(rank: int, client: dist.Store) -> dict[str, Result]:
     found = {}
     for case in (TWO, THREE):
         if rank < case.num_ranks:
-            place = Place(rank=rank, num_ranks=case.num_ranks)
-            with joined(place, client, name=f"{case.num_ranks}") as world:
+            position = MeshPosition(rank=rank, num_ranks=case.num_ranks)
+            with joined(position, client, name=f"{case.num_ranks}") as world:
                 for what in [name for name, each in FAMILIES.items() if each is case]:
                     found[what] = _run(what, case, world)
     return found
 
 
-def _run(what: str, case: Case, world: World) -> Result:
+def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     config = library(what)
     model = sharded_model(config, run=ModelConfig(dtype=DTYPE), seed=SEED, world=world)
     whole = disturbed(config)
@@ -66,11 +66,11 @@ def _run(what: str, case: Case, world: World) -> Result:
         put(parameter, values[name].detach())
     transport, kernel = DistributedTransport(world.channels.attend), pick_kernel("cpu")
     interpreter = Interpreter(transport=transport, kernel=kernel, model=ShardedModel(model))
-    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.place.rank]
-    with seen_hidden(model) as seen:
+    program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
+    with recorded_hidden(model) as hidden:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     logits = empty_logits(config, case)
-    put_logits(logits, head_of(whole)(torch.cat(seen)), program=program, case=case)
+    put_logits(logits, head_of(whole)(torch.cat(hidden)), program=program, case=case)
     parts = torch.nan_to_num(logits)
     loss = torch.tensor(done.loss_sum / case.num_targets, dtype=torch.float64)
     dist.all_reduce(parts, group=world.channels.control)

@@ -84,7 +84,7 @@ def test_targets_that_do_not_count_cost_nothing() -> None:
     assert not hidden.grad.any() and not head.weight.grad.any()
 
 
-class Seen(TorchDispatchMode):
+class Recorded(TorchDispatchMode):
     """Operators, and the elements of the largest tensor that any of them made."""
 
     def __init__(self) -> None:
@@ -103,13 +103,13 @@ class Seen(TorchDispatchMode):
 def test_logits_are_few_and_computed_once_and_nothing_waits() -> None:
     chunk, chunks, vocab = 16, 5, 200
     made = inputs(chunk * chunks, vocab=vocab, dtype=torch.float32)
-    with Seen() as seen:
+    with Recorded() as recorded:
         head_loss(*made[:2], targets=made[2], chunk_tokens=chunk).backward()
-    assert seen.most_elements == chunk * vocab
-    products = [name for name in seen.names if name in ("aten::mm", "aten::addmm", "aten::addmm_")]
+    assert recorded.most_elements == chunk * vocab
+    products = [name for name in recorded.names if name in ("aten::mm", "aten::addmm", "aten::addmm_")]
     assert len(products) == 3 * chunks  # logits, gradients of hidden states, gradients of weights
     waits = {"aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal"}
-    assert not waits & set(seen.names)
+    assert not waits & set(recorded.names)
 
 
 class Peak(LiveBytes):

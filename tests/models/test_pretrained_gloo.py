@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.parallel.groups import Place, World
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.state.snapshots import own_box
 from rayfcp.models.build import sharded_model
 from rayfcp.models.lazy import read
-from rayfcp.models.library import vision_of
+from rayfcp.models.library import vision_family
 from rayfcp.models.pretrained import fill_pretrained
 from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
@@ -68,26 +68,26 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Device]]:
     folder = tmp_path_factory.mktemp("pretrained")
     for what in {run.what for run in RUNS}:
         saved(folder / what, what)
-    told = on_processes(_load_all, folder, size=max(run.num_devices for run in RUNS))
-    return [[each[index] for each in told if index in each] for index in range(len(RUNS))]
+    loaded = on_processes(_load_all, folder, size=max(run.num_devices for run in RUNS))
+    return [[each[index] for each in loaded if index in each] for index in range(len(RUNS))]
 
 
 def _load_all(number: int, client: dist.Store, folder: Path) -> dict[int, Device]:
-    told = {}
+    loaded = {}
     for index, run in enumerate(RUNS):
         if number < run.num_devices:
-            place = Place.of(
+            position = MeshPosition.of(
                 number, num_ranks=run.num_ranks, num_stages=run.num_stages, tensor_parallel=run.tensor_parallel
             )
-            with joined(place, client, name=f"{index}") as world:
-                told[index] = _load(folder / run.what, world)
-    return told
+            with joined(position, client, name=f"{index}") as world:
+                loaded[index] = _load(folder / run.what, world)
+    return loaded
 
 
-def _load(folder: Path, world: World) -> Device:
+def _load(folder: Path, world: ProcessGroups) -> Device:
     config, path = AutoConfig.from_pretrained(folder), str(folder)
     model = sharded_model(config, run=ModelConfig(path=path, init="pretrained"), seed=0, world=world)
-    kind = AutoModelForCausalLM if vision_of(config) is None else AutoModelForImageTextToText
+    kind = AutoModelForCausalLM if vision_family(config) is None else AutoModelForImageTextToText
     want = dict(kind.from_pretrained(folder).named_parameters())
     wrong, num_held = [], 0
     for name, parameter in model.model.named_parameters():

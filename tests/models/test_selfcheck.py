@@ -9,12 +9,12 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3 import modeling_qwen3
 
 from rayfcp.config import ConfigError
-from rayfcp.config.models import SEEING_FAMILIES, ArchitectureConfig, ModelConfig
-from rayfcp.models import causal_lm as vision_lm
+from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig
+from rayfcp.models import vision
 from rayfcp.models.describe import model_config
 from rayfcp.models.selfcheck import check_supported
 from tests.models.helpers import FAMILIES, library_config
-from tests.models.seeing import seeing_config
+from tests.models.vlm import vlm_config
 
 QUIET = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "hidden_dropout_prob", "layerdrop"), 0.0)
 QUIET |= dict.fromkeys(("attention_probs_dropout_prob", "resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
@@ -48,7 +48,11 @@ def test_families_that_agree_pass(family: str) -> None:
 
 REFUSED = {
     "attention of its own": ("gptj", {}, "gptj cannot be trained, a tiny one fails with KeyError: 'rayfcp'"),
-    "sees the future": ("bert", {}, "bert cannot be trained, a tiny one fails with .*BertModel has no list of layers"),
+    "bidirectional": (
+        "bert",
+        {},
+        "bert cannot be trained, a tiny one fails with .*BertModel has no list of layers",
+    ),
     "our keyword is dropped": ("stablelm", {}, "StableLmAttention was called without rayfcp_attention"),
     "our keyword is dropped in groups": (
         "nemotron",
@@ -105,28 +109,29 @@ def test_buffers_that_change_in_training_are_refused(monkeypatch: pytest.MonkeyP
     class Counting(modeling_qwen3.Qwen3RMSNorm):
         def __init__(self, *args: Any, **keywords: Any) -> None:
             super().__init__(*args, **keywords)
-            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            self.seen += 1
+            self.count += 1
             return super().forward(hidden)
 
     check_supported(library("qwen3"))
     monkeypatch.setattr(modeling_qwen3, "Qwen3RMSNorm", Counting)
-    with pytest.raises(ConfigError, match=r"buffer .*\.seen changes in training"):
+    with pytest.raises(ConfigError, match=r"buffer .*\.count changes in training"):
         check_supported(library("qwen3"))
 
 
-@pytest.mark.parametrize("family", SEEING_FAMILIES)
-def test_families_that_see_pass(family: str) -> None:
-    check_supported(seeing_config(family))
-    vision = {"deepstack_layers": (0, 3)} if family == "qwen3_vl" else None
-    shape = ArchitectureConfig.model_validate({"model_type": family, "vision": vision})
+@pytest.mark.parametrize("family", VISION_FAMILIES)
+def test_vlm_families_pass(family: str) -> None:
+    check_supported(vlm_config(family))
+    encoder = {"deepstack_layers": (0, 3)} if family == "qwen3_vl" else None
+    shape = ArchitectureConfig.model_validate({"model_type": family, "vision": encoder})
     check_supported(model_config(ModelConfig(architecture=shape), vocab_size=300))
 
 
-def test_a_picture_is_part_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first layers add of pictures goes elsewhere."""
-    monkeypatch.setattr(vision_lm, "_add", lambda hidden, rows, features: hidden.index_add(1, rows - 1, features[None]))
+def test_an_image_is_part_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first layers add of images goes elsewhere."""
+    shift = lambda hidden, rows, features: hidden.index_add(1, rows - 1, features[None])  # noqa: E731
+    monkeypatch.setattr(vision, "_add_features", shift)
     with pytest.raises(ConfigError, match="qwen3_vl cannot be trained, loss of a tiny one is"):
-        check_supported(seeing_config("qwen3_vl"))
+        check_supported(vlm_config("qwen3_vl"))

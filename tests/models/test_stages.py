@@ -92,7 +92,7 @@ def test_families_that_do_not_are_refused() -> None:
 
 
 def test_a_stage_without_layers_is_named() -> None:
-    with pytest.raises(ValueError, match=r"at least one layer and none beyond the last; lower cluster.pipeline_stages"):
+    with pytest.raises(ValueError, match=r"must have at least one of the model.s 4; lower cluster.pipeline_stages"):
         Stage(start=2, stop=2, num_layers=4)
     with pytest.raises(ValueError, match="the stage is of 2 layers, Qwen2Model has 3"):
         random_model(library_config("qwen2"), dtype="float32", seed=1, stage=Stage(start=0, stop=1, num_layers=2))

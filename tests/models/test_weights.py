@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import ModelConfig
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.describe import model_config
 from rayfcp.models.export import export_checkpoint
@@ -90,7 +90,7 @@ def test_an_export_opens_in_the_library(dtype: str, tmp_path: Path) -> None:
     for name, weight in opened.named_parameters():
         assert torch.equal(weight, held[f"model.{name}"].to(weight.dtype)), name
     config = Config.model_validate({"data": {"paths": ["."]}})
-    with pytest.raises(ConfigError, match="must be empty or not there yet"):
+    with pytest.raises(ConfigError, match="must be empty or absent"):
         export_checkpoint(config, tmp_path / f"qwen2-{dtype}", out_dir=out, vocab_size=VOCAB)
 
 
@@ -119,7 +119,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Weights
 def _make_all(rank: int, client: dist.Store, runs: dict[str, ModelConfig]) -> dict[str, Weights]:
     torch.manual_seed(rank)
     found = {}
-    with joined(Place(rank=rank, num_ranks=2), client, name="weights") as world:
+    with joined(MeshPosition(rank=rank, num_ranks=2), client, name="weights") as world:
         for case, run in runs.items():
             library = model_config(run, vocab_size=VOCAB)
             found[case] = weights_of(sharded_model(library, run=run, seed=SEED, world=world))
@@ -129,7 +129,7 @@ def _make_all(rank: int, client: dist.Store, runs: dict[str, ModelConfig]) -> di
 def test_shards_hold_the_weights_of_the_whole_model(
     sharded: tuple[dict[str, Weights], dict[str, Weights]],
 ) -> None:
-    """Random ones, and those of a folder, whatever ranks' own generators say."""
+    """Random ones, and those of a folder, whatever ranks' own generators log."""
     found, want = sharded
     assert len(found) == len(FAMILIES) + 2
     for case, weights in found.items():

@@ -11,7 +11,8 @@ from rayfcp.config import ConfigError
 from rayfcp.models.attention_hook import KEYWORD
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import profile_of
-from rayfcp.models.library import WINDOW, layer_windows, narrowed, windows_of
+from rayfcp.models.layers import layer_windows, windows_of
+from rayfcp.models.library import WINDOW, narrowed
 from rayfcp.models.selfcheck import check_supported
 from tests.models.helpers import VOCAB, context_of, loss_sum, rows_of, shifted
 

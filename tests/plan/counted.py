@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from rayfcp.cost.work import work_of
+from rayfcp.cost.work import layout_work
 from rayfcp.program import Forward, Payload, lower
 from rayfcp.values import Layout, SequenceSpec
 from tests.execute.layouts import plan_of
@@ -19,30 +19,30 @@ def of_windows(lengths: Sequence[int], windows: Sequence[int]) -> list[SequenceS
     return [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=kinds) for at, n in enumerate(lengths)]
 
 
-def assert_cells_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
-    """Cells of each rank's own keys, and of those that each transfer brings."""
+def assert_pairs_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
+    """Pairs of each rank's own keys, and of those that each transfer brings."""
     by_id = {each.id: each for each in sequences}
-    work = work_of(layout, by_id=by_id, num_ranks=num_ranks)
+    work = layout_work(layout, by_id=by_id, num_ranks=num_ranks)
 
-    def cells(rank: int, keys: list[int]) -> float:
-        pairs = itertools.product((each for each in layout.blocks if each.rank == rank), keys)
+    def pairs(rank: int, keys: list[int]) -> float:
+        both = itertools.product((each for each in layout.blocks if each.rank == rank), keys)
         return sum(
             _share(by_id[block.sequence], query, key)
-            for block, other in pairs
+            for block, other in both
             if layout.blocks[other].sequence == block.sequence
             for query in range(block.start, block.stop)
             for key in range(layout.blocks[other].start, layout.blocks[other].stop)
         )
 
     own = [[at for at, each in enumerate(layout.blocks) if each.rank == rank] for rank in range(num_ranks)]
-    assert work.own_cells == pytest.approx(np.array([cells(rank, own[rank]) for rank in range(num_ranks)]))
+    assert work.own_pairs == pytest.approx(np.array([pairs(rank, own[rank]) for rank in range(num_ranks)]))
     transfers = [each for step in layout.rounds for each in step.transfers]
-    assert work.cells == pytest.approx(np.array([cells(each.target, list(each.blocks)) for each in transfers]))
+    assert work.pairs == pytest.approx(np.array([pairs(each.target, list(each.blocks)) for each in transfers]))
 
 
 def assert_moves_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
     """Tokens that each rank receives, as the program has them."""
-    work = work_of(layout, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
+    work = layout_work(layout, by_id={each.id: each for each in sequences}, num_ranks=num_ranks)
     moved = [
         sum(
             message.num_tokens
@@ -61,5 +61,5 @@ def assert_moves_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, n
 def _share(sequence: SequenceSpec, query: int, key: int) -> float:
     """Of layers in which the query sees the key."""
     windows = sequence.windows or ((0, 1),)
-    seeing = sum(count for window, count in windows if sees(sequence, query, key, window=window))
+    seeing = sum(count for window, count in windows if sees(query, key, window=window))
     return seeing / sum(count for _, count in windows)

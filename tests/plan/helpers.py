@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.values import Mask, SequenceSpec
+from rayfcp.values import SequenceSpec
 
 UNIT = CostModel(
-    attention_s_per_cell=1e-3,
+    attention_s_per_pair=1e-3,
     linear_s_per_token=1e-2,
     fixed_s=0.5,
     ring_intra_s_per_token=4e-3,
@@ -20,17 +20,11 @@ UNIT = CostModel(
     exposed_s=0.05,
 )
 
-MEETING = UNIT.with_coefficients(
-    beside=0.8,
-    busy_forward_s=0.7,
-    busy_backward_s=1.9,
-    busy_inter_share=0.5,
-    before_forward=0.05,
-    before_backward=0.6,
+RUN_AHEAD = UNIT.with_coefficients(
     ahead=0.2,
     ahead_s=0.05,
 )
-"""Shards are in the way of messages, and ranks run ahead."""
+"""Ranks run ahead of each other."""
 
 
 def profiled(num_ranks: int, *, hardware: str = "h100") -> CostModel:
@@ -43,23 +37,12 @@ def profiled(num_ranks: int, *, hardware: str = "h100") -> CostModel:
     )
 
 
-def batch_of(lengths: Sequence[int], *, full: Sequence[bool] = ()) -> list[SequenceSpec]:
-    return [
-        SequenceSpec(
-            id=at,
-            num_tokens=length,
-            num_targets=max(length - 1, 0),
-            mask=Mask.FULL if at < len(full) and full[at] else Mask.CAUSAL,
-        )
-        for at, length in enumerate(lengths)
-    ]
+def batch_of(lengths: Sequence[int]) -> list[SequenceSpec]:
+    return [SequenceSpec(id=at, num_tokens=length, num_targets=max(length - 1, 0)) for at, length in enumerate(lengths)]
 
 
 def batches(*, max_sequences: int, max_tokens: int) -> st.SearchStrategy[list[SequenceSpec]]:
-    one = st.tuples(st.integers(1, max_tokens), st.booleans())
-    return st.lists(one, min_size=1, max_size=max_sequences).map(
-        lambda pairs: batch_of([length for length, _ in pairs], full=[full for _, full in pairs])
-    )
+    return st.lists(st.integers(1, max_tokens), min_size=1, max_size=max_sequences).map(batch_of)
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

@@ -63,7 +63,7 @@ def test_never_slower_than_one_strategy_with_stages(lengths: list[int], num_rank
 @examples(6)
 @given(batches(max_sequences=12, max_tokens=200), st.integers(2, 6), st.integers(60, 150))
 def test_mixtures_are_whole_plans(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
-    """Every token once and every cell once, by the validator; seconds are those of the cost model."""
+    """Every token once and every pair once, by the validator; seconds are those of the cost model."""
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
     if max(each.num_tokens for each in sequences) > num_ranks * room:
         return

@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
 ROOT = Path(__file__).resolve().parents[2]
-# heads may forbid Ulysses the degree that memory asks for: see tests/plan/strategies; pipelines have several stages
+# heads may forbid Ulysses the degree that memory asks for: see tests/baselines; pipelines have several stages
 APART = ("ulysses", "flexsp", "elastic-pipeline", "seq1f1b", "dapple")
 STRATEGIES = st.sampled_from([name for name in strategy_names() if name not in APART])
 

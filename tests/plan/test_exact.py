@@ -10,8 +10,8 @@ import pytest
 
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.values import ClusterSpec
-from tests.plan.helpers import MEETING, UNIT, batch_of, profiled
-from tests.plan.test_bound import best_plan_s
+from tests.cost.test_bound import best_plan_s
+from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, profiled
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,7 @@ def exact() -> Iterator[ModuleType]:
 
 
 @pytest.mark.parametrize("lengths", [(60, 50, 20, 7), (40, 40, 40), (80, 3, 2, 1), (5,)])
-@pytest.mark.parametrize("cost", [UNIT, UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02), MEETING])
+@pytest.mark.parametrize("cost", [UNIT, UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02), RUN_AHEAD])
 def test_bounds_enclose_the_best_of_all_plans(exact: ModuleType, lengths: tuple[int, ...], cost: CostModel) -> None:
     sequences = batch_of(lengths)
     for num_ranks, room in itertools.product((1, 3), (80, 100)):

@@ -36,7 +36,7 @@ def plan_of(groups: tuple[Group, ...], num_ranks: int) -> BatchPlan:
 
 
 def test_by_hand() -> None:
-    """Rank 0 holds 4 tokens (10 cells), rank 1 holds 2 (3 cells), rank 2 nothing."""
+    """Rank 0 holds 4 tokens (10 pairs), rank 1 holds 2 (3 pairs), rank 2 nothing."""
     plan = plan_of((Group(ranks=(0,), sequences=(0,)), Group(ranks=(1,), sequences=(1,))), 3)
     found = imbalance(plan, batch_of([4, 2]), cost=UNIT)
     assert found.memory == pytest.approx((4 - 2) / 4)
@@ -55,12 +55,12 @@ def test_communication_counts_the_busier_direction() -> None:
 
 @examples(15)
 @given(batches(max_sequences=8, max_tokens=100), st.integers(1, 9))
-def test_shares_of_cells_add_up_and_ratios_are_in_range(sequences: list[SequenceSpec], num_ranks: int) -> None:
+def test_shares_of_pairs_add_up_and_ratios_are_in_range(sequences: list[SequenceSpec], num_ranks: int) -> None:
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=100)
     plan = plan_batch(sequences, cluster=cluster, cost=UNIT)
     blocks = [block for microbatch in plan.microbatches for block in lay_out(microbatch, sequences).blocks]
-    cells = sum(sequences[block.sequence].block_cells(block.start, block.stop) for block in blocks)
-    assert cells == sum(sequence.attention_cells for sequence in sequences)
+    pairs = sum(sequences[block.sequence].block_pairs(block.start, block.stop) for block in blocks)
+    assert pairs == sum(sequence.attention_pairs for sequence in sequences)
     found = imbalance(plan, sequences, cost=UNIT)
     assert all(0 <= each < 1 for each in (found.compute, found.attention, found.memory, found.communication))
 
@@ -70,7 +70,7 @@ def headed(**changes: float) -> CostModel:
     return UNIT.with_coefficients(num_heads=8, num_kv_heads=2, **changes)
 
 
-def test_ulysses_ranks_share_cells_alike_and_exchange_heads() -> None:
+def test_ulysses_ranks_share_pairs_alike_and_exchange_heads() -> None:
     """Ten tokens on three ranks of a Ulysses group hold 4, 3, 3; rank 3 has a sequence of its own."""
     ulysses = Group(ranks=(0, 1, 2), sequences=(0,), primitive=Primitive.ULYSSES)
     plan = plan_of((ulysses, Group(ranks=(3,), sequences=(1,))), 4)
@@ -103,8 +103,8 @@ def test_busiest_rank_is_what_the_cost_model_says(primitive: Primitive, degree: 
         ring_intra_s_per_token=0.0, ring_inter_s_per_token=0.0, ring_s_per_round=0.0, ulysses_s=0.0
     ).with_coefficients(ulysses_intra_s_per_token=1e-15, ulysses_inter_s_per_token=1e-15)
     group = Group(ranks=tuple(range(degree)), sequences=(0,), primitive=primitive)
-    sequences = batch_of([64], full=[True])
-    busiest_s = float(cost.group_s(64 * 64, 64, degree=degree, primitive=primitive))
+    sequences = batch_of([64])
+    busiest_s = float(cost.group_s(64 * 65 / 2, 64, degree=degree, primitive=primitive))
     found = imbalance(plan_of((group,), degree + 1), sequences, cost=cost)
     assert found.compute == pytest.approx(1 / (degree + 1))
     beside = imbalance(
@@ -117,8 +117,8 @@ def test_busiest_rank_is_what_the_cost_model_says(primitive: Primitive, degree: 
 
 
 def test_blocks_of_a_free_layout_are_pieces() -> None:
-    """Blocks of 2 tokens, 3 and 7 cells, are slowed alike by a half-length of 4 tokens; of 1 and 3 tokens, 1 and
-    9 cells, they are not."""
+    """Blocks of 2 tokens, 3 and 7 pairs, are slowed alike by a half-length of 4 tokens; of 1 and 3 tokens, 1 and
+    9 pairs, they are not."""
     blocks = tuple(Block(sequence=0, start=2 * rank, stop=2 * rank + 2, rank=rank) for rank in range(2))
     sent = Round(transfers=(Transfer(blocks=(0,), source=0, target=1),))
     plan = plan_of((Group(ranks=(0, 1), sequences=(0,)),), 2)

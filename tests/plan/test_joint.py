@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.assembly import columns_of
-from rayfcp.plan.groups.planner import JointSearch, world_of
+from rayfcp.plan.groups.planner import JointSearch, problem_of
 from rayfcp.plan.groups.two_stage import Cuts, dynamic_program, least_degrees
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.cost.test_bound import best_plan_s
 from tests.examples import examples
-from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled
+from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check
-from tests.plan.test_bound import best_plan_s
 
 ROOT = Path(__file__).resolve().parents[2]
 STAGES = PlanConfig(packing="bfd", degrees="dp")
 NO_OVERLAP = UNIT.with_coefficients(overlap=0.0, ring_s_per_round=0.02)
-COSTS = st.sampled_from([UNIT, NO_OVERLAP, MEETING, profiled(8)])
-NEARLY_FULL = batch_of([34, 1, 44, 33, 55], full=[True])
+COSTS = st.sampled_from([UNIT, NO_OVERLAP, RUN_AHEAD, profiled(8)])
+NEARLY_FULL = batch_of([34, 1, 44, 33, 55])
 """One microbatch of 3 ranks of 58 tokens holds it, if 34, 44 and 33 share two of them."""
 
 
@@ -87,8 +87,8 @@ def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: in
     """So that, where groups of the best cannot lie inside nodes, those of another may."""
     cluster = cluster_of(sequences, num_ranks, room)
     batch = columns_of(sequences, cost=UNIT)
-    world = world_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,))
-    found = JointSearch(world, cuts=Cuts(world, max_more=3), max_moves=2000).run()
+    problem = problem_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,))
+    found = JointSearch(problem, cuts=Cuts(problem, max_more=3), max_moves=2000).run()
     seconds = np.array([each[0] for each in found])
     assert (np.diff(seconds) > 1e-10 * seconds[1:]).all()
 

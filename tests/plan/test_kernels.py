@@ -9,26 +9,36 @@ from hypothesis import strategies as st
 
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
-from rayfcp.plan.groups.kernels.cut import Cut, _num_bins, _packed, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.fill import Take, _queue, _take, fill_in_turn
+from rayfcp.plan.groups.kernels.cut import Cut, _packed, cut_by_time, floor_s
+from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk, fill_in_turn
 from rayfcp.plan.groups.kernels.improve import _bottleneck, improve
 from rayfcp.plan.groups.kernels.pack import pack
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
-from rayfcp.plan.groups.kernels.ruin import kick, ruin
-from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, MOVES, Trials, World, _join, _open, copied, total_s
-from rayfcp.plan.groups.planner import Seat, prices_of, table_of, world_of
+from rayfcp.plan.groups.kernels.ruin import perturb, ruin
+from rayfcp.plan.groups.kernels.state import (
+    GROUPS,
+    MICROBATCHES,
+    MOVES,
+    SearchProblem,
+    Trials,
+    _join,
+    _open,
+    copied,
+    total_s,
+)
+from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, table_of
 from rayfcp.plan.groups.two_stage import least_makespan
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
-from tests.plan.helpers import MEETING, UNIT, batch_of, profiled
+from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)
 COSTS = [
     UNIT,
     UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0),
     profiled(12, hardware="ascend-910c"),
-    MEETING,
+    RUN_AHEAD,
 ]
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
@@ -38,44 +48,43 @@ def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
 
 
-price, allocate, open_group, join, take, bottleneck = map(entry, (_price, _allocate, _open, _join, _take, _bottleneck))
+price, allocate, open_group, join, walk, bottleneck = map(entry, (_price, _allocate, _open, _join, _walk, _bottleneck))
 
 
-def world(
+def problem(
     lengths: Sequence[int],
     *,
     num_ranks: int,
-    room: int,
+    max_tokens: int,
     cost: CostModel = UNIT,
-    full: Sequence[bool] = (),
-    seats: Sequence[Seat] = (),
-) -> World:
-    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(room, -(-max(lengths) // num_ranks)))
-    batch = columns_of(batch_of(lengths, full=full), cost=cost)
-    return world_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,), seats=seats)
+    pinned: Sequence[PinnedGroup] = (),
+) -> SearchProblem:
+    cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=max(max_tokens, -(-max(lengths) // num_ranks)))
+    batch = columns_of(batch_of(lengths), cost=cost)
+    return problem_of(batch, cluster=cluster, cost=cost, primitives=(Primitive.RING,), pinned=pinned)
 
 
 @pytest.mark.parametrize("cost", COSTS)
 @given(st.floats(0, 1e6), st.floats(1, 1e4), st.integers(1, 12), st.booleans(), st.sampled_from([(0,), (1,), (0, 1)]))
 @examples(60)
 def test_a_group_costs_what_the_model_says(
-    cost: CostModel, cells: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
+    cost: CostModel, pairs: float, tokens: float, degree: int, crosses: bool, used: tuple[int, ...]
 ) -> None:
     cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=10)
     primitives = tuple(BOTH[at] for at in used)
     prices = prices_of(cluster, cost, primitives=primitives)
     outside = crosses or degree > cost.ranks_per_node
     passes = [
-        [float(each) for each in cost.passes_s(cells, tokens, degree=degree, primitive=primitive, crosses=outside)]
+        [float(each) for each in cost.passes_s(pairs, tokens, degree=degree, primitive=primitive, crosses=outside)]
         for primitive in primitives
     ]
-    far = int(crosses)
+    span_kind = int(crosses)
     alone_s = min(forward + backward for forward, backward in passes)
-    assert price(prices, cells, tokens, degree, far, 0.0) == pytest.approx(alone_s, rel=1e-12)
+    assert price(prices, pairs, tokens, degree, span_kind, 0.0) == pytest.approx(alone_s, rel=1e-12)
     slower = [max(forward / 0.3, backward / 0.7) for forward, backward in passes]
     ahead = [max(cost.ahead * 0.7 * each - cost.ahead_s, 0.0) for each in slower]
     paced_s = min(max(sum(both), each - less) for both, each, less in zip(passes, slower, ahead, strict=True))
-    assert price(prices, cells, tokens, degree, far, 0.3) == pytest.approx(paced_s, rel=1e-12)
+    assert price(prices, pairs, tokens, degree, span_kind, 0.3) == pytest.approx(paced_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -103,7 +112,7 @@ def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
 @examples(30)
 def test_ranks_are_given_out_exactly(lengths: list[int], num_ranks: int, data: st.DataObject) -> None:
     """At pace 0 groups are priced alone: the least makespan of the table."""
-    held = world(lengths, num_ranks=num_ranks, room=10**6)
+    held = problem(lengths, num_ranks=num_ranks, max_tokens=10**6)
     owners = [data.draw(st.integers(0, num_ranks - 1)) for _ in lengths]
     state = held.state
     state.spare[0], state.counts[1] = num_ranks, 1
@@ -118,7 +127,7 @@ def test_ranks_are_given_out_exactly(lengths: list[int], num_ranks: int, data: s
     assert makespan_s >= least_makespan(table) * (1 - 1e-12)
 
 
-def check(held: World) -> float:
+def check(held: SearchProblem) -> float:
     """Sequences, tokens, ranks and seconds of a state fit together; returns its total."""
     state, prices = held.state, held.prices
     assert state.owner.min() >= 0
@@ -126,8 +135,8 @@ def check(held: World) -> float:
     for group in used:
         members = np.flatnonzero(state.owner == group)
         assert state.tokens[group] == held.batch.tokens[members].sum()
-        assert state.cells[group] == held.batch.cells[members].sum()
-        assert state.tokens[group] <= state.degree[group] * prices.room
+        assert state.pairs[group] == held.batch.pairs[members].sum()
+        assert state.tokens[group] <= state.degree[group] * prices.max_tokens
     for home in {int(state.home[group]) for group in used}:
         assert home >= 0
         ranks = sum(int(state.degree[group]) for group in used if state.home[group] == home)
@@ -138,13 +147,13 @@ def check(held: World) -> float:
 @given(LENGTHS, st.integers(1, 20), st.integers(1, 300), st.sampled_from(COSTS), st.booleans())
 @examples(80)
 def test_every_step_leaves_a_plan_that_is_no_slower(
-    lengths: list[int], num_ranks: int, room: int, cost: CostModel, rounds: bool
+    lengths: list[int], num_ranks: int, max_tokens: int, cost: CostModel, rounds: bool
 ) -> None:
-    held = world(lengths, num_ranks=num_ranks, room=room, cost=cost)
+    held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=cost)
     seconds = fill_in_turn(held, int(held.nodes.max()) if rounds else 0)
     before_s = check(held)
     assert seconds == pytest.approx(before_s, rel=1e-12)
-    for change in (kick, ruin, None):
+    for change in (perturb, ruin, None):
         held.state.counts[MOVES] = 0
         trials = Trials(3000, copied(held.state))
         after_s = change(held, trials) if change else improve(held, 3000)
@@ -156,11 +165,11 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 300), st.lists(st.integers(1, 3), max_size=6))
 @examples(60)
 def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_ranks(
-    lengths: list[int], num_ranks: int, room: int, sizes: list[int]
+    lengths: list[int], num_ranks: int, max_tokens: int, sizes: list[int]
 ) -> None:
-    """Those of seats are ranks as well."""
-    seats = [Seat(ranks=tuple(range(size)), speed=0.5, crosses=False) for size in sizes]
-    held = world(lengths, num_ranks=num_ranks, room=room, seats=seats)
+    """Those of pinned are ranks as well."""
+    pinned = [PinnedGroup(ranks=tuple(range(size)), speed=0.5, crosses=False) for size in sizes]
+    held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens, pinned=pinned)
     fill_in_turn(held, 0)
     state = held.state
     for microbatch in range(state.counts[MICROBATCHES]):
@@ -172,36 +181,38 @@ def test_a_good_change_gets_the_slowest_group_half_way_down_to_the_mean_of_all_r
         assert slow.good_s == pytest.approx((seconds.max() + seconds.mean()) / 2, rel=1e-12)
 
 
-@given(LENGTHS, st.lists(st.booleans(), max_size=14), st.integers(1, 12), st.integers(1, 300), st.data())
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 300), st.data())
 @examples(40)
 def test_what_a_microbatch_leaves_fits_nowhere_in_it(
-    lengths: list[int], full: list[bool], num_ranks: int, room: int, data: st.DataObject
+    lengths: list[int], num_ranks: int, max_tokens: int, data: st.DataObject
 ) -> None:
-    held = world(lengths, num_ranks=num_ranks, room=room, cost=data.draw(st.sampled_from(COSTS)), full=full)
+    held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens, cost=data.draw(st.sampled_from(COSTS)))
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
     pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
-    take(held, _queue(held, np.arange(len(lengths))), 0, Take(target_s, pool, node))
+    walk(held, _queue(held, np.arange(len(lengths))), 0, Walk(target_s, 0.0, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
-    assert (state.tokens[groups] <= state.degree[groups] * prices.room).all()
+    assert (state.tokens[groups] <= state.degree[groups] * prices.max_tokens).all()
     assert (state.seconds[groups] <= target_s * (1 + 1e-8)).all()
-    places = [(state.degree[group], state.tokens[group], state.cells[group]) for group in groups]
+    places = [(state.degree[group], state.tokens[group], state.pairs[group]) for group in groups]
     if pool == 0 and node == 0:
         places += [(spare, 0.0, 0.0) for spare in range(1, int(state.spare[0]) + 1)]
     for at in np.flatnonzero(state.owner < 0):
-        for degree, tokens, cells in places:
-            held_tokens, held_cells = float(tokens + batch.tokens[at]), float(cells + batch.cells[at])
-            seconds = price(prices, held_cells, held_tokens, int(degree), 0, 0.0)
-            assert held_tokens > degree * prices.room or seconds > target_s * (1 - 1e-8)
+        for degree, tokens, pairs in places:
+            held_tokens, held_pairs = float(tokens + batch.tokens[at]), float(pairs + batch.pairs[at])
+            seconds = price(prices, held_pairs, held_tokens, int(degree), 0, 0.0)
+            assert held_tokens > degree * prices.max_tokens or seconds > target_s * (1 - 1e-8)
 
 
 @given(LENGTHS, st.integers(1, 9), st.integers(1, 300), st.integers(1, 4))
 @examples(60)
-def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: int, room: int, count: int) -> None:
-    held = world(lengths, num_ranks=num_ranks, room=room)
+def test_a_packed_cut_is_a_plan_above_its_floor(
+    lengths: list[int], num_ranks: int, max_tokens: int, count: int
+) -> None:
+    held = problem(lengths, num_ranks=num_ranks, max_tokens=max_tokens)
     order = np.argsort(-held.batch.work_s, kind="stable")
-    part = cut_by_time(held, order, Cut(count, held.prices.room * num_ranks, float("inf")))
+    part = cut_by_time(held, order, Cut(count, held.prices.max_tokens * num_ranks, float("inf")))
     if len(part):
         assert sorted(set(part.tolist())) == list(range(part.max() + 1))
         assert floor_s(held, part) <= pack(held, part) * (1 + 1e-12)
@@ -217,26 +228,24 @@ def test_a_packed_cut_is_a_plan_above_its_floor(lengths: list[int], num_ranks: i
     st.booleans(),
 )
 def test_packs_of_one_degree_hold_all_or_have_no_room_by_length_either(
-    lengths: list[int], count: int, degree: int, room: int, by_length: bool
+    lengths: list[int], count: int, degree: int, max_tokens: int, by_length: bool
 ) -> None:
-    held = world(lengths, num_ranks=degree, room=room)
-    most = int(held.prices.room) * degree
-    fewest = _num_bins(held, np.arange(len(lengths)), degree)
-    assert first_fit(sorted(lengths, reverse=True), fewest, most) is not None
+    held = problem(lengths, num_ranks=degree, max_tokens=max_tokens)
+    most = int(held.prices.max_tokens) * degree
     packs = _packed(held, np.arange(len(lengths)), degree, count, by_length)
     if len(packs.owners) == 0:
-        assert first_fit(sorted(lengths, reverse=True), count, most) is None and fewest > count
+        assert first_fit(sorted(lengths, reverse=True), count, most) is None
         return
     tokens = np.bincount(packs.owners, held.batch.tokens, minlength=count)
     assert tokens.tolist() == packs.tokens.tolist() and tokens.max() <= most
-    assert np.bincount(packs.owners, held.batch.cells, minlength=count).tolist() == packs.cells.tolist()
+    assert np.bincount(packs.owners, held.batch.pairs, minlength=count).tolist() == packs.pairs.tolist()
 
 
-def first_fit(lengths: list[int], count: int, room: int) -> list[int] | None:
+def first_fit(lengths: list[int], count: int, max_tokens: int) -> list[int] | None:
     """What packs of so many tokens hold, each sequence in the first that has room for it."""
     held = [0] * count
     for length in lengths:
-        fitting = [pack for pack in range(count) if held[pack] + length <= room]
+        fitting = [pack for pack in range(count) if held[pack] + length <= max_tokens]
         if not fitting:
             return None
         held[fitting[0]] += length
@@ -245,5 +254,5 @@ def first_fit(lengths: list[int], count: int, room: int) -> list[int] | None:
 
 def test_packs_go_by_length_where_work_leaves_one_without_room() -> None:
     """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 has no room."""
-    held = world([5, 5, 4, 3, 3], num_ranks=1, room=10)
+    held = problem([5, 5, 4, 3, 3], num_ranks=1, max_tokens=10)
     assert _packed(held, np.arange(5), 1, 2, False).tokens.tolist() == [10, 10]

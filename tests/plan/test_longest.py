@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.cost.test_bound import best_plan_s
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
-from tests.plan.test_bound import best_plan_s
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = st.sampled_from(
@@ -42,5 +42,5 @@ def test_it_knows_what_the_other_ranks_cannot_use(longest: ModuleType) -> None:
     """On two ranks of three, one sequence takes more than twice what the third can compute of two short ones."""
     sequences, cluster = batch_of([100, 4, 4]), ClusterSpec(num_ranks=3, max_tokens_per_rank=50)
     proven_s = longest.beside_longest_s(sequences, cluster=cluster, cost=UNIT, primitives=RING)
-    shared_s = sum(UNIT.compute_s(each.attention_cells, each.num_tokens) for each in sequences) / 3
+    shared_s = sum(UNIT.compute_s(each.attention_pairs, each.num_tokens) for each in sequences) / 3
     assert shared_s + UNIT.fixed_s + UNIT.exposed_s < proven_s <= best_plan_s(sequences, cluster, UNIT)

@@ -36,7 +36,7 @@ def test_twice_the_coefficients_take_twice_as_long() -> None:
     times = [
         field.name
         for field in dataclasses.fields(UNIT)
-        if field.name.endswith(("_s", "_per_token", "_per_cell", "_per_round"))
+        if field.name.endswith(("_s", "_per_token", "_per_pair", "_per_round"))
     ]
     double = UNIT.with_coefficients(**{name: 2 * getattr(UNIT, name) for name in times})
     again = reprice(plan, batch, cluster=CLUSTER, cost=double)

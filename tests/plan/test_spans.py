@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from rayfcp.plan import lower_bound, plan_batch
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
+from tests.cost.test_bound import best_plan_s
 from tests.examples import examples
-from tests.plan.helpers import MEETING, UNIT, batch_of, batches, profiled
-from tests.plan.test_bound import best_plan_s
+from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, batches, profiled
 
 ROOT = Path(__file__).resolve().parents[2]
 COSTS = st.sampled_from(
@@ -22,7 +22,7 @@ COSTS = st.sampled_from(
         UNIT.with_coefficients(overlap=0.4, attention_half_tokens=30.0, reduce_exposed_s=0.1),
         UNIT.with_coefficients(overlap=0.4, fixed_s=0.0, linear_s_per_token=0.0, ranks_per_node=3),
         profiled(3),
-        MEETING,
+        RUN_AHEAD,
     ]
 )
 BOTH = (Primitive.RING, Primitive.ULYSSES)

@@ -14,14 +14,14 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import idle_passes_s, slowed
 from rayfcp.plan import CostModel, imbalance, lower_bound, plan_batch
 from rayfcp.plan.auto import reprice
-from rayfcp.plan.blocks.distributor import shares_of
+from rayfcp.plan.blocks.distributor import weights_of
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
 from rayfcp.program import lower
 from rayfcp.values import ClusterSpec, SequenceSpec
 from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, partitions, profiled
-from tests.plan.pipelines.helpers import staged_cost
+from tests.plan.pipeline.helpers import staged_cost
 from tests.plan.test_batch import STRATEGIES, check
 
 SPEEDS = st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.5, 0.8, 0.97, 1.3]), min_size=1, max_size=9)
@@ -78,7 +78,7 @@ def best_makespan(members: list[SequenceSpec], cluster: ClusterSpec, cost: CostM
     best = float("inf")
     for groups in partitions(list(range(len(members)))):
         loads = [
-            (sum(members[at].attention_cells for at in g), sum(members[at].num_tokens for at in g)) for g in groups
+            (sum(members[at].attention_pairs for at in g), sum(members[at].num_tokens for at in g)) for g in groups
         ]
         for owners in itertools.product(range(-1, len(groups)), repeat=cluster.num_ranks):
             held = [[rank for rank, owner in enumerate(owners) if owner == g] for g in range(len(groups))]
@@ -166,7 +166,7 @@ def test_a_sequence_that_needs_all_ranks_does_not_slow_the_others() -> None:
 @given(st.lists(st.floats(0.1, 3.0), min_size=1, max_size=12), st.integers(1, 500), st.integers(1, 500))
 def test_shares_keep_to_memory_and_are_in_proportion(speeds: list[float], num_tokens: int, most: int) -> None:
     most = max(most, -(-num_tokens // len(speeds)))
-    weights = shares_of(np.array(speeds), num_tokens=num_tokens, most=most)
+    weights = weights_of(np.array(speeds), num_tokens=num_tokens, max_tokens=most)
     room = most * len(speeds) / num_tokens
     assert weights.mean() == pytest.approx(1.0) and weights.max() <= room * (1 + 1e-9)
     open_ = weights < room * (1 - 1e-9)

@@ -44,33 +44,33 @@ def test_captions_have_the_published_means(name: str, words: float) -> None:
     max_seqlen=st.sampled_from((2_000, 16_384, 131_072)),
     seed=st.integers(0, 5),
 )
-def test_sequences_hold_whole_pictures_and_a_caption(
+def test_sequences_hold_whole_images_and_a_caption(
     name: str, model: str, per_second: float, max_seqlen: int, seed: int
 ) -> None:
     frames = frames_of(model_profile(model), per_second=per_second)
     drawn = videos(name).sample(20, frames=frames, max_seqlen=max_seqlen, seed=seed)
     assert drawn == videos(name).sample(20, frames=frames, max_seqlen=max_seqlen, seed=seed)
     for number, each in enumerate(drawn):
-        (run,) = each.pictures
-        assert each.id == number and each.num_tokens <= max_seqlen and not run.mutual
+        (run,) = each.images
+        assert each.id == number and each.num_tokens <= max_seqlen
         assert run.start > 0 and run.stop + each.num_targets <= each.num_tokens
         assert run.num_patches == 4 * run.num_tokens and run.count >= 1
 
 
 def test_internvl_takes_tiles_and_qwen_pairs_of_frames_in_their_own_shape() -> None:
     internvl, qwen = (frames_of(model_profile(name), per_second=4.0) for name in MODELS)
-    tile = internvl.picture(width=1280, height=720)
+    tile = internvl.image(width=1280, height=720)
     assert (tile.num_patches, tile.num_tokens) == (1024, 256)
-    pair = qwen.picture(width=1280, height=720)
+    pair = qwen.image(width=1280, height=720)
     assert pair.num_tokens == 21 * 12 and pair.num_patches == 42 * 24, "672 x 384 pixels"
     lasting = np.array([0.1, 1.0, 1.3, 10.0])
-    assert internvl.pictures(lasting).tolist() == qwen.pictures(lasting).tolist() == [1, 4, 5, 40]
+    assert internvl.images(lasting).tolist() == qwen.images(lasting).tolist() == [1, 4, 5, 40]
 
 
 @given(width=st.integers(400, 4000), height=st.integers(400, 4000))
 def test_frames_take_few_pixels_less_than_they_may(width: int, height: int) -> None:
-    picture = frames_of(model_profile("qwen3-vl-4b")).picture(width=width, height=height)
-    pixels = picture.num_patches * 16 * 16
+    image = frames_of(model_profile("qwen3-vl-4b")).image(width=width, height=height)
+    pixels = image.num_patches * 16 * 16
     assert 0.7 * FRAME_PIXELS < pixels <= FRAME_PIXELS
 
 

@@ -1,4 +1,4 @@
-"""Costs and plans of models whose layers have windows: cells and moved tokens counted one by one, sound plans."""
+"""Costs and plans of models whose layers have windows: pairs and moved tokens counted one by one, sound plans."""
 
 import itertools
 from dataclasses import replace
@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
-from rayfcp.cost.work import work_of
+from rayfcp.cost.work import layout_work
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.plan.imbalance import rank_loads
-from rayfcp.plan.pipeline.chunks import Work, balanced_ends
+from rayfcp.plan.pipeline.chunks import ChunkWork, balanced_ends
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, Layout, SequenceSpec
 from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.execute.layouts import plan_of, random_layout, ring
-from tests.plan.counted import assert_cells_counted, assert_moves_counted, of_windows
+from tests.plan.counted import assert_moves_counted, assert_pairs_counted, of_windows
 from tests.simulate.helpers import MODEL
 
 WINDOWS = st.sampled_from([(3,), (0, 5), (1, 8, 1000), (40,)])
@@ -36,7 +36,7 @@ def test_work_of_layouts_counted_one_by_one(
         if seed is None
         else random_layout(sequences, num_ranks=num_ranks, seed=seed)
     )
-    assert_cells_counted(layout, sequences, num_ranks=num_ranks)
+    assert_pairs_counted(layout, sequences, num_ranks=num_ranks)
 
 
 @examples(20)
@@ -47,12 +47,12 @@ def test_moved_tokens_are_those_that_the_program_moves(length: int, window: int,
     assert_moves_counted(layout, sequences, num_ranks=num_ranks)
 
 
-def test_ranks_load_the_cells_of_their_blocks() -> None:
+def test_ranks_load_the_pairs_of_their_blocks() -> None:
     sequences = of_windows([64], (0, 4))
     plan = plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2)
     cost = cost_of(2, (0, 4, 4, 0))
     (loads,) = rank_loads(plan, sequences, cost=cost)
-    assert loads[1].sum() == pytest.approx(sequences[0].attention_cells)
+    assert loads[1].sum() == pytest.approx(sequences[0].attention_pairs)
 
 
 def cost_of(num_ranks: int, layer_windows: tuple[int, ...], *, num_stages: int = 1) -> CostModel:
@@ -91,10 +91,10 @@ def test_strategies_plan_for_windows(strategy: str, layers: tuple[int, ...]) -> 
 @examples(20)
 @given(longest=st.integers(50, 5000), count=st.integers(1, 12), window=st.integers(1, 400))
 def test_slices_through_windows_take_as_long_as_each_other(longest: int, count: int, window: int) -> None:
-    work = Work(cell_s=1.0, token_s=3.0, context_s=0.0, windows=((window, 2),))
+    work = ChunkWork(pair_s=1.0, token_s=3.0, context_s=0.0, windows=((window, 2),))
     ends = balanced_ends(longest, count, work=work, rows=1)
     assert ends[-1] == longest and len(ends) == min(count, longest)
-    seconds = [work.cells(start, stop) + 3.0 * (stop - start) for start, stop in itertools.pairwise((0, *ends))]
+    seconds = [work.pairs(start, stop) + 3.0 * (stop - start) for start, stop in itertools.pairwise((0, *ends))]
     assert max(seconds) - min(seconds) <= 4 * (window + 3.0) + longest / 100 * (window + 3.0)
 
 
@@ -103,6 +103,6 @@ def test_layouts_without_windows_price_as_ever() -> None:
     whole = [SequenceSpec(id=0, num_tokens=50, num_targets=49)]
     cut = [replace(whole[0], windows=((50, 3), (77, 1)))]
     layout: Layout = ring(whole, num_ranks=3)
-    found, want = (work_of(layout, by_id={0: each[0]}, num_ranks=3) for each in (cut, whole))
-    for name in ("own_cells", "own_sides", "moved_tokens", "cells", "sides"):
+    found, want = (layout_work(layout, by_id={0: each[0]}, num_ranks=3) for each in (cut, whole))
+    for name in ("own_pairs", "own_sides", "moved_tokens", "pairs", "sides"):
         assert getattr(found, name) == pytest.approx(getattr(want, name))

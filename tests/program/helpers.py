@@ -17,7 +17,6 @@ from rayfcp.values import (
     ClusterSpec,
     Group,
     Layout,
-    Mask,
     MicrobatchPlan,
     Primitive,
     Round,
@@ -33,10 +32,10 @@ SHORT_SEARCH = PlanConfig(search_moves=1000)
 
 
 def short_sequences(seed: int) -> list[SequenceSpec]:
-    """One to three, of any masks."""
+    """One to three."""
     rng = random.Random(seed)
     lengths = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 4))]
-    return specs(lengths, masks=[rng.choice([Mask.CAUSAL, *Mask]) for _ in lengths])
+    return specs(lengths)
 
 
 def cost_model(num_ranks: int, *, ring_s_per_round: float = 1e-3) -> CostModel:
@@ -56,7 +55,7 @@ def random_plan(seed: int, *, num_ranks: int) -> tuple[BatchPlan, list[SequenceS
     """A plan of a long-tailed batch under a tight memory bound."""
     rng = random.Random(seed)
     lengths = [min(4000, 1 + int(rng.lognormvariate(4, 1.5))) for _ in range(rng.randrange(1, 20))]
-    sequences = specs(lengths, masks=[Mask.CAUSAL, Mask.CAUSAL, Mask.FULL])
+    sequences = specs(lengths)
     bound = max(max(lengths) // num_ranks + 1, sum(lengths) // num_ranks // rng.randrange(1, 4) + 1)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=bound)
     cost = cost_model(num_ranks, ring_s_per_round=rng.choice([0.0, 1e-2, 1.0]))
@@ -130,11 +129,9 @@ def heads_of(programs: Sequence[RankProgram]) -> list[tuple[int, Forward, HeadPr
     ]
 
 
-def one_group(
-    lengths: list[int], ranks: tuple[int, ...], *, masks: Sequence[Mask] = (Mask.CAUSAL,)
-) -> tuple[BatchPlan, list]:
+def one_group(lengths: list[int], ranks: tuple[int, ...]) -> tuple[BatchPlan, list]:
     """A plan of one Ulysses group and, on the first rank that is left, nothing."""
-    sequences = specs(lengths, masks=masks)
+    sequences = specs(lengths)
     group = Group(ranks=ranks, sequences=tuple(range(len(lengths))), primitive=Primitive.ULYSSES)
     microbatch = MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0)
     plan, _, _ = random_plan(0, num_ranks=max(ranks) + 1)

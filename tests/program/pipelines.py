@@ -12,7 +12,6 @@ from rayfcp.values import (
     Context,
     Group,
     Layout,
-    Mask,
     MicrobatchPlan,
     PipelinePlan,
     Primitive,
@@ -160,15 +159,14 @@ def _link(
                 slices.append(Slice(sequence=sequence, start=bounds[at], stop=bounds[at + 1]))
                 held.append(sequence)
         for _ in range(rng.choice([0, 0, 1, 2])):
-            mask = rng.choice([Mask.CAUSAL, Mask.FULL])
-            held.append(_new(sequences, rng.randrange(1, 12), mask=mask))
+            held.append(_new(sequences, rng.randrange(1, 12)))
         rng.shuffle(held)
         groups.append(Group(ranks=ranks, sequences=tuple(held), primitive=primitive))
     return chunk(groups, slices)
 
 
-def _new(sequences: list[SequenceSpec], num_tokens: int, *, mask: Mask = Mask.CAUSAL) -> int:
-    sequences.append(SequenceSpec(id=len(sequences), num_tokens=num_tokens, num_targets=num_tokens - 1, mask=mask))
+def _new(sequences: list[SequenceSpec], num_tokens: int) -> int:
+    sequences.append(SequenceSpec(id=len(sequences), num_tokens=num_tokens, num_targets=num_tokens - 1))
     return sequences[-1].id
 
 

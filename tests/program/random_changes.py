@@ -114,7 +114,7 @@ def _altered(value: Any, rng: random.Random) -> object:
     if hasattr(value, "query"):
         start, stop = value.query
         changes = [replace(value, query=(start, stop + 1))]
-        if value.num_cells > 1:  # of one cell all kinds are the same
+        if value.num_pairs > 1:  # of one pair all kinds are the same
             changes.append(replace(value, causal=not value.causal, flipped=False))
             changes += [replace(value, flipped=not value.flipped)] if value.causal else []
         return rng.choice(changes)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import plan_batch
-from rayfcp.program import ALL_PRIMITIVES, Encode, Load, RankProgram, from_text, to_text
+from rayfcp.program import Encode, Load, RankProgram
 from rayfcp.program import lower as lower_plan
-from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Pictures, SequenceSpec
+from rayfcp.values import BatchPlan, ClusterSpec, EncoderShare, Images, SequenceSpec
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
-from tests.program.pictures import batches_with_pictures, seeing_cost
+from tests.program.images import batches_with_images, seeing_cost
 
 OPTIONS = PlanConfig(search_moves=500, primitives=("ring", "ulysses"))
 STRATEGIES = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytescale", "magi", "auto")
@@ -32,10 +32,10 @@ def planned(
 
 
 def lowered(plan: BatchPlan, batch: list[SequenceSpec]) -> tuple[RankProgram, ...]:
-    return lower_plan(plan, batch, primitives=ALL_PRIMITIVES)
+    return lower_plan(plan, batch)
 
 
-@given(batches_with_pictures(), st.integers(1, 4), st.sampled_from(STRATEGIES), st.integers(1, 3), st.booleans())
+@given(batches_with_images(), st.integers(1, 4), st.sampled_from(STRATEGIES), st.integers(1, 3), st.booleans())
 @examples(20)
 def test_every_strategys_plan_is_proven_and_prints(
     batch: list[SequenceSpec], num_ranks: int, strategy: str, parts: int, frozen: bool
@@ -45,17 +45,16 @@ def test_every_strategys_plan_is_proven_and_prints(
     plan, cluster = planned(batch, num_ranks=num_ranks, strategy=strategy, parts=parts, frozen=frozen)
     check_plan(plan, batch, cluster=cluster, cost=seeing_cost(num_ranks, frozen=frozen))
     programs = lowered(plan, batch)
-    assert all(from_text(to_text(program)) == program for program in programs)
     assert arrivals(programs, batch) == {
-        (each.id, token): 1 for each in batch for run in each.pictures for a, b in run.ranges() for token in range(a, b)
+        (each.id, token): 1 for each in batch for run in each.images for a, b in run.ranges() for token in range(a, b)
     }
     if strategy not in ("flex-ring", "flex-block", "auto"):
         assert_in_their_groups(plan)
 
 
 def arrivals(programs: tuple[RankProgram, ...], batch: list[SequenceSpec]) -> dict[tuple[int, int], int]:
-    """Followed token by token: how often each token of a picture gets the feature that was made of it."""
-    ranges = {each.id: [span for run in each.pictures for span in run.ranges()] for each in batch}
+    """Followed token by token: how often each token of a image gets the feature that was made of it."""
+    ranges = {each.id: [span for run in each.images for span in run.ranges()] for each in batch}
     by_microbatch: dict[int, list[tuple[Load, Encode]]] = {}
     for program in programs:
         loads = {item.microbatch: item for item in program.instructions if isinstance(item, Load)}
@@ -67,7 +66,7 @@ def arrivals(programs: tuple[RankProgram, ...], batch: list[SequenceSpec]) -> di
         made = [
             [
                 (run.sequence, token)
-                for run in item.pictures
+                for run in item.images
                 for number in range(run.first, run.last)
                 for token in range(*ranges[run.sequence][number])
             ]
@@ -101,18 +100,18 @@ def changed(item: Encode, rng: random.Random) -> Encode | None:
     """One thing of an encode is another."""
     features = item.features
     kinds = []
-    if item.pictures:
-        at = rng.randrange(len(item.pictures))
-        run = item.pictures[at]
+    if item.images:
+        at = rng.randrange(len(item.images))
+        run = item.images[at]
         for new in (
             replace(run, last=run.last + 1),
             replace(run, first=run.first + 1, last=run.last + 1),
             replace(run, num_patches=run.num_patches + 4),
             replace(run, sequence=run.sequence + 1),
         ):
-            kinds.append(replace(item, pictures=(*item.pictures[:at], new, *item.pictures[at + 1 :])))
-        kinds.append(replace(item, pictures=item.pictures + item.pictures[:1]))
-        kinds.append(replace(item, pictures=item.pictures[1:]))
+            kinds.append(replace(item, images=(*item.images[:at], new, *item.images[at + 1 :])))
+        kinds.append(replace(item, images=item.images + item.images[:1]))
+        kinds.append(replace(item, images=item.images[1:]))
     if item.rows:
         start, stop = item.rows[-1]
         kinds.append(replace(item, rows=(*item.rows[:-1], (start + 1, stop + 1))))
@@ -130,7 +129,7 @@ def changed(item: Encode, rng: random.Random) -> Encode | None:
     return rng.choice(kinds) if kinds else None
 
 
-@given(batches_with_pictures(), st.integers(1, 3), st.sampled_from(("flex-ring", "flex-block", "ring")), st.integers())
+@given(batches_with_images(), st.integers(1, 3), st.sampled_from(("flex-ring", "flex-block", "ring")), st.integers())
 @examples(30)
 def test_one_change_of_an_encode_is_found(batch: list[SequenceSpec], num_ranks: int, strategy: str, seed: int) -> None:
     rng = random.Random(seed)
@@ -152,43 +151,34 @@ def test_one_change_of_an_encode_is_found(batch: list[SequenceSpec], num_ranks: 
                 check_programs((*programs[:rank], wrong, *programs[rank + 1 :]), batch)
 
 
-PICTURE = SequenceSpec(id=0, num_tokens=9, num_targets=8, pictures=(Pictures(start=1, num_tokens=4, num_patches=16),))
+IMAGE = SequenceSpec(id=0, num_tokens=9, num_targets=8, images=(Images(start=1, num_tokens=4, num_patches=16),))
 
 
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ((), "picture 0 of sequence 0 is encoded 0 times, must be once"),
+        ((), "image 0 of sequence 0 is encoded 0 times, must be once"),
         (
             (EncoderShare(rank=0, sequence=0, first=0, last=1), EncoderShare(rank=1, sequence=0, first=0, last=1)),
-            "picture 0 of sequence 0 is encoded 2 times, must be once",
+            "image 0 of sequence 0 is encoded 2 times, must be once",
         ),
-        ((EncoderShare(rank=0, sequence=0, first=0, last=2),), r"encodes pictures \[0, 2\) of .*, of which .* has 1;"),
-        ((EncoderShare(rank=0, sequence=3, first=0, last=1),), r"encodes pictures \[0, 1\) of sequence 3"),
+        ((EncoderShare(rank=0, sequence=0, first=0, last=2),), r"encodes images \[0, 2\) of .*, of which .* has 1;"),
+        ((EncoderShare(rank=0, sequence=3, first=0, last=1),), r"encodes images \[0, 1\) of sequence 3"),
     ],
 )
 def test_a_plan_that_encodes_not_once_is_refused(shares: tuple[EncoderShare, ...], words: str) -> None:
-    plan, cluster = planned([PICTURE], num_ranks=2, strategy="ring", parts=1)
+    plan, cluster = planned([IMAGE], num_ranks=2, strategy="ring", parts=1)
     wrong = replace(plan, microbatches=(replace(plan.microbatches[0], encoding=shares),))
     with pytest.raises(ValueError, match=words):
-        check_plan(wrong, [PICTURE], cluster=cluster, cost=seeing_cost(2))
+        check_plan(wrong, [IMAGE], cluster=cluster, cost=seeing_cost(2))
 
 
 def test_the_last_microbatch_encodes_too() -> None:
     """Gradients are summed over ranks in its backward pass."""
     text = SequenceSpec(id=1, num_tokens=2000, num_targets=1999)
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=2000)
-    plan = plan_batch([PICTURE, text], cluster=cluster, cost=seeing_cost(1), strategy="flex-ring")
+    plan = plan_batch([IMAGE, text], cluster=cluster, cost=seeing_cost(1), strategy="flex-ring")
     assert [bool(each.encoding) for each in plan.microbatches] == [True, False]
-    (program,) = lowered(plan, [PICTURE, text])
+    (program,) = lowered(plan, [IMAGE, text])
     assert [type(item).__name__ for item in program.instructions] == ["Load", "Encode", "Forward", "Backward"] * 2
     assert plan.microbatches[1].encoder_s > 0
-
-
-def test_what_is_no_line_of_an_encode_is_named() -> None:
-    plan, _ = planned([PICTURE], num_ranks=2, strategy="ring", parts=1)
-    text = to_text(lowered(plan, [PICTURE])[0])
-    with pytest.raises(ValueError, match=r"line 3: .* is no encode"):
-        from_text(text.replace("x16>4", "x16"))
-    with pytest.raises(ValueError, match=r"line 4: .* is no round"):
-        from_text(text.replace(">1 ", ">1"))

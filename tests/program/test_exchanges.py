@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import ALL_PRIMITIVES, HeadProgram, Payload, head_rounds, lower
-from rayfcp.values import Mask
+from rayfcp.program import HeadProgram, Payload, head_rounds, lower
 from tests.examples import examples
 from tests.program.helpers import heads_of, one_group
 
@@ -54,14 +53,13 @@ def exchanged(programs: dict[int, HeadProgram], qkv: np.ndarray) -> np.ndarray:
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.permutations(range(4)), st.integers(2, 4))
 def test_exchanges_give_the_attention_of_one_process(lengths: list[int], ranks: list[int], degree: int) -> None:
     lengths[0] += degree  # no padding, so that tokens are those of the sequences
-    plan, sequences = one_group(lengths, tuple(ranks[:degree]), masks=[Mask.CAUSAL, Mask.FULL])
-    heads = {rank: head for rank, _, head in heads_of(lower(plan, sequences, primitives=ALL_PRIMITIVES))}
+    plan, sequences = one_group(lengths, tuple(ranks[:degree]))
+    heads = {rank: head for rank, _, head in heads_of(lower(plan, sequences))}
     rng = np.random.default_rng(sum(lengths))
     qkv = rng.normal(size=(3, 2 * degree, sum(lengths), 5))
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     position = np.concatenate([np.arange(length) for length in lengths])
-    full = np.array([spec.mask is Mask.FULL for spec in sequences])[sequence]
-    seen = (sequence[:, None] == sequence) & (full[:, None] | (position[:, None] >= position))
+    seen = (sequence[:, None] == sequence) & (position[:, None] >= position)
     due = [attention(*qkv[:, head], seen=seen) for head in range(qkv.shape[1])]
     np.testing.assert_allclose(exchanged(heads, qkv), np.stack(due), rtol=1e-9)
 
@@ -73,7 +71,7 @@ def test_exchanges_are_matchings_that_bring_each_pair_together_once(
 ) -> None:
     plan, sequences = one_group(lengths, tuple(range(degree)))
     met: dict[Payload, list[tuple[int, int]]] = defaultdict(list)
-    programs = heads_of(lower(plan, sequences, primitives=ALL_PRIMITIVES))
+    programs = heads_of(lower(plan, sequences))
     steps = [head_rounds(head, rank=rank, backward=backward) for rank, _, head in programs]
     for together in zip(*steps, strict=True):
         sent = [(rank, each) for rank, step in enumerate(together) for each in step.sends]

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
 from rayfcp.program import (
-    ALL_PRIMITIVES,
     Attend,
     AttentionProgram,
     Forward,
     HeadProgram,
     RankProgram,
     check_progress,
-    from_text,
     head_rounds,
     lower,
     to_text,
@@ -39,7 +37,7 @@ def both(seed: int) -> tuple[BatchPlan, list[SequenceSpec], Programs]:
     for at in range(seed, seed + 1000):
         plan, sequences, _ = random_plan(at, num_ranks=5)
         plan = with_primitives(plan, at)
-        programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+        programs = lower(plan, sequences)
         if any(item.microbatch == 0 and head.degree >= 3 for _, item, head in heads_of(programs)):
             return plan, sequences, programs
     raise AssertionError("no plan with a Ulysses group")
@@ -51,7 +49,7 @@ def test_plans_of_both_primitives_pass_and_survive_text(seed: int, num_ranks: in
     plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
     plan = with_primitives(plan, seed)
     check_plan(plan, sequences, cluster=cluster)
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences)
     due = {
         (number, rank)
         for number, microbatch in enumerate(plan.microbatches)
@@ -60,13 +58,11 @@ def test_plans_of_both_primitives_pass_and_survive_text(seed: int, num_ranks: in
         if group.primitive is Primitive.ULYSSES and group.degree > 1
     }
     assert {(item.microbatch, rank) for rank, item, _ in heads_of(programs)} == due
-    for program in programs:
-        assert from_text(to_text(program)) == program
 
 
 def test_what_a_program_of_heads_prints() -> None:
     plan, sequences = one_group([5, 4], (2, 0))
-    text = to_text(lower(plan, sequences, primitives=ALL_PRIMITIVES)[0])
+    text = to_text(lower(plan, sequences)[0])
     assert text.splitlines()[1:] == [
         "load 0 1[0:4]",
         "forward 0 tokens=4 recompute=1 heads=2:5,0:4",
@@ -75,18 +71,6 @@ def test_what_a_program_of_heads_prints() -> None:
         "  * 0:5@0[0:5]c * 5:9@0[5:9]c",
         "backward 0 reduce",
     ]
-
-
-def test_heads_without_backward_rounds_are_named() -> None:
-    text = "program rank=0/2 stage=0/1 plan=00\nforward 0 tokens=4 recompute=0 heads=0:4,1:1\n  * 0:5@0[0:5]c\n"
-    with pytest.raises(ValueError, match="line 4: expected '~' and the backward rounds"):
-        from_text(text)
-
-
-def test_lowering_refuses_primitives_that_are_not_wanted() -> None:
-    plan, sequences = one_group([5, 4], (0, 1))
-    with pytest.raises(ValueError, match=r"microbatch 0 group 0: primitive is ulysses, must be one of \['ring'\]"):
-        lower(plan, sequences, primitives={Primitive.RING})
 
 
 def test_a_group_of_one_rank_is_a_ring_of_one_rank() -> None:
@@ -100,26 +84,26 @@ def test_a_group_of_one_rank_is_a_ring_of_one_rank() -> None:
 def test_transfers_of_a_ulysses_group_are_refused() -> None:
     plan, sequences = one_group([5, 4], (0, 1))
     layout = lay_out(plan.microbatches[0], sequences)
-    check_programs(lower(explicit(plan, layout), sequences, primitives=ALL_PRIMITIVES), sequences)
+    check_programs(lower(explicit(plan, layout), sequences), sequences)
     travels = replace(layout, rounds=(Round(transfers=(Transfer(blocks=(0,), source=0, target=1),)),))
     with pytest.raises(ValueError, match=r"touches ranks \[0, 1\] of a ulysses group"):
-        lower(explicit(plan, travels), sequences, primitives=ALL_PRIMITIVES)
+        lower(explicit(plan, travels), sequences)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3])
 def test_ranks_without_tokens_pad(num_tokens: int) -> None:
     plan, sequences = one_group([num_tokens], (0, 1, 2, 3))
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences)
     check_programs(programs, sequences)
     heads = [head for _, _, head in heads_of(programs)]
     assert all(head.tokens == (1, 1, 1, 1) for head in heads)
-    cells = num_tokens * (num_tokens + 1) // 2 + 4 - num_tokens
-    assert sum(head.num_cells for head in heads) == pytest.approx(cells)
+    pairs = num_tokens * (num_tokens + 1) // 2 + 4 - num_tokens
+    assert sum(head.num_pairs for head in heads) == pytest.approx(pairs)
 
 
 def test_a_rank_of_another_group_is_named() -> None:
     plan, sequences = one_group([5, 4], (0, 1))
-    _, _, head = heads_of(lower(plan, sequences, primitives=ALL_PRIMITIVES))[0]
+    _, _, head = heads_of(lower(plan, sequences))[0]
     with pytest.raises(ValueError, match="rank is 2, must be one of the group's"):
         head_rounds(head, rank=2, backward=False)
 
@@ -192,7 +176,7 @@ def _changed(programs: Programs, change: HeadMutation, *, ranks: Sequence[int]) 
 @pytest.mark.parametrize("name", HEAD_MUTATIONS)
 def test_validator_rejects_mutated_heads(name: str, everywhere: bool) -> None:
     plan, sequences = one_group([17, 5, 9], (3, 0, 1))
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences)
     check_programs(programs, sequences)
     mutated = _changed(programs, HEAD_MUTATIONS[name], ranks=(3, 0, 1) if everywhere else (0,))
     assert list(mutated) != list(programs)
@@ -203,25 +187,25 @@ def test_validator_rejects_mutated_heads(name: str, everywhere: bool) -> None:
 def test_peers_that_disagree_on_tokens_would_not_match() -> None:
     """Found before anything is looked at but messages: what one sends is not what the other expects."""
     plan, sequences = one_group([17, 5, 9], (3, 0, 1))
-    programs = lower(plan, sequences, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences)
     check_progress(programs)
 
     def fewer(head: HeadProgram) -> HeadProgram:
         tokens = (*head.tokens[:2], 1)
         return replace(head, tokens=tokens, attention=replace(head.attention, num_tokens=sum(tokens)))
 
-    with pytest.raises(ValueError, match="sends qkv of 10 tokens where rank 0 expects qkv of 1"):
+    with pytest.raises(ValueError, match="sends out of 1 tokens where rank 1 expects out of 10"):
         check_progress(_changed(programs, fewer, ranks=(0,)))
 
 
 def test_a_peer_that_recomputes_nothing_is_found() -> None:
     plan, sequences = one_group([17, 5, 9], (3, 0, 1))
-    programs = list(lower(plan, sequences, primitives=ALL_PRIMITIVES))
+    programs = list(lower(plan, sequences))
     items = [
         replace(item, recomputed_layers=0) if isinstance(item, Forward) else item for item in programs[0].instructions
     ]
     programs[0] = replace(programs[0], instructions=tuple(items))
-    with pytest.raises(ValueError, match="wait for ever"):
+    with pytest.raises(ValueError, match="wait forever"):
         check_progress(programs)
 
 

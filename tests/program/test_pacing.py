@@ -12,17 +12,17 @@ from rayfcp.program import Attend, AttentionProgram, Forward, Payload, lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.columns import Attends
 from rayfcp.program.paced import TILE, Brought, paced
-from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Mask, Pacing, Round, SequenceSpec, Transfer
+from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Pacing, Round, SequenceSpec, Transfer
 from rayfcp.verify import check_plan
 from rayfcp.verify.memory import check_buffers
 from tests.examples import examples
 from tests.masks import specs
 from tests.program.helpers import random_plan, scattered
 
-Cell = tuple[int, int, int]
+Pair = tuple[int, int, int]
 
 
-def cells(attends: Attends) -> Counter[Cell]:
+def pairs(attends: Attends) -> Counter[Pair]:
     """(query, slot, key) one by one."""
     return Counter(
         (query, attend.slot, key)
@@ -48,7 +48,7 @@ def square(start: int, stop: int, *, flipped: bool = False) -> Attend:
     sizes=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(1, 40)), max_size=4),
     num_buffers=st.integers(2, 4),
 )
-def test_every_cell_once_and_in_time(
+def test_every_pair_once_and_in_time(
     own: list[int], flipped: bool, sizes: list[tuple[int, int, int]], num_buffers: int
 ) -> None:
     edges = [sum(own[:at]) for at in range(len(own) + 1)]
@@ -62,12 +62,12 @@ def test_every_cell_once_and_in_time(
         for slot, (stage, queries, keys) in enumerate(sorted(sizes), start=1)
     ]
     phases = paced(brought, within, num_phases=6)
-    found: Counter[Cell] = Counter()
+    found: Counter[Pair] = Counter()
     for phase in phases:
-        found.update(cells(phase))
-    due = cells(within)
+        found.update(pairs(phase))
+    due = pairs(within)
     for each in brought:
-        due.update(cells(each.attends))
+        due.update(pairs(each.attends))
         slot = each.attends[0].slot
         used = [at for at, phase in enumerate(phases) if any(attend.slot == slot for attend in phase)]
         assert each.first <= used[0] and used[-1] <= min(each.due, 5)
@@ -80,7 +80,7 @@ def test_phases_are_level_to_a_tile() -> None:
     share = 4096 * 4097 / 2 / 8
     done = 0
     for number, phase in enumerate(phases, start=1):
-        done += phase.num_cells
+        done += phase.num_pairs
         assert abs(done - number * share) <= TILE * 4096
     assert all(attend.query[1] - attend.query[0] >= TILE for phase in phases for attend in phase)
 
@@ -93,7 +93,7 @@ def two_ranks(pacing: Pacing | None) -> Layout:
 
 
 def programs_of(pacing: Pacing | None) -> tuple[AttentionProgram, ...]:
-    return lower_attention(two_ranks(pacing), masks={0: Mask.CAUSAL}, num_ranks=2)
+    return lower_attention(two_ranks(pacing), num_ranks=2)
 
 
 def arrivals(program: AttentionProgram, payload: Payload) -> list[int]:
@@ -162,4 +162,4 @@ def test_relays_are_not_paced() -> None:
     rounds = tuple(Round(transfers=(Transfer(blocks=(0,), source=a, target=b),)) for a, b in hops)
     layout = Layout(blocks=blocks, rounds=rounds, pacing=Pacing(coalesce=1, num_buffers=3))
     with pytest.raises(ValueError, match="rank 1 passes on blocks of rank 0"):
-        lower_attention(layout, masks={0: Mask.CAUSAL}, num_ranks=3)
+        lower_attention(layout, num_ranks=3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.plan import lay_out
-from rayfcp.program import Backward, Forward, Payload, check_progress, from_text, lower, to_text
+from rayfcp.program import Backward, Forward, Payload, check_progress, lower
 from rayfcp.values import BatchPlan, Group, Layout, MicrobatchPlan, Round, Transfer
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
@@ -19,11 +19,9 @@ from tests.program.mutations import PLAN_MUTATIONS, PROGRAM_MUTATIONS, explicit
 
 @examples(30)
 @given(seed=st.integers(0, 10_000), num_ranks=st.integers(1, 7))
-def test_plans_pass_and_programs_survive_text(seed: int, num_ranks: int) -> None:
+def test_plans_pass(seed: int, num_ranks: int) -> None:
     plan, sequences, cluster = random_plan(seed, num_ranks=num_ranks)
     check_plan(plan, sequences, cluster=cluster)
-    for program in lower(plan, sequences):
-        assert from_text(to_text(program)) == program
 
 
 def test_every_rank_runs_the_same_passes() -> None:
@@ -134,9 +132,3 @@ def test_transfers_without_blocks_or_between_no_two_ranks_are_named(changes: dic
     wrong = replace(Transfer(blocks=(0,), source=1, target=0), **changes)
     with pytest.raises(ValueError, match=named):
         lower(explicit(plan, replace(layout, rounds=(Round(transfers=(wrong,)),))), sequences)
-
-
-@pytest.mark.parametrize("text", ["", "program", "program rank=0/1 stage=0/1 plan=00\nfly 3\n"])
-def test_broken_text_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="line"):
-        from_text(text)

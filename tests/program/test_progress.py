@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rayfcp.program import (
     Backward,
-    Flow,
     Forward,
     Free,
     HeadProgram,
@@ -20,6 +19,7 @@ from rayfcp.program import (
     RankProgram,
     Receive,
     Send,
+    StageFlow,
     check_progress,
     lower,
 )
@@ -38,7 +38,7 @@ class Stepping:
     def __init__(self, programs: Sequence[RankProgram]) -> None:
         self.num_ranks = programs[0].num_ranks
         self.todo = [[item for item in each.instructions if not isinstance(item, Load | Free)] for each in programs]
-        self.lines: list[dict[Flow, list[Send | Receive]]] = [{flow: [] for flow in Flow} for _ in programs]
+        self.lines: list[dict[StageFlow, list[Send | Receive]]] = [{flow: [] for flow in StageFlow} for _ in programs]
         self.waits = [False] * len(programs)
 
     def ends(self) -> bool:
@@ -46,7 +46,7 @@ class Stepping:
         while moved:
             moved = any([self.step(at) for at in range(len(self.todo))])
             for at in range(len(self.todo)):
-                for flow in Flow:
+                for flow in StageFlow:
                     moved = self.hand_over(at, flow) or moved
         return not any(self.todo) and not any(line for each in self.lines for line in each.values())
 
@@ -66,7 +66,7 @@ class Stepping:
             self.todo[each].pop(0)
         return True
 
-    def hand_over(self, at: int, flow: Flow) -> bool:
+    def hand_over(self, at: int, flow: StageFlow) -> bool:
         line = self.lines[at][flow]
         if not line or not isinstance(line[0], Send):
             return False
@@ -115,7 +115,7 @@ def test_progress_agrees_with_stepping_each_device(seed: int, num_stages: int) -
     try:
         check_progress(programs)
     except ValueError as problem:
-        if "wait for ever" in str(problem) or "match in order" in str(problem):
+        if "wait forever" in str(problem) or "match in order" in str(problem):
             assert not Stepping(programs).ends()
     else:
         assert Stepping(programs).ends()
@@ -158,7 +158,7 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
     "a send lost": (on_stage(0, without(Send, 1)), "Send of the activation of microbatch 1 to stage 1 is missing"),
     "a receive lost": (on_stage(1, without(Receive, 1)), "of the activation of microbatch 1 from stage 0 is missing"),
     "a send twice": (on_stage(0, lambda items: [*items, *[e for e in items if isinstance(e, Send)][:1]]), "is double"),
-    "a send of another flow": (on_stage(0, changed(Send, flow=Flow.GRADIENT)), "not due"),
+    "a send of another flow": (on_stage(0, changed(Send, flow=StageFlow.GRADIENT)), "not due"),
     "a send to a stage that is none": (on_stage(1, changed(Send, stage=2)), "not due"),
     "a send to itself": (on_stage(0, changed(Send, stage=0)), "not due"),
     "a send of other tokens": (on_stage(0, changed(Send, num_tokens=5)), "of 5 tokens, must be the microbatch's"),
@@ -187,7 +187,7 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
                 ),
             ),
         ],
-        "would wait for ever",
+        "would wait forever",
     ),
 }
 
@@ -220,9 +220,7 @@ def whole(*orders: str) -> Programs:
 def test_stages_that_wait_for_each_other_are_refused() -> None:
     check_progress(whole("F0 F1 B0 B1", "F0 B0 F1 B1"))
     check_progress(whole("F0 F1 B1 B0", "F0 F1 B1 B0"))
-    with pytest.raises(
-        ValueError, match="stage 0 rank 0 would wait for ever at the gradient of microbatch 0, 3 tokens"
-    ):
+    with pytest.raises(ValueError, match="stage 0 rank 0 would wait forever at the gradient of microbatch 0, 3 tokens"):
         check_progress(whole("F0 B0 F1 B1", "F0 F1 B0 B1"))
 
 

@@ -10,19 +10,14 @@ from hypothesis import strategies as st
 from rayfcp.program import Attend, AttentionRound, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.reshuffle import HiddenRounds, hide
-from rayfcp.values import Block, Layout, Mask, SequenceSpec
+from rayfcp.values import Block, Layout
 from tests.examples import examples
 from tests.execute.layouts import random_layout, ring
 from tests.execute.loops import packed_slices, random_pieces
+from tests.masks import specs
 
 Token = tuple[int, int]
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=6)
-
-
-def specs(lengths: Sequence[int], masks: Sequence[Mask] = (Mask.CAUSAL,)) -> list[SequenceSpec]:
-    return [
-        SequenceSpec(id=i, num_tokens=n, num_targets=n - 1, mask=masks[i % len(masks)]) for i, n in enumerate(lengths)
-    ]
 
 
 def tokens_of(pieces: Sequence[Piece | Block]) -> list[Token]:
@@ -90,26 +85,26 @@ def test_the_plans_own_order_moves_nothing(lengths: list[int], num_ranks: int, s
 
 
 def counted(rounds: Sequence[Sequence[Attend]], *, num_rows: int) -> dict[int, np.ndarray]:
-    """How often each cell (query row, key row) is computed, by slot."""
-    cells: dict[int, np.ndarray] = {}
+    """How often each pair (query row, key row) is computed, by slot."""
+    pairs: dict[int, np.ndarray] = {}
     for attends in rounds:
         for each in attends:
-            count = cells.setdefault(each.slot, np.zeros((num_rows, 2000), np.int64))
+            count = pairs.setdefault(each.slot, np.zeros((num_rows, 2000), np.int64))
             (start, stop), (key_start, key_stop) = each.query, each.key
             block = np.ones((stop - start, key_stop - key_start), np.int64)
             count[start:stop, key_start:key_stop] += np.tril(block) if each.causal else block
-    return cells
+    return pairs
 
 
 def check_direction(rounds: Sequence[AttentionRound], hidden: HiddenRounds, *, num_rows: int) -> None:
-    """The same cells in all, the same messages in each round."""
+    """The same pairs in all, the same messages in each round."""
     assert [(step.sends, step.receives) for step in rounds] == [(step.sends, step.receives) for step in hidden.rounds]
     before = counted([step.attends for step in rounds], num_rows=num_rows)
     mine = [*hidden.entering, *(step.attends for step in hidden.rounds), *hidden.leaving]
     after = counted(mine, num_rows=num_rows)
     assert before.keys() == after.keys()
-    for slot, cells in before.items():
-        assert np.array_equal(cells, after[slot])
+    for slot, pairs in before.items():
+        assert np.array_equal(pairs, after[slot])
 
 
 def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: bool) -> None:
@@ -134,21 +129,18 @@ def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: 
 @examples(20)
 @given(
     lengths=st.lists(st.integers(1, 450), min_size=1, max_size=4),
-    masks=st.lists(st.sampled_from(list(Mask)), min_size=1, max_size=3),
     num_ranks=st.integers(1, 4),
     kind=st.sampled_from(["random", "ring"]),
     seed=st.integers(0, 10_000),
 )
-def test_local_attends_move_and_nothing_else(
-    lengths: list[int], masks: list[Mask], num_ranks: int, kind: str, seed: int
-) -> None:
-    sequences = specs(lengths, masks)
+def test_local_attends_move_and_nothing_else(lengths: list[int], num_ranks: int, kind: str, seed: int) -> None:
+    sequences = specs(lengths)
     layout = (
         ring(sequences, num_ranks=num_ranks)
         if kind == "ring"
         else random_layout(sequences, num_ranks=num_ranks, seed=seed)
     )
-    programs = lower_attention(layout, masks={each.id: each.mask for each in sequences}, num_ranks=num_ranks)
+    programs = lower_attention(layout, num_ranks=num_ranks)
     theirs = random_pieces(sequences, num_ranks=num_ranks, seed=seed)
     for program, reshuffle in zip(programs, lower_reshuffle(theirs, layout), strict=True):
         forward, backward = hide(program, reshuffle)
@@ -164,14 +156,14 @@ def test_both_ways_and_the_first_round_have_local_work_beside_them() -> None:
     """A packed batch in slices, long sequences in a ring."""
     sequences = specs([4000, 3000, 900, 100])
     layout = ring(sequences, num_ranks=3)
-    programs = lower_attention(layout, masks={each.id: each.mask for each in sequences}, num_ranks=3)
+    programs = lower_attention(layout, num_ranks=3)
     for program, reshuffle in zip(
         programs, lower_reshuffle(packed_slices(sequences, num_ranks=3), layout), strict=True
     ):
         for hidden in hide(program, reshuffle):
             for step in (hidden.entering, hidden.leaving, [hidden.rounds[0].attends]):
-                cells = sum(each.num_cells for attends in step for each in attends)
-                assert cells > 0.05 * program.forward[0].attends.num_cells
+                pairs = sum(each.num_pairs for attends in step for each in attends)
+                assert pairs > 0.05 * program.forward[0].attends.num_pairs
 
 
 def piece(start: int, stop: int, *, sequence: int = 0) -> Piece:

@@ -24,7 +24,7 @@ def test_a_table_equals_its_attends(due: list[Attend]) -> None:
     assert table == tuple(due) and tuple(due) == table and list(table) == due
     assert [table[at] for at in range(-len(due), len(due))] == due + due
     assert table[1:3] == tuple(due[1:3]) and len(table) == len(due)
-    assert table.num_cells == sum(each.num_cells for each in due)
+    assert table.num_pairs == sum(each.num_pairs for each in due)
     assert table == Attends.of(iter(due)) and hash(table) == hash(Attends.of(due))
     assert pickle.loads(pickle.dumps(table)) == table
     assert (table == tuple(reversed(due))) == (due == due[::-1])

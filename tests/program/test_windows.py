@@ -1,4 +1,4 @@
-"""Programs of layers with windows: each cell of each kind's mask once, nothing that nobody needs, changes found."""
+"""Programs of layers with windows: each pair of each kind's mask once, nothing that nobody needs, changes found."""
 
 import random
 from dataclasses import replace
@@ -82,8 +82,8 @@ def test_one_thing_of_one_kind_changed_is_found(seed: int, windows: list[int]) -
         type(each) for each in programs[rank].instructions
     ]:
         return
-    pairs = zip(programs[rank].instructions, changed.instructions, strict=True)
-    instructions = tuple(with_kind(item, now, number) for item, now in pairs)
+    both = zip(programs[rank].instructions, changed.instructions, strict=True)
+    instructions = tuple(with_kind(item, now, number) for item, now in both)
     mutated = replace(programs[rank], instructions=instructions)
     if mutated == programs[rank]:
         return
@@ -170,9 +170,9 @@ def test_sequences_of_different_models_are_refused() -> None:
         lower(plan, mixed)
 
 
-def test_the_architecture_page_shows_what_is_printed() -> None:
+def test_the_programs_page_shows_what_is_printed() -> None:
     sequences = with_windows([SequenceSpec(id=0, num_tokens=8, num_targets=7)], [0, 3])
     text = to_text(lower(plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2), sequences)[1])
     shown = text[text.index("window 3") : text.index("backward 0")]
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "programs.md").read_text(encoding="utf-8")
     assert f"```text\n{shown}```" in page

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayfcp.plan import CostModel
-from rayfcp.program import ALL_PRIMITIVES, RankProgram, lower
+from rayfcp.program import RankProgram, lower
 from rayfcp.values import (
     BatchPlan,
     Group,
     HardwareProfile,
-    Mask,
     MicrobatchPlan,
     ModelProfile,
     Primitive,
@@ -71,12 +70,10 @@ def plan_of(
     )
 
 
-def lone_group(
-    num_tokens: int, *, degree: int, primitive: Primitive = Primitive.RING, mask: Mask = Mask.CAUSAL
-) -> tuple[RankProgram, ...]:
+def lone_group(num_tokens: int, *, degree: int, primitive: Primitive = Primitive.RING) -> tuple[RankProgram, ...]:
     """One sequence on all ranks."""
     plan = plan_of([[(tuple(range(degree)), (0,))]], num_ranks=degree, primitive=primitive)
-    return lower(plan, specs([num_tokens], [mask]), primitives=ALL_PRIMITIVES)
+    return lower(plan, specs([num_tokens]))
 
 
 def cost_of(hardware: HardwareProfile, *, num_ranks: int, recomputed_layers: int = 0) -> CostModel:

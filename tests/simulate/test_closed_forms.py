@@ -42,12 +42,12 @@ def test_one_rank_takes_what_the_cost_model_says(recomputed_layers: int, half_to
 
 @pytest.mark.parametrize("link", [1e9, 1e7, 1e6])
 def test_two_ranks_on_a_slow_link_show_what_attention_cannot_hide(link: float) -> None:
-    """Round by round: own keys travel while own cells are computed; the last partial gradients travel alone."""
+    """Round by round: own keys travel while own pairs are computed; the last partial gradients travel alone."""
     hardware, num_tokens = machine(intra_node_bandwidth=link), 4000
     timeline = simulate(lone_group(num_tokens, degree=2), model=THIN, hardware=hardware)
     piece = num_tokens // 4
-    s_per_cell = 4 * THIN.num_heads * THIN.head_dim / (hardware.peak_flops * hardware.attention_efficiency)
-    own_s, other_s = (2 * piece * piece + piece) * s_per_cell, 2 * piece * piece * s_per_cell
+    s_per_pair = 4 * THIN.num_heads * THIN.head_dim / (hardware.peak_flops * hardware.attention_efficiency)
+    own_s, other_s = (2 * piece * piece + piece) * s_per_pair, 2 * piece * piece * s_per_pair
     keys_s = THIN.kv_bytes_per_token(2) * num_tokens / 2 / link + hardware.latency_s
     home_s = THIN.kv_bytes_per_token(4) * num_tokens / 2 / link + hardware.latency_s
     forward_s = max(own_s, keys_s) + other_s
@@ -87,7 +87,7 @@ def test_without_overlap_a_lone_ring_is_the_cost_models_group(degree: int) -> No
 @pytest.mark.parametrize("link", [1e18, 1e7, 1e6])
 @pytest.mark.parametrize("degree", [2, 3, 8])
 def test_a_lone_ring_on_any_link_is_the_cost_models_group(degree: int, link: float, half_tokens: float) -> None:
-    """A rank's own round has the diagonal, p / d cells more than the d-th part of its attention that the cost model
+    """A rank's own round has the diagonal, p / d pairs more than the d-th part of its attention that the cost model
     lets the ring hide behind (slices of p tokens): of 1 / L, the simulator is the faster one. With partial overlap
     it is the slower one: gathers and rings that meet at a port delay each other."""
     num_tokens = 240 * degree
@@ -112,8 +112,8 @@ def test_a_lone_ulysses_group_is_the_cost_models(degree: int, devices_per_node: 
     hardware = machine(devices_per_node=devices_per_node, attention_half_tokens=50.0)
     num_tokens = 1200 * degree
     cost = cost_of(hardware, num_ranks=degree)
-    cells = num_tokens * (num_tokens + 1) / 2
-    group_s = float(cost.group_s(cells, num_tokens, degree=degree, primitive=Primitive.ULYSSES))
+    pairs = num_tokens * (num_tokens + 1) / 2
+    group_s = float(cost.group_s(pairs, num_tokens, degree=degree, primitive=Primitive.ULYSSES))
     programs = lone_group(num_tokens, degree=degree, primitive=Primitive.ULYSSES)
     seen = simulate(programs, model=MODEL, hardware=hardware).breakdown
     assert seen.all_to_all + seen.compute == pytest.approx(group_s, rel=1e-4)
@@ -139,7 +139,7 @@ def test_ranks_wait_for_the_slowest_in_each_pass() -> None:
     plan = plan_of([[((0,), (0,)), ((1,), tuple(range(1, 267)))]], num_ranks=2)
     timeline = simulate(lower(plan, specs(lengths)), model=model, hardware=hardware)
     cost = CostModel.from_profiles(model, hardware, num_ranks=1, bytes_per_element=2, reduce_every="step")
-    attention = [cost.attention_s_per_cell * cells for cells in (700 * 701 / 2, 266 * 55)]
+    attention = [cost.attention_s_per_pair * pairs for pairs in (700 * 701 / 2, 266 * 55)]
     linear = [cost.linear_s_per_token * tokens for tokens in (700, 2660)]
     forward = [each / 3.5 + other / 3 for each, other in zip(attention, linear, strict=True)]
     backward = [each * 2.5 / 3.5 + other * 2 / 3 for each, other in zip(attention, linear, strict=True)]

@@ -1,4 +1,4 @@
-"""Pictures in the simulator: closed forms, bounds, and what a frozen encoder leaves out."""
+"""Images in the simulator: closed forms, bounds, and what a frozen encoder leaves out."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.memory import state_bytes
 from rayfcp.plan import CostModel, max_tokens_per_rank, model_flops, plan_batch
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 from rayfcp.simulate import Timeline, simulate
-from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, Pictures, SequenceSpec, SpanKind
+from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, Images, ModelProfile, SequenceSpec, SpanKind
 from tests.examples import examples
-from tests.program.pictures import VISION, batches_with_pictures
+from tests.program.images import VISION, batches_with_images
 from tests.simulate.helpers import MODEL, machine
 
 SEEING = replace(MODEL, vision=replace(VISION, num_layers=5, hidden_size=32, num_heads=2, ffn_size=64, merger_size=128))
@@ -31,34 +31,34 @@ def planned(
     )
     options = PlanConfig(search_moves=500, primitives=("ring", "ulysses"))
     plan = plan_batch(batch, cluster=cluster, cost=cost, strategy=strategy, options=options)
-    programs = lower(plan, batch, primitives=ALL_PRIMITIVES)
+    programs = lower(plan, batch)
     return plan, simulate(programs, model=model, hardware=hardware, speed_of_rank=cluster.speed_of_rank)
 
 
 IMAGES = [
-    SequenceSpec(id=0, num_tokens=30, num_targets=29, pictures=(Pictures(start=2, num_tokens=16, num_patches=64),)),
+    SequenceSpec(id=0, num_tokens=30, num_targets=29, images=(Images(start=2, num_tokens=16, num_patches=64),)),
     SequenceSpec(
         id=1,
         num_tokens=40,
         num_targets=39,
-        pictures=(Pictures(start=0, num_tokens=4, num_patches=16, count=3, stride=6),),
+        images=(Images(start=0, num_tokens=4, num_patches=16, count=3, stride=6),),
     ),
 ]
 
 
 @pytest.mark.parametrize("model", [SEEING, FROZEN], ids=["trained", "frozen"])
-def test_one_rank_takes_what_the_pictures_cost(model: ModelProfile) -> None:
+def test_one_rank_takes_what_the_images_cost(model: ModelProfile) -> None:
     """Nothing travels and nothing is gathered, so that the encoder adds its computation alone."""
     hardware = machine(attention_half_tokens=7.0, linear_half_tokens=5.0)
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=400)
     plan, seen = planned(IMAGES, model=model, hardware=hardware, cluster=cluster, strategy="ring")
-    bare = [replace(each, pictures=()) for each in IMAGES]
+    bare = [replace(each, images=()) for each in IMAGES]
     _, unseen = planned(bare, model=MODEL, hardware=hardware, cluster=cluster, strategy="ring")
     vision = model.vision
     assert vision is not None
     linear_s = vision.linear_flops_per_patch(64) / (1e9 * 0.5) * (64 + 3 * 16 + 5)
-    cells = 64 * (64 + 7) + 3 * 16 * (16 + 7)
-    attention_s = vision.attention_flops_per_cell / (1e9 * 0.25) * cells
+    pairs = 64 * (64 + 7) + 3 * 16 * (16 + 7)
+    attention_s = vision.attention_flops_per_pair / (1e9 * 0.25) * pairs
     due_s = linear_s + attention_s if vision.frozen else 3 * linear_s + 3.5 * attention_s
     assert seen.iteration_s - unseen.iteration_s == pytest.approx(due_s)
     assert plan.microbatches[0].encoder_s == pytest.approx(due_s)
@@ -70,7 +70,7 @@ def test_one_rank_takes_what_the_pictures_cost(model: ModelProfile) -> None:
 
 
 @given(
-    batches_with_pictures(max_sequences=4),
+    batches_with_images(max_sequences=4),
     st.integers(1, 4),
     st.sampled_from(("flex-ring", "flex-block", "static-cp", "ring")),
     st.sampled_from((SEEING, FROZEN)),
@@ -104,7 +104,7 @@ VIDEO = [
         id=0,
         num_tokens=400,
         num_targets=399,
-        pictures=(Pictures(start=0, num_tokens=16, num_patches=64, count=20, stride=20),),
+        images=(Images(start=0, num_tokens=16, num_patches=64, count=20, stride=20),),
     ),
     *(SequenceSpec(id=at, num_tokens=400, num_targets=399) for at in range(1, 4)),
 ]
@@ -128,7 +128,7 @@ def test_features_travel_once_each_way_and_balance_is_told() -> None:
     assert timeline.imbalance.encoder == pytest.approx(1 - group.degree / 4)
 
 
-def test_memory_of_pictures_lives_from_encode_to_backward() -> None:
+def test_memory_of_images_lives_from_encode_to_backward() -> None:
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=2000)
     peaks = {}
     for model in (SEEING, FROZEN):
@@ -151,7 +151,7 @@ def test_what_is_planned_into_memory_stays_in_it(model: ModelProfile, strategy: 
     cluster = ClusterSpec(num_ranks=2, max_tokens_per_rank=room)
     plan, timeline = planned(batch, model=model, hardware=machine(), cluster=cluster, strategy=strategy)
     assert max(timeline.peak_memory_bytes) <= memory
-    bare = [replace(each, pictures=()) for each in batch]
+    bare = [replace(each, images=()) for each in batch]
     text, _ = planned(bare, model=model, hardware=machine(), cluster=cluster, strategy=strategy)
     assert (len(plan.microbatches) > len(text.microbatches)) != bool(model.vision and model.vision.frozen)
 

@@ -65,7 +65,7 @@ def test_the_planners_replay_is_the_simulators(
     held = chunk_bytes(columns, cost=cost, degree=num_ranks, primitive=primitive)
     peaks = peak_bytes(order, held=held, recomputed=recomputed)
     assert cost.pipeline is not None
-    for stage, room in enumerate(cost.pipeline.room_bytes):
+    for stage, room in enumerate(cost.pipeline.budget_bytes):
         fixed_bytes = hardware.memory_bytes - room
         simulated = max(timeline.peak_memory_bytes[stage * num_ranks : (stage + 1) * num_ranks]) - fixed_bytes
         assert simulated == pytest.approx(peaks[stage], rel=2e-3)

@@ -7,7 +7,7 @@ import pytest
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
-from rayfcp.program import ALL_PRIMITIVES, lower
+from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, Primitive
 from tests.simulate.helpers import MODEL, lone_group, machine, plan_of, specs
@@ -22,24 +22,20 @@ def cost_of(hardware: HardwareProfile, *, num_ranks: int, model: ModelProfile = 
 @pytest.mark.parametrize("devices_per_node", [8, 2])
 @pytest.mark.parametrize("num_tokens", [64, 100, 140, 4096])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_exchanges_beside_shards_take_as_long_as_predicted(degree: int, num_tokens: int, devices_per_node: int) -> None:
-    """Few tokens find shards on their way, many none any more. Of very few attention is so short that what moves last
-    meets some too, by which time ranks are not as far any more."""
+def test_exchanges_beside_shards_take_no_less_than_predicted(
+    degree: int, num_tokens: int, devices_per_node: int
+) -> None:
+    """Exchanges of few tokens meet shards on their way, which the cost model leaves out."""
     hardware = machine(
         intra_node_bandwidth=4e7, inter_node_bandwidth=3e7, latency_s=0.0, devices_per_node=devices_per_node
     )
     cost = cost_of(hardware, num_ranks=degree)
     load = (num_tokens * (num_tokens + 1) / 2, num_tokens)
-    crosses = degree > devices_per_node
-    alone_s, group_s = (
-        float(each.group_s(*load, degree=degree, primitive=Primitive.ULYSSES, crosses=crosses))
-        for each in (cost.apart(), cost)
-    )
+    group_s = float(cost.group_s(*load, degree=degree, primitive=Primitive.ULYSSES, crosses=degree > devices_per_node))
     programs = lone_group(num_tokens, degree=degree, primitive=Primitive.ULYSSES)
     simulated_s = simulate(programs, model=DEEP, hardware=hardware).iteration_s
-    met_s = simulated_s - cost.batch_s([alone_s])
-    assert met_s == pytest.approx(group_s - alone_s, rel=2e-2, abs=1e-9 * simulated_s)
-    assert (group_s > alone_s) >= (num_tokens == 64)
+    excess = simulated_s / cost.batch_s([group_s]) - 1
+    assert -1e-9 <= excess <= (0.05 if num_tokens < 200 else 1e-9)
 
 
 @pytest.mark.parametrize("bandwidth", [5e5, 1.5e6, 1.7e6, 2e6, 1e7])
@@ -74,7 +70,7 @@ def test_plans_of_groups_take_as_long_as_predicted(seed: int) -> None:
     cluster = ClusterSpec(num_ranks=8, max_tokens_per_rank=4000)
     options = PlanConfig(primitives=("ring", "ulysses"))
     plan = plan_batch(sequences, cluster=cluster, cost=cost_of(hardware, num_ranks=8), options=options)
-    programs = lower(plan, sequences, reduce_every="microbatch", primitives=ALL_PRIMITIVES)
+    programs = lower(plan, sequences, reduce_every="microbatch")
     simulated_s = simulate(programs, model=DEEP, hardware=hardware).iteration_s
     assert simulated_s == pytest.approx(plan.predicted_s, rel=1e-3)
 

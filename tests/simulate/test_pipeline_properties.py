@@ -87,7 +87,7 @@ def test_a_timeline_of_stages_adds_up(
         assert all(part >= -1e-12 for part in astuple(each))
     assert timeline.num_tokens == sum(each.num_tokens for each in sequences)
     assert timeline.attention_flops == pytest.approx(
-        3 * MODEL.attention_flops_per_cell * sum(each.attention_cells for each in sequences)
+        3 * MODEL.attention_flops_per_pair * sum(each.attention_pairs for each in sequences)
     )
     for stage, rank in itertools.product(range(plan.num_stages), range(plan.num_ranks)):
         own = [each for each in timeline.spans if (each.stage, each.rank) == (stage, rank)]

@@ -111,20 +111,20 @@ def test_a_stage_gathers_and_reduces_its_own_parameters(gather_every: str, reduc
 
 
 @pytest.mark.parametrize("primitive", list(Primitive))
-def test_slices_compute_the_cells_of_their_sequence(primitive: Primitive) -> None:
+def test_slices_compute_the_pairs_of_their_sequence(primitive: Primitive) -> None:
     cuts = [Slice(sequence=0, start=start, stop=stop) for start, stop in ((0, 200), (200, 420), (420, 500))]
     plan = plan_of_chunks(
         [[cuts[0]], [cuts[1]], [cuts[2], 1]], num_ranks=2, pipelines=[pipeline(gpipe(3, 2))], primitive=primitive
     )
     sequences = specs([500, 60])
     timeline = simulate_plan(plan, sequences, model=MODEL, hardware=machine())
-    cells = 500 * 501 / 2 + 60 * 61 / 2
-    assert timeline.attention_flops == pytest.approx(3 * MODEL.attention_flops_per_cell * cells)
+    pairs = 500 * 501 / 2 + 60 * 61 / 2
+    assert timeline.attention_flops == pytest.approx(3 * MODEL.attention_flops_per_pair * pairs)
     assert timeline.num_tokens == 560
     first, second, third = (sum(row) for row in timeline.loads.attention_flops)
     whole = first + second + third
-    assert first / whole == pytest.approx(200 * 201 / 2 / cells)
-    assert second / whole == pytest.approx((420 * 421 - 200 * 201) / 2 / cells)
+    assert first / whole == pytest.approx(200 * 201 / 2 / pairs)
+    assert second / whole == pytest.approx((420 * 421 - 200 * 201) / 2 / pairs)
 
 
 def test_keys_of_context_travel_in_rings() -> None:
@@ -196,7 +196,7 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
         simulate((unsent, programs[1]), model=MODEL, hardware=machine())
     crossed: list[tuple[Action, ...]] = [actions("F0 B0 F1 B1"), actions("F0 F1 B0 B1")]
     plan: PipelinePlan = pipeline(crossed)
-    with pytest.raises(ValueError, match="would wait for ever"):
+    with pytest.raises(ValueError, match="would wait forever"):
         simulate_plan(
             plan_of_chunks([[0], [1]], num_ranks=1, pipelines=[plan]), specs([9, 9]), model=MODEL, hardware=machine()
         )

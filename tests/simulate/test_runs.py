@@ -40,8 +40,8 @@ def test_bytes_are_those_of_a_share_of_heads_and_of_exchanges(heads: int, kv_sha
     due = MODEL.num_layers * (ring + 2 * exchanged)
     assert timeline.sent_bytes == pytest.approx((due,) * num_ranks)
     assert timeline.received_bytes == pytest.approx((due,) * num_ranks)
-    cells = timeline.loads.attention_flops[0]
-    assert sum(cells) == pytest.approx(3 * MODEL.attention_flops_per_cell * 800 * 801 / 2)
+    pairs = timeline.loads.attention_flops[0]
+    assert sum(pairs) == pytest.approx(3 * MODEL.attention_flops_per_pair * 800 * 801 / 2)
     assert timeline.breakdown.all_to_all > 0.0 and timeline.breakdown.ring > 0.0
 
 
@@ -52,7 +52,7 @@ def test_one_run_costs_what_a_ulysses_group_does(degree: int) -> None:
     (sequence,) = specs([300 * degree])
     layout = ring_of_runs([sequence], num_ranks=degree, heads=degree)
     cluster = ClusterSpec(num_ranks=degree, max_tokens_per_rank=300)
-    group_s = cost.group_s(sequence.attention_cells, sequence.num_tokens, degree=degree, primitive=Primitive.ULYSSES)
+    group_s = cost.group_s(sequence.attention_pairs, sequence.num_tokens, degree=degree, primitive=Primitive.ULYSSES)
     assert layout_s(layout, by_id={0: sequence}, cluster=cluster, cost=cost) == pytest.approx(float(group_s))
 
 
@@ -82,7 +82,7 @@ def test_the_simulator_takes_as_long_as_predicted(
 
 
 def test_level_runs_are_balanced() -> None:
-    """Ranks of a run share out cells and exchange heads, so that a level ring of runs is level in all but cells of
+    """Ranks of a run share out pairs and exchange heads, so that a level ring of runs is level in all but pairs of
     single tokens."""
     sequences = specs([800])
     plan = plan_of(ring_of_runs(sequences, num_ranks=4, heads=2), sequences, num_ranks=4)

@@ -28,8 +28,8 @@ def test_figures_follow_their_definitions() -> None:
     assert timeline.loads.num_tokens == ((200, 200, 100), (60, 70, 0))
     assert timeline.imbalance.memory == pytest.approx(((200 - 500 / 3) + (70 - 130 / 3)) / (200 + 70))
     half = 400 * 401 / 4
-    cells = [[half, half, 5050], [60 * 61 / 2, 40 * 41 / 2 + 30 * 31 / 2, 1]]
-    excess = sum(max(row) - sum(row) / 3 for row in cells) / sum(max(row) for row in cells)
+    pairs = [[half, half, 5050], [60 * 61 / 2, 40 * 41 / 2 + 30 * 31 / 2, 1]]
+    excess = sum(max(row) - sum(row) / 3 for row in pairs) / sum(max(row) for row in pairs)
     assert timeline.imbalance.attention == pytest.approx(excess)
     assert timeline.bubble == timeline.breakdown.bubble / timeline.iteration_s
 
@@ -96,7 +96,7 @@ def test_programs_that_disagree_are_refused() -> None:
             hardware=machine(),
         )
     other = lone_group(300, degree=3)
-    with pytest.raises(ValueError, match="what rank"):
+    with pytest.raises(ValueError, match="rank 0 sends 6400 bytes where rank 1 expects 10688"):
         simulate((other[0], *lone_group(500, degree=3)[1:]), model=MODEL, hardware=machine())
     with pytest.raises(ValueError, match="intra_node_bandwidth is 0"):
         simulate(programs, model=MODEL, hardware=machine(intra_node_bandwidth=0))

@@ -1,4 +1,4 @@
-"""Layers with windows on simulated machines: cells, messages, time and memory are those of each kind of layers."""
+"""Layers with windows on simulated machines: pairs, messages, time and memory are those of each kind of layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,8 +43,8 @@ def test_flops_and_messages_are_those_of_every_layer(
     model = replace(MODEL, layer_windows=layers)
     programs, sequences = ring(lengths, model, num_ranks=num_ranks, recomputed=recomputed)
     timeline = simulate(programs, model=model, hardware=machine())
-    cells = sum(each.cells(0, each.num_tokens, window=window) for each in sequences for window in layers)
-    assert attention_flops(model, sequences) == pytest.approx(3 * 4 * 8 * 8 * cells)
+    pairs = sum(each.pairs(0, each.num_tokens, window=window) for each in sequences for window in layers)
+    assert attention_flops(model, sequences) == pytest.approx(3 * 4 * 8 * 8 * pairs)
     assert timeline.attention_flops == pytest.approx(attention_flops(model, sequences))
     assert timeline.model_flops == pytest.approx(model_flops(model, sequences))
     assert sum(map(sum, timeline.loads.attention_flops)) >= timeline.attention_flops * (1 - 1e-9)
@@ -81,11 +81,11 @@ def test_windows_that_cut_nothing_cost_what_none_cost(lengths: list[int], num_ra
 
 @given(window=st.integers(1, 64))
 @examples(10)
-def test_one_rank_takes_the_seconds_of_its_cells(window: int) -> None:
+def test_one_rank_takes_the_seconds_of_its_pairs(window: int) -> None:
     layers = (window, 0, window, window)
     whole, cut = (played([64], each, num_ranks=1) for each in ((), layers))
     spec = SequenceSpec(id=0, num_tokens=64, num_targets=0)
-    fewer = 3 * (spec.cells(0, 64) - spec.cells(0, 64, window=window))
+    fewer = 3 * (spec.pairs(0, 64) - spec.pairs(0, 64, window=window))
     assert whole.iteration_s - cut.iteration_s == pytest.approx(3.5 * fewer * 4 * 8 * 8 / (1e9 * 0.25), abs=1e-12)
     forward = [next(each for each in one.spans if each.kind is SpanKind.FORWARD) for one in (whole, cut)]
     assert forward[0].amount - forward[1].amount == pytest.approx(fewer * 4 * 8 * 8)

@@ -105,10 +105,10 @@ class Injector:
     # Others.
 
     def _store_dies(self, fault: Fault) -> None:
-        self._kill("keeper", 1)
+        self._kill("store", 1)
 
     def _store_stops(self, fault: Fault) -> None:
-        for actor in self._some("keeper"):
+        for actor in self._some("store"):
             self._stop(actor.process, fault.lasts_s)
 
     def _planner_dies(self, fault: Fault) -> None:
@@ -139,7 +139,7 @@ class Injector:
     def _checkpoint_damaged(self, fault: Fault) -> None:
         """All that is in memory is lost as well, so that a checkpoint has to be read."""
         self._run.damage_newest_checkpoint()
-        self._kill("keeper", len(self._world.living("keeper")))
+        self._kill("store", len(self._world.living("store")))
         self._kill("worker", len(self._world.living("worker")))
 
     # Nodes.

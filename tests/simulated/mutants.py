@@ -26,10 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
-    *("adoption", "asking", "crew", "fleet", "following", "gathering", "hanging", "keeping", "losses", "members"),
-    *("planners", "recruits", "restoring", "resuming", "saving", "stepping", "training", "transitions"),
+    *("checkpoints.resuming", "checkpoints.saving", "controller.following", "controller.stepping"),
+    *("controller.training", "controller.transitions", "planning.queue", "recovery.adoption", "recovery.losses"),
+    *("recovery.restoring", "workers.cluster_state", "workers.group", "workers.members", "workers.pending"),
 )
-ELASTIC = ("hang", "kept", "recoverable", "size")
+ELASTIC = ("hang", "recoverable", "size")
 
 MODULES = (*(f"rayfcp.cluster.{name}" for name in CONTROL), *(f"rayfcp.elastic.{name}" for name in ELASTIC))
 
@@ -46,19 +47,19 @@ SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotIn: ast.In,
 }
 
-TELLING = {
-    "_say",
-    "_tell",
+LOGGING = {
+    "_announce",
+    "_log",
     "info",
     "warning",
     "exception",
-    "say",
+    "log",
     "set_standing_by",
     "set_checkpoint",
     "set_snapshot",
     "set_process_groups",
 }
-"""Calls that only tell somebody."""
+"""Calls that only log or report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +98,7 @@ class Mutator(ast.NodeTransformer):
         return node
 
     def visit_If(self, node: ast.If) -> ast.AST:
-        if all(_only_tells(each) for each in node.body) and not node.orelse:
+        if all(_only_logs(each) for each in node.body) and not node.orelse:
             return node
         self.generic_visit(node)
         if self._is_wanted(node, "if -> if not"):
@@ -122,7 +123,7 @@ class Mutator(ast.NodeTransformer):
         if isinstance(node.value, ast.Call):
             called = node.value.func
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            if name in TELLING:
+            if name in LOGGING:
                 return node  # and nothing within it
             if self._is_wanted(node, f"{ast.unparse(called)}() left out"):
                 return ast.copy_location(ast.Pass(), node)
@@ -154,9 +155,9 @@ class Mutator(ast.NodeTransformer):
         return node if node.arg in ("strict", "reason", "message") else self.generic_visit(node)
 
 
-def _only_tells(statement: ast.stmt) -> bool:
+def _only_logs(statement: ast.stmt) -> bool:
     called = statement.value.func if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
-    return isinstance(called, ast.Attribute) and called.attr in TELLING
+    return isinstance(called, ast.Attribute) and called.attr in LOGGING
 
 
 def source_of(module: str) -> Path:

@@ -34,6 +34,8 @@ class SimulatedPlanner:
 
     def ready(self) -> None: ...
 
+    def warm_up(self, batch: GlobalBatch) -> None: ...
+
     def plan(self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: Any) -> Deferred:
         result = Deferred()
         self._on_plan()
@@ -41,7 +43,7 @@ class SimulatedPlanner:
         self._actor.world.at(delay_s, lambda: result.settle(planned(batch, cluster)), self._actor.process)
         return result
 
-    def foretell(self, *programs: Any, cluster: ClusterSpec, cost: Any) -> tuple[()]:
+    def simulate_step(self, *programs: Any, cluster: ClusterSpec, cost: Any) -> tuple[()]:
         return ()
 
 

@@ -17,12 +17,12 @@ from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.controller.stepping import Stepper
 from rayfcp.cluster.controller.transitions import Transitions
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
-from rayfcp.cluster.recovery.stores import Keeping
-from rayfcp.cluster.workers.fleet import Fleet
-from rayfcp.cluster.workers.group import Crew, Gathering
+from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.cluster.workers.group import GroupCall, WorkerGroup
 from rayfcp.cluster.workers.members import WorkerStart, keep_alive
-from rayfcp.cluster.workers.pending import Recruits
-from rayfcp.elastic.recoverable import Kept
+from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.execute.reports import RankReport
 from rayfcp.execute.state.copies import HeldCopies
 from tests.simulated.run import simulate
@@ -49,45 +49,45 @@ def _incomplete_copies() -> AbstractContextManager[Any]:
 
 def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
-    import rayfcp.cluster.workers.fleet as fleet
-    from rayfcp.cluster.recovery.restoring import Asking
+    import rayfcp.cluster.workers.cluster_state as cluster_state
+    from rayfcp.cluster.recovery.restoring import CopyQuery
 
-    listen, restorable = Asking.listen, fleet.restorable
-    told: list[Any] = []
+    collect, restorable = CopyQuery.collect, cluster_state.restorable
+    copies: list[Any] = []
 
-    def listening(self: Asking, timeout_s: float) -> None:
-        listen(self, timeout_s)
-        told[:] = self.told
+    def collecting(self: CopyQuery, timeout_s: float) -> None:
+        collect(self, timeout_s)
+        copies[:] = self.copies
 
     def mixed(*args: Any, **kwargs: Any) -> Any:
         found = restorable(*args, **kwargs)
-        others = [each for each in told if each.header.number == 0 and each.header.state != found.state]
+        others = [each for each in copies if each.header.number == 0 and each.header.state != found.state]
         return replace(found, sources=(others[0], *found.sources[1:])) if others and found.sources else found
 
-    return _all(patch.object(Asking, "listen", listening), patch.object(fleet, "restorable", mixed))
+    return _all(patch.object(CopyQuery, "collect", collecting), patch.object(cluster_state, "restorable", mixed))
 
 
 def _committed_early() -> AbstractContextManager[Any]:
     """A step counts as done when all devices but one have reported it."""
-    values = Gathering.values
+    values = GroupCall.values
 
-    def early(self: Gathering) -> Any:
-        while len(self._waiting) > 1 and not self._reason:
+    def early(self: GroupCall) -> Any:
+        while len(self._pending) > 1 and not self._reason:
             if not self._take_ended():
                 self._look()
         known = next((each for each in self._values if isinstance(each, RankReport)), None)
-        if known is None or self._reason or not self._waiting:
+        if known is None or self._reason or not self._pending:
             return values(self)
         return [known if each is None else each for each in self._values]
 
-    return patch.object(Gathering, "values", early)
+    return patch.object(GroupCall, "values", early)
 
 
 def _old_plans() -> AbstractContextManager[Any]:
     """Plans in flight survive a change of devices."""
 
     def start(self: PlanQueue, first_step: int, last_step: int, *, cluster: Any, cost: Any) -> None:
-        if not self._flying:
+        if not self._in_flight:
             self._next = first_step
         self._last, self._num_programs = last_step, cluster.num_stages * cluster.num_ranks
         self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
@@ -99,139 +99,144 @@ def _old_plans() -> AbstractContextManager[Any]:
 
 def _drain_is_death() -> AbstractContextManager[Any]:
     """Devices of a node that is about to go are ended at once."""
-    decide = Fleet.decide
+    decide = ClusterState.decide
 
-    def ending(self: Fleet, **given: Any) -> Any:
+    def ending(self: ClusterState, **given: Any) -> Any:
         draining = self._watch.view.draining
-        for member in self.crew.members:
+        for member in self.worker_group.members:
             if member.facts.node_id in draining:
                 self._runtime.end(member.handle)
         return decide(self, **given)
 
-    return patch.object(Fleet, "decide", ending)
+    return patch.object(ClusterState, "decide", ending)
 
 
 def _dropped_copies() -> AbstractContextManager[Any]:
     """A state of steps that are lost decides which copies are dropped (found by this simulation)."""
     begin = Stepper.begin
 
-    def keeping(self: Stepper, formed: Any, *, version: int) -> None:
-        before = self._were_safe
-        begin(self, formed, version=version)
-        self._were_safe = before
+    def begins(self: Stepper, generation: Any, *, version: int) -> None:
+        before = self._droppable
+        begin(self, generation, version=version)
+        self._droppable = before
 
-    return patch.object(Stepper, "begin", keeping)
+    return patch.object(Stepper, "begin", begins)
 
 
 def _copies_pile_up() -> AbstractContextManager[Any]:
     """Only the newest safe state may decide which copies are dropped, though its step is never written down by then
     (found by this simulation)."""
 
-    note_safe = Stepper._note_safe
+    note_safe = Stepper._droppable_state
 
     def newest_only(self: Stepper, safe: Any) -> Any:
-        self._were_safe = [each for each in self._were_safe if each.version <= self._journal.last_step]
+        self._droppable = [each for each in self._droppable if each.version <= self.journal.last_step]
         found = note_safe(self, safe)
-        self._were_safe = [found] if found else []
+        self._droppable = [found] if found else []
         return found
 
-    return patch.object(Stepper, "_note_safe", newest_only)
+    return patch.object(Stepper, "_droppable_state", newest_only)
 
 
 def _start_on_standby() -> AbstractContextManager[Any]:
     """The devices that were chosen to begin with are not in use yet when a checkpoint is verified (found by this
     simulation)."""
-    return patch.object(Fleet, "select", lambda self, decision: None)
+    return patch.object(ClusterState, "select", lambda self, decision: None)
 
 
 def _hung_start() -> AbstractContextManager[Any]:
     """A pending worker that hangs while it starts keeps its device (found by this simulation)."""
-    return patch.object(Recruits, "_late", lambda self: [])
+    return patch.object(PendingWorkers, "_late", lambda self: [])
 
 
 def _safe_though_lost() -> AbstractContextManager[Any]:
     """A state that was lost stays safe (2e190d4)."""
 
-    def again(self: Kept, devices: Any, *, generation: int, first: int) -> Kept:
-        return replace(Kept.start(devices, generation=generation, first=first, every=self.every), safe=self.safe)
+    def again(self: StoredSnapshots, devices: Any, *, generation: int, first: int) -> StoredSnapshots:
+        return replace(
+            StoredSnapshots.start(devices, generation=generation, first=first, every=self.every), safe=self.safe
+        )
 
-    return patch.object(Kept, "again", again)
+    return patch.object(StoredSnapshots, "again", again)
 
 
 def _unlogged_steps() -> AbstractContextManager[Any]:
     """A run goes on from a state of steps that are not in its log (0b538bb)."""
-    newest = Fleet.newest
-    return patch.object(Fleet, "newest", lambda self, *, up_to: newest(self, up_to=10**6))
+    newest = ClusterState.newest_state
+    return patch.object(ClusterState, "newest_state", lambda self, *, up_to: newest(self, up_to=10**6))
 
 
 def _dispatch_unsafe() -> AbstractContextManager[Any]:
     """Steps go on though nobody keeps a copy of the state before them."""
-    return patch.object(Kept, "may_dispatch", lambda self, step: True)
+    return patch.object(StoredSnapshots, "may_dispatch", lambda self, step: True)
 
 
 def _nobody_kept_alive() -> AbstractContextManager[Any]:
     """Snapshot stores are started, but not kept alive, and take themselves for orphans."""
-    init = Keeping.__init__
+    init = SnapshotStores.__init__
 
-    def closed(self: Keeping, *args: Any, **kwargs: Any) -> None:
+    def closed(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._alive.close()
 
     def silent(self: WorkerStart, id: str, handle: Any) -> None:
         self._held[id] = handle
 
-    return _all(patch.object(Keeping, "__init__", closed), patch.object(WorkerStart, "hold", silent))
+    return _all(patch.object(SnapshotStores, "__init__", closed), patch.object(WorkerStart, "hold", silent))
 
 
 def _orphans() -> AbstractContextManager[Any]:
     """Workers that stand by outlive their run."""
 
-    def end(self: Crew) -> None:
+    def end(self: WorkerGroup) -> None:
         self.drop([member.id for member in self.members])
 
     import rayfcp.cluster.controller.following as following
 
-    return _all(patch.object(Crew, "end", end), patch.object(following, "end_leftovers", lambda runtime, key: None))
+    return _all(
+        patch.object(WorkerGroup, "end", end), patch.object(following, "end_leftovers", lambda runtime, key: None)
+    )
 
 
 def _leaked_devices() -> AbstractContextManager[Any]:
     """A worker that is given up keeps its device."""
 
-    def give_up(self: Recruits, launched: Any) -> None:
+    def give_up(self: PendingWorkers, launched: Any) -> None:
         self._start.let_go(launched.id)
         self._runtime.end(launched.handle)
 
     import rayfcp.cluster.controller.following as following
 
     return _all(
-        patch.object(Recruits, "_give_up", give_up), patch.object(following, "end_leftovers", lambda runtime, key: None)
+        patch.object(PendingWorkers, "_give_up", give_up),
+        patch.object(following, "end_leftovers", lambda runtime, key: None),
     )
 
 
 def _unaborted() -> AbstractContextManager[Any]:
     """A call that begins after it was aborted is not aborted again (876d9ff)."""
 
-    def free(self: Gathering) -> None:
+    def free(self: GroupCall) -> None:
         living = [number for number in range(len(self._members)) if number not in self._gone]
         for number in living:
             self._members[number].handle.abort.remote()
-        self._waiting = {}
+        self._pending = {}
 
-    return patch.object(Gathering, "_free", free)
+    return patch.object(GroupCall, "_free", free)
 
 
 def _early_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is committed as soon as one device has written its part."""
     after_step = Saver.after_step
 
-    def early(self: Saver, step: int, crew: Any, *, ranks: Any, metrics: Any) -> None:
+    def early(self: Saver, step: int, worker_group: Any, *, ranks: Any, metrics: Any) -> None:
         pending = self._pending
         if pending is not None:
             for report in ranks:
-                pending.hear(report.number, report.saved)
+                pending.add(report.number, report.saved)
             if pending.parts:
                 pending.world_size = len(pending.parts)
-        after_step(self, step, crew, ranks=ranks, metrics=metrics)
+        after_step(self, step, worker_group, ranks=ranks, metrics=metrics)
 
     return patch.object(Saver, "after_step", early)
 
@@ -240,14 +245,14 @@ def _unread_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is taken for whole by the sizes of its files."""
     import rayfcp.cluster.checkpoints.resuming as resuming
 
-    return patch.object(resuming, "_read_by", lambda crew: resuming.find_wrong_size)
+    return patch.object(resuming, "_read_by", lambda worker_group: resuming.find_wrong_size)
 
 
 def _forgotten_step() -> AbstractContextManager[Any]:
     """A finished step is not written down when the next one breaks."""
 
     def broke(self: Stepper, step: int) -> None:
-        self._done = None
+        self._finished = None
         self._again_to = step
 
     return patch.object(Stepper, "broke", broke)
@@ -255,7 +260,7 @@ def _forgotten_step() -> AbstractContextManager[Any]:
 
 def _dead_members() -> AbstractContextManager[Any]:
     """Lost workers stay members."""
-    return patch.object(Crew, "_forget", lambda self, ids: None)
+    return patch.object(WorkerGroup, "_forget", lambda self, ids: None)
 
 
 def _gone_copy_ends_run() -> AbstractContextManager[Any]:
@@ -265,7 +270,7 @@ def _gone_copy_ends_run() -> AbstractContextManager[Any]:
 
 def _planner_not_asked_again() -> AbstractContextManager[Any]:
     """A planner that died is replaced, but what it had in hand is not planned again (240c44a)."""
-    return patch.object(PlanQueue, "_ask_again", lambda self, number: None)
+    return patch.object(PlanQueue, "_request_again", lambda self, number: None)
 
 
 def _planner_dies_starting() -> AbstractContextManager[Any]:
@@ -279,7 +284,7 @@ def _planner_dies_starting() -> AbstractContextManager[Any]:
 
 def _dead_nodes_keep() -> AbstractContextManager[Any]:
     """Snapshot stores are started on nodes whose standby workers are dead (found by this simulation)."""
-    return patch.object(Fleet, "_drop_dead", lambda self: None)
+    return patch.object(ClusterState, "_drop_dead", lambda self: None)
 
 
 def _lost_save() -> AbstractContextManager[Any]:
@@ -307,44 +312,44 @@ def _lossless_resize() -> AbstractContextManager[Any]:
 
 def _unwatched() -> AbstractContextManager[Any]:
     """Nobody asks after a device whose own call has ended, though others wait for it (found by this simulation)."""
-    look = Gathering._look
+    look = GroupCall._look
 
-    def pending_only(self: Gathering) -> None:
-        everybody = self._asked
-        idle = set(range(len(everybody))) - set(self._waiting.values())
-        self._asked = [_Silent(each) if number in idle else each for number, each in enumerate(everybody)]
+    def pending_only(self: GroupCall) -> None:
+        monitors = self._monitors
+        idle = set(range(len(monitors))) - set(self._pending.values())
+        self._monitors = [_Silent(each) if number in idle else each for number, each in enumerate(monitors)]
         look(self)
-        self._asked = everybody
+        self._monitors = monitors
 
-    return patch.object(Gathering, "_look", pending_only)
+    return patch.object(GroupCall, "_look", pending_only)
 
 
 class _Silent:
     """Is not asked."""
 
-    def __init__(self, asked: Any) -> None:
-        self._asked = asked
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
 
     def ask(self) -> None: ...
 
-    def pulse(self, number: int, *, is_busy: bool) -> Any:
-        return replace(self._asked.pulse(number, is_busy=is_busy), silent_s=0.0)
+    def heartbeat(self, number: int, *, is_busy: bool) -> Any:
+        return replace(self._monitor.heartbeat(number, is_busy=is_busy), silent_s=0.0)
 
 
 def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
     """Stores of a lost controller are kept alive only once workers have started (found by this simulation)."""
-    init, cover = Keeping.__init__, Keeping.cover
+    init, assign = SnapshotStores.__init__, SnapshotStores.assign
 
-    def late(self: Keeping, *args: Any, **kwargs: Any) -> None:
+    def late(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         self._alive.close()
 
-    def covering(self: Keeping, *args: Any, **kwargs: Any) -> None:
+    def assigning(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
         self._alive.close()
-        self._alive = keep_alive(self._runtime, self._orphan_s, handles=lambda: list(self.keepers.values()))
-        cover(self, *args, **kwargs)
+        self._alive = keep_alive(self._runtime, self._orphan_s, handles=lambda: list(self.stores.values()))
+        assign(self, *args, **kwargs)
 
-    return _all(patch.object(Keeping, "__init__", late), patch.object(Keeping, "cover", covering))
+    return _all(patch.object(SnapshotStores, "__init__", late), patch.object(SnapshotStores, "assign", assigning))
 
 
 def _request_stays() -> AbstractContextManager[Any]:
@@ -364,20 +369,20 @@ def _resumes_wrong_step() -> AbstractContextManager[Any]:
     """Steps after a fall back are planned from one step too far."""
     fall_back = Resume.fall_back
 
-    def wrong(self: Resume, crew: Any) -> int:
-        return fall_back(self, crew) + 1
+    def wrong(self: Resume, worker_group: Any) -> int:
+        return fall_back(self, worker_group) + 1
 
     return patch.object(Resume, "fall_back", wrong)
 
 
 def _no_recovery_counted() -> AbstractContextManager[Any]:
     """Recoveries are not counted."""
-    happened = Transitions._happened
+    record = Transitions._record
 
     def silent(self: Transitions, kind: Any, decision: Any, **given: Any) -> None:
-        happened(self, kind, replace(decision, reason=""), **given)
+        record(self, kind, replace(decision, reason=""), **given)
 
-    return patch.object(Transitions, "_happened", silent)
+    return patch.object(Transitions, "_record", silent)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from rayfcp.cluster.checkpoints.folder import read_manifest
 from rayfcp.cluster.controller.following import follow
 from rayfcp.cluster.controller.training import Controller, Outcome
 from rayfcp.cluster.dataset import Dataset
-from rayfcp.cluster.planning.measured import Measured
+from rayfcp.cluster.planning.measured import MeasuredCost
 from rayfcp.cluster.runtime import Role
 from rayfcp.config import Config
 from rayfcp.cost.fit import Fit
@@ -70,7 +70,7 @@ class Index:
     counts: ClassVar[dict[str, int]] = {}
     skipped: ClassVar[dict[str, int]] = {}
     named_bad_rows = ()
-    has_pictures = False
+    has_images = False
     lengths = np.full(NUM_SAMPLES, 128)
 
     def __len__(self) -> int:
@@ -161,7 +161,7 @@ class Watcher:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.lines.append(text)
 
     def update(self, report: StepReport) -> None: ...
@@ -197,6 +197,7 @@ class SimulatedRun:
         self.step = self.num_planned = 0
         self._logged, self._looked_at = (0, 0), 0
         self._goes_on = self.folder.exists()
+        self._earlier_events = read_events(self.folder / "events.jsonl")
         for slots in schedule.nodes:
             self.world.add_node(slots, HEAD if not self.world.nodes else "")
         self.driver = self._new_driver()
@@ -313,7 +314,7 @@ class SimulatedRun:
         most = self.config.cluster.max_workers + leaving
         if len(self.world.reservations) > most:
             self._violated(f"{len(self.world.reservations)} devices are reserved, {most} are needed at most")
-        for actor in self.world.living("keeper"):
+        for actor in self.world.living("store"):
             if actor.instance is not None:
                 versions = {header.state.version for header in actor.instance.headers()}
                 if len(versions) > MOST_VERSIONS:
@@ -332,7 +333,7 @@ class SimulatedRun:
 
     def check_metrics(self, controller: Controller, *, began_s: float) -> None:
         """Counters, events and folder tell the same at the end of a controller that ended by itself."""
-        journal = getattr(controller._run, "_journal", None)
+        journal = getattr(controller._run, "journal", None)
         if journal is None:
             return
         with self.disk.paused():
@@ -363,7 +364,8 @@ class SimulatedRun:
     def _check_recoveries(self, recoveries: list[Event], metrics: MetricsExporter) -> None:
         """No more of them, and no more steps back, than the faults account for."""
         happened = self.injector.happened
-        uncalled = [each for each in recoveries if "an argument is lost" not in each.reason]  # plans of a lost node
+        own = [each for each in recoveries if each not in self._earlier_events]
+        uncalled = [each for each in own if "an argument is lost" not in each.reason]  # plans of a lost node
         if uncalled and set(happened) <= HARMLESS | ({Kind.NODE_DRAINS} if self._leaves_in_time() else set()):
             self._violated(f"a recovery that nothing called for: {uncalled[0]}")
         every = self.config.elastic.snapshot_every_steps
@@ -396,7 +398,7 @@ class SimulatedRun:
             first, last = told[0] if self._goes_on else 1, outcome.finished.last_step
             if told[: max(0, last - first + 1)] != list(range(first, last + 1)):
                 self._violated(f"the user was told of steps {told}, the run ended after {outcome.finished}")
-        if self.controllers and getattr(self.controllers[-1]._run, "_journal", None) is not None:
+        if self.controllers and getattr(self.controllers[-1]._run, "journal", None) is not None:
             found = (self.folder / "config.yaml").read_text()
             if found != repr(self.config):
                 self._violated(f"config.yaml is {found[:80]}")
@@ -448,13 +450,13 @@ class SimulatedRun:
             "none came in elastic.wait_s": room < least or bool(count[Kind.START_HANGS]),
             "asks for at least": room < least or bool(count[Kind.NODE_DIES] or count[Kind.NODE_DRAINS]),
             "recoveries did not finish a step": len(happened) >= 4,
-            "living devices failed": count[Kind.EXCHANGE_FAILS] + count[Kind.EXCHANGE_STUCK] >= 3,
-            "planners died one after the other": count[Kind.PLANNER_DIES] > 3,
+            "healthy devices failed": count[Kind.EXCHANGE_FAILS] + count[Kind.EXCHANGE_STUCK] >= 3,
+            "planners died in a row": count[Kind.PLANNER_DIES] > 3,
             "checkpoints in a row could not be written": bool(count[Kind.DISK_FULL]),
             "could not be written": bool(count[Kind.DISK_FULL]) or len(happened) > 0,
             "cannot be written": bool(count[Kind.DISK_FULL]),
             "the controller was lost once more": self.deaths > 3,
-            "is whole": bool(count[Kind.CHECKPOINT_DAMAGED]) or self._goes_on,
+            "is intact": bool(count[Kind.CHECKPOINT_DAMAGED]) or self._goes_on,
             "could not start": bool(happened),
             "did not open within": bool(happened),
             "a bug in the model's code": bool(count[Kind.PROGRAM_FAILS]),
@@ -556,9 +558,9 @@ def _config(schedule: Schedule, folder: Path) -> Config:
 def _surroundings(open_dataset: Any) -> Iterator[None]:
     """Data without files, no fit of timed passes, and no report: what is not under test, and slow."""
 
-    def start_cost(crew: Any, guess: Any, **_: Any) -> Measured:
-        crew.each(lambda _, worker: worker.time_passes.remote(()))
-        return Measured(fit=Fit(cost=guess, mean_error=0.0), passes=(), held_out=())
+    def start_cost(worker_group: Any, guess: Any, **_: Any) -> MeasuredCost:
+        worker_group.call(lambda _, worker: worker.time_passes.remote(()))
+        return MeasuredCost(fit=Fit(cost=guess, mean_error=0.0), passes=(), held_out=())
 
     with (
         patch.object(rayfcp.cluster.dataset, "open_dataset", open_dataset),

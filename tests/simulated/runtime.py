@@ -265,7 +265,7 @@ class SimulatedRendezvous:
     def __init__(self, number: int, *, process: Process) -> None:
         self._number = number
 
-    def meeting(self, cluster: ClusterSpec) -> Rendezvous:
+    def of(self, cluster: ClusterSpec) -> Rendezvous:
         return Rendezvous(
             host=LOOPBACK,
             port=self._number,

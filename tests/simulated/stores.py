@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayfcp.cluster.recovery.stores import Keeper
+from rayfcp.cluster.recovery.stores import SnapshotStore
 from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
@@ -27,7 +27,7 @@ class Orphan:
         self._heard_s = actor.world.now_s
         self._look()
 
-    def heard(self) -> None:
+    def on_call(self) -> None:
         self._heard_s = self._world.now_s
 
     def _look(self) -> None:
@@ -46,7 +46,7 @@ class Push:
 
     def __init__(self, worker: "SimulatedWorker") -> None:
         self._worker = worker
-        self._keeper: Any = None
+        self._store: Any = None
         self._newest: ShardHeader | None = None
         self._drop: StateId | None = None
         self._turn, self._busy = 0, False
@@ -54,8 +54,8 @@ class Push:
         self.kept: StateId | None = None
         self.is_lost = False
 
-    def use(self, keeper: Any) -> None:
-        self._keeper, self.kept, self.is_lost = keeper, None, False
+    def use(self, store: Any) -> None:
+        self._store, self.kept, self.is_lost = store, None, False
         self._turn += 1
         self._next()
 
@@ -85,12 +85,12 @@ class Push:
 
     def _next(self) -> None:
         header = self._newest
-        if self._busy or self._keeper is None or self.is_lost or header is None or self.kept == header.state:
+        if self._busy or self._store is None or self.is_lost or header is None or self.kept == header.state:
             return
         self._busy = True
-        self._send(self._keeper, header, self._turn, tries=TRIES)
+        self._send(self._store, header, self._turn, tries=TRIES)
 
-    def _send(self, keeper: Any, header: ShardHeader, turn: int, *, tries: int) -> None:
+    def _send(self, store: Any, header: ShardHeader, turn: int, *, tries: int) -> None:
         """Chunk by chunk, each when the one before was answered."""
         copies = self._worker._copies
         try:
@@ -107,15 +107,15 @@ class Push:
             offset, part, checksum = chunks[at] if chunks else (0, b"", 0)
             data = np.frombuffer(part, np.uint8)
             if at == 0:
-                ref = keeper.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=self._drop)
+                ref = store.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=self._drop)
             else:
-                ref = keeper.write.remote(header.state, header.number, offset=offset, data=data, checksum=checksum)
+                ref = store.write.remote(header.state, header.number, offset=offset, data=data, checksum=checksum)
             self._when(ref, lambda: answered(ref, at))
 
         def answered(ref: Ref, at: int) -> None:
             error = ref.error
             if isinstance(error, TaskFailedError) and tries > 1:
-                self._send(keeper, header, turn, tries=tries - 1)
+                self._send(store, header, turn, tries=tries - 1)
             elif error is not None:
                 self._finish(header, turn, is_done=False)
             elif ref.value or at + 1 >= len(chunks):
@@ -158,7 +158,7 @@ class Push:
         self._next()
 
 
-class SimulatedStore(Keeper):
+class SimulatedStore(SnapshotStore):
     """The real store, but for its surroundings: node, process, orphan watch, signals."""
 
     CONCURRENT = frozenset(
@@ -171,8 +171,8 @@ class SimulatedStore(Keeper):
         self._watch = Orphan(actor, orphan_s, end=lambda: actor.world.kill(actor.process, "orphan"))  # type: ignore[assignment]
         self._watched: set[int] = set()
 
-    def heard(self) -> None:
-        self._watch.heard()
+    def on_call(self) -> None:
+        self._watch.on_call()
 
     def open(self) -> str:
         return self._actor.process.node

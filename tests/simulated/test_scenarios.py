@@ -23,7 +23,7 @@ def test_a_dead_worker_costs_no_finished_step_and_is_replaced() -> None:
     ended_well(result)
     (recovery,) = of(result, EventKind.RECOVERY)
     assert (recovery.devices, recovery.devices_before, recovery.cause, recovery.lost_steps) == (3, 4, "died", 0)
-    assert "1 device died (rank " in recovery.reason and "on with 3 devices as 3 ranks" in recovery.reason
+    assert "1 device died (rank " in recovery.reason and "continuing with 3 devices as 3 ranks" in recovery.reason
     assert [(each.devices_before, each.devices) for each in of(result, EventKind.RESIZE)] == [(3, 4)]
     again = [each.step for each in result.reports if each.recovered]
     assert again == [10], "the step under way runs again, no other"
@@ -33,7 +33,7 @@ def test_half_a_tensor_parallel_rank_stands_by_until_it_is_whole() -> None:
     result = ran(fault(Kind.WORKER_DIES, 10), cluster={"tensor_parallel": 2}, workers=(2, 4), steps=60)
     ended_well(result, steps=60)
     (recovery,) = of(result, EventKind.RECOVERY)
-    assert "on with 2 devices as 1 rank, 1 standing by" in recovery.reason
+    assert "continuing with 2 devices as 1 rank, 1 standing by" in recovery.reason
     assert [each.world_size for each in result.reports if each.step in (9, 10, 60)] == [4, 2, 4]
 
 
@@ -65,7 +65,7 @@ def test_a_node_that_leaves_is_left_in_time() -> None:
     # A plan that lies on the node when it goes is made again.
     assert all("an argument is lost" in each.reason and not each.lost_steps for each in of(result, EventKind.RECOVERY))
     first = of(result, EventKind.RESIZE)[0]
-    assert "on nodes that leave" in first.reason and first.lost_steps == 0
+    assert "on nodes to be removed" in first.reason and first.lost_steps == 0
     assert result.reports[-1].world_size == 4
 
 
@@ -115,7 +115,7 @@ def test_a_worker_whose_program_hangs_is_found_though_it_answers() -> None:
     result = ran(fault(Kind.WORKER_DEADLOCKS, 10))
     ended_well(result)
     (recovery,) = of(result, EventKind.RECOVERY)
-    assert recovery.cause == "hung" and "wait for nobody" in recovery.reason
+    assert recovery.cause == "hung" and "do not wait for others" in recovery.reason
 
 
 def test_a_lost_message_blames_no_device() -> None:
@@ -148,7 +148,7 @@ def test_without_copies_it_goes_on_from_the_checkpoint() -> None:
     ended_well(result)
     (recovery,) = of(result, EventKind.RECOVERY)
     assert recovery.step in (4, 8) and recovery.lost_steps == 9 - recovery.step
-    assert any(f"going on from the checkpoint of step {recovery.step}" in line for line in result.lines)
+    assert any(f"resuming from the checkpoint of step {recovery.step}" in line for line in result.lines)
     recovered = [each.step for each in result.reports if each.recovered]
     assert recovered == [10], "steps in the log keep their first line"
 
@@ -157,7 +157,7 @@ def test_with_neither_copies_nor_checkpoint_it_begins_again() -> None:
     result = ran(fault(Kind.ALL_WORKERS_DIE, 5), elastic={"snapshot_every_steps": 0})
     ended_well(result)
     assert of(result, EventKind.RECOVERY)[0].step == 0
-    assert any("from the beginning, for there is no checkpoint" in line for line in result.lines)
+    assert any("from the beginning, as there is no checkpoint" in line for line in result.lines)
 
 
 def a_node_lost(*, comes_back: bool) -> Result:
@@ -172,7 +172,7 @@ def a_node_lost(*, comes_back: bool) -> Result:
 def test_devices_that_are_missing_are_waited_for() -> None:
     result = a_node_lost(comes_back=True)
     ended_well(result)
-    assert any("2 devices can be used, 4 needed to go on; waited 0 s" in line for line in result.lines)
+    assert any("2 devices can be used, 4 needed to continue; waited 0 s" in line for line in result.lines)
     assert of(result, EventKind.RECOVERY)[0].devices == 4
 
 
@@ -188,7 +188,7 @@ def test_another_controller_adopts_the_workers() -> None:
     ended_well(result)
     starts = of(result, EventKind.START)
     assert len(starts) == 2 and starts[1].step == 9, "the last step that was written down, from copies in memory"
-    assert any(line.startswith("going on with 4 workers whose controller is gone") for line in result.lines)
+    assert any(line.startswith("adopting 4 workers of a lost controller") for line in result.lines)
     assert any("starts again, 1 more times at most" in line for line in result.lines)
 
 
@@ -196,7 +196,7 @@ def test_a_device_that_stands_by_is_kept_alive_by_the_next_controller() -> None:
     """One of three makes no rank; nobody calls it but to keep it alive."""
     result = ran(fault(Kind.CONTROLLER_DIES, 5), cluster={"tensor_parallel": 2}, workers=(2, 3), nodes=(3,), steps=80)
     ended_well(result, steps=80)
-    assert any(line.startswith("going on with 3 workers") for line in result.lines)
+    assert any(line.startswith("adopting 3 workers") for line in result.lines)
 
 
 def test_ctrl_c_at_the_start_ends_it_also_where_the_controller_dies_meanwhile() -> None:
@@ -213,7 +213,7 @@ def test_a_driver_that_is_started_again_adopts_the_workers() -> None:
         result = ran(fault(Kind.DRIVER_DIES, 10), seed=seed, checkpoint={"every_steps": 4})
         ended_well(result)
         second = of(result, EventKind.START)[1]
-        is_adopted = any(line == "going on with 4 workers whose controller is gone" for line in result.lines)
+        is_adopted = any(line == "adopting 4 workers of a lost controller" for line in result.lines)
         assert second.step in ((8, 9, 10) if is_adopted else (4, 8)), second
         adopted.add(is_adopted)
     assert adopted == {True, False}
@@ -272,7 +272,7 @@ def test_a_planner_that_dies_is_replaced_without_a_recovery() -> None:
     result = ran(fault(Kind.PLANNER_DIES, 10), fault(Kind.PLANNER_DIES, 15))
     ended_well(result)
     assert not of(result, EventKind.RECOVERY)
-    assert sum("a new one plans again" in line for line in result.lines) in (1, 2)
+    assert sum("a new one repeats" in line for line in result.lines) in (1, 2)
     assert result.num_planned <= 30 + 2, "what was there, or in the hands of the other planner, is not planned again"
 
 
@@ -280,7 +280,7 @@ def test_planners_that_die_again_and_again_end_the_run() -> None:
     again = [fault(Kind.PLANNER_DIES, 0, 0.7) for _ in range(20)]
     result = ran(fault(Kind.PLANNER_DIES, 5), *again, plan_s=5.0, plan={"planner_actors": 1})
     assert result.outcome.finished is None and not result.outcome.trace
-    assert result.outcome.error.startswith("4 planners died one after the other, at most 3 may")
+    assert result.outcome.error.startswith("4 planners died in a row, at most 3 may")
 
 
 def test_an_error_of_the_program_ends_the_run_with_its_cause() -> None:
@@ -299,7 +299,7 @@ def test_the_user_may_stop_while_the_run_waits_for_devices() -> None:
             seed=seed,
         )
         assert result.outcome.finished is not None
-        if any("needed to go on" in line for line in result.lines):
+        if any("needed to continue" in line for line in result.lines):
             assert result.outcome.finished.last_step in (4, 8, 9, 10)
             assert str(result.outcome.finished.checkpoint).endswith(f"{result.outcome.finished.last_step:08d}")
             return
@@ -465,7 +465,7 @@ def test_a_copy_that_goes_while_it_is_read_ends_no_run() -> None:
             push_s=0.8,
             plan={"planner_actors": 1},
         )
-        if any("a copy went while it was read" in line for line in result.lines):
+        if any("a copy was dropped while it was read" in line for line in result.lines):
             ended_well(result)
             return
     raise AssertionError("no schedule is of this kind")
@@ -534,14 +534,14 @@ def test_planners_without_room_are_an_error_that_says_so() -> None:
 
 
 def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
-    for seed in range(10):
+    for seed in range(8, 18):
         result = ran(
             fault(Kind.NODE_DRAINS, 10, lasts_s=8.0),
             workers=(4, 4),
             elastic={"min_workers": 4, "wait_s": 5.0},
             seed=seed,
         )
-        if any("is about to go and nothing can replace it" in line for line in result.lines):
+        if any("is draining and nothing can replace it" in line for line in result.lines):
             assert 11 in result.checkpoints, result.checkpoints
             return
     raise AssertionError("no schedule is of this kind")
@@ -549,17 +549,19 @@ def test_a_node_that_leaves_and_cannot_be_replaced_is_saved_before() -> None:
 
 def test_what_is_missing_of_newer_states_is_said() -> None:
     """A device dies with the only copy of its newest shard."""
-    result = ran(fault(Kind.STORE_DIES, 10), fault(Kind.STORE_DIES, 0, 0.0), fault(Kind.WORKER_DIES, 0, 0.0))
-    ended_well(result)
-    lines = [line for line in result.lines if "going on from the beginning" in line]
-    assert len(lines) == 1 and "no state in memory is complete: the state after step" in lines[0], lines
+    faults = fault(Kind.STORE_DIES, 10), fault(Kind.STORE_DIES, 0, 0.0), fault(Kind.WORKER_DIES, 0, 0.0)
+    for seed in range(3):
+        result = ran(*faults, seed=seed)
+        ended_well(result)
+        lines = [line for line in result.lines if "resuming from the beginning" in line]
+        assert len(lines) == 1 and "no state in memory is complete: the state after step" in lines[0], lines
 
 
 def test_three_planners_may_die_one_after_the_other_also_before_the_first_plan() -> None:
     deaths = [fault(Kind.PLANNER_DIES, 0, 4.0) for _ in range(3)]
     result = ran(*deaths, plan_s=30.0, steps=3, plan={"planner_actors": 1})
     ended_well(result, steps=3)
-    assert sum("a new one plans again" in line for line in result.lines) == 3
+    assert sum("a new one repeats" in line for line in result.lines) == 3
 
 
 def test_growth_loses_no_step_where_copies_are_rare() -> None:
@@ -575,4 +577,4 @@ def test_growth_loses_no_step_where_copies_are_rare() -> None:
 def test_planners_may_die_ever_again_with_plans_in_between() -> None:
     result = ran(*[fault(Kind.PLANNER_DIES, step) for step in (5, 10, 15, 20, 25)], plan={"planner_actors": 1})
     ended_well(result)
-    assert sum("a new one plans again" in line for line in result.lines) == 5
+    assert sum("a new one repeats" in line for line in result.lines) == 5

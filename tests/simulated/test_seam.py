@@ -7,10 +7,24 @@ import pytest
 
 CLUSTER = Path(__file__).resolve().parents[2] / "rayfcp" / "cluster"
 
+ACTORS = {
+    "planning/decoders",
+    "planning/planner",
+    "recovery/pushing",
+    "recovery/stores",
+    "workers/lifetime",
+    "workers/worker",
+}
+"""Code of actors other than the controller, which runs on Ray itself."""
+
+ON_RAY = ACTORS | {"controller/ray_metrics", "workers/rendezvous", "planning/profiling", "planning/preview"}
+ON_RAY |= {"controller/following"}  # handles signals, of the main thread
+
 CONTROL = [
-    *("adoption", "asking", "controller", "costs", "crew", "decoders", "fleet", "following", "gathering", "guard"),
-    *("hanging", "keeping", "losses", "members", "nodes", "paces", "placement", "planners", "recording", "recruits"),
-    *("reporting", "restoring", "resuming", "saving", "startup", "stepping", "training", "transitions", "whole"),
+    name
+    for folder in ("checkpoints", "controller", "planning", "recovery", "workers")
+    for path in sorted((CLUSTER / folder).glob("*.py"))
+    if (name := f"{folder}/{path.stem}") not in ON_RAY and path.stem != "__init__"
 ]
 
 OUTSIDE = {"ray", "time", "threading", "asyncio", "concurrent", "torch", "transformers", "uuid", "random", "socket"}

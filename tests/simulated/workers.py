@@ -120,7 +120,7 @@ class SimulatedWorker:
     """One device. Copies are held as by the real worker; the shard is a few integers instead of tensors."""
 
     CONCURRENT = frozenset(
-        ["beat", "facts", "group", "abort", "use_keeper", "headers", "pieces", "await_kept", "drop_copies"]
+        ["beat", "facts", "group", "abort", "use_store", "headers", "pieces", "await_kept", "drop_copies"]
     )
     HEARD = frozenset()
 
@@ -152,8 +152,8 @@ class SimulatedWorker:
         self._began_save = 0
         actor.process.when_dead.append(self._died)
 
-    def heard(self) -> None:
-        self._watch.heard()
+    def on_call(self) -> None:
+        self._watch.on_call()
 
     # Concurrency group `control` and `copies`.
 
@@ -176,8 +176,8 @@ class SimulatedWorker:
             pending, self._pending, self._in_step = self._pending, None, False
             self._later(lambda: pending.settle(error=CollectiveFailedError("aborted")))
 
-    def use_keeper(self, keeper: Any) -> None:
-        self._push.use(None if keeper is None else keeper.seen_by(self.actor.process))
+    def use_store(self, store: Any) -> None:
+        self._push.use(None if store is None else store.seen_by(self.actor.process))
 
     def headers(self) -> tuple[ShardHeader, ...]:
         return () if self._facts is None else self._copies.headers()
@@ -485,7 +485,7 @@ class SimulatedWorker:
             step_s=self.world.now_s - began_s,
             wait_s=self.world.now_s - began_s - own_s,
             bytes_sent=0,
-            num_cells=0.0,
+            num_pairs=0.0,
             memory_bytes={},
             message_s=0.0,
             gather_s=(),
@@ -497,7 +497,7 @@ class SimulatedWorker:
         from dataclasses import replace
 
         push = self._push
-        return replace(report, kept=push.kept, push_s=0.01, push_bytes=1, keeper_lost=push.is_lost)
+        return replace(report, kept=push.kept, push_s=0.01, push_bytes=1, store_lost=push.is_lost)
 
     def _copy(self, state: StateId, safe: StateId | None) -> None:
         assert self.shard is not None and self.generation is not None

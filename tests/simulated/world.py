@@ -138,9 +138,9 @@ class Actor:
                 self.process.when_thawed.append(self._flush)
                 return
             call = self._arrived.popleft()
-            heard = getattr(self.instance, "heard", None)
-            if heard is not None:
-                heard()
+            on_call = getattr(self.instance, "on_call", None)
+            if on_call is not None:
+                on_call()
             if call.method in self.instance.CONCURRENT:
                 self._execute(call)
             else:

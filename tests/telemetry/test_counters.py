@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.telemetry.events import KeptCounters
-from rayfcp.telemetry.names import METRICS, Kept
+from rayfcp.telemetry.names import METRICS, Persistence
 from tests.examples import examples
 
-KEPT = [metric for metric in METRICS if metric.kept is Kept.COUNTERS]
+KEPT = [metric for metric in METRICS if metric.kept is Persistence.COUNTERS]
 Count = tuple[str, dict[str, str], int]
 
 

@@ -14,13 +14,13 @@ from rayfcp.telemetry.live import (
     MAX_BARS,
     MAX_EVENTS,
     NARROWEST,
+    DeviceTimes,
     History,
     Live,
-    Picture,
     PlannedGroup,
-    Worker,
+    StepTimeline,
     live_page,
-    picture_json,
+    timeline_json,
 )
 from rayfcp.values import Span, SpanKind, StepReport
 from tests.examples import examples
@@ -63,7 +63,7 @@ def state_of(live: Live) -> dict[str, Any]:
 
 def test_a_run_that_has_only_begun() -> None:
     live = Live('quoted "name" </script>', target_steps=7, wanted=4)
-    live.tell(message="line with \\ and </script>")
+    live.set(message="line with \\ and </script>")
     state = state_of(live)
     assert state["state"] == "starting" and state["history"] == [] and state["picture"]["panels"] == []
     assert state["run"] == 'quoted "name" </script>' and state["message"] == "line with \\ and </script>"
@@ -74,14 +74,14 @@ def test_a_run_that_has_only_begun() -> None:
 @given(steps=reports(), measured=st.lists(spans, max_size=9))
 def test_steps_devices_and_recoveries(steps: list[StepReport], measured: list[Span]) -> None:
     live = Live("demo", target_steps=10**6, wanted=4)
-    live.remember(steps[:1])
+    live.restore(steps[:1])
     for each in steps[1:]:
         live.observe(each, goodput=0.5)
         live.show(
-            Picture(step=each.step, measured=tuple(measured)),
-            workers=[Worker(rank=0, step_s=each.step_s, busy_s=math.nan)],
+            StepTimeline(step=each.step, measured=tuple(measured)),
+            workers=[DeviceTimes(rank=0, step_s=each.step_s, busy_s=math.nan)],
         )
-    live.recovered("died", seconds=1.5)
+    live.add_recovery("died", seconds=1.5)
     live.count("tokens_total", 5)
     live.count("tokens_total", 6)
     state = state_of(live)
@@ -120,14 +120,14 @@ def test_history_is_bounded_even_and_ends_with_the_last_step(count: int, limit: 
 def test_events_are_bounded() -> None:
     live = Live("demo", target_steps=2, wanted=1)
     for _ in range(2 * MAX_EVENTS):
-        live.recovered("died", seconds=1.0)
+        live.add_recovery("died", seconds=1.0)
     assert len(state_of(live)["recoveries"]) == MAX_EVENTS
 
 
 @given(measured=st.lists(spans, max_size=20), shift=st.floats(-10, 10))
 def test_a_picture_begins_at_0_and_keeps_what_can_be_seen(measured: list[Span], shift: float) -> None:
     groups = (PlannedGroup(ranks=(0, 2), microbatch=1, num_tokens=7, start_s=0.0, stop_s=50.0),)
-    picture = json.loads(picture_json(Picture(step=3, planned=groups, measured=tuple(measured))))
+    picture = json.loads(timeline_json(StepTimeline(step=3, planned=groups, measured=tuple(measured))))
     found = {panel["name"]: [bar for row in panel["rows"] for bar in row["bars"]] for panel in picture["panels"]}
     assert [row["name"] for row in picture["panels"][0]["rows"]] == ["rank 0", "rank 2"]
     assert found["planned"][0] == [0.0, 50.0, "degree 2", "microbatch 1, degree 2, 7 tokens"]
@@ -152,7 +152,7 @@ def test_a_picture_of_many_spans_keeps_the_longest() -> None:
         Span(rank=rank, stage=0, kind=SpanKind.FORWARD, label="", start_s=0.0, stop_s=1.0 + rank)
         for rank in range(2 * MAX_BARS)
     )
-    panels = json.loads(picture_json(Picture(step=1, measured=many)))["panels"]
+    panels = json.loads(timeline_json(StepTimeline(step=1, measured=many)))["panels"]
     lasts = [bar[1] for row in panels[0]["rows"] for bar in row["bars"]]
     assert len(lasts) == MAX_BARS and min(lasts) == 1.0 + MAX_BARS
 
@@ -163,7 +163,8 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
     assert kind == "text/html; charset=utf-8" and "{{" not in page
     assert re.findall(r"(?:src|href)=\"(?!data:)", page) == [] and "@import" not in page and "url(" not in page
     assert re.findall(r"https?://(?!www\.w3\.org)", page) == []
-    ids = set(re.findall(r'id="([^"]+)"', page)) | set(re.findall(r'new LineChart\("([^"]+)"', page))
+    charts = re.findall(r'^  liveChart\("([^"]+)"', page, flags=re.MULTILINE)
+    ids = {*re.findall(r'id="([^"]+)"', page), *charts, "tip"}
     asked = set(re.findall(r'(?:set|byId|getElementById)\("([^"]+)"', page))
     assert asked <= ids
 

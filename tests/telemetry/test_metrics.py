@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.live import Picture, Worker
+from rayfcp.telemetry.live import DeviceTimes, StepTimeline
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.telemetry.names import METRICS, PREFIX, Kind
+from rayfcp.telemetry.names import METRICS, PREFIX, MetricKind
 from rayfcp.values import StepReport
 from tests.examples import examples
 from tests.telemetry.samples import report, reports
@@ -27,7 +27,7 @@ worker_memory_bytes worker_step_seconds recoveries_total recovery_seconds lost_s
 snapshot_seconds worker_speed_ratio step target_steps last_step_timestamp_seconds predicted_seconds num_microbatches
 strategy_steps_total worker_busy_seconds worker_encode_seconds devices_standing_by devices_wanted checkpoints_total
 checkpoint_step straggler_threshold_ratio skipped_updates_total failed_checkpoints_total"""
-NOTHING = Picture(step=0)
+NOTHING = StepTimeline(step=0)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def exporter(tmp_path: Path) -> Iterator[MetricsExporter]:
 
 def work(exporter: MetricsExporter, *ranks: int) -> None:
     """A step of these devices."""
-    workers = [Worker(rank=rank, step_s=1.5, busy_s=1.0, encode_s=0.25) for rank in ranks]
+    workers = [DeviceTimes(rank=rank, step_s=1.5, busy_s=1.0, encode_s=0.25) for rank in ranks]
     exporter.observe_workers(workers, memory=[{"resident": 7, "peak": 9}] * len(ranks), picture=NOTHING)
 
 
@@ -99,7 +99,7 @@ def test_a_rank_that_leaves_takes_its_series_along(exporter: MetricsExporter) ->
 
 def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> None:
     kinds: list[dict[str, int]] = [{}, {}]
-    workers = [Worker(rank=0, step_s=2.0, busy_s=1.5), Worker(rank=1, step_s=2.0, busy_s=math.nan)]
+    workers = [DeviceTimes(rank=0, step_s=2.0, busy_s=1.5), DeviceTimes(rank=1, step_s=2.0, busy_s=math.nan)]
     exporter.observe_workers(workers, memory=kinds, picture=NOTHING)
     assert exporter.value("worker_busy_seconds", rank="0") == 1.5
     assert exporter.value("worker_busy_seconds", rank="1") is None
@@ -107,7 +107,7 @@ def test_time_of_own_is_shown_where_it_is_known(exporter: MetricsExporter) -> No
 
 def test_encoders_are_told_once_pictures_were_seen(exporter: MetricsExporter) -> None:
     for seen, told in (((0.0, 0.0), None), ((0.0, 0.5), 0.0), ((0.25, 0.0), 0.25), ((0.0, 0.0), 0.0)):
-        workers = [Worker(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seen)]
+        workers = [DeviceTimes(rank=rank, step_s=2.0, busy_s=1.5, encode_s=each) for rank, each in enumerate(seen)]
         exporter.observe_workers(workers, memory=[{}, {}], picture=NOTHING)
         assert exporter.value("worker_encode_seconds", rank="0") == told
     exporter.keep_ranks(1)
@@ -117,7 +117,7 @@ def test_encoders_are_told_once_pictures_were_seen(exporter: MetricsExporter) ->
 def test_counters_are_there_before_they_count(exporter: MetricsExporter) -> None:
     samples = scrape(exporter.url)
     for metric in METRICS:
-        if metric.kind is Kind.COUNTER and (metric.known or not metric.labels):
+        if metric.kind is MetricKind.COUNTER and (metric.known or not metric.labels):
             for each in metric.known or ("",):
                 labels = {metric.labels[0]: each} if each else {}
                 assert value(samples, metric.name, **labels) == 0, metric.name

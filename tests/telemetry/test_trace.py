@@ -9,7 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.telemetry.trace import Trace, TracedStep, read_trace, timeline_view, write_steps, write_trace
+from rayfcp.telemetry.page import figure
+from rayfcp.telemetry.trace import MAX_DRAWN, Trace, TracedStep, read_trace, timeline_chart, write_steps, write_trace
 from rayfcp.values import Span, SpanKind
 from tests.examples import examples
 from tests.telemetry.samples import spans
@@ -121,12 +122,15 @@ def test_messages_have_their_own_track(tmp_path: Path) -> None:
     named = [("measured", "rank 1"), ("measured", "rank 1 messages")]
     assert [(track.process, track.name) for track in trace.tracks] == named
     assert trace.tracks[1].events == ((1.0, 3.0, "transfer", "transfer kv"),)
-    view = timeline_view(trace)
-    assert "\\u003cb>" in view and "<b>" not in view
+    chart = timeline_chart(trace)
+    assert chart is not None and [group["rows"] for group in chart["groups"]] == [["rank 1", "rank 1 messages"]]
+    assert chart["words"] == [["attention <b>"], ["transfer kv"]]
+    drawn = figure(chart)
+    assert "\\u003cb>" in drawn and "<b>" not in drawn
 
 
 def test_no_trace_no_picture(tmp_path: Path) -> None:
-    assert timeline_view(read_trace(tmp_path / "trace.json")) == ""
+    assert timeline_chart(read_trace(tmp_path / "trace.json")) is None
     (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     assert read_trace(tmp_path / "trace.json") == Trace()
 
@@ -139,6 +143,8 @@ def test_a_page_holds_no_more_spans_than_it_can_draw(tmp_path: Path) -> None:
     )
     write_steps(tmp_path / "trace.json", [TracedStep(step=1, measured=many, predicted=many)])
     trace = read_trace(tmp_path / "trace.json")
-    assert "more tracks" not in timeline_view(trace) and len(trace.tracks) == 12
-    assert "8 more tracks are in trace.json" in timeline_view(trace, max_spans=40)
-    assert "10 more tracks are in trace.json" in timeline_view(trace, max_spans=1)
+    charts = [timeline_chart(trace, max_spans=most) for most in (MAX_DRAWN, 40, 1)]
+    assert len(trace.tracks) == 12
+    for chart, left_out in zip(charts, (0, 8, 10), strict=True):
+        assert chart is not None and (f" {left_out} more tracks are in trace.json" in chart["note"]) == (left_out > 0)
+        assert len(chart["bars"]) == 10 * (12 - left_out)

@@ -38,7 +38,7 @@ class Lines(io.StringIO):
 def test_a_run_is_followed_to_its_end(exporter: MetricsExporter, tmp_path: Path) -> None:
     exporter.keep_ranks(3)
     exporter.set_standing_by(1)
-    exporter.say("training")
+    exporter.log("training")
     exporter.observe_step(report(7), goodput=0.5)
     lines = Lines(
         {"step 7/9": lambda: exporter.observe_step(report(9, loss=4.25), goodput=0.5), "step 9/9": exporter.close}
@@ -46,11 +46,11 @@ def test_a_run_is_followed_to_its_end(exporter: MetricsExporter, tmp_path: Path)
     watch(tmp_path, stream=lines, every_s=0.01)
     written = lines.getvalue().splitlines()
     assert written[:2] == [f"live page: http://127.0.0.1:{exporter.port}/", "training"]
-    assert written[2].startswith("step 7/9  training  loss 5.5  500 tok/s") and written[2].endswith(" to go")
+    assert written[2].startswith("step 7/9  training  loss 5.5  500 tok/s") and " to go  3 of 4 devices" in written[2]
     assert written[3] == (
         "step 9/9  training  loss 4.25  500 tok/s  2 s  MFU 30 %  imbalance 10 %  3 of 4 devices  1 standing by"
     )
-    assert written[4:] == ["the run has ended, after step 9 of 9"]
+    assert written[4:] == ["the run has ended after step 9 of 9"]
 
 
 @pytest.mark.parametrize("found", [None, "", "{}", '[{"targets": ["127.0.0.1:9"]}]'])
@@ -60,7 +60,7 @@ def test_no_run_is_alive_there(found: str | None, tmp_path: Path, capsys: pytest
     assert main(["watch", str(tmp_path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith(f"rayfcp: error: run directory {str(tmp_path)!r}: no run is alive there (")
+    assert captured.err.startswith(f"rayfcp: error: run directory {str(tmp_path)!r}: no run is active there (")
 
 
 def test_a_run_that_does_not_come_back_ends_the_watching(exporter: MetricsExporter, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_run_that_does_not_come_back_ends_the_watching(exporter: MetricsExport
         (tmp_path / SD_FILE).write_text(text)
 
     lines = Lines({"step 0/9": lose})
-    with pytest.raises(ConfigError, match=r"no run is alive there \(nobody answers at"):
+    with pytest.raises(ConfigError, match=r"no run is active there \(no server answers at"):
         watch(tmp_path, stream=lines, every_s=0.01, patience_s=0.05)
     assert lines.getvalue().count("\n") == 2, "where the page is, and one step"
 
@@ -93,7 +93,7 @@ def test_a_run_that_comes_back_is_followed_on(exporter: MetricsExporter, tmp_pat
 
     lines = Lines({"step 0/9": lose, "step 9/9": end})
     watch(tmp_path, stream=lines, every_s=0.01)
-    assert lines.getvalue().endswith("the run has ended, after step 9 of 9\n")
+    assert lines.getvalue().endswith("the run has ended after step 9 of 9\n")
 
 
 def test_the_runs_token_is_given_where_it_is_asked_for(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_runs_token_is_given_where_it_is_asked_for(tmp_path: Path) -> None:
         page = RunPage(tmp_path)
         assert page.ask()["run"] == "demo" and page.where.endswith(f"/?token=TOKEN, with the token in {mine}")
         mine.write_text("another-token-of-the-user\n")
-        with pytest.raises(ConfigError, match=r"does not take the token in .*mine"):
+        with pytest.raises(ConfigError, match=r"rejects the token in .*mine"):
             page.ask()
     finally:
         exporter.close()

@@ -1,17 +1,15 @@
-"""Cells of masks with windows, and kinds of layers, against plain counts."""
+"""Pairs of masks with windows, and kinds of layers, against plain counts."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.values import Band, Mask, ModelProfile, SequenceSpec, bands_of
+from rayfcp.values import ModelProfile, SequenceSpec
+from rayfcp.values.sequence import visible_pairs
+from tests.masks import sees
 
 windows_of_layers = st.lists(st.sampled_from([0, 0, 1, 3, 7]), min_size=1, max_size=6)
-
-
-def sees(mask: Mask, window: int, query: int, key: int) -> bool:
-    behind = key <= query if mask is Mask.CAUSAL else True
-    return behind and (not window or abs(query - key) < window)
 
 
 def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
@@ -28,35 +26,24 @@ def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
     )
 
 
-@given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(Mask))
-def test_bands_say_what_each_row_of_the_mask_sees(length: int, window: int, mask: Mask) -> None:
-    bands = bands_of(SequenceSpec(id=0, num_tokens=length, num_targets=0, mask=mask), window=window)
-
-    assert [row for band in bands for row in range(band.start, band.stop)] == list(range(length))
-    for row in range(length):
-        (band,) = (each for each in bands if each.start <= row < each.stop)
-        seen = [key for key in range(length) if band.low.of(row) <= key < band.high.of(row)]
-        assert seen == [key for key in range(length) if sees(mask, window, row, key)]
-
-
-@given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(Mask), st.data())
-def test_cells_are_those_of_the_rows(length: int, window: int, mask: Mask, data: st.DataObject) -> None:
+@given(st.integers(1, 20), st.integers(0, 24), st.data())
+def test_pairs_are_those_of_the_rows(length: int, window: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
-    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, mask=mask)
+    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0)
 
-    due = sum(sees(mask, window, row, key) for row in range(start, stop) for key in range(length))
-    assert spec.cells(start, stop, window=window) == due
+    due = sum(sees(row, key, window=window) for row in range(start, stop) for key in range(length))
+    assert spec.pairs(start, stop, window=window) == due
 
 
 @given(windows_of_layers, st.integers(1, 20))
-def test_cells_of_a_sequence_are_the_mean_over_layers(layers: list[int], length: int) -> None:
+def test_pairs_of_a_sequence_are_the_mean_over_layers(layers: list[int], length: int) -> None:
     model = profile(tuple(layers), len(layers))
     spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, windows=model.windows)
 
-    due = sum(spec.cells(0, length, window=window) for window in layers)
-    assert spec.attention_cells * len(layers) == pytest.approx(due)
-    assert isinstance(spec.attention_cells, int) or len(set(layers)) > 1
+    due = sum(spec.pairs(0, length, window=window) for window in layers)
+    assert spec.attention_pairs * len(layers) == pytest.approx(due)
+    assert isinstance(spec.attention_pairs, int) or len(set(layers)) > 1
 
 
 def test_layers_without_windows_are_no_kinds() -> None:
@@ -79,7 +66,10 @@ def test_windows_that_are_not_those_of_the_layers_are_refused(windows: tuple[int
         profile(windows, 2)
 
 
-def test_bands_are_compared_by_value() -> None:
-    (band,) = bands_of(SequenceSpec(id=0, num_tokens=3, num_targets=0), window=2)
-    assert isinstance(band, Band)
-    assert (band.low.of(2), band.high.of(2)) == (1, 3)
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(0, 14))
+def test_visible_pairs_of_a_rectangle_are_counted_alike_for_numbers_and_arrays(
+    queries: int, keys: int, window: int
+) -> None:
+    due = sum(sees(row, key, window=window) for row in range(queries) for key in range(keys))
+    assert visible_pairs(queries, keys, window) == due
+    assert visible_pairs(np.array([queries]), np.array([keys]), window).tolist() == [due]

@@ -1,7 +1,4 @@
-"""The checkpoint folder of a run: what is complete, what is kept, what a resumed run may differ in.
-
-Which checkpoint is whole: the newest that is as it was written.
-"""
+"""The checkpoint folder of a run: complete and unfinished checkpoints, manifests, damage."""
 
 import dataclasses
 import json
@@ -25,10 +22,10 @@ _HIDDEN = f"{_UNFINISHED}removed-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Written last: a checkpoint folder with a manifest is complete. `step` updates had been applied.
+    """Manifest of a checkpoint after `step` updates; written last, so a folder with a manifest is complete.
 
-    `model`, `data`: what must be the same when a run resumes; `data` holds the sampler's state. `files`: all other
-    files of the folder, as they were written.
+    `model` and `data` (with the sampler's state) must be the same when a run resumes. `files`: checksums of all other
+    files of the folder.
     """
 
     step: int
@@ -39,8 +36,8 @@ class Manifest:
 
 
 class CheckpointFolder:
-    """`checkpoints/step-00000020/` and so on, each committed by one rename. `owner` tells the unfinished folders of one
-    controller from those of another, whose devices may still write there."""
+    """`checkpoints/step-00000020/` etc., each committed by one rename. `owner` tells the unfinished folders of a
+    controller from those of an earlier one, whose devices may still write there."""
 
     def __init__(self, root: str | Path, *, keep: int, owner: str = "") -> None:
         self.root, self._keep, self._owner = Path(root), keep, owner
@@ -48,10 +45,9 @@ class CheckpointFolder:
         self._dropped: set[Path] = set()
 
     def open(self) -> None:
-        """Make the folder and remove what an interrupted run left unfinished.
+        """Create the folder and remove unfinished checkpoints of an interrupted run.
 
-        A complete checkpoint that was out of sight, to be replaced or removed, comes back if nothing has
-        taken its place.
+        A complete checkpoint that was hidden, to be replaced or removed, is restored if nothing has replaced it.
 
         Raises:
             ConfigError: it cannot be written.
@@ -67,34 +63,33 @@ class CheckpointFolder:
         except OSError as error:
             raise ConfigError(
                 f"checkpoints go to {self.root}, it cannot be written ({error.strerror}: {error.filename}); "
-                "make room and permit it, or give another run.dir"
+                "free space and grant access, or give another run.dir"
             ) from error
 
     def unfinished(self, step: int) -> Path:
-        """Where the ranks write the checkpoint of `step` until it is committed: another folder each time, so that what
-        is left of a write that was given up never mixes with a later one."""
+        """New folder for the checkpoint of `step`, so that writes that were given up never mix with later ones."""
         self._attempts += 1
         return self.root / f"{_UNFINISHED}{step:08d}-{self._owner}{self._attempts}"
 
     def drop(self, folder: Path) -> None:
-        """Have a folder removed by the next `sweep`: somebody may still write there."""
+        """Let the next `sweep` remove a folder, to which devices may still write."""
         self._dropped.add(folder)
 
     def sweep(self) -> None:
-        """Remove what was dropped; what cannot go now goes with a later call, or when a run opens."""
+        """Remove dropped folders; those that cannot be removed now are removed by a later call or `open`."""
         for each in list(self._dropped):
             shutil.rmtree(each, ignore_errors=True)
             if not each.exists():
                 self._dropped.discard(each)
 
     def commit(self, unfinished: Path, manifest: Manifest) -> Path:
-        """Make the checkpoint of `manifest.step` complete, then remove the oldest beyond `keep`.
+        """Complete the checkpoint of `manifest.step`, then remove the oldest ones beyond `keep`.
 
-        Those of later steps go too: they are of a run that this one does not continue, and would
-        otherwise be taken for the newest.
+        Those of later steps are removed too: they are of a run that this one does not continue, and would be taken for
+        the newest.
 
         Raises:
-            OSError: it is not complete; those that there were still are.
+            OSError: it is not complete; earlier ones still are.
         """
         _write_manifest(unfinished / MANIFEST, manifest)
         _sync(unfinished)
@@ -107,7 +102,7 @@ class CheckpointFolder:
                 replaced.rename(final)
             raise
         _sync(self.root)
-        with suppress(OSError):  # what cannot be removed is no reason to doubt what is complete
+        with suppress(OSError):  # the new one is complete even if old ones cannot be removed
             self._hide_all_but_newest(final)
         if replaced is not None:
             self.drop(replaced)
@@ -129,21 +124,22 @@ class CheckpointFolder:
         return found[-1] if found else None
 
     def _hide(self, folder: Path) -> Path:
-        """Out of sight by a rename before it is removed, so that a half-removed folder never looks complete."""
+        """Rename a folder before it is removed, so that a half-removed one never looks complete."""
         gone = folder.with_name(f"{_HIDDEN}{folder.name}")
         return folder.rename(gone)
 
 
 def step_of(folder: Path) -> int:
-    """The step that the name of a complete checkpoint's folder says, 0 if it says none."""
+    """Step in the name of a complete checkpoint's folder, 0 without one."""
     digits = folder.name.removeprefix(_FINISHED)
     return int(digits) if digits.isdecimal() else 0
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """
+    """Read the manifest of a complete checkpoint.
+
     Raises:
-        ConfigError: the folder is no complete checkpoint, or its manifest is not as it was written.
+        ConfigError: the folder is no complete checkpoint, or its manifest was changed.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -163,10 +159,17 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def check_same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    """
+    """Check that a run resumes with the model of the checkpoint.
+
     Raises:
-        ConfigError: names the first thing in which the model differs from the checkpoint's.
+        ConfigError: another model; names the model types, or the first key that differs.
     """
+    then, now = manifest.model.get("model_type"), model.get("model_type")
+    if then != now:
+        raise ConfigError(
+            f"the checkpoint is {then}, model.path is {now}; a resumed run keeps its model "
+            "(use another run.name, or checkpoint.resume=never)"
+        )
     for key in sorted(manifest.model.keys() | model.keys()):
         then, now = manifest.model.get(key), model.get(key)
         if then != now:
@@ -184,13 +187,13 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _text(manifest: Manifest) -> str:
-    """JSON whose `crc32` is that of the same text without it: what differs from its own text has been changed."""
+    """JSON with the `crc32` of the same text without it."""
     fields = dataclasses.asdict(manifest)
     return json.dumps(fields | {"crc32": zlib.crc32(json.dumps(fields, indent=1).encode())}, indent=1)
 
 
 def _sync(folder: Path) -> None:
-    """Names in the folder outlive a loss of power."""
+    """Flush the folder's entries to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -199,18 +202,18 @@ def _sync(folder: Path) -> None:
 
 
 class Check(Protocol):
-    """What is wrong with the first of these files of a folder that is not as it was; None if all are."""
+    """Damage of the first file of a folder that differs from its checksum; None if all are intact."""
 
     def __call__(self, folder: str, sums: Sequence[FileSum], /) -> str | None: ...
 
 
-def newest_whole(
-    candidates: Sequence[Path], *, check: Check, say: Callable[[str], object]
+def newest_intact(
+    candidates: Sequence[Path], *, check: Check, log: Callable[[str], object]
 ) -> tuple[Path, Manifest] | None:
-    """The first of `candidates` (newest first) that is whole; those before it are named with what is wrong.
+    """First intact checkpoint of `candidates` (newest first); damaged ones before it are logged.
 
     Raises:
-        ConfigError: there are some, and none is whole; names the last one's damage.
+        ConfigError: none of the candidates is intact; names the damage of the last one.
     """
     damage: str | None = None
     for number, folder in enumerate(candidates):
@@ -222,17 +225,17 @@ def newest_whole(
         if damage is None:
             return folder, manifest
         if number + 1 < len(candidates):
-            say(f"checkpoint {folder.name} is damaged: {damage}; trying {candidates[number + 1].name}")
+            log(f"checkpoint {folder.name} is damaged: {damage}; trying {candidates[number + 1].name}")
     if damage is None:
         return None
     raise ConfigError(
-        f"no checkpoint in {candidates[-1].parent} is whole: {damage}; put back what is damaged, "
-        "or start afresh with checkpoint.resume=never"
+        f"no checkpoint in {candidates[-1].parent} is intact: {damage}; restore the damaged files, "
+        "or start over with checkpoint.resume=never"
     )
 
 
 def shares(sums: Sequence[FileSum], *, count: int) -> list[list[FileSum]]:
-    """All files in `count` parts of about equal bytes: the largest first, each to the part with the fewest."""
+    """Files in `count` parts of about equal bytes."""
     parts: list[list[FileSum]] = [[] for _ in range(count)]
     loads = [0] * count
     for each in sorted(sums, key=lambda file: (-file.num_bytes, file.name)):

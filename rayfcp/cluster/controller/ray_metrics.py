@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rayfcp.telemetry.metrics import Mirror
-from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Kind, Metric
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Metric, MetricKind
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,6 @@ def _made(metric: Metric) -> Any:
 
     name, tags = PREFIX + metric.name, ("run", *metric.labels)
     text = f"{metric.help} ({metric.unit})"
-    if metric.kind is Kind.HISTOGRAM:
+    if metric.kind is MetricKind.HISTOGRAM:
         return metrics.Histogram(name, text, boundaries=[float(bound) for bound in DEGREE_BUCKETS], tag_keys=tags)
-    return (metrics.Gauge if metric.kind is Kind.GAUGE else metrics.Counter)(name, text, tag_keys=tags)
+    return (metrics.Gauge if metric.kind is MetricKind.GAUGE else metrics.Counter)(name, text, tag_keys=tags)

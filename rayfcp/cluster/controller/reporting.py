@@ -1,7 +1,4 @@
-"""What a run writes down beside its steps, for its report: what happened to it, how busy devices were, a trace.
-
-From what planner and workers say of a step to the StepReport, the metrics and the files of a run.
-"""
+"""Everything that a run writes while it trains: step log, metrics, events, device times, trace and report."""
 
 import logging
 import math
@@ -11,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.controller.observing import PlannedGroups
+from rayfcp.cluster.controller.observing import TimedGroups
 from rayfcp.cluster.planning.queue import PlannedStep
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.config import Config
 from rayfcp.execute.reports import RankReport
 from rayfcp.telemetry import events, rank_times
 from rayfcp.telemetry.events import Event, EventKind, append_event, read_events
-from rayfcp.telemetry.live import Picture, PlannedGroup, Worker
-from rayfcp.telemetry.loggers.interface import About, Loggers, flat
+from rayfcp.telemetry.live import DeviceTimes, PlannedGroup, StepTimeline
+from rayfcp.telemetry.loggers.interface import Loggers, RunInfo, flat
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.telemetry.rank_times import RankTimes
 from rayfcp.telemetry.report import write_report
@@ -30,90 +27,86 @@ from rayfcp.values import ClusterSpec, Span, SpanKind, StepReport
 logger = logging.getLogger(__name__)
 
 WRITE_EVERY_S = 60.0
-"""Between two writes of `ranks.json`, which each have all of it."""
+"""Between two writes of `ranks.json`, each of which writes the whole file."""
+
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traced:
-    """A step that the trace keeps: its spans, and what it takes to simulate it: references of its programs, and the
-    ranks that it was planned for."""
+class RecordedStep:
+    """A step of the trace with what it takes to simulate it: references of its programs, and the ranks it ran on."""
 
     step: TracedStep
     programs: tuple[Any, ...]
     cluster: ClusterSpec
 
 
-Foretell = Callable[[Traced], Sequence[Span]]
-
-
-def spans_of(devices: Sequence[RankReport]) -> tuple[Span, ...]:
-    """Of a step: of a rank's tensor-parallel devices the first one's."""
-    return tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
-
-
 class Recorder:
-    """Cheap: nothing here waits for devices, and nothing grows with the steps of a run but lines for what happened
-    to it. `trace_steps`: how many steps, the last ones, the trace keeps; `resume_step`: after which the run begins."""
+    """Writes `events.jsonl`, `ranks.json` and `trace.json`. Never waits for devices.
+
+    Args:
+        trace_steps: number of last steps that the trace keeps.
+        resume_step: the step after which the run begins.
+    """
 
     def __init__(self, run_dir: Path, *, runtime: Runtime, trace_steps: int, resume_step: int) -> None:
         self._run_dir, self._runtime = run_dir, runtime
         self._times = RankTimes.read(run_dir / rank_times.FILE, up_to=resume_step) if resume_step else RankTimes()
-        self._traced: deque[Traced] = deque(maxlen=trace_steps)
+        self._recorded: deque[RecordedStep] = deque(maxlen=trace_steps)
         self._last_step, self._num_devices, self._written_s = resume_step, 0, self._runtime.now_s()
         if resume_step:
-            self._end_earlier()
+            self._end_killed_run()
         else:
             (run_dir / events.FILE).unlink(missing_ok=True)
 
-    def happened(self, event: Event) -> None:
-        """One line."""
+    def add_event(self, event: Event) -> None:
         self._num_devices = event.devices
         append_event(self._run_dir / events.FILE, event)
 
-    def step_done(self, planned: PlannedStep, devices: Sequence[RankReport], *, cluster: ClusterSpec) -> None:
-        """What the devices say of a finished step. Where hosts do not wait, nobody tells how busy a device was."""
+    def add_step(self, planned: PlannedStep, devices: Sequence[RankReport], *, cluster: ClusterSpec) -> None:
+        """Record a finished step; one that ran again replaces the first try. Where hosts do not wait for devices, busy
+        times are unknown."""
         step = planned.batch.step
-        busy_s = {each.number: each.step_s - each.wait_s for each in devices if math.isfinite(each.wait_s)}
-        self._times.add(step, busy_s)
-        self._last_step = step
-        if self._traced and self._traced[-1].step.step >= step:
-            self._traced = deque((each for each in self._traced if each.step.step < step), self._traced.maxlen)
-        self._traced.append(
-            Traced(step=TracedStep(step=step, measured=spans_of(devices)), programs=planned.programs, cluster=cluster)
+        self._times.add(
+            step, {each.number: each.step_s - each.wait_s for each in devices if math.isfinite(each.wait_s)}
         )
+        self._last_step = step
+        while self._recorded and self._recorded[-1].step.step >= step:
+            self._recorded.pop()
+        traced = TracedStep(step=step, measured=spans_of(devices))
+        self._recorded.append(RecordedStep(step=traced, programs=planned.programs, cluster=cluster))
         if self._runtime.now_s() - self._written_s >= WRITE_EVERY_S:
             self._write_times()
 
-    def foretell(self, ask: Foretell) -> None:
-        """Put beside the traced steps what was to be expected of them. A step that cannot be foretold stands alone."""
-        for at, traced in enumerate(self._traced):
+    def predict(self, simulate: Callable[[RecordedStep], Sequence[Span]]) -> None:
+        """Add simulated spans to the steps of the trace, up to the first one that cannot be simulated."""
+        for at, recorded in enumerate(self._recorded):
             try:
-                self._traced[at] = replace(traced, step=replace(traced.step, predicted=tuple(ask(traced))))
+                traced = replace(recorded.step, predicted=tuple(simulate(recorded)))
             except Exception as error:
-                logger.warning("step %d has no prediction in the trace: %s", traced.step.step, error)
+                logger.warning("step %d has no prediction in the trace: %s", recorded.step.step, error)
                 return
+            self._recorded[at] = replace(recorded, step=traced)
 
     def close(self) -> None:
-        """Write what is not written yet."""
-        self.happened(
-            Event(kind=EventKind.END, step=self._last_step, at_s=self._runtime.epoch_s(), devices=self._num_devices)
-        )
+        self.add_event(self._end(self._runtime.epoch_s(), self._num_devices))
         self._write_times()
-        if self._traced:
+        if self._recorded:
             try:
-                write_steps(self._run_dir / FILE, [each.step for each in self._traced])
+                write_steps(self._run_dir / FILE, [each.step for each in self._recorded])
             except (OSError, ValueError):
                 logger.exception("trace of %s", self._run_dir)
 
-    def _end_earlier(self) -> None:
-        """A start of the run that was killed could not write down its end: it was when the last step was."""
-        told = read_events(self._run_dir / events.FILE)
-        if told and told[-1].kind is not EventKind.END:
-            at_s = max(told[-1].at_s, (self._run_dir / "steps.jsonl").stat().st_mtime)
-            reason = f"no end was written down; going on after step {self._last_step}"
-            self.happened(
-                Event(kind=EventKind.END, step=self._last_step, at_s=at_s, devices=told[-1].devices, reason=reason)
-            )
+    def _end_killed_run(self) -> None:
+        """Add the end event that a killed run could not write, at the time of its last step."""
+        earlier = read_events(self._run_dir / events.FILE)
+        if earlier and earlier[-1].kind is not EventKind.END:
+            at_s = max(earlier[-1].at_s, (self._run_dir / "steps.jsonl").stat().st_mtime)
+            reason = f"the run before ended without notice; resuming from step {self._last_step}"
+            self.add_event(self._end(at_s, earlier[-1].devices, reason=reason))
+
+    def _end(self, at_s: float, devices: int, *, reason: str = "") -> Event:
+        return Event(kind=EventKind.END, step=self._last_step, at_s=at_s, devices=devices, reason=reason)
 
     def _write_times(self) -> None:
         self._written_s = self._runtime.now_s()
@@ -123,11 +116,108 @@ class Recorder:
             logger.warning("%s is not written: %s", rank_times.FILE, error.strerror)
 
 
-Say = Callable[[str], None]
+class Journal:
+    """Writes `steps.jsonl`, metrics and loggers, and the report at the end; `record` writes the other files.
+
+    Args:
+        began_s: start of the run on `Runtime.now_s`; goodput counts from there, startup included.
+        log: called with errors of loggers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        runtime: Runtime,
+        run_dir: Path,
+        resume_step: int,
+        began_s: float,
+        log: Log = logger.warning,
+    ) -> None:
+        self._runtime, self._run_dir = runtime, run_dir
+        self.metrics = MetricsExporter(
+            config.run.name,
+            run_dir=run_dir,
+            host=config.metrics.host,
+            port=config.metrics.port,
+            token_file=config.metrics.token_file,
+            target_steps=config.train.steps,
+            wanted=config.cluster.max_workers,
+            mirror=runtime.mirror() if config.metrics.ray else None,
+            serve=runtime.serve,
+            epoch_s=runtime.epoch_s,
+        )
+        self.metrics.set_slow_ratio(config.elastic.slow_ratio)
+        step_log = run_dir / "steps.jsonl"
+        self.metrics.restore(read_steps(step_log), resume_step=resume_step)
+        self.record = Recorder(
+            run_dir, runtime=runtime, trace_steps=config.metrics.trace_steps, resume_step=resume_step
+        )
+        self._step_log = StepLog(step_log, resume_step=resume_step)
+        keys = flat(config.model_dump(mode="json"))
+        about = RunInfo(name=config.run.name, run_dir=run_dir, config=keys, resume_step=resume_step)
+        self._loggers = Loggers(config.metrics.loggers, about, log=log)
+        self._began_s, self._productive_s, self._log = began_s, 0.0, log
+        self._broken_images: set[str] = set()
+
+    @property
+    def last_step(self) -> int:
+        """Last step in the step log."""
+        return self._step_log.last_step
+
+    def commit(self, report: StepReport, ranks: Sequence[RankReport], *, groups: TimedGroups = ()) -> bool:
+        """Write a finished step to log, metrics and loggers; False if the log has it already, as after a recovery.
+
+        A full disk does not stop the training: the line is written later.
+        """
+        self.metrics.observe_workers(
+            [_worker(each) for each in ranks],
+            memory=[each.memory_bytes for each in ranks],
+            picture=picture_of(report.step, groups=groups, ranks=ranks),
+        )
+        self._report_broken_images(ranks)
+        if report.step <= self._step_log.last_step:
+            return False
+        try:
+            self._step_log.append(report)
+        except OSError as error:
+            logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
+        self._loggers.put(report)
+        self._productive_s += report.step_s
+        goodput = min(1.0, self._productive_s / (self._runtime.now_s() - self._began_s))
+        self.metrics.observe_step(report, goodput=goodput)
+        return True
+
+    def _report_broken_images(self, ranks: Sequence[RankReport]) -> None:
+        for name in sorted({name for each in ranks for name in each.broken} - self._broken_images):
+            self._broken_images.add(name)
+            self.metrics.count_skipped("picture_broken", count=1)
+            self._log(f"targets of a row with a broken image do not count: {name}")
+
+    def close(self) -> None:
+        """Write what is left and stop serving metrics. Errors are logged: the result of a run does not depend on its
+        report."""
+        self.metrics.close()
+        try:
+            self._step_log.close()
+        except OSError:
+            logger.exception("the last steps of %s are not in its log", self._run_dir)
+        self._loggers.close()
+        self.record.close()
+        if self._step_log.last_step:
+            try:
+                write_report(self._run_dir)
+            except (OSError, ValueError):
+                logger.exception("report of %s", self._run_dir)
+
+
+def spans_of(devices: Sequence[RankReport]) -> tuple[Span, ...]:
+    """Spans of a step, of the first tensor-parallel device of each rank."""
+    return tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
 
 
 def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float) -> StepReport:
-    """One committed step. `peak_flops` is of all devices in use together."""
+    """Report of a finished step. `peak_flops` is that of all devices in use together."""
     record, batch = planned.record, planned.batch
     waited_s = sum(report.wait_s for report in ranks)
     return StepReport(
@@ -156,10 +246,11 @@ def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: fl
     )
 
 
-def picture_of(step: int, *, groups: PlannedGroups, ranks: Sequence[RankReport]) -> Picture:
-    """A step as it was planned, each microbatch from where the slowest group of the one before ends, and as it was."""
+def picture_of(step: int, *, groups: TimedGroups, ranks: Sequence[RankReport]) -> StepTimeline:
+    """Planned and measured timeline of a step; planned microbatches start when the slowest group of the one before
+    ends."""
     planned, start_s = [], 0.0
-    for number, held in enumerate(groups):
+    for number, in_microbatch in enumerate(groups):
         planned += [
             PlannedGroup(
                 ranks=group.ranks,
@@ -168,114 +259,16 @@ def picture_of(step: int, *, groups: PlannedGroups, ranks: Sequence[RankReport])
                 start_s=start_s,
                 stop_s=start_s + group.predicted_s,
             )
-            for group in held
+            for group in in_microbatch
         ]
-        start_s += max((group.predicted_s for group in held), default=0.0)
-    return Picture(step=step, planned=tuple(planned), measured=spans_of(ranks))
+        start_s += max((group.predicted_s for group in in_microbatch), default=0.0)
+    return StepTimeline(step=step, planned=tuple(planned), measured=spans_of(ranks))
 
 
-def worker_of(report: RankReport) -> Worker:
-    """What the metrics tell of a device."""
-    return Worker(
+def _worker(report: RankReport) -> DeviceTimes:
+    return DeviceTimes(
         rank=report.number,
         step_s=report.step_s,
         busy_s=report.step_s - report.wait_s,
         encode_s=sum(span.duration_s for span in report.spans if span.kind is SpanKind.ENCODE),
     )
-
-
-def _loggers(config: Config, *, run_dir: Path, resume_step: int, say: Say) -> Loggers:
-    given = flat(config.model_dump(mode="json"))
-    about = About(name=config.run.name, run_dir=run_dir, config=given, resume_step=resume_step)
-    return Loggers(config.metrics.loggers, about, say=say)
-
-
-class Journal:
-    """Everything a run writes about its steps: `steps.jsonl`, metrics, at the end the report; `record` what is beside.
-
-    `began_s`: when the run began, on `Runtime.now_s`; goodput counts from then, starting included.
-    `say` hears of loggers that fail.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        runtime: Runtime,
-        run_dir: Path,
-        resume_step: int,
-        began_s: float,
-        say: Say = logger.warning,
-    ) -> None:
-        self._runtime, self._run_dir = runtime, run_dir
-        self.metrics = MetricsExporter(
-            config.run.name,
-            run_dir=run_dir,
-            host=config.metrics.host,
-            port=config.metrics.port,
-            token_file=config.metrics.token_file,
-            target_steps=config.train.steps,
-            wanted=config.cluster.max_workers,
-            mirror=runtime.mirror() if config.metrics.ray else None,
-            serve=runtime.serve,
-            epoch_s=runtime.epoch_s,
-        )
-        self.metrics.set_slow_ratio(config.elastic.slow_ratio)
-        log = run_dir / "steps.jsonl"
-        self.metrics.restore(read_steps(log), resume_step=resume_step)
-        self.record = Recorder(
-            run_dir, runtime=runtime, trace_steps=config.metrics.trace_steps, resume_step=resume_step
-        )
-        self._log = StepLog(log, resume_step=resume_step)
-        self._loggers = _loggers(config, run_dir=run_dir, resume_step=resume_step, say=say)
-        self._began_s, self._productive_s, self._say = began_s, 0.0, say
-        self._broken: set[str] = set()
-
-    @property
-    def last_step(self) -> int:
-        """That is written down."""
-        return self._log.last_step
-
-    def _name_broken(self, ranks: Sequence[RankReport]) -> None:
-        """Pictures that could not be decoded, each once."""
-        for name in sorted({name for each in ranks for name in each.broken} - self._broken):
-            self._broken.add(name)
-            self.metrics.count_skipped("picture_broken", count=1)
-            self._say(f"no target counts of a row with a broken picture: {name}")
-
-    def commit(self, report: StepReport, ranks: Sequence[RankReport], *, groups: PlannedGroups = ()) -> bool:
-        """A step is done: one line, all metrics. One that was done before, and lost, gets no second line: False. A full
-        disk stops no training: the line is written later."""
-        self.metrics.observe_workers(
-            [worker_of(each) for each in ranks],
-            memory=[each.memory_bytes for each in ranks],
-            picture=picture_of(report.step, groups=groups, ranks=ranks),
-        )
-        self._name_broken(ranks)
-        if report.step <= self._log.last_step:
-            return False
-        try:
-            self._log.append(report)
-        except OSError as error:
-            logger.warning("step %d is not in the log yet: %s", report.step, error.strerror)
-        self._loggers.tell(report)
-        self._productive_s += report.step_s
-        goodput = min(1.0, self._productive_s / (self._runtime.now_s() - self._began_s))
-        self.metrics.observe_step(report, goodput=goodput)
-        return True
-
-    def close(self) -> None:
-        """Write record and report, stop serving metrics. A report that cannot be written is logged, no more:
-        the run's result does not hang on it."""
-        self.metrics.close()
-        try:
-            self._log.close()
-        except OSError:
-            logger.exception("the last steps of %s are not in its log", self._run_dir)
-        self._loggers.close()
-        self.record.close()
-        if self._log.last_step:
-            try:
-                write_report(self._run_dir)
-            except (OSError, ValueError):
-                logger.exception("report of %s", self._run_dir)

@@ -1,12 +1,9 @@
-"""The life of a run inside the controller: open, start, step by step, through losses and resizes, save, end.
-
-The controller actor: owns a run from its first worker to its last checkpoint.
-"""
+"""The controller actor: owns a run from its first worker to its last checkpoint."""
 
 import logging
 import statistics
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +11,7 @@ from pathlib import Path
 from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
-from rayfcp.cluster.controller.transitions import First, StoppedError, Transitions
+from rayfcp.cluster.controller.transitions import InitialGeneration, StoppedError, Transitions
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.planning.capacity import configured_bound
@@ -22,30 +19,30 @@ from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.measured import write_refitted
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
-from rayfcp.cluster.recovery.adoption import find_living
+from rayfcp.cluster.recovery.adoption import adopt_leftovers
 from rayfcp.cluster.recovery.losses import RanksLostError, WorkerFailedError
 from rayfcp.cluster.recovery.restoring import Restorable
-from rayfcp.cluster.recovery.stores import Keeping
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import Flag, Runtime, TaskFailedError
-from rayfcp.cluster.workers.facts import CannotGoOnError, Finished, strategy_on
-from rayfcp.cluster.workers.fleet import Fleet
-from rayfcp.cluster.workers.group import Crew, device_peak_flops, write_skipped
+from rayfcp.cluster.workers.cluster_state import ClusterState
+from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
+from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.members import Member, WorkerStart
+from rayfcp.cluster.workers.members import WorkerStart
 from rayfcp.cluster.workers.placement import CapacityError, resolved_device
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
-from rayfcp.plan import CostModel
 from rayfcp.plan.strategies.registry import slices
-from rayfcp.telemetry.live import State
+from rayfcp.telemetry.live import RunState
 from rayfcp.telemetry.steps import read_steps
 from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move, SequenceSpec, StepReport
+from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """Owns devices, planners, journal and checkpoints of one run; not an actor itself."""
+    """One run; not an actor itself. `journal` is open from when workers were found."""
 
     def __init__(
         self, config: Config, *, data_dir: str, runtime: Runtime, stopping: Flag, open_data: Callable[[], Dataset]
@@ -53,235 +50,308 @@ class TrainingRun:
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, stopping
         self._open_dataset = open_data
         self._run_dir = Path(config.run_dir)
-        self._profile_path = self._run_dir / "profile.json"
         self._began_s = runtime.now_s()
         self._messages: list[str] = []
-        self._listeners: list[Callable[[str], None]] = []
         self._reports: list[StepReport] = []
+        self.journal: Journal | None = None
 
     def reports(self, after: int) -> tuple[StepReport, ...]:
-        """Of the steps committed by this run, the first `after` left out."""
+        """Reports of committed steps, without the first `after`."""
         return tuple(self._reports[after:])
 
     def messages(self, after: int) -> tuple[str, ...]:
-        """Lines about what is being done, the first `after` left out."""
+        """Log lines, without the first `after`."""
         return tuple(self._messages[after:])
 
     def execute(self) -> Finished:
-        """From start to end; whatever was started is ended, also after a failure.
+        """Train from start to end; everything that was started is ended, also after a failure.
 
         Raises:
             ConfigError, InfeasiblePlanError: the user's input is wrong.
-            CannotGoOnError: too many losses or failed saves, or numbers that are not finite.
+            RunAbortedError: too many losses or failed saves, or numbers that are not finite.
             WorkerFailedError: a worker raised.
         """
         done, source = 0, None
-        with ExitStack() as ending:
-            ending.enter_context(hold(self._run_dir))
+        with ExitStack() as cleanup:
+            cleanup.enter_context(hold(self._run_dir))
             try:
-                self._open_data()
-                done, source = self._saver.first_step - 1, self._saver.source
+                data = self._open_data()
+                saver = Saver(
+                    self._config,
+                    runtime=self._runtime,
+                    sampler=data.sampler,
+                    model=data.library.to_dict(),
+                    log=self._log,
+                )
+                (self._run_dir / "config.yaml").write_text(dump_config(self._config))
+                done, source = saver.first_step - 1, saver.source
                 if done >= self._config.train.steps:
-                    self._say(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
+                    self._announce(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
                     return Finished(last_step=done, checkpoint=source)
-                return self._train(self._start(ending))
+                return self._start(data, saver, cleanup).run()
             except StoppedError:
                 return Finished(last_step=done, checkpoint=source)
 
-    def _open_data(self) -> None:
-        self._say("reading lengths")
-        data = self._data = self._open_dataset()
-        left_out = "".join(f", {count} rows {reason}" for reason, count in data.index.counts.items())
-        self._say(f"{len(data.index)} sequences of {data.index.num_tokens} tokens{left_out}")
-        bound = configured_bound(self._config, data.model)
+    def _open_data(self) -> Dataset:
+        config = self._config
+        self._announce("reading lengths")
+        data = self._open_dataset()
+        self._announce(str(data.index))
+        bound = configured_bound(config, data.model)
         if bound is not None:
-            layout = self._config.cluster
-            most = layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel)
-            self._check_longest(ClusterSpec(num_ranks=most, max_tokens_per_rank=bound))
-        self._saver = Saver(
-            self._config, runtime=self._runtime, sampler=data.sampler, model=data.library.to_dict(), say=self._tell
-        )
-        (self._run_dir / "config.yaml").write_text(dump_config(self._config))
+            num_ranks = config.cluster.max_workers // (config.cluster.pipeline_stages * config.cluster.tensor_parallel)
+            _check_longest(config, data, ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=bound))
         if data.index.named_bad_rows:
-            self._say(write_skipped(self._run_dir / "skipped_rows.jsonl", data.index.named_bad_rows))
+            self._announce(data.write_bad_rows(self._run_dir / "skipped_rows.jsonl"))
+        return data
 
-    def _start(self, ending: ExitStack) -> First:
-        """Devices, planners, journal; `ending` ends them in the reverse order, whatever happens. What the devices are
-        to begin with."""
-        device = resolved_device(self._config, runtime=self._runtime)
-        planners = Planners(self._config, self._data.model, runtime=self._runtime, device=device, say=self._tell)
-        ending.callback(planners.end)
-        if device == "cpu" and self._config.cluster.min_workers < self._config.cluster.max_workers:
-            planners.await_ready()  # workers take as many CPUs as there are
-        fleet = self._fleet = self._gather_fleet(device)
-        ending.callback(fleet.end)
-        found, decision = self._first_state()
-        cluster = fleet.spec(decision)
-        self._check_longest(cluster)
+    def _start(self, data: Dataset, saver: Saver, cleanup: ExitStack) -> "_Training":
+        """Start planners, workers and journal; `cleanup` ends them in reverse order, whatever happens."""
+        config, runtime = self._config, self._runtime
+        device = resolved_device(config, runtime=runtime)
+        first_batch = data.sampler.batch(saver.first_step)
+        planners = Planners(config, data.model, runtime=runtime, device=device, first_batch=first_batch, log=self._log)
+        cleanup.callback(planners.end)
+        if DEVICES[device].is_host and config.cluster.min_workers < config.cluster.max_workers:
+            planners.await_ready()  # workers take all CPUs that they find
+        cluster_state = self._acquire_workers(device, data)
+        cleanup.callback(cluster_state.end)
+        initial = self._initial_generation(cluster_state, saver, data)
         planners.await_ready()
-        version = self._saver.first_step - 1 if found is None or found.state is None else found.state.version
-        self._open_journal(ending, version=version)
-        self._costs = StartCosts(
-            self._config, self._data.model, device=device, profile_path=self._profile_path, say=self._say
-        )
-        decoders = Decoders(self._config, runtime=self._runtime, data_dir=self._data_dir)
-        ending.callback(decoders.end)
-        self._connect(planners, decoders, guess=self._costs.guess(fleet.crew, cluster), version=version)
-        self._say(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
-        left = len(fleet.crew.all) - len(decision.devices)
-        if left:
-            self._say(f"{left} of {len(fleet.crew.all)} devices stand by: {cluster.num_ranks} ranks need the others")
-        if version:
-            self._say(f"going on after step {version}{' from copies in memory' if found else ''}")
-        return First(decision=decision, cluster=cluster, found=found, version=version)
-
-    def _open_journal(self, ending: ExitStack, *, version: int) -> None:
-        journal = self._journal = Journal(
-            self._config,
-            runtime=self._runtime,
+        journal = self.journal = Journal(
+            config,
+            runtime=runtime,
             run_dir=self._run_dir,
-            resume_step=version,
+            resume_step=initial.version,
             began_s=self._began_s,
-            say=self._tell,
+            log=self._log,
         )
-        ending.callback(journal.close)
-        self._listeners.append(journal.metrics.say)
-        for reason, count in self._data.index.skipped.items():
+        cleanup.callback(journal.close)
+        for reason, count in data.index.skipped.items():
             journal.metrics.count_skipped(reason, count=count)
-        journal.metrics.set_checkpoint(self._saver.saved_step)
-        self._say(f"live page: {journal.metrics.where}")
-
-    def _connect(self, planners: Planners, decoders: Decoders, *, guess: CostModel, version: int) -> None:
-        """What runs steps, and what carries the run from one set of devices to the next."""
-        self._stepper = Stepper(
-            self._config,
-            self._fleet,
-            plans=PlanQueue(
-                planners, self._data.sampler, lookahead=self._config.plan.lookahead_steps, decoders=decoders
+        journal.metrics.set_checkpoint(saver.saved_step)
+        self._announce(f"live page: {journal.metrics.where}")
+        decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
+        cleanup.callback(decoders.end)
+        plans = PlanQueue(planners, data.sampler, lookahead=config.plan.lookahead_steps, decoders=decoders)
+        self._announce_devices(cluster_state, initial)
+        return self._training(
+            cluster_state,
+            initial,
+            saver=saver,
+            journal=journal,
+            plans=plans,
+            costs=StartCosts(
+                config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
             ),
-            journal=self._journal,
-            saver=self._saver,
-            guard=NumberGuard(self._config, data_dir=self._data_dir, say=self._tell),
-            cost=guess,
-            version=version,
-            say=self._tell,
-            tell=self._reports.append,
         )
-        self._transitions = Transitions(
-            self._fleet,
-            self._stepper,
-            saver=self._saver,
-            journal=self._journal,
+
+    def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
+        cluster, found = initial.cluster, len(cluster_state.worker_group.all)
+        self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
+        idle = found - len(initial.decision.devices)
+        if idle:
+            self._announce(f"{idle} of {found} devices stand by: {cluster.num_ranks} ranks need the others")
+        if initial.version:
+            source = " from copies in memory" if initial.found else ""
+            self._announce(f"resuming from step {initial.version}{source}")
+
+    def _training(
+        self,
+        cluster_state: ClusterState,
+        initial: InitialGeneration,
+        *,
+        saver: Saver,
+        journal: Journal,
+        plans: PlanQueue,
+        costs: StartCosts,
+    ) -> "_Training":
+        stepper = self._stepper(cluster_state, initial, saver=saver, journal=journal, plans=plans, costs=costs)
+        transitions = Transitions(
+            cluster_state,
+            stepper,
+            saver=saver,
+            journal=journal,
             stopping=self._stopping,
             began_s=self._began_s,
-            say=self._tell,
+            log=self._log,
+        )
+        return _Training(
+            self._config,
+            stepper=stepper,
+            transitions=transitions,
+            initial=initial,
+            plans=plans,
+            costs=costs,
+            announce=self._announce,
         )
 
-    def _first_state(self) -> tuple[Restorable | None, Decision]:
-        """What living workers and keepers hold, None if the run goes on from a checkpoint, by now verified, or from
-        nothing; and with which devices."""
-        while True:
-            found = self._living_state()
-            decision = self._fleet.await_devices(None, stopping=self._stopping)
-            if decision.what is Move.GIVE_UP:
-                raise CannotGoOnError(decision.reason)
-            if not decision.devices:
-                raise StoppedError
-            try:
-                if found is None:
-                    self._fleet.forget_copies()
-                    self._fleet.select(decision)
-                    self._saver.verify(self._fleet.crew)
-            except RanksLostError as error:
-                self._fleet.count_loss(error)
-                self._say(f"{error}, before the first step; starting with those that live")
-            else:
-                return found, decision
+    def _stepper(
+        self,
+        cluster_state: ClusterState,
+        initial: InitialGeneration,
+        *,
+        saver: Saver,
+        journal: Journal,
+        plans: PlanQueue,
+        costs: StartCosts,
+    ) -> Stepper:
+        return Stepper(
+            self._config,
+            cluster_state,
+            plans=plans,
+            journal=journal,
+            saver=saver,
+            guard=NumberGuard(self._config, data_dir=self._data_dir, log=self._log),
+            cost=costs.guess(cluster_state.worker_group, initial.cluster),
+            version=initial.version,
+            log=self._log,
+            on_report=self._reports.append,
+        )
 
-    def _gather_fleet(self, device: str) -> Fleet:
-        """The devices that a lost controller left behind, or new ones."""
+    def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:
+        """Adopt the workers and snapshot stores of a lost controller, or start workers."""
         config, key = self._config, run_key(self._config)
         start = WorkerStart(
             config,
             runtime=self._runtime,
             device=device,
             data_dir=self._data_dir,
-            vocab_size=self._data.vocab_size,
+            vocab_size=data.vocab_size,
             run_key=key,
         )
-        living = find_living(self._runtime, key, timeout_s=config.elastic.hang_min_s)
-        with ExitStack() as undoing:
-            # Keeps them alive, and with them the copies that they hold, while workers start.
-            keeping = Keeping(config, runtime=self._runtime, run_key=key, adopted=living.keepers)
-            undoing.callback(keeping.end)
-            crew = self._gather_crew(start, living.members)
-            undoing.callback(crew.end)
-            fleet = Fleet(config, self._data, start=start, crew=crew, keeping=keeping, say=self._tell)
-            undoing.pop_all()
-        return fleet
+        adopted = adopt_leftovers(self._runtime, key, timeout_s=config.elastic.hang_min_s)
+        with ExitStack() as undo:
+            # First the stores: they, and with them the copies they hold, are kept alive while workers start.
+            stores = SnapshotStores(config, runtime=self._runtime, run_key=key, adopted=adopted.stores)
+            undo.callback(stores.end)
+            if adopted.members:
+                self._announce(f"adopting {len(adopted.members)} workers of a lost controller")
+                worker_group = WorkerGroup(start, adopted.members)
+            else:
+                worker_group = self._launch_workers(start)
+            undo.callback(worker_group.end)
+            cluster_state = ClusterState(
+                config, data, start=start, worker_group=worker_group, snapshot_stores=stores, log=self._log
+            )
+            undo.pop_all()
+        return cluster_state
 
-    def _gather_crew(self, start: WorkerStart, living: Sequence[Member]) -> Crew:
-        if living:
-            self._say(f"going on with {len(living)} workers whose controller is gone")
-            return Crew(start, living)
-        self._say(f"starting {self._config.cluster.max_workers} workers")
+    def _launch_workers(self, start: WorkerStart) -> WorkerGroup:
+        self._announce(f"starting {self._config.cluster.max_workers} workers")
         try:
-            return Crew.launch(start, stopped=self._stopping.is_set)
+            return WorkerGroup.launch(start, stopped=self._stopping.is_set)
         except CapacityError as error:
             if self._stopping.is_set():
                 raise StoppedError from error
             raise
 
-    def _living_state(self) -> Restorable | None:
-        """What living workers and keepers hold that is newer than the newest checkpoint."""
-        found = self._fleet.newest(up_to=self._logged_step())
-        return found if found.state is not None and found.state.version >= self._saver.first_step else None
+    def _initial_generation(self, cluster_state: ClusterState, saver: Saver, data: Dataset) -> InitialGeneration:
+        found, decision = self._initial_state(cluster_state, saver)
+        cluster = cluster_state.spec(decision)
+        _check_longest(self._config, data, cluster)
+        version = saver.first_step - 1 if found is None or found.state is None else found.state.version
+        return InitialGeneration(decision=decision, cluster=cluster, found=found, version=version)
 
-    def _logged_step(self) -> int:
-        reports = read_steps(self._run_dir / "steps.jsonl")
-        return reports[-1].step if reports else 0
+    def _initial_state(self, cluster_state: ClusterState, saver: Saver) -> tuple[Restorable | None, Decision]:
+        """State in memory that is newer than the newest checkpoint, None without one, and the devices to start with.
+        In the latter case the checkpoint has been verified."""
+        while True:
+            reports = read_steps(self._run_dir / "steps.jsonl")
+            found = cluster_state.newest_state(up_to=reports[-1].step if reports else 0)
+            is_newer = found.state is not None and found.state.version >= saver.first_step
+            decision = cluster_state.await_devices(None, stopping=self._stopping)
+            if decision.what is Move.GIVE_UP:
+                raise RunAbortedError(decision.reason)
+            if not decision.devices:
+                raise StoppedError
+            try:
+                if not is_newer:
+                    cluster_state.drop_copies()
+                    cluster_state.select(decision)
+                    saver.verify(cluster_state.worker_group)
+            except RanksLostError as error:
+                cluster_state.on_loss(error)
+                self._log(f"{error}, before the first step; starting with the workers that are left")
+            else:
+                return found if is_newer else None, decision
 
-    def _train(self, first: First) -> Finished:
-        """Until the last step, or until the user asks for an end, and the checkpoint after it. The first generation,
-        and what is measured with it, may be lost as any other."""
-        version, formed, measured = first.version, False, False
+    def _announce(self, text: str) -> None:
+        """Log what comes next.
+
+        Raises:
+            StoppedError: the user stopped the run before its first step.
+        """
+        if self._stopping.is_set() and not self._reports:
+            raise StoppedError
+        self._log(text)
+
+    def _log(self, text: str) -> None:
+        logger.info(text)
+        self._messages.append(text)
+        if self.journal is not None:
+            self.journal.metrics.log(text)
+
+
+class _Training:
+    """The steps of a run, from its first generation to its last checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        stepper: Stepper,
+        transitions: Transitions,
+        initial: InitialGeneration,
+        plans: PlanQueue,
+        costs: StartCosts,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._config, self._stepper, self._transitions = config, stepper, transitions
+        self._initial, self._plans, self._costs, self._announce = initial, plans, costs, announce
+
+    def run(self) -> Finished:
+        """Train to the last step, or until stopped, and save. Forming the first generation and measuring it may be
+        interrupted by losses like any step."""
+        version, formed, measured = self._initial.version, False, False
+        stepper, transitions = self._stepper, self._transitions
         while True:
             try:
                 if not formed:
                     formed = True
-                    self._transitions.begin(first)
+                    transitions.begin(self._initial)
                 if not measured:
                     self._measure(version)
                     measured = True
-                while version < self._config.train.steps and not self._stopping.is_set():
-                    version = self._transitions.at_boundary(version=version)
-                    self._stepper.run(version + 1)
+                while version < self._config.train.steps and not transitions.stopping.is_set():
+                    version = transitions.at_boundary(version=version)
+                    stepper.run(version + 1)
                     version += 1
                 return self._finish(version)
             except RanksLostError as error:
                 try:
-                    version = self._transitions.after_loss(error, step=version + 1)
+                    version = transitions.after_loss(error, step=version + 1)
                 except StoppedError:
-                    return Finished(last_step=self._saver.saved_step, checkpoint=self._saver.saved)
+                    return Finished(last_step=stepper.saver.saved_step, checkpoint=stepper.saver.saved)
 
     def _measure(self, version: int) -> None:
-        """Steps are planned with what the devices show."""
-        fleet, stepper = self._fleet, self._stepper
-        cost = self._costs.measure(fleet.crew, fleet.cluster)
-        stepper.learn_from(cost, peak_flops=device_peak_flops(self._config, fleet.crew))
-        stepper.plan_for(fleet.cluster, fleet.ids, version=version)
-        self._say("training")
+        """Plan the steps with costs that are measured now."""
+        state, stepper = self._stepper.cluster_state, self._stepper
+        cost = self._costs.measure(state.worker_group, state.cluster)
+        stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, state.worker_group))
+        stepper.plan_for(state.cluster, state.ids, version=version)
+        self._announce("training")
 
     def _finish(self, version: int) -> Finished:
-        """Write down the last step and save."""
-        stepper, crew = self._stepper, self._fleet.crew
+        stepper, journal = self._stepper, self._stepper.journal
         stepper.commit()
-        self._journal.metrics.enter(State.SAVING)
+        journal.metrics.enter(RunState.SAVING)
+        cost = stepper.refit.cost
         if stepper.refit.num_steps:
-            write_refitted(self._profile_path, stepper.refit.cost, num_steps=stepper.refit.num_steps)
-        stepper.foretell()
-        self._say("saving")
-        checkpoint = self._saver.last(version, crew, metrics=self._journal.metrics)
+            write_refitted(self._costs.profile_path, cost, num_steps=stepper.refit.num_steps)
+        journal.record.predict(lambda step: self._plans.simulate_step(step.programs, cluster=step.cluster, cost=cost))
+        self._announce("saving")
+        checkpoint = stepper.saver.last(version, stepper.cluster_state.worker_group, metrics=journal.metrics)
         wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
         return Finished(
             last_step=version,
@@ -290,28 +360,17 @@ class TrainingRun:
             controller_cpu_s=statistics.median(cpu_s),
         )
 
-    def _check_longest(self, cluster: ClusterSpec) -> None:
-        """Strategies that slice sequences over microbatches fit any length in."""
-        if not slices(strategy_on(self._config, cluster.num_stages), num_stages=cluster.num_stages):
-            longest = SequenceSpec(id=0, num_tokens=int(self._data.index.lengths.max()), num_targets=0)
-            check_longest([longest], cluster=cluster)
 
-    def _say(self, text: str) -> None:
-        """Tell the user what comes next, unless nothing shall come."""
-        if self._stopping.is_set() and not self._reports:
-            raise StoppedError
-        self._tell(text)
-
-    def _tell(self, text: str) -> None:
-        logger.info(text)
-        self._messages.append(text)
-        for listen in self._listeners:
-            listen(text)
+def _check_longest(config: Config, data: Dataset, cluster: ClusterSpec) -> None:
+    """Refuse sequences that fit no rank group; strategies that slice sequences over microbatches fit any length."""
+    if not slices(strategy_on(config, cluster.num_stages), num_stages=cluster.num_stages):
+        longest = SequenceSpec(id=0, num_tokens=int(data.index.lengths.max()), num_targets=0)
+        check_longest([longest], cluster=cluster)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """What a run has to tell since it was last asked. `messages`: lines of what is being done."""
+    """Log lines and reports since the last poll."""
 
     messages: tuple[str, ...]
     reports: tuple[StepReport, ...]
@@ -319,7 +378,7 @@ class Poll:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a run ended: `finished`, or an `error` that the user can mend (`wrong_input`) or not (see `trace`)."""
+    """Result of a run: `finished`, or an `error` that the user can correct (`wrong_input`) or not (see `trace`)."""
 
     finished: Finished | None = None
     error: str = ""
@@ -328,9 +387,9 @@ class Outcome:
 
 
 class Controller:
-    """Actor of one run. `run` works in one thread; `poll` and `stop` answer in another.
+    """Actor of one run. `run` occupies one thread; `poll` and `stop` answer in others.
 
-    The driver names the class only, so the run and the model library are imported by the actor.
+    The driver only names the class; the run and the model library are imported by the actor.
     """
 
     def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
@@ -346,7 +405,7 @@ class Controller:
         )
 
     def poll(self, *, messages: int, reports: int) -> Poll:
-        """Messages and reports of committed steps; so many of each are known and left out."""
+        """Messages and reports of committed steps, without the first `messages` and `reports`, which are known."""
         return Poll(messages=self._run.messages(messages), reports=self._run.reports(reports))
 
     def stop(self) -> None:
@@ -362,7 +421,7 @@ class Controller:
         except TaskFailedError as error:
             wrong_input = isinstance(error.cause, ConfigError | InfeasiblePlanError)
             return Outcome(error=str(error.cause), wrong_input=wrong_input, trace=error.trace)
-        except (WorkerFailedError, CannotGoOnError) as error:
+        except (WorkerFailedError, RunAbortedError) as error:
             return Outcome(error=str(error))
         except Exception as error:
             return Outcome(error=str(error), trace=traceback.format_exc())

@@ -1,9 +1,4 @@
-"""What rayfcp needs of a Python environment: as `pyproject.toml` says, for nodes that run it from its files.
-
-What a doctor knows before it judges: facts of each node, of the cluster, of the way in, and what a run needs.
-
-What a configuration asks of machines, as far as it can be told without them.
-"""
+"""Facts that `rayfcp doctor` judges: of each node, of the cluster, of access to it; and the needs of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,13 +26,13 @@ REQUIRED = {
     "torch": "2.9",
     "transformers": "5",
 }
-"""The least version of each."""
+"""Minimum versions, as in `pyproject.toml`, for nodes that run rayfcp from its files."""
 
 DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry")
-"""Without which Ray starts no dashboard, and with it no job server and no metrics: the extra `default`."""
+"""Modules of Ray's extra `default`, without which it has no dashboard, job server and metrics."""
 
 SAME_EVERYWHERE = ("ray", "torch")
-"""Of one version on all nodes; Python to its minor version too."""
+"""Packages with the same version on all nodes."""
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -61,7 +56,7 @@ GIB = 1 << 30
 
 
 def size(num_bytes: float) -> str:
-    """For people.
+    """Readable number of bytes.
 
     >>> size(3 << 29), size(5 << 20)
     ('1.5 GiB', '5.0 MiB')
@@ -70,7 +65,7 @@ def size(num_bytes: float) -> str:
 
 
 class Verdict(StrEnum):
-    """Of one check. Only `FAIL` keeps a run from working."""
+    """Verdict of a check; `FAIL` keeps a run from working."""
 
     OK = "ok"
     WARN = "warn"
@@ -79,7 +74,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line: what was found, and, unless it is well, what to do about it. `node`: where, "" for all of them."""
+    """Result of a check and, unless it is ok, the remedy. `node` is "" for all nodes."""
 
     verdict: Verdict
     what: str
@@ -89,8 +84,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerators:
-    """What torch sees in a process of its own. `kernel`: name of the attention kernel that would be used, or None
-    with the `error` that torch or the kernel raised."""
+    """Devices that torch sees in a process of its own. `kernel`: name of the attention kernel, None with the `error`
+    that torch or the kernel raised."""
 
     kind: str
     count: int = 0
@@ -101,8 +96,8 @@ class Accelerators:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Of the folder in which the run's would be made. `sees_marker`: whether a file that the driver has just written
-    there is seen here; None where none was written."""
+    """Nearest existing folder above the run directory. `sees_marker`: True if a file written there by the driver is
+    visible here; None without such a file."""
 
     folder: str
     free_bytes: int = 0
@@ -112,8 +107,8 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """One machine. `devices`: what Ray offers there, by resource; None outside of a cluster. `clock_ahead_s`: of the
-    driver's clock, give or take half of the round trip `clock_within_s`."""
+    """One machine. `devices`: Ray's resources there, None without a cluster. `clock_ahead_s`: difference to the
+    driver's clock, +- `clock_within_s`."""
 
     name: str
     python: tuple[int, int, int]
@@ -123,6 +118,8 @@ class NodeFacts:
     memory_bytes: int
     shm_bytes: int
     open_files: int
+    num_cpus: int = 0
+    num_paths: int = 0
     storage: Storage | None = None
     missing_paths: tuple[str, ...] = ()
     reaches_driver: bool | None = None
@@ -133,8 +130,8 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterFacts:
-    """The cluster as a whole. `resources`: totals by name. `autoscales`: more may come. `broken`: why a node could
-    not be examined, by its name."""
+    """The cluster as a whole. `resources`: totals by name. `broken`: errors of nodes that could not be examined, by
+    name."""
 
     address: str
     resources: Mapping[str, float]
@@ -145,10 +142,10 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessFacts:
-    """Ray's token, and the port of the run's metrics, where the doctor was called. The token itself is not in here.
+    """Ray's token, without the token itself, and the metrics port on this machine.
 
-    `mode`: RAY_AUTH_MODE, "" if unset. `token_from`: where a token was found, "" if nowhere. `token_open`: the file may
-    be read by other users.
+    `mode`: RAY_AUTH_MODE, "" if unset. `token_from`: file or variable with a token, "" if none. `token_open`: other
+    users can read the file.
     """
 
     mode: str = ""
@@ -159,8 +156,8 @@ class AccessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a run asks for. `checkpoint_bytes`: of one checkpoint, None where the model is not known here. `paths`:
-    local ones that every node reads."""
+    """Needs of a run. `checkpoint_bytes`, `state_bytes`: of one checkpoint, and of weights, gradients and optimizer
+    states; None if the model is not known here. `paths`: local paths that every node reads."""
 
     device: str = "auto"
     min_workers: int = 1
@@ -170,6 +167,7 @@ class Needs:
     run_dir: str | None = None
     paths: tuple[str, ...] = ()
     checkpoint_bytes: int | None = None
+    state_bytes: int | None = None
     kept_checkpoints: int = 2
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
@@ -177,7 +175,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All of it; the first node is where the run's driver would be."""
+    """All facts; the first node is that of the run's driver."""
 
     nodes: tuple[NodeFacts, ...]
     cluster: ClusterFacts | None = None
@@ -185,16 +183,15 @@ class Facts:
     needs: Needs = field(default_factory=Needs)
 
 
-NOTHING: Mapping[str, float] = MappingProxyType({})
+NO_RESOURCES: Mapping[str, float] = MappingProxyType({})
 
-
-CHECKPOINT_BYTES = 12
-"""A parameter: its fp32 value and Adam's two moments."""
+CHECKPOINT_BYTES, STATE_BYTES = 12, 16
+"""Per parameter: the fp32 value and Adam's two moments; with the gradient."""
 
 
 def needs_of(config: Config) -> Needs:
-    """Of a run; local paths only."""
-    data = config.data
+    """Needs of a run; only its local paths."""
+    data, num_parameters = config.data, _num_parameters(config)
     named = [*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir]
     return Needs(
         device=config.cluster.device,
@@ -204,7 +201,8 @@ def needs_of(config: Config) -> Needs:
         planner_actors=config.plan.planner_actors,
         run_dir=config.run_dir,
         paths=tuple(dict.fromkeys(path for path in named if path is not None and _is_local(path))),
-        checkpoint_bytes=_checkpoint_bytes(config),
+        checkpoint_bytes=num_parameters and CHECKPOINT_BYTES * num_parameters,
+        state_bytes=num_parameters and STATE_BYTES * num_parameters,
         kept_checkpoints=config.checkpoint.keep,
         metrics_host=config.metrics.host,
         metrics_port=config.metrics.port,
@@ -212,15 +210,15 @@ def needs_of(config: Config) -> Needs:
 
 
 def _is_local(path: str) -> bool:
-    """Neither a URL, nor a name that the hub of models or rayfcp itself knows."""
+    """True for paths that are neither URLs nor names of the model hub or of rayfcp."""
     return "://" not in path and (path.startswith(("/", ".", "~")) or Path(path).exists())
 
 
-def _checkpoint_bytes(config: Config) -> int | None:
-    """None where the model's shape cannot be told here, for want of its folder or of torch."""
+def _num_parameters(config: Config) -> int | None:
+    """Parameters of the model, None if its folder, or torch, is missing here."""
     from rayfcp.cluster.planning.preview import model_of
 
     try:
-        return CHECKPOINT_BYTES * model_of(config).num_parameters
+        return model_of(config).num_parameters
     except (ConfigError, ImportError):
         return None

@@ -1,7 +1,4 @@
-"""Facts of the machine on which this runs. Nothing heavy is imported: a node may lack it.
-
-Facts of a cluster, gathered by one task on each of its nodes.
-"""
+"""Facts of this machine, without heavy imports, which a node may lack; and of a cluster, by one task per node."""
 
 import glob
 import importlib.util
@@ -51,8 +48,8 @@ def machine_facts(
     driver: tuple[str, int] | None = None,
     name: str = "",
 ) -> NodeFacts:
-    """Of this machine. `paths` shall be readable; `marker` is a file that the driver wrote beside `run_dir`; at
-    `driver` it listens."""
+    """Facts of this machine. `paths` must be readable; `marker`: file that the driver wrote beside `run_dir`; `driver`:
+    address at which it listens."""
     return NodeFacts(
         name=name or socket.gethostname(),
         python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
@@ -61,22 +58,24 @@ def machine_facts(
         accelerators=accelerators(device),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_bytes=shutil.disk_usage(SHM).total if SHM.is_dir() else 0,
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         storage=None if run_dir is None else storage_facts(run_dir, marker=marker),
+        num_paths=len(paths),
         missing_paths=tuple(path for path in paths if not _readable(path)),
         reaches_driver=None if driver is None else _connects(driver),
     )
 
 
 def accelerators(device: str) -> Accelerators:
-    """What torch sees, asked of a process that sees all devices."""
+    """Devices that torch sees in a process without visible-device restrictions."""
     command = ["env", "-u", "CUDA_VISIBLE_DEVICES", "-u", "ASCEND_RT_VISIBLE_DEVICES"]
     command += [f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}", sys.executable]
     command += ["-m", "rayfcp.cluster.doctor.probe", device]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Accelerators(kind=device, error=f"torch could not be asked: {error}")
+        return Accelerators(kind=device, error=f"torch could not be started: {error}")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         return Accelerators(kind=device, error=f"torch ended with code {done.returncode}: {last}")
@@ -85,16 +84,16 @@ def accelerators(device: str) -> Accelerators:
 
 
 def home_of(run_dir: str) -> Path:
-    """The nearest folder above that is there."""
+    """Nearest existing folder at or above the run directory."""
     path = Path(run_dir).expanduser().absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 def storage_facts(run_dir: str, *, marker: str | None) -> Storage:
-    """Whether files can be written where the run's folder would be; none is left there."""
+    """Try to write where the run directory would be; nothing is left there."""
     folder = home_of(run_dir)
     if folder == Path(folder.anchor):
-        return Storage(folder=str(folder), error=f"{run_dir} has no folder above it that is there")
+        return Storage(folder=str(folder), error=f"{run_dir} has no existing folder above it")
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".rayfcp-doctor-") as file:
             file.write(b"x")
@@ -118,7 +117,7 @@ def _version(package: str) -> str | None:
 
 
 def _readable(path: str) -> bool:
-    found = glob.glob(str(Path(path).expanduser()))  # noqa: PTH207  a pattern with folders of its own
+    found = glob.glob(str(Path(path).expanduser()))  # noqa: PTH207  a pattern that may contain folders
     return bool(found) and all(os.access(each, os.R_OK) for each in found)
 
 
@@ -131,14 +130,14 @@ def _connects(address: tuple[str, int]) -> bool:
 
 
 NODE_S = 300.0
-"""For the slowest node to answer; torch is imported there."""
+"""Time for the slowest node to answer; torch is imported there."""
 
 
 def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...], ClusterFacts]:
-    """The nodes, the driver's first, and the cluster as a whole. Leaves nothing behind.
+    """Facts of all nodes, the driver's first, and of the cluster as a whole.
 
     Raises:
-        ConfigError: no Ray lets us in at `address`.
+        ConfigError: no Ray accepts connections at `address`.
     """
     url = _join(address)
     try:
@@ -146,7 +145,7 @@ def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...],
         here = ray.get_runtime_context().get_node_id()
         nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerHostname"], node["NodeID"]))
         with ExitStack() as ending:
-            found, broken = _ask(nodes, needs=needs, ending=ending)
+            found, broken = _examine_nodes(nodes, needs=needs, ending=ending)
         cluster = ClusterFacts(
             address=address,
             resources=ray.cluster_resources(),
@@ -160,7 +159,7 @@ def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...],
 
 
 def _join(address: str) -> str | None:
-    """The dashboard's address, if it has one."""
+    """Connect; return the dashboard's address, if any."""
     import logging
 
     try:
@@ -168,29 +167,31 @@ def _join(address: str) -> str | None:
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         why = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"--address is {address!r}, no Ray lets us in there ({why}); check it on a node of the cluster with "
-            "'ray status', and set RAY_AUTH_MODE=token if it wants a token"
+            f"--address is {address!r}, no Ray accepts connections there ({why}); check it on a node of the cluster "
+            "with 'ray status', and set RAY_AUTH_MODE=token if it wants a token"
         ) from error
     shown: str | None = context.dashboard_url
     return shown
 
 
-def _ask(
+def _examine_nodes(
     nodes: list[dict[str, Any]], *, needs: Needs, ending: ExitStack
 ) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
-    """Facts by one task on each node; of nodes that could not be asked, why."""
+    """Facts of each node, and the errors of nodes that could not be examined."""
     listener = ending.enter_context(socket.create_server((ray.util.get_node_ip_address(), 0)))
-    asked = {
+    arguments = {
         "device": needs.device,
         "run_dir": needs.run_dir,
         "paths": needs.paths,
         "marker": _marker(needs, ending),
         "driver": listener.getsockname()[:2],
     }
-    facts_of: Any = machine_facts  # Ray knows no types of functions with keywords
+    facts_of: Any = machine_facts  # Ray's types do not cover functions with keywords
     task = ray.remote(facts_of)
     refs = [
-        task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(**asked, name=_name(node, nodes))
+        task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(
+            **arguments, name=_name(node, nodes)
+        )
         for node in nodes
     ]
     found: list[NodeFacts] = []
@@ -205,7 +206,7 @@ def _ask(
 
 
 def _marker(needs: Needs, ending: ExitStack) -> str | None:
-    """A file where the run's folder would be, for the others to see; None where none can be written."""
+    """File where the run directory would be, for other nodes to look for; None if none can be written."""
     if needs.run_dir is None:
         return None
     try:
@@ -217,10 +218,10 @@ def _marker(needs: Needs, ending: ExitStack) -> str | None:
 
 
 def _with_clock(facts: NodeFacts, node: dict[str, Any]) -> NodeFacts:
-    """By a task that does nothing else, on a node whose processes run by now."""
-    tell = ray.remote(_now_s).options(num_cpus=0, scheduling_strategy=_on(node))
+    """Add the clock difference, by a task of its own on a node whose processes are running."""
+    clock = ray.remote(_now_s).options(num_cpus=0, scheduling_strategy=_on(node))
     before_s = time.time()
-    there_s = ray.get(tell.remote(), timeout=NODE_S)
+    there_s = ray.get(clock.remote(), timeout=NODE_S)
     after_s = time.time()
     return replace(facts, clock_ahead_s=there_s - (before_s + after_s) / 2, clock_within_s=(after_s - before_s) / 2)
 
@@ -234,14 +235,14 @@ def _on(node: dict[str, Any]) -> NodeAffinitySchedulingStrategy:
 
 
 def _name(node: dict[str, Any], nodes: list[dict[str, Any]]) -> str:
-    """The host's name, with the start of the node's id where several nodes are on one host."""
+    """Host name, with the start of the node's id if several nodes are on one host."""
     host: str = node["NodeManagerHostname"]
     alone = sum(each["NodeManagerHostname"] == host for each in nodes) == 1
     return host if alone else f"{host}/{node['NodeID'][:6]}"
 
 
 def _autoscales() -> bool:
-    """Whether an autoscaler has reported to this cluster."""
+    """True if an autoscaler has reported to this cluster."""
     from ray.autoscaler.v2.utils import is_autoscaler_v2
 
     return bool(_internal_kv_get(b"__autoscaling_status")) or is_autoscaler_v2()

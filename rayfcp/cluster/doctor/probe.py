@@ -7,22 +7,18 @@ import sys
 
 def look(kind: str) -> dict[str, object]:
     """Devices of a kind (`auto`: what is here) and the attention kernel for it."""
-    import torch
-
-    from rayfcp.execute.devices.device import device_kind
+    from rayfcp.execute.devices.backend import backend_of, device_kind
     from rayfcp.execute.kernels import pick_kernel
 
     error, kernel = "", None
     try:
-        if kind == "npu":
-            pick_kernel(kind)  # loads torch's extension
         kind = device_kind(kind)
-        kernel = pick_kernel(kind).name
+        kernel = pick_kernel(kind).name  # loads torch's extension for the device
     except Exception as raised:  # whatever keeps the device from working is what is asked for
         error = " ".join(f"{raised}".split()) or type(raised).__name__
-    module = getattr(torch, kind, None)
-    count = module.device_count() if kind != "cpu" and module is not None and module.is_available() else 0
-    names = sorted({module.get_device_name(number) for number in range(count)}) if module is not None else []
+    backend = backend_of(kind)
+    count = backend.num_devices
+    names = sorted({backend.device_name(number) for number in range(count)})
     return {"kind": kind, "count": count, "names": names, "kernel": kernel, "error": error}
 
 

@@ -1,4 +1,4 @@
-"""What the workers can hold: from devices and memory to the numbers that planners take."""
+"""Capacity of the workers: token budgets and cluster specs from devices and their memory."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -13,16 +13,17 @@ from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, ModelProfile
+from rayfcp.values.devices import DEVICES
 
 GIB = 1 << 30
 
 CPU_MEMORY_SHARE = 0.8
-"""Of a machine's memory that its workers may plan with together."""
+"""Share of a machine's memory for its workers together."""
 
 
 def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], generation: int) -> ClusterSpec:
-    """As many ranks as the devices make, in the order of `facts`: all ranks of one stage, with their tensor-parallel
-    devices, then those of the next. Devices at the end that make no rank are not in it.
+    """Cluster of as many ranks as the devices make, in the order of `facts`: all ranks of one stage, with their
+    tensor-parallel devices, then those of the next. Surplus devices at the end are not used.
 
     Raises:
         InfeasiblePlanError: the model's states do not fit beside one token.
@@ -45,7 +46,7 @@ def cluster_spec(config: Config, model: ModelProfile, *, facts: Sequence[DeviceF
 
 
 def configured_bound(config: Config, model: ModelProfile) -> int | None:
-    """Tokens per rank on as many devices as the run may have, if `memory_gib_per_device` says what they hold.
+    """Token budget per rank on the maximum number of devices, None without `memory_gib_per_device`.
 
     Raises:
         InfeasiblePlanError: the model's states do not fit beside one token.
@@ -60,8 +61,8 @@ def configured_bound(config: Config, model: ModelProfile) -> int | None:
 def layouts_that_fit(
     config: Config, model: ModelProfile, *, facts: Sequence[DeviceFacts], longest_tokens: int
 ) -> tuple[Fit, ...]:
-    """For each number of stages up to the configured one the fewest ranks that hold the model's states and the longest
-    sequence, on devices like these. One more than there may be, if even those are too few."""
+    """Fewest ranks that hold the model's states and the longest sequence, for each number of stages up to the
+    configured one; one more than the maximum if that is too few."""
     found = []
     for num_stages in range(config.cluster.pipeline_stages, 0, -1):
         own = with_stages(config, num_stages)
@@ -89,12 +90,13 @@ def _holds(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes:
 
 
 def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int) -> int:
-    """Tokens that one rank holds in a microbatch beside the model's states, `memory_bytes` on each device. With several
-    stages, of a microbatch alone in its pipeline that keeps only the inputs of layers: how many are under way at
-    once, and what they keep, is for the plan.
+    """Tokens of a microbatch that one rank holds beside the model's states, with `memory_bytes` on each device.
+
+    With several stages: of a single microbatch that keeps only the inputs of layers; the plan decides how many are in
+    flight and what they keep.
 
     Raises:
-        InfeasiblePlanError: not even one.
+        InfeasiblePlanError: not even one token.
     """
     own = device_model(model, config.cluster.tensor_parallel)
     size = BYTES[config.model.dtype]
@@ -126,7 +128,7 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
 def _states(
     config: Config, own: ModelProfile, *, stages: Sequence[int], stage: int, num_ranks: int, gather_every: str = ""
 ) -> int:
-    """Bytes of a device of a stage that do not depend on tokens."""
+    """Bytes of a stage's device that do not depend on tokens."""
     return stage_state_bytes(
         own,
         layers_of_stage=stages,
@@ -139,13 +141,13 @@ def _states(
 
 
 def device_memory(config: Config, facts: Sequence[DeviceFacts]) -> int:
-    """Bytes of the smallest device; CPU workers of one machine share its memory."""
+    """Memory of the smallest device; CPU workers of one machine share its memory."""
     if config.cluster.memory_gib_per_device is not None:
         return int(config.cluster.memory_gib_per_device * GIB)
-    sharing = Counter(fact.node_id for fact in facts if fact.device == "cpu")
+    sharing = Counter(fact.node_id for fact in facts if DEVICES[fact.device].is_host)
     return min(
         int(fact.memory_bytes * CPU_MEMORY_SHARE) // sharing[fact.node_id]
-        if fact.device == "cpu"
+        if DEVICES[fact.device].is_host
         else int(fact.memory_bytes * ACCELERATOR_MEMORY_SHARE)
         for fact in facts
     )

@@ -1,13 +1,10 @@
-"""From timed passes and parts to `profile.json` and `hardware.yaml`: workers of Ray timed them, or one device alone.
-
-Cost model of a run's first plans: a guess, or fitted to passes that the workers time.
-"""
+"""Measured costs: of the first plans of a run, and `profile.json` and `hardware.yaml` of `rayfcp profile`."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
 
@@ -15,7 +12,7 @@ from rayfcp.cluster.planning.capacity import device_memory
 from rayfcp.cluster.planning.measured import (
     BYTES,
     COMMAND,
-    Measured,
+    MeasuredCost,
     about_run,
     analytic_cost,
     combine,
@@ -26,7 +23,6 @@ from rayfcp.cluster.planning.measured import (
     without_shards,
     write_measured,
 )
-from rayfcp.cluster.workers.group import Crew
 from rayfcp.config import Config
 from rayfcp.cost.device import measured_hardware
 from rayfcp.cost.fit import (
@@ -37,55 +33,58 @@ from rayfcp.cost.fit import (
     exchange_shapes,
     few_shapes,
     half_tokens,
+    image_shapes,
     line,
-    many_picture_shapes,
+    many_image_shapes,
     many_shapes,
-    picture_shapes,
 )
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
 from rayfcp.plan.assembly import exchange_degrees
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values.devices import DEVICES
+
+if TYPE_CHECKING:  # timings of one device alone need no Ray
+    from rayfcp.cluster.workers.group import WorkerGroup
 
 HOLD_OUT_EVERY = 4
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Rounds = list[list[list[Timing]]]
 """`[round][rank][shape]`."""
 
 
-class Timed(Protocol):
-    """Ranks that can be timed, all at once. `device`: cpu, cuda or npu; `base`: the named profile that is nearest to
-    it."""
+class TimedRanks(Protocol):
+    """Ranks that are timed all at once. `base`: named profile of the device."""
 
     device: str
     base: str
 
     def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        """Parts of a pass alone, the slowest rank's."""
+        """Timings of the parts of a pass, of the slowest rank."""
         ...
 
     def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
-        """So many passes of each shape, after one more that is thrown away."""
+        """`rounds` timed passes of each shape, after a warm-up."""
         ...
 
     def peak_flops(self) -> float:
-        """Of one device.
+        """Peak FLOP/s of one device.
 
         Raises:
-            ConfigError: an accelerator that no table knows.
+            ConfigError: an accelerator that is not in the table.
         """
         ...
 
     def memory_bytes(self) -> int:
-        """Of one device."""
+        """Memory of one device."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profiled:
-    """What `rayfcp profile` found, and where it is kept. `simulation_error`: of the simulator, mean over passes."""
+    """Result of `rayfcp profile` and its files. `simulation_error`: mean error of the simulator over passes."""
 
-    measured: Measured
+    measured: MeasuredCost
     parts: PartTimings
     hardware: HardwareProfile
     simulation_error: float
@@ -94,18 +93,18 @@ class Profiled:
 
 
 class Profiler:
-    """Ranks that can be timed, and what is to be known of them."""
+    """Times ranks, fits the cost model and writes both files."""
 
     def __init__(
-        self, config: Config, timed: Timed, *, model: ModelProfile, cluster: ClusterSpec, folder: Path, say: Say
+        self, config: Config, timed: TimedRanks, *, model: ModelProfile, cluster: ClusterSpec, folder: Path, log: Log
     ) -> None:
         self._config, self._timed, self._model = config, timed, model
-        self._cluster, self._folder, self._say = cluster, folder, say
+        self._cluster, self._folder, self._log = cluster, folder, log
 
     def run(self, rounds: int, *, max_tokens: int) -> Profiled:
         """Time, fit, and write both files."""
         timed, model, cluster = self._timed, self._model, self._cluster
-        self._say("attention, linear layers, messages and gathers alone")
+        self._log("attention, linear layers, messages and gathers alone")
         parts = timed.parts(model, max_tokens=max_tokens)
         guess = dataclasses.replace(
             analytic_cost(self._config, model, device=timed.device, cluster=cluster),
@@ -115,18 +114,18 @@ class Profiler:
         exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-        seen = many_picture_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+        seen = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
         shapes, seen = ([dataclasses.replace(each, windows=model.windows) for each in part] for part in (shapes, seen))
         timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
-        self._say("peak of the devices")
+        self._log("peak of the devices")
         hardware = self._hardware(measured, parts)
         found = simulation_error(
             shapes, timings[: len(shapes)], cluster=cluster, model=model, hardware=hardware, cost=measured.fit.cost
         )
         return self._written(measured, parts, hardware=hardware, rounds=rounds, simulation_error=found)
 
-    def _hardware(self, measured: Measured, parts: PartTimings) -> HardwareProfile:
+    def _hardware(self, measured: MeasuredCost, parts: PartTimings) -> HardwareProfile:
         timed, cost = self._timed, measured.fit.cost
         hardware = measured_hardware(
             hardware_profile(timed.base),
@@ -143,7 +142,7 @@ class Profiler:
 
     def _written(
         self,
-        measured: Measured,
+        measured: MeasuredCost,
         parts: PartTimings,
         *,
         hardware: HardwareProfile,
@@ -178,7 +177,7 @@ class Profiler:
 
 
 def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
-    """A hardware profile as YAML that `rayfcp compare --hardware` reads; each figure with where it comes from."""
+    """Hardware profile as YAML for `rayfcp compare --hardware`, with the source of each figure."""
     named, told = hardware_profile(base), HARDWARE.sources(base)
     fields = {name: value for name, value in dataclasses.asdict(hardware).items() if name != "source"}
     same = {name for name, value in fields.items() if value == getattr(named, name)}
@@ -191,20 +190,20 @@ def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
 
 
 def profile_table(profiled: Profiled) -> str:
-    """What was found, for people."""
+    """Table of the results."""
     cost, measured, parts = profiled.measured.fit.cost, profiled.measured, profiled.parts
     attention_s, linear_s = parts.attention_s[0], parts.linear_s[0]
     rows = [
         ("passes", f"{len(measured.passes)} shapes, {len(measured.held_out)} of them held out"),
-        ("attention", f"{1e9 * cost.attention_s_per_cell:.4g} ns a cell, half tokens {cost.attention_half_tokens:.0f}"),
+        ("attention", f"{1e9 * cost.attention_s_per_pair:.4g} ns a pair, half tokens {cost.attention_half_tokens:.0f}"),
         ("linear layers", f"{1e6 * cost.linear_s_per_token:.4g} us a token"),
         ("microbatch", f"{1e3 * cost.fixed_s:.4g} ms fixed"),
         ("kernel alone", f"{1e3 * attention_s[1]:.4g} ms for a layer over {attention_s[0]} tokens"),
         ("linear alone", f"{1e3 * linear_s[1]:.4g} ms for a layer over {linear_s[0]} tokens"),
     ]
     if cost.encoder is not None:
-        patch_us, cell_ns = 1e6 * cost.encoder.s_per_patch, 1e9 * cost.encoder.s_per_cell
-        rows.append(("vision encoder", f"{patch_us:.4g} us a patch, {cell_ns:.4g} ns a cell"))
+        patch_us, pair_ns = 1e6 * cost.encoder.s_per_patch, 1e9 * cost.encoder.s_per_pair
+        rows.append(("vision encoder", f"{patch_us:.4g} us a patch, {pair_ns:.4g} ns a pair"))
     if parts.message_s:
         ring_us, hop_ms = 1e6 * cost.ring_intra_s_per_token, 1e3 * cost.ring_s_per_round
         rows.append(("ring", f"{ring_us:.4g} us a token and hop, {hop_ms:.4g} ms a hop"))
@@ -222,81 +221,78 @@ def profile_table(profiled: Profiled) -> str:
     return "\n".join(f"  {label:<15} {text}" for label, text in rows)
 
 
-START_TOKENS = {"cpu": 1024, "cuda": 16384, "npu": 16384}
-"""Tokens of the largest pass of one rank that is timed before a run starts."""
 START_ROUNDS = 3
 
 
-def timed_rounds(crew: Crew, shapes: Sequence[PassShape], *, rounds: int, say: Say) -> Rounds:
-    """`rounds` passes of each shape, and one more before them that is thrown away; all ranks at once."""
+def timed_rounds(worker_group: "WorkerGroup", shapes: Sequence[PassShape], *, rounds: int, log: Log) -> Rounds:
+    """Time `rounds` passes of each shape on all ranks at once, after a warm-up."""
     found: Rounds = []
     for number in range(rounds + 1):
-        say(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
-        found.append(crew.each(lambda _, worker: worker.time_passes.remote(shapes)))
+        log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
+        found.append(worker_group.call(lambda _, worker: worker.time_passes.remote(shapes)))
     return found[1:]
 
 
 def start_cost(
-    crew: Crew,
+    worker_group: "WorkerGroup",
     guess: CostModel,
     *,
     cluster: ClusterSpec,
     max_seqlen: int,
     primitives: Collection[str],
     vision: VisionProfile | None = None,
-) -> Measured:
-    """A cost model from few short passes of the primitives that plans may use: what a run that was not profiled starts
-    with."""
+) -> MeasuredCost:
+    """Cost model from few short passes of the primitives that plans may use, for runs that were not profiled."""
     exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=primitives)
-    tokens = min(START_TOKENS[crew.facts[0].device], max_seqlen, cluster.max_tokens_per_rank)
-    if guess.pipeline:  # whose bound knows that plans recompute; these passes do not
+    tokens = min(DEVICES[worker_group.facts[0].device].start_tokens, max_seqlen, cluster.max_tokens_per_rank)
+    if guess.pipeline:  # its bound assumes recomputation; these passes do not recompute
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
-    shapes += picture_shapes(vision, max_tokens=tokens) if vision else []
+    shapes += image_shapes(vision, max_tokens=tokens) if vision else []
     shapes = [dataclasses.replace(each, windows=guess.windows) for each in shapes]
-    return measure_cost(guess, combine(timed_rounds(crew, shapes, rounds=START_ROUNDS - 1, say=lambda _: None)))
+    return measure_cost(guess, combine(timed_rounds(worker_group, shapes, rounds=START_ROUNDS - 1, log=lambda _: None)))
 
 
 class StartCosts:
-    """A guess from profiles for any generation, and coefficients measured on one whose devices have met."""
+    """Analytic cost model of any generation, and measured ones of generations that have joined."""
 
     def __init__(
-        self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, say: Callable[[str], None]
+        self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, log: Callable[[str], None]
     ) -> None:
-        self._config, self._model, self._device, self._path, self._say = config, model, device, profile_path, say
+        self._config, self._model, self._device, self.profile_path, self._log = config, model, device, profile_path, log
 
-    def guess(self, crew: Crew, cluster: ClusterSpec) -> CostModel:
-        """Nothing is measured."""
+    def guess(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
+        """Analytic cost model."""
         cost = analytic_cost(
             self._config,
             self._model,
             device=self._device,
             cluster=cluster,
-            memory_bytes=device_memory(self._config, crew.facts),
+            memory_bytes=device_memory(self._config, worker_group.facts),
         )
         return dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
 
-    def measure(self, crew: Crew, cluster: ClusterSpec) -> CostModel:
-        """Coefficients of `rayfcp profile` for the same model and ranks, or measured now: after a resume too, since
-        the ranks may be others. Steps refit them from there.
+    def measure(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
+        """Cost model of `rayfcp profile` for the same model and ranks, else measured now, also after a resume, since
+        ranks may differ. Steps refit it.
 
         Raises:
             RanksLostError: a device was lost meanwhile.
         """
-        self._say("measuring devices")
+        self._log("measuring devices")
         config = self._config
         about = about_run(config, self._model, device=self._device, cluster=cluster)
-        cost = profiled_cost(self._path, about=about)
+        cost = profiled_cost(self.profile_path, about=about, log=self._log)
         if cost is not None:
-            self._say(f"cost model of {COMMAND} in {self._path}")
+            self._log(f"cost model of {COMMAND} in {self.profile_path}")
             return cost
         measured = start_cost(
-            crew,
-            self.guess(crew, cluster),
+            worker_group,
+            self.guess(worker_group, cluster),
             cluster=cluster,
             max_seqlen=config.data.max_seqlen,
             primitives=config.plan.primitives,
             vision=self._model.vision,
         )
-        write_measured(self._path, measured, about=about)
+        write_measured(self.profile_path, measured, about=about)
         return measured.fit.cost

@@ -1,8 +1,6 @@
-"""The actor that makes images ready ahead of the step, on a spare CPU.
+"""Decoder actors, which decode images ahead of the step on spare CPUs.
 
-Decoder actors: spare CPUs that make pictures ready ahead of the step.
-
-They may be lost, late or not there at all: a device that does not get its pictures in time decodes them itself.
+They may be lost, late or absent: a device that does not get its images in time decodes them itself.
 """
 
 import logging
@@ -15,43 +13,43 @@ from ray.exceptions import GetTimeoutError, RayError
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.config import Config
 from rayfcp.data import TokenReader
-from rayfcp.data.vision.decoding import Decoded, PictureDecoder, Wanted
+from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange
 from rayfcp.program import RankProgram
-from rayfcp.program.instructions import wanted_pictures
+from rayfcp.program.instructions import wanted_images
 from rayfcp.values import GlobalBatch
 
 logger = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Actor that decodes what a rank's program encodes."""
+    """Actor that decodes the images of a rank's program."""
 
     def __init__(self, processor: str, data_dir: str) -> None:
         from rayfcp.data.vision.processors import load_processor
 
-        self._decoder = PictureDecoder(TokenReader.open(data_dir), load_processor(processor))
+        self._decoder = ImageDecoder(TokenReader.open(data_dir), load_processor(processor))
 
     def ready(self) -> None:
         """Answers once the actor runs."""
 
-    def decode(self, program: RankProgram, batch: GlobalBatch) -> dict[Wanted, Decoded]:
-        """The pictures of one rank in one step."""
-        return self._decoder.decode(batch, wanted_pictures(program.instructions))
+    def decode(self, program: RankProgram, batch: GlobalBatch) -> dict[ImageRange, DecodedImages]:
+        """Decode the images of one rank in one step."""
+        return self._decoder.decode(batch, wanted_images(program.instructions))
 
 
-def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[Wanted, Decoded] | None:
-    """What a decoder made ready, of the one reference in `pixels`; None if there is none, or if it does not come."""
+def fetched(pixels: Sequence[Any], *, patience_s: float) -> dict[ImageRange, DecodedImages] | None:
+    """Decoded images of the one reference in `pixels`; None without one, or if they do not arrive in time."""
     try:
-        found: list[dict[Wanted, Decoded]] = ray.get(list(pixels), timeout=patience_s)
+        found: list[dict[ImageRange, DecodedImages]] = ray.get(list(pixels), timeout=patience_s)
     except (RayError, GetTimeoutError) as error:
-        logger.warning("pictures did not come, decoding here: %s", " ".join(str(error).split())[:300])
+        logger.warning("decoded images did not arrive, decoding them here: %s", " ".join(str(error).split())[:300])
         return None
     return found[0] if found else None
 
 
 class Decoders:
-    """`data.decoder_actors` decoders over the nodes, of which those that run are asked in turns. The runtime starts one
-    that is lost again, and gives it what it had in hand, twice at most. None where rows have no pictures."""
+    """`data.decoder_actors` decoders, used round-robin; none without `data.processor`. The runtime restarts a lost one
+    and repeats its requests, twice at most. Images are decoded up to `ahead` steps before they run."""
 
     def __init__(self, config: Config, *, runtime: Runtime, data_dir: str) -> None:
         self._runtime, name = runtime, config.data.processor
@@ -61,12 +59,11 @@ class Decoders:
         self._running: list[Any] = []
         self._turn = 0
         self.ahead = config.data.decode_ahead_steps
-        """Steps whose pictures may be there before they run."""
 
-    def ask(self, programs: Sequence[Any], batch: Any) -> tuple[Any, ...]:
-        """References of what `decode` gives for each program; programs and batch are references too. Without a decoder
-        that runs, none."""
-        self._look()
+    def request(self, programs: Sequence[Any], batch: Any) -> tuple[Any, ...]:
+        """References of the decoded images of each program, empty without a running decoder; `programs` and `batch` are
+        references too."""
+        self._take_started()
         if not self._running:
             return ()
         first, self._turn = self._turn, self._turn + len(programs)
@@ -78,13 +75,14 @@ class Decoders:
         for actor in self._actors:
             self._runtime.end(actor)
 
-    def _look(self) -> None:
-        """Who has come to run since the last call."""
+    def _take_started(self) -> None:
         for ref in self._runtime.wait_all(list(self._starting), timeout_s=0):
             actor = self._starting.pop(ref)
             try:
                 self._runtime.get(ref)
             except CallError as error:
-                logger.warning("a decoder does not start, workers do its part: %s", " ".join(str(error).split())[:300])
+                logger.warning(
+                    "a decoder does not start, workers decode its images: %s", " ".join(str(error).split())[:300]
+                )
             else:
                 self._running.append(actor)

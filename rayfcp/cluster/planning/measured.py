@@ -1,14 +1,11 @@
-"""A measured hardware profile made to agree with the simulator, which counts the traffic of shards itself.
-
-The cost model of a run: analytic from profiles, its coefficients replaced by what the workers measured.
-"""
+"""The cost model of a run: analytic, with coefficients measured by the workers; and `profile.json`."""
 
 import dataclasses
 import json
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,12 +19,13 @@ from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.telemetry.files import write_whole
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
+from rayfcp.values.devices import DEVICES
 
 
 def pass_seconds(
     shape: PassShape, *, cluster: ClusterSpec, model: ModelProfile, hardware: HardwareProfile, recomputed_layers: int
 ) -> float:
-    """What the simulator says of a timed pass."""
+    """Simulated seconds of a timed pass."""
     plan, sequences = pass_plan(shape, num_ranks=cluster.num_ranks, recomputed_layers=recomputed_layers)
     programs = lower(plan, sequences)
     return simulate(programs, model=model, hardware=hardware, node_of_rank=cluster.node_of_rank).iteration_s
@@ -36,10 +34,9 @@ def pass_seconds(
 def without_shards(
     hardware: HardwareProfile, cost: CostModel, *, cluster: ClusterSpec, model: ModelProfile
 ) -> HardwareProfile:
-    """`hardware` whose fixed cost is what is left of the measured one beside the simulated gathers and reductions.
+    """`hardware` with a fixed cost that excludes gathers and reductions, which the simulator adds itself.
 
-    Of the simulated pass of one token a rank, only that traffic is not in the cost model: with the overhead
-    that is returned, both say the same of it, as far as an overhead of at least 0 can.
+    For a pass of one token per rank, simulator and cost model then agree, as far as an overhead of at least 0 allows.
     """
     shape = PassShape(degree=1, lengths=(1,))
     simulated_s = pass_seconds(
@@ -70,16 +67,15 @@ def simulation_error(
 logger = logging.getLogger(__name__)
 
 BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-BASE_HARDWARE = {"cpu": "cpu", "cuda": "h100", "npu": "ascend-910c"}
 COMMAND = "rayfcp profile"
 
 LEAST_SHARE = 0.1
-"""Of the guessed seconds of computation, where passes show none."""
+"""Share of the analytic coefficients used where timed passes show no computation at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """A fitted cost model, the timed passes, and which of them (`held_out`, by position) it was not fitted to."""
+class MeasuredCost:
+    """A fitted cost model, the timed passes, and the positions of those that it was not fitted to (`held_out`)."""
 
     fit: Fit
     passes: tuple[Timing, ...]
@@ -87,7 +83,7 @@ class Measured:
 
     @property
     def held_out_error(self) -> float:
-        """Mean of |predicted - measured| / measured of what was held out; 0 where nothing was."""
+        """Mean of |predicted - measured| / measured over held-out passes; 0 without any."""
         return mean_error(self.fit.cost, [self.passes[at] for at in self.held_out])
 
 
@@ -100,12 +96,11 @@ def analytic_cost(
     memory_bytes: int | None = None,
     hardware: HardwareProfile | None = None,
 ) -> CostModel:
-    """From `hardware`, or the device's named profile: a first guess, and what an unmeasured plan is made with.
-    Of a rank's device of each stage, with `memory_bytes`: sums over tensor-parallel devices are left out, and
-    measured."""
+    """Unmeasured cost model, from `hardware` or the device's named profile. All-reduces of tensor parallelism are not
+    included: they are measured."""
     return CostModel.from_profiles(
         device_model(model, cluster.tensor_parallel),
-        hardware or hardware_profile(BASE_HARDWARE[device]),
+        hardware or hardware_profile(DEVICES[device].base_hardware),
         num_ranks=cluster.num_ranks,
         num_stages=cluster.num_stages,
         layers_of_stage=cluster.layers_of_stage,
@@ -118,7 +113,7 @@ def analytic_cost(
 
 
 def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
-    """What measured coefficients depend on: with all of it equal, an earlier profile still holds."""
+    """Everything that measured coefficients depend on: a profile with equal values can be reused."""
     about = {
         "cluster": _layout(cluster),
         "device": device,
@@ -136,19 +131,19 @@ def about_run(config: Config, model: ModelProfile, *, device: str, cluster: Clus
 
 
 def _layout(cluster: ClusterSpec) -> list[int]:
-    """Into what a rank's layers are cut."""
+    """Stages, tensor-parallel size and layer split."""
     return [cluster.num_stages, cluster.tensor_parallel, *cluster.layers_of_stage]
 
 
 def ranks_per_node(cluster: ClusterSpec) -> int:
-    """Ranks of one stage on the largest node that it has."""
+    """Largest number of ranks of one stage on one node."""
     nodes, size = cluster.node_of_rank, cluster.num_ranks
     stages = [nodes[start : start + size] for start in range(0, len(nodes), size)]
     return max((stage.count(node) for stage in stages for node in set(stage)), default=size)
 
 
 def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
-    """One timing a shape from `rounds[round][rank]`: the slowest rank's in each round, the median over rounds.
+    """One timing per shape from `rounds[round][rank]`: of the slowest rank in each round, the median over rounds.
 
     Raises:
         ValueError: ranks or rounds that timed different shapes.
@@ -160,27 +155,27 @@ def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
     ]
 
 
-def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: int = 0) -> Measured:
-    """Fit what all ranks timed at once. A ring over all ranks crosses the slowest link, so one link speed
-    stands for all. Where the guess says that nothing overlaps, that stays. Passes that were timed again and again count
-    once, with the median.
+def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: int = 0) -> MeasuredCost:
+    """Fit the cost model to passes timed on all ranks at once.
 
-    With `hold_out_every` k, every k-th pass of each degree, by its cells, is not fitted but predicted.
+    A ring over all ranks crosses the slowest link, so one link speed stands for all. Without overlap in `guess` none
+    is fitted. Repeated passes count once, with the median. With `hold_out_every` k, every k-th pass of each degree, by
+    its pairs, is held out.
     """
     passes = _once(passes)
     held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
-    fitted = [timing for at, timing in enumerate(passes) if at not in held_out and not timing.num_pictures]
+    fitted = [timing for at, timing in enumerate(passes) if at not in held_out and not timing.num_images]
     fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
-    if fit.cost.linear_s_per_token == 0.0 and fit.cost.attention_s_per_cell == 0.0:
+    if fit.cost.linear_s_per_token == 0.0 and fit.cost.attention_s_per_pair == 0.0:
         cost = _with_computation(fit.cost, guess)
         fit = Fit(cost=cost, mean_error=mean_error(cost, fitted))
     cost = _with_encoder(_with_stages(fit.cost, guess), guess, passes=passes)
     fit = Fit(cost=cost, mean_error=mean_error(cost, [each for at, each in enumerate(passes) if at not in held_out]))
-    return Measured(fit=fit, passes=passes, held_out=held_out)
+    return MeasuredCost(fit=fit, passes=passes, held_out=held_out)
 
 
 def _once(passes: Sequence[Timing]) -> tuple[Timing, ...]:
-    """Otherwise what is held out may have been fitted."""
+    """Merge repeated passes, so that held-out ones are not fitted."""
     seconds: dict[Timing, list[float]] = defaultdict(list)
     for each in passes:
         seconds[dataclasses.replace(each, seconds=0.0)].append(each.seconds)
@@ -188,17 +183,17 @@ def _once(passes: Sequence[Timing]) -> tuple[Timing, ...]:
 
 
 def _with_computation(fitted: CostModel, guess: CostModel) -> CostModel:
-    """On a machine so noisy that nothing is seen of computation, a little of what the guess says of it: a plan for
-    which it is free is worthless."""
+    """Replace coefficients of 0, which a noisy machine yields, by a share of the analytic ones: plans with free
+    computation are useless."""
     return fitted.with_coefficients(
         linear_s_per_token=LEAST_SHARE * guess.linear_s_per_token,
-        attention_s_per_cell=LEAST_SHARE * guess.attention_s_per_cell,
+        attention_s_per_pair=LEAST_SHARE * guess.attention_s_per_pair,
     )
 
 
 def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timing]) -> CostModel:
-    """And what passes with pictures say of the encoder. Its features travel as keys and values do."""
-    if guess.encoder is None or not any(timing.num_pictures for timing in passes):
+    """Add the encoder, fitted to passes with images. Its features are sent like keys and values."""
+    if guess.encoder is None or not any(timing.num_images for timing in passes):
         return fitted
     link = _times(fitted.ring_intra_s_per_token, guess.ring_intra_s_per_token)
     latency = _times(fitted.ring_s_per_round, guess.ring_s_per_round)
@@ -207,13 +202,13 @@ def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timin
 
 
 def _times(found_s: float, guessed_s: float) -> float:
-    """How many times as long as guessed; 1 where nothing was."""
+    """Ratio of measured to analytic seconds; 1 if the analytic ones are 0."""
     return found_s / guessed_s if guessed_s else 1.0
 
 
 def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:
-    """What was timed went through all stages, one after the other: its seconds are those of all layers, with the
-    hops between stages and the traffic of parameters. The head's share of the linear layers stays the guess's."""
+    """Distribute over stages. Timed passes go through all stages in turn, with the transfers between them and the
+    traffic of parameters; the head keeps its analytic share of the linear layers."""
     if guess.pipeline is None:
         return fitted
     scale = fitted.linear_s_per_token / guess.linear_s_per_token
@@ -227,18 +222,18 @@ def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:
 
 
 def _held_out(passes: Sequence[Timing], *, every: int) -> tuple[int, ...]:
-    """Never the least or most of a primitive's degree: a fit is asked between what it saw, not beyond."""
+    """Positions of held-out passes; never the smallest or largest of a degree, to interpolate only."""
     chosen: list[int] = []
     for kind in sorted({(timing.primitive, timing.degree) for timing in passes}):
-        alike = [(timing.primitive, timing.degree) == kind and not timing.num_pictures for timing in passes]
+        alike = [(timing.primitive, timing.degree) == kind and not timing.num_images for timing in passes]
         at_degree = [at for at, is_alike in enumerate(alike) if is_alike]
-        ordered = sorted(at_degree, key=lambda at: (passes[at].num_cells, passes[at].num_tokens))
+        ordered = sorted(at_degree, key=lambda at: (passes[at].num_pairs, passes[at].num_tokens))
         chosen += ordered[every // 2 : -1 : every] if len(ordered) > 2 else []
     return tuple(sorted(set(chosen)))
 
 
-def write_measured(path: Path, measured: Measured, *, about: dict[str, Any], **more: Any) -> None:
-    """`profile.json`: the cost model, its errors, and every timed pass with what it predicts; `more` as it is."""
+def write_measured(path: Path, measured: MeasuredCost, *, about: dict[str, Any], **more: Any) -> None:
+    """Write `profile.json`: the cost model, its errors, and every timed pass with its prediction; and `more`."""
     cost = measured.fit.cost
     profile = {
         "about": about,
@@ -255,31 +250,47 @@ def write_measured(path: Path, measured: Measured, *, about: dict[str, Any], **m
 
 
 def read_cost(profile_path: Path) -> CostModel:
-    """The cost model that a run measured; after steps that were refitted, what they made of it."""
+    """The cost model that a run measured, refitted if its steps did so.
+
+    Raises:
+        ValueError: the profile is of another version of rayfcp.
+    """
     profile = json.loads(profile_path.read_text())
     return CostModel.of_fields(profile.get("refitted") or profile["cost"])
 
 
+def _reused(profile_path: Path, fields: dict[str, Any], *, log: Callable[[str], None]) -> CostModel | None:
+    try:
+        return CostModel.of_fields(fields)
+    except ValueError as error:
+        log(f"{profile_path} is of another version and is not used: {error}")
+        return None
+
+
 def cost_of_layout(profile_path: Path, cluster: ClusterSpec) -> CostModel | None:
-    """`read_cost` of a run with the same stages and tensor-parallel devices; None if there is none."""
+    """`read_cost` of a profile with the same parallel layout; None without one."""
     if not profile_path.exists():
         return None
-    about = json.loads(profile_path.read_text()).get("about", {})
-    return read_cost(profile_path) if about.get("cluster") == _layout(cluster) else None
+    profile = json.loads(profile_path.read_text())
+    if profile.get("about", {}).get("cluster") != _layout(cluster):
+        return None
+    return _reused(profile_path, profile.get("refitted") or profile["cost"], log=logger.warning)
 
 
-def profiled_cost(profile_path: Path, *, about: dict[str, Any]) -> CostModel | None:
-    """The cost model of an earlier `rayfcp profile` of the same model on the same ranks; None if there is none."""
+def profiled_cost(
+    profile_path: Path, *, about: dict[str, Any], log: Callable[[str], None] = logger.warning
+) -> CostModel | None:
+    """The cost model of an earlier `rayfcp profile` with equal `about`; None without one, or if it is of another
+    version."""
     if not profile_path.exists():
         return None
     profile = json.loads(profile_path.read_text())
     same = profile.get("made_by") == COMMAND and profile.get("about") == about
-    return CostModel.of_fields(profile["cost"]) if same else None
+    return _reused(profile_path, profile["cost"], log=log) if same else None
 
 
 def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:
-    """Keep beside the measured coefficients those that the last steps were planned with. A disk that has no room for
-    them is no reason to end before the last checkpoint."""
+    """Add the refitted cost model. A full disk must not keep the run from saving its last checkpoint."""
     profile = json.loads(profile_path.read_text())
     profile |= {"refitted": dataclasses.asdict(cost), "refitted_steps": num_steps}
     try:

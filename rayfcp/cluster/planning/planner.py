@@ -1,23 +1,20 @@
-"""What the simulator says of a run's steps, with the costs that the run measured.
-
-`auto` in a run: candidates simulated on what the run measured of its devices.
-
-Planning on a spare CPU: the planner actor, from a global batch to checked programs.
-"""
+"""The planner actor: from a global batch to checked programs, on a spare CPU; and simulation of a run's steps."""
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from rayfcp.cluster.controller.observing import PlannedGroups, own_seconds, planned_groups
-from rayfcp.cluster.planning.measured import BASE_HARDWARE, BYTES, without_shards
-from rayfcp.cluster.workers.facts import strategy_on, windows_of_stages
+from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_groups
+from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
+from rayfcp.cluster.workers.facts import layers_of_stage, strategy_on, windows_of_stages
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.device import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
+from rayfcp.plan.layout import layouts_of
 from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.simulate import Timeline, simulate
@@ -28,18 +25,21 @@ from rayfcp.values import (
     GlobalBatch,
     HardwareProfile,
     Imbalance,
+    InfeasiblePlanError,
+    Layout,
     ModelProfile,
     SequenceSpec,
     Span,
     Windows,
 )
+from rayfcp.values.devices import DEVICES
 
 
 def run_hardware(
     config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec, cost: CostModel
 ) -> HardwareProfile:
-    """A profile of the run's devices that explains `cost`; the device's named one where costs explain nothing."""
-    base, own = hardware_profile(BASE_HARDWARE[device]), device_model(model, cluster.tensor_parallel)
+    """Hardware profile that explains the run's `cost`; the device's named profile if nothing was measured."""
+    base, own = hardware_profile(DEVICES[device].base_hardware), device_model(model, cluster.tensor_parallel)
     if cost.linear_s_per_token <= 0:
         return base
     hardware = measured_hardware(
@@ -57,7 +57,7 @@ def run_hardware(
     return without_shards(hardware, cost, cluster=cluster, model=own)
 
 
-def foretell(
+def simulate_step(
     programs: Sequence[RankProgram],
     *,
     config: Config,
@@ -65,7 +65,7 @@ def foretell(
     hardware: HardwareProfile,
     cluster: ClusterSpec,
 ) -> Timeline:
-    """A step's programs on `run_hardware`."""
+    """Simulate a step's programs on `run_hardware`."""
     return simulate(
         programs,
         model=device_model(model, cluster.tensor_parallel),
@@ -77,15 +77,15 @@ def foretell(
     )
 
 
-class Chooser:
-    """Chooses a plan for one batch after the other. The profile of the devices is kept while costs and ranks stay."""
+class AutoPlanner:
+    """Plans batches by strategy `auto`. The hardware profile is cached while costs and ranks stay the same."""
 
     def __init__(self, config: Config, model: ModelProfile, *, device: str) -> None:
         self._config, self._model, self._device = config, model, device
         self._hardware: tuple[ClusterSpec, CostModel, HardwareProfile] | None = None
 
     def choose(self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> Choice:
-        """The plan to run, by simulation of the best.
+        """Choose the fastest candidate plan by simulation.
 
         Raises:
             InfeasiblePlanError: no strategy has a plan; names the binding constraint.
@@ -101,7 +101,9 @@ class Chooser:
 
         def seconds(programs: Sequence[RankProgram]) -> float:
             hardware = self._hardware_of(cluster, cost)
-            timeline = foretell(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster)
+            timeline = simulate_step(
+                programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster
+            )
             return timeline.iteration_s
 
         plans = plan_candidates(sequences, cluster=cluster, cost=cost, options=self._config.plan)
@@ -124,25 +126,24 @@ def plan_as_run(
     cost: CostModel,
     strategy: str | None = None,
 ) -> BatchPlan:
-    """The plan that a planner of the run makes, by the configured strategy unless another is named.
+    """Plan as a planner of the run does, by the configured strategy unless another is named.
 
     Raises:
         InfeasiblePlanError: there is none; names the binding constraint.
     """
     name = strategy or config.plan.strategy
     if name == AUTO:
-        return Chooser(config, model, device=device).choose(sequences, cluster=cluster, cost=cost).plan
+        return AutoPlanner(config, model, device=device).choose(sequences, cluster=cluster, cost=cost).plan
     return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=config.plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord:
-    """What the controller needs to know of a plan; the programs go from planner to workers directly.
+    """Summary of a plan for the controller; the programs go from planner to workers directly.
 
-    `plan_s`: lengths to BatchPlan, simulation of what `auto` chooses from included. `model_flops`, `attention_flops`:
-    forward and backward of the batch.
-    `groups`: what the cost model can be refitted from once they were timed; `own_s`: what each rank on each stage
-    should take without waiting (`own_seconds`), for `rank_seconds`.
+    `plan_s`: from lengths to BatchPlan, simulation of the candidates of `auto` included. `model_flops`,
+    `attention_flops`: forward and backward of the batch. `groups`: groups for refitting the cost model; `own_s`:
+    predicted busy seconds of each rank and stage (`own_seconds`).
     """
 
     step: int
@@ -158,19 +159,19 @@ class PlanRecord:
     plan_s: float
     model_flops: float
     attention_flops: float
-    groups: PlannedGroups
+    groups: TimedGroups
     own_s: tuple[float, ...] = ()
 
 
 def sequences_of(batch: GlobalBatch, *, windows: Windows = ()) -> tuple[SequenceSpec, ...]:
-    """Lengths and pictures, for a model with these kinds of layers; sequence id = position in the batch."""
+    """Lengths and images of a batch, for a model with these attention windows; sequence id = position in the batch."""
     return tuple(
         SequenceSpec(
             id=index,
             num_tokens=sample.num_tokens,
             num_targets=sample.num_targets,
             windows=windows,
-            pictures=sample.pictures,
+            images=sample.images,
         )
         for index, sample in enumerate(batch.samples)
     )
@@ -180,26 +181,42 @@ class Planner:
     """Actor that turns global batches into plans and programs."""
 
     def __init__(self, config: Config, model: ModelProfile, *, device: str) -> None:
-
         self._config, self._model, self._device = config, model, device
-        self._chooser = Chooser(config, model, device=device)
+        self._chooser = AutoPlanner(config, model, device=device)
 
     def ready(self) -> None:
         """Answers once the actor runs."""
 
+    def warm_up(self, batch: GlobalBatch) -> None:
+        """Compile the kernels by planning a batch on the ranks that the run may have, with unmeasured costs."""
+        layout = self._config.cluster
+        num_ranks = max(1, layout.max_workers // (layout.pipeline_stages * layout.tensor_parallel))
+        tokens = sum(sample.num_tokens for sample in batch.samples)
+        cluster = ClusterSpec(
+            num_ranks=num_ranks,
+            max_tokens_per_rank=max(1, -(-tokens // num_ranks)),
+            num_stages=layout.pipeline_stages,
+            tensor_parallel=layout.tensor_parallel,
+            layers_of_stage=layers_of_stage(self._config, self._model),
+        )
+        memory_bytes = hardware_profile(DEVICES[self._device].base_hardware).memory_bytes
+        cost = analytic_cost(self._config, self._model, device=self._device, cluster=cluster, memory_bytes=memory_bytes)
+        with suppress(InfeasiblePlanError):
+            self.plan(batch, cluster, cost=cost)
+
     def plan(
         self, batch: GlobalBatch, cluster: ClusterSpec, *, cost: CostModel
     ) -> tuple[PlanRecord | RankProgram, ...]:
-        """The record, then one program per rank of each stage, as `lower` orders them; none leaves before the static
-        check passed.
+        """Return the record, then one program per rank of each stage in the order of `lower`, after the progress
+        check.
 
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
         sequences = sequences_of(batch, windows=self._model.windows)
-        plan, programs, plan_s = self._planned(sequences, cluster=cluster, cost=cost)
+        plan, layouts, programs, plan_s = self._planned(sequences, cluster=cluster, cost=cost)
         check_progress(programs)
-        loads = rank_loads(plan, sequences, cost=cost)
+        loads = rank_loads(plan, sequences, cost=cost, layouts=layouts)
         record = PlanRecord(
             step=batch.step,
             plan_hash=programs[0].plan_hash,
@@ -214,32 +231,34 @@ class Planner:
             plan_s=plan_s,
             model_flops=model_flops(self._model, sequences),
             attention_flops=attention_flops(self._model, sequences),
-            groups=planned_groups(plan, sequences, cluster=cluster),
+            groups=timed_groups(plan, sequences, cluster=cluster),
             own_s=own_seconds(loads, cost=cost),
         )
         return (record, *programs)
 
     def _planned(
         self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
-    ) -> tuple[BatchPlan, tuple[RankProgram, ...], float]:
-        """The plan, its programs, and the seconds that planning took."""
+    ) -> tuple[BatchPlan, tuple[Layout, ...], tuple[RankProgram, ...], float]:
+        """Plan, layouts, programs, and the seconds that planning took."""
         start_s = time.perf_counter()
         strategy = strategy_on(self._config, cluster.num_stages)
         if strategy == AUTO:
             choice = self._chooser.choose(sequences, cluster=cluster, cost=cost)
-            return choice.plan, choice.programs, time.perf_counter() - start_s
+            plan_s = time.perf_counter() - start_s
+            return choice.plan, layouts_of(choice.plan, sequences), choice.programs, plan_s
         plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=self._config.plan)
         plan_s = time.perf_counter() - start_s
+        layouts = layouts_of(plan, sequences)
         programs = lower(
             plan,
             sequences,
+            layouts=layouts,
             reduce_every=self._config.train.reduce_every,
             windows_of_stage=windows_of_stages(self._model, cluster),
         )
-        return plan, programs, plan_s
+        return plan, layouts, programs, plan_s
 
-    def foretell(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
-        """What the simulator says each rank does in a step, from 0."""
-
+    def simulate_step(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
+        """Simulated spans of a step, from 0."""
         hardware = run_hardware(self._config, self._model, device=self._device, cluster=cluster, cost=cost)
-        return foretell(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster).spans
+        return simulate_step(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster).spans

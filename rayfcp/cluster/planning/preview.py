@@ -1,7 +1,4 @@
-"""`rayfcp plan --lengths`: what a run would do on the cluster that its configuration declares, before there is one.
-
-`rayfcp plan`: the plan that a run would make of one global batch, without starting anything.
-"""
+"""`rayfcp plan`: the plan of one global batch, without starting anything, with or without the run's data."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
-from rayfcp.cluster.planning.measured import BASE_HARDWARE, analytic_cost, cost_of_layout, ranks_per_node
+from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout, ranks_per_node
 from rayfcp.cluster.planning.planner import plan_as_run, sequences_of
 from rayfcp.cluster.trainer import check_runnable, prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
@@ -17,14 +14,15 @@ from rayfcp.compare.lengths import draw_batches
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.profiles import MODELS
-from rayfcp.execute.devices.device import device_kind, total_memory_bytes
+from rayfcp.execute.devices.backend import backend_of, device_kind
 from rayfcp.plan import CostModel, hardware_profile, model_flops, model_profile, render_grid
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
+from rayfcp.values.devices import AUTO, CUDA, DEVICES, device_of_hardware
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Declared:
-    """A batch planned on `cluster.num_workers` devices of a named kind, all there, none measured."""
+class OfflinePlan:
+    """A batch planned on `cluster.num_workers` devices of a named kind, with unmeasured costs."""
 
     config: Config
     model: ModelProfile
@@ -37,9 +35,9 @@ class Declared:
     @classmethod
     def of(
         cls, config: Config, *, lengths: str, hardware: str | None = None, model: str | None = None, step: int = 1
-    ) -> "Declared":
-        """The batch of step `step` (from 1), of lengths drawn from a file or `dist:NAME` and cut to `data.max_seqlen`.
-        `hardware`, `model`: named profiles, in place of those that the configuration says.
+    ) -> "OfflinePlan":
+        """Plan step `step` (from 1) of lengths drawn from a file or `dist:NAME` and cut to `data.max_seqlen`.
+        `hardware`, `model`: named profiles, in place of the configured ones.
 
         Raises:
             ConfigError: names that are not known, or a layout that cannot run.
@@ -75,18 +73,18 @@ class Declared:
 
     @property
     def num_tokens(self) -> int:
-        """Of the batch."""
+        """Tokens of the batch."""
         return sum(each.num_tokens for each in self.sequences)
 
     @property
     def mfu(self) -> float:
-        """Predicted, of all devices in use, optimizer and checkpoints left out."""
+        """Predicted MFU of all devices in use, without optimizer and checkpoints."""
         peak = self.cluster.num_devices * self.hardware.peak_flops
         return model_flops(self.model, self.sequences) / (self.plan.predicted_s * peak)
 
 
-def describe(declared: Declared, *, width: int = 100) -> str:
-    """What the cluster is, what the step would take, and the plan as a time x rank grid."""
+def describe(declared: OfflinePlan, *, width: int = 100) -> str:
+    """The cluster, the predicted step, and the plan as a time x rank grid."""
     cluster, plan, hardware = declared.cluster, declared.plan, declared.hardware
     nodes = len(set(cluster.node_of_rank))
     layout = f"{cluster.num_ranks} ranks of {cluster.num_stages} stages x {cluster.tensor_parallel} devices"
@@ -103,10 +101,10 @@ def describe(declared: Declared, *, width: int = 100) -> str:
 
 
 def model_of(config: Config, name: str | None = None) -> ModelProfile:
-    """The shape of the run's model, or of the one named; a folder that is not here is known by its own name.
+    """Shape of the run's model, or of the named one; a missing folder is looked up by its name.
 
     Raises:
-        ConfigError: the shape cannot be told.
+        ConfigError: the shape is unknown.
     """
     if name is not None:
         return model_profile(name)
@@ -131,9 +129,9 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
 def _hardware(config: Config, name: str | None) -> HardwareProfile:
     if name is not None:
         return hardware_profile(name)
-    if config.cluster.device == "auto":
+    if config.cluster.device == AUTO:
         raise ConfigError("cluster.device is 'auto', must be said for a cluster that is not here; give --hardware")
-    return hardware_profile(BASE_HARDWARE[config.cluster.device])
+    return hardware_profile(DEVICES[config.cluster.device].base_hardware)
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:
@@ -159,8 +157,9 @@ def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile)
 
 
 def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
-    """As many as the run may have, node after node."""
-    device = "cpu" if hardware.name == "cpu" else "npu" if config.cluster.device == "npu" else "cuda"
+    """Devices of the maximum number of workers, node after node."""
+    known = device_of_hardware(hardware.name)
+    device = known.name if known else CUDA.name  # which of the accelerators makes no difference to a preview
     return [
         DeviceFacts(
             node_id=f"node {number // hardware.devices_per_node}",
@@ -173,7 +172,7 @@ def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
 
 
 def _shared(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
-    """A device whose linear layers also take what the sums over `tensor_parallel` devices take."""
+    """`hardware` whose linear layers include the all-reduces of tensor parallelism."""
     slowed = device_hardware(hardware, device_model(model, tensor_parallel), tensor_parallel=tensor_parallel)
     return dataclasses.replace(hardware, linear_efficiency=slowed.linear_efficiency)
 
@@ -181,14 +180,16 @@ def _shared(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: 
 def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     """The plan of step `step` (from 1) on `cluster.num_workers` ranks as a time x rank grid.
 
-    Costs are those that the run measured (`profile.json` in its folder) with as many stages and tensor-parallel
-    devices, else those of the device's named profile; so is the memory of a device that this machine does not have.
+    Costs are those that the run measured (`profile.json` in its directory) with the same parallel layout, else those of
+    the device's named profile, which also gives the memory of a device that this machine lacks.
     """
     check_runnable(config)
-    data = open_dataset(config, data_dir=prepared_data(config, say=lambda _: None))
+    data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None))
     model, sequences = data.model, sequences_of(data.sampler.batch(step), windows=data.model.windows)
     device = device_kind(config.cluster.device)
-    memory_bytes = total_memory_bytes(device) or hardware_profile(BASE_HARDWARE[device]).memory_bytes
+    memory_bytes = (
+        backend_of(device).total_memory_bytes(device) or hardware_profile(DEVICES[device].base_hardware).memory_bytes
+    )
     here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
     profile = Path(config.run_dir) / "profile.json"
     facts = [here] * config.cluster.max_workers

@@ -1,4 +1,4 @@
-"""`rayfcp profile`: a run's workers, timed."""
+"""`rayfcp profile` on the workers of a run."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -6,22 +6,24 @@ from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Profiled, Profiler, Rounds, Say, timed_rounds
-from rayfcp.cluster.planning.measured import BASE_HARDWARE
+from rayfcp.cluster.planning.costs import Log, Profiled, Profiler, Rounds, timed_rounds
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import check_runnable, connect, prepared_data, with_absolute_paths
-from rayfcp.cluster.workers.group import Crew, device_peak_flops, join_devices
+from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
+from rayfcp.cluster.workers.lifetime import run_key
+from rayfcp.cluster.workers.members import WorkerStart
 from rayfcp.cluster.workers.placement import resolved_device
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, slowest
 from rayfcp.values import ModelProfile
+from rayfcp.values.devices import DEVICES
 
 
-def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, say: Say) -> Profiled:
+def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, log: Log) -> Profiled:
     """Start the run's workers, time them, fit, and write `profile.json` and `hardware.yaml`.
 
-    Passes hold up to `max_tokens` tokens a rank: as many as memory permits, at most `data.max_seqlen`, if
-    absent. `say` hears what is being done.
+    Passes have up to `max_tokens` tokens per rank, by default as many as memory permits and at most
+    `data.max_seqlen`.
 
     Raises:
         ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
@@ -42,44 +44,47 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
             import ray
 
             ending.callback(ray.shutdown)
-        data_dir = prepared_data(config, say=say)
+        data_dir = prepared_data(config, log=log)
         data, runtime = open_dataset(config, data_dir=data_dir), RayRuntime()
         device = resolved_device(config, runtime=runtime)
-        say(f"starting {config.cluster.max_workers} workers")
-        crew = Crew.start(
+        log(f"starting {config.cluster.max_workers} workers")
+        start = WorkerStart(
             config,
             runtime=runtime,
             device=device,
             data_dir=data_dir,
             vocab_size=data.vocab_size,
-            stopped=lambda: False,
+            run_key=run_key(config),
         )
-        ending.callback(crew.end)
-        say(f"joining {len(crew)} ranks")
-        cluster = cluster_spec(config, data.model, facts=crew.facts, generation=0)
-        _store, _joined = join_devices(crew, cluster)
+        worker_group = WorkerGroup.launch(start)
+        ending.callback(worker_group.end)
+        log(f"joining {len(worker_group)} ranks")
+        cluster = cluster_spec(config, data.model, facts=worker_group.facts, generation=0)
+        _store, _joined = join_devices(worker_group, cluster)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
-        timed = _TimedCrew(config, crew, say=say)
-        profiler = Profiler(config, timed, model=data.model, cluster=cluster, folder=folder, say=say)
+        timed = _TimedWorkers(config, worker_group, log=log)
+        profiler = Profiler(config, timed, model=data.model, cluster=cluster, folder=folder, log=log)
         return profiler.run(rounds, max_tokens=most)
 
 
-class _TimedCrew:
-    """Workers that are joined; see `Timed`."""
+class _TimedWorkers:
+    """Joined workers as `TimedRanks`."""
 
-    def __init__(self, config: Config, crew: Crew, *, say: Say) -> None:
-        self._config, self._crew, self._say = config, crew, say
-        self.device = crew.facts[0].device
-        self.base = BASE_HARDWARE[self.device]
+    def __init__(self, config: Config, worker_group: WorkerGroup, *, log: Log) -> None:
+        self._config, self._worker_group, self._log = config, worker_group, log
+        self.device = worker_group.facts[0].device
+        self.base = DEVICES[self.device].base_hardware
 
     def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        return slowest(self._crew.each(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
+        return slowest(
+            self._worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens))
+        )
 
     def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
-        return timed_rounds(self._crew, shapes, rounds=rounds, say=self._say)
+        return timed_rounds(self._worker_group, shapes, rounds=rounds, log=self._log)
 
     def peak_flops(self) -> float:
-        return device_peak_flops(self._config, self._crew)
+        return device_peak_flops(self._config, self._worker_group)
 
     def memory_bytes(self) -> int:
-        return device_memory(self._config, self._crew.facts)
+        return device_memory(self._config, self._worker_group.facts)

@@ -1,4 +1,4 @@
-"""Planner actors, which may die at any time, and the queue that keeps plans in flight ahead of the step."""
+"""Planner actors, which may die at any time, and the queue of plans in flight ahead of the step."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, CallError, NoAnswerError, Role, Runtime
-from rayfcp.cluster.workers.facts import CannotGoOnError
+from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.placement import CapacityError
 from rayfcp.config import Config
 from rayfcp.data import Sampler
@@ -17,32 +17,44 @@ from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.values import ClusterSpec, GlobalBatch, ModelProfile, Span
 
 MAX_DEATHS = 3
-"""Planners that may die one after the other without a plan in between; one more ends the run."""
+"""Planners that may die in a row without a plan in between; one more ends the run."""
 
-FORETELL_S = 60.0
-"""For the simulation of one step of the trace, compiling included."""
+SIMULATE_S = 60.0
+"""Time to simulate one step of the trace, compilation included."""
 
 
 class Planners:
-    """`plan.planner_actors` planner actors, which start beside whatever else does. One that dies is replaced."""
+    """`plan.planner_actors` planner actors, which start in the background. One that dies is replaced.
+
+    Each plans `first_batch` on a nominal cluster as soon as it runs, so that kernels are compiled while workers start.
+    """
 
     def __init__(
-        self, config: Config, model: ModelProfile, *, runtime: Runtime, device: str, say: Callable[[str], None]
+        self,
+        config: Config,
+        model: ModelProfile,
+        *,
+        runtime: Runtime,
+        device: str,
+        first_batch: GlobalBatch,
+        log: Callable[[str], None],
     ) -> None:
-        self._config, self._model, self._device, self._say = config, model, device, say
-        self.runtime = runtime
-        self._actors = [self._new() for _ in range(config.plan.planner_actors)]
+        self._config, self._model, self._device, self._log = config, model, device, log
+        self.runtime, self._first_batch = runtime, runtime.put(first_batch)
+        started = [self._start() for _ in range(config.plan.planner_actors)]
+        self._actors = [actor for actor, _ in started]
+        self._ready = [ready for _, ready in started]
         if compiles_first(config.plan.strategy):
-            say(COMPILES)
+            log(COMPILES)
         self._deaths = 0
 
     def await_ready(self) -> None:
-        """Until all of them run, or have died and are replaced when they are asked for a plan.
+        """Wait until all of them run, or have died, in which case the next plan replaces them.
 
         Raises:
             CapacityError: Ray has no CPU for them beside the workers.
         """
-        for ready in [planner.ready.remote() for planner in self._actors]:
+        for ready in self._ready:
             self._await(ready)
 
     def __len__(self) -> int:
@@ -51,41 +63,43 @@ class Planners:
     def __getitem__(self, number: int) -> Any:
         return self._actors[number]
 
-    def worked(self) -> None:
-        """A plan came."""
+    def on_plan(self) -> None:
+        """Note that a plan arrived."""
         self._deaths = 0
 
     def replace(self, number: int, *, cause: str) -> None:
-        """Put a new planner in the place of a dead one, and wait until it runs.
+        """Replace a dead planner, and wait until the new one runs.
 
         Raises:
-            CannotGoOnError: they die again and again.
+            CannotGoOnError: too many died in a row.
             CapacityError: Ray has no CPU for it.
         """
         self._deaths += 1
         if self._deaths > MAX_DEATHS:
-            raise CannotGoOnError(
-                f"{self._deaths} planners died one after the other, at most {MAX_DEATHS} may: {cause}"
-            )
-        self._say(f"planner {number} died; a new one plans again what it had in hand")
+            raise RunAbortedError(f"{self._deaths} planners died in a row, at most {MAX_DEATHS} may: {cause}")
+        self._log(f"planner {number} died; a new one repeats its unfinished plans")
         self.runtime.end(self._actors[number])
-        self._actors[number] = self._new()
-        self._await(self._actors[number].ready.remote())
+        self._actors[number], self._ready[number] = self._start()
+        self._await(self._ready[number])
 
     def end(self) -> None:
         """Kill them by handle."""
         for planner in self._actors:
             self.runtime.end(planner)
 
-    def _new(self) -> Any:
-        return self.runtime.start(ActorSpec(role=Role.PLANNER), self._config, self._model, device=self._device)
+    def _start(self) -> tuple[Any, Any]:
+        """A planner and a reference that is ready once it runs, before it warms up."""
+        actor = self.runtime.start(ActorSpec(role=Role.PLANNER), self._config, self._model, device=self._device)
+        ready = actor.ready.remote()
+        actor.warm_up.remote(self._first_batch)
+        return actor, ready
 
     def _await(self, ready: Any) -> None:
         timeout_s = self._config.elastic.start_timeout_s
         try:
             self.runtime.get(ready, timeout_s=timeout_s)
         except ActorLostError:
-            pass  # whoever asks it for a plan has it replaced
+            pass  # the next request for a plan replaces it
         except NoAnswerError as error:
             raise CapacityError(
                 f"{len(self)} planners (plan.planner_actors) did not all start within {timeout_s:.0f} s: each needs a "
@@ -95,8 +109,11 @@ class Planners:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStep:
-    """A step ready to be dispatched. `programs[p x N + r]` refers to the program of stage p's rank r of N, `pixels` to
-    the pictures that they encode, in the same order, none if nobody decodes them ahead; `wait_s` was spent waiting."""
+    """A step ready to be dispatched.
+
+    `programs[p x N + r]` references the program of stage p's rank r of N, `pixels` the decoded images of each program,
+    empty if none are decoded ahead; `wait_s`: seconds waited for the plan.
+    """
 
     batch: GlobalBatch
     batch_ref: Any
@@ -107,9 +124,9 @@ class PlannedStep:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A plan that was asked for, of planner `number`; `refs`: of its record, then of its programs. `pixels`: of their
-    pictures, once these were asked for."""
+class _PlanInFlight:
+    """A plan requested from planner `number`. `refs`: its record, then its programs; `pixels`: their images, once
+    requested."""
 
     batch: GlobalBatch
     batch_ref: Any
@@ -120,19 +137,23 @@ class _Flight:
 
 
 class PlanQueue:
-    """Keeps `lookahead` plans in flight over the planner actors, in step order, and with `decoders` the pictures of the
-    first of them."""
+    """Keeps `lookahead` plans in flight on the planner actors, in step order, and decodes the images of the first ones
+    with `decoders`."""
 
     def __init__(
         self, planners: Planners, sampler: Sampler, *, lookahead: int, decoders: Decoders | None = None
     ) -> None:
         self._planners, self._sampler, self._lookahead, self._decoders = planners, sampler, lookahead, decoders
         self._runtime = planners.runtime
-        self._flying: deque[_Flight] = deque()
+        self._in_flight: deque[_PlanInFlight] = deque()
+        self._next = self._last = self._num_programs = 0
+        self._cluster: ClusterSpec | None = None
+        self._cluster_ref: Any = None
+        self._cost_ref: Any = None
 
     def start(self, first_step: int, last_step: int, *, cluster: ClusterSpec, cost: CostModel) -> None:
-        """Plan `[first_step, last_step]` for these ranks; what was in flight for others is dropped."""
-        self._flying.clear()
+        """Plan steps `[first_step, last_step]` for these ranks, in place of plans in flight for others."""
+        self._in_flight.clear()
         self._next, self._last = first_step, last_step
         self._num_programs = cluster.num_stages * cluster.num_ranks
         self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
@@ -140,21 +161,20 @@ class PlanQueue:
         self.refill()
 
     def use(self, cost: CostModel, *, cluster: ClusterSpec) -> None:
-        """Plan with this cost model and these speeds of the same ranks from now on; plans in flight stay as they are,
-        and valid."""
+        """Plan with this cost model, and these speeds of the same ranks, from now on; plans in flight stay valid."""
         self._cost_ref = self._runtime.put(cost)
         if cluster != self._cluster:
             self._cluster, self._cluster_ref = cluster, self._runtime.put(cluster)
 
     def take(self) -> PlannedStep:
-        """The next step's plan, waiting for it if it is late. A planner that died is replaced, and plans again with
-        the same costs what it had not finished.
+        """Take the next step's plan, waiting for it if it is late. A planner that died is replaced, and repeats its
+        unfinished plans with the same costs.
 
         Raises:
             TaskFailedError: the planner failed; its cause is the planner's own error.
-            CannotGoOnError, CapacityError: planners die, and none can be started in their place.
+            CannotGoOnError, CapacityError: too many planners die, or none can be started.
         """
-        flight = self._flying[0]
+        flight = self._in_flight[0]
         start_s = self._runtime.now_s()
         while True:
             try:
@@ -162,9 +182,9 @@ class PlanQueue:
                 break
             except ActorLostError as error:
                 self._planners.replace(flight.number, cause=str(error))
-                self._ask_again(flight.number)
-        self._planners.worked()
-        self._flying.popleft()
+                self._request_again(flight.number)
+        self._planners.on_plan()
+        self._in_flight.popleft()
         return PlannedStep(
             batch=flight.batch,
             batch_ref=flight.batch_ref,
@@ -174,48 +194,50 @@ class PlanQueue:
             wait_s=self._runtime.now_s() - start_s,
         )
 
-    def foretell(self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
-        """What a step that was taken, of which `programs` are references, should have been like.
+    def simulate_step(self, programs: Sequence[Any], *, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
+        """Simulated spans of a step, of whose programs `programs` are references.
 
         Raises:
-            CallError: it died, failed, or is not done in time.
+            CallError: the planner died, failed, or is not done in time.
         """
-        call = self._planners[0].foretell.remote(*programs, cluster=cluster, cost=cost)
-        found: tuple[Span, ...] = self._runtime.get(call, timeout_s=FORETELL_S)
+        call = self._planners[0].simulate_step.remote(*programs, cluster=cluster, cost=cost)
+        found: tuple[Span, ...] = self._runtime.get(call, timeout_s=SIMULATE_S)
         return found
 
     def refill(self) -> None:
-        """Submit plans until enough are in flight; call it while workers are busy."""
-        while self._next <= self._last and len(self._flying) < self._lookahead:
+        """Request plans until enough are in flight."""
+        while self._next <= self._last and len(self._in_flight) < self._lookahead:
             batch = self._sampler.batch(self._next)
             number = self._next % len(self._planners)
-            flight = _Flight(batch=batch, batch_ref=self._runtime.put(batch), cost_ref=self._cost_ref, number=number)
-            self._ask(flight)
-            self._flying.append(flight)
+            flight = _PlanInFlight(
+                batch=batch, batch_ref=self._runtime.put(batch), cost_ref=self._cost_ref, number=number
+            )
+            self._request(flight)
+            self._in_flight.append(flight)
             self._next += 1
         self._decode_ahead()
 
     def _decode_ahead(self) -> None:
-        """Decoders have in hand, or made ready, what the next steps encode, and no more: pixels are many bytes."""
+        """Decode the images of the next steps and no more: pixels take much memory."""
         if self._decoders is None:
             return
-        for flight in list(self._flying)[: self._decoders.ahead]:
-            if not flight.pixels and any(sample.pictures for sample in flight.batch.samples):
-                flight.pixels = self._decoders.ask(flight.refs[1:], flight.batch_ref)
+        for flight in list(self._in_flight)[: self._decoders.ahead]:
+            if not flight.pixels and any(sample.images for sample in flight.batch.samples):
+                flight.pixels = self._decoders.request(flight.refs[1:], flight.batch_ref)
 
-    def _ask(self, flight: _Flight) -> None:
+    def _request(self, flight: _PlanInFlight) -> None:
         call = self._planners[flight.number].plan.options(num_returns=1 + self._num_programs)
         flight.refs = call.remote(flight.batch_ref, self._cluster_ref, cost=flight.cost_ref)
         flight.pixels = ()
 
-    def _ask_again(self, number: int) -> None:
-        """What the planner that died had not finished, in order."""
-        for flight in self._flying:
-            if flight.number == number and not self._is_there(flight.refs[0]):
-                self._ask(flight)
+    def _request_again(self, number: int) -> None:
+        """Repeat the unfinished requests of a planner that died, in order."""
+        for flight in self._in_flight:
+            if flight.number == number and not self._has_arrived(flight.refs[0]):
+                self._request(flight)
 
-    def _is_there(self, ref: Any) -> bool:
-        """Whether a plan of a dead planner, or the planner's own error, arrived before its death."""
+    def _has_arrived(self, ref: Any) -> bool:
+        """True if a dead planner's plan, or its own error, arrived before its death."""
         try:
             self._runtime.get(ref, timeout_s=0)
         except (ActorLostError, NoAnswerError):

@@ -1,4 +1,4 @@
-"""Workers and keepers of a run whose controller is gone, found again by their names."""
+"""Workers and snapshot stores of a lost controller, found by their names."""
 
 import logging
 from collections.abc import Mapping
@@ -7,31 +7,36 @@ from typing import Any
 
 from rayfcp.cluster.runtime import CallError, Runtime
 from rayfcp.cluster.workers.facts import DeviceFacts
-from rayfcp.cluster.workers.lifetime import DEVICE, KEEPER, WORKER, actor_name
+from rayfcp.cluster.workers.lifetime import DEVICE, STORE, WORKER, actor_name
 from rayfcp.cluster.workers.members import Member
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Living:
-    """`members` are idle and in no generation any more; `keepers` by node."""
+class Leftovers:
+    """`members` are idle and in no generation; `stores` by node."""
 
     members: tuple[Member, ...] = ()
-    keepers: Mapping[str, Any]
+    stores: Mapping[str, Any]
 
 
-def find_living(runtime: Runtime, run_key: str, *, timeout_s: float) -> Living:
-    """Workers and keepers that are left of a run, each free from what it was in. Those that do not answer within
-    `timeout_s`, or did not open yet, are ended, and reservations of the run without a worker are given back."""
-    workers, keepers = _named(runtime, run_key, WORKER), _named(runtime, run_key, KEEPER)
+def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> Leftovers:
+    """Abort and return the workers and snapshot stores that are left of a run.
+
+    Those that do not answer within `timeout_s`, or have not opened yet, are ended, and reservations without a worker
+    are given back.
+    """
+    workers, stores = _named(runtime, run_key, WORKER), _named(runtime, run_key, STORE)
     end_s = runtime.now_s() + timeout_s
     for worker in workers.values():
         worker.abort.remote()
-    asked = {id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()}
-    opened = {id: keeper.open.remote() for id, keeper in keepers.items()}
+    answers = {
+        id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()
+    }
+    opened = {id: store.open.remote() for id, store in stores.items()}
     members = []
-    for id, refs in asked.items():
+    for id, refs in answers.items():
         facts, group, idle = (_answer(runtime, ref, end_s=end_s) for ref in refs)
         if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
             members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
@@ -41,20 +46,19 @@ def find_living(runtime: Runtime, run_key: str, *, timeout_s: float) -> Living:
     for id, ref in opened.items():
         node = _answer(runtime, ref, end_s=end_s)
         if node is None or node in by_node:
-            _end(runtime, keepers[id], what=f"keeper {id}")
+            _end(runtime, stores[id], what=f"snapshot store {id}")
         else:
-            by_node[node] = keepers[id]
-    _give_back(runtime, run_key, held={runtime.key(member.group) for member in members})
-    return Living(members=tuple(members), keepers=by_node)
+            by_node[node] = stores[id]
+    _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
+    return Leftovers(members=tuple(members), stores=by_node)
 
 
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
-    """End all workers and keepers of a run that has no controller and shall get none, and withdraw what a controller
-    that was lost asked of the autoscaler."""
-    for kind in (WORKER, KEEPER):
+    """End all workers and snapshot stores of a run without controller, and withdraw its request to the autoscaler."""
+    for kind in (WORKER, STORE):
         for handle in _named(runtime, run_key, kind).values():
             runtime.end(handle)
-    _give_back(runtime, run_key, held=set())
+    _release_all(runtime, run_key, held=set())
     runtime.request({}, count=0)
 
 
@@ -70,11 +74,11 @@ def _answer(runtime: Runtime, ref: Any, *, end_s: float) -> Any:
 
 
 def _end(runtime: Runtime, handle: Any, *, what: str) -> None:
-    logger.warning("%s of the run before does not answer and is ended", what)
+    logger.warning("%s of the lost controller does not answer and is ended", what)
     runtime.end(handle)
 
 
-def _give_back(runtime: Runtime, run_key: str, *, held: set[str]) -> None:
+def _release_all(runtime: Runtime, run_key: str, *, held: set[str]) -> None:
     for key, each in runtime.reservations(actor_name(run_key, DEVICE, id="")).items():
         if key not in held:
             runtime.release(each)

@@ -1,4 +1,4 @@
-"""What a run says of devices that it lost."""
+"""Losses of devices: errors, heartbeats, and the judgement which devices hang."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class WorkerFailedError(RuntimeError):
     """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
 
 
-def answer(runtime: Runtime, ref: Any, *, name: str) -> Any:
-    """Value that a worker returned.
+def value_of(runtime: Runtime, ref: Any, *, name: str) -> Any:
+    """Value that worker `name` returned.
 
     Raises:
-        ConfigError, InfeasiblePlanError: raised by the worker as they are.
+        ConfigError, InfeasiblePlanError: raised by the worker, unchanged.
         WorkerFailedError: any other failure; names the worker and the cause.
     """
     try:
@@ -34,8 +34,8 @@ def answer(runtime: Runtime, ref: Any, *, name: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Casualty:
-    """A worker that is gone: its process `died`, its `node` did, or it was `hung` and was killed."""
+class LostWorker:
+    """A worker that is gone: its process died, its node was lost, or it hung and was killed."""
 
     id: str
     number: int
@@ -44,16 +44,16 @@ class Casualty:
 
 
 class RanksLostError(WorkerFailedError):
-    """Devices are gone, or an exchange between them failed while all live (`cause` collective, none `lost`). The calls
-    of those that live have ended."""
+    """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`). The calls of the
+    living devices have ended."""
 
-    def __init__(self, message: str, *, lost: Sequence[Casualty]) -> None:
+    def __init__(self, message: str, *, lost: Sequence[LostWorker]) -> None:
         super().__init__(message)
         self.lost = tuple(lost)
 
     @property
     def cause(self) -> Literal["died", "node", "hung", "collective"]:
-        """Of the most far-reaching loss."""
+        """Cause of the most far-reaching loss."""
         causes = {each.cause for each in self.lost}
         for cause in ("node", "died", "hung"):
             if cause in causes:
@@ -62,37 +62,39 @@ class RanksLostError(WorkerFailedError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pulse:
-    """What is heard of device `number` while calls go on, its own as well if it `is_busy`. `beat`: its last sign of
-    life, taken at `heard_s` of `Runtime.now_s`; None before the first. `silent_s`: for how long it has been asked for
-    the next."""
+class Heartbeat:
+    """State of device `number` while calls last, its own call too if it `is_busy`.
+
+    `beat`: its last answer, received at `received_s` of `Runtime.now_s`, None before the first. `silent_s`: seconds
+    since the next one was requested.
+    """
 
     id: str
     number: int
     is_busy: bool
     beat: Beat | None
-    heard_s: float
+    received_s: float
     silent_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Devices that are `hung`; `stuck`: none is, yet their exchange does not go on. `reason`: one clause."""
+    """Numbers of devices that hang; `stuck`: none does, but their exchange makes no progress. `reason`: one clause."""
 
     hung: frozenset[int] = frozenset()
     stuck: bool = False
     reason: str = ""
 
 
-Judge = Callable[[Sequence[Pulse]], Diagnosis]
-"""Is asked about all devices while calls go on, about every second. It knows for how long by itself."""
+Judge = Callable[[Sequence[Heartbeat]], Diagnosis]
+"""Called with the heartbeats of all devices about every second while calls last."""
 
 
 def judge_silence(limit_s: float) -> Judge:
-    """Hung is who leaves a sign of life unanswered for `limit_s`; how long calls last does not matter."""
+    """Judge that takes devices without heartbeat for `limit_s` for hung, however long calls last."""
 
-    def judge(pulses: Sequence[Pulse]) -> Diagnosis:
-        hung = frozenset(pulse.number for pulse in pulses if pulse.silent_s > limit_s)
-        return Diagnosis(hung=hung, reason=f"gave no sign of life for {limit_s:.0f} s" if hung else "")
+    def judge(heartbeats: Sequence[Heartbeat]) -> Diagnosis:
+        hung = frozenset(each.number for each in heartbeats if each.silent_s > limit_s)
+        return Diagnosis(hung=hung, reason=f"sent no heartbeat for {limit_s:.0f} s" if hung else "")
 
     return judge

@@ -1,4 +1,4 @@
-"""The way of a device's copies to another node, in a thread of its own."""
+"""Sends a device's copies to a snapshot store, in a thread of its own."""
 
 import logging
 import threading
@@ -19,19 +19,19 @@ from rayfcp.values import ShardHeader, StateId
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
-"""Chunks that are on the way at once."""
+"""Chunks in flight."""
 
-NOTHING: Iterable[tuple[int, memoryview, int]] = ((0, memoryview(b""), 0),)
+EMPTY: Iterable[tuple[int, memoryview, int]] = ((0, memoryview(b""), 0),)
 """The one chunk of a shard without parameters."""
 
 TRIES = 3
-"""How often a copy is sent before its keeper is given up."""
+"""Attempts to send a copy before its snapshot store counts as lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """`kept`: the newest state that the keeper has whole. `seconds`, `num_bytes`: of the last copy sent. `lost`: the
-    keeper is gone, or does not take what it gets; copies wait for another."""
+    """`kept`: the newest state that the store holds completely. `seconds`, `num_bytes`: of the last copy sent. `lost`:
+    the store is gone or refuses copies, which wait for another one."""
 
     kept: StateId | None = None
     seconds: float = 0.0
@@ -40,47 +40,46 @@ class Pushed:
 
 
 class Pusher:
-    """Sends the newest copy to the keeper in chunks of `chunk_bytes`; one under way, at most one waiting.
+    """Sends the newest copy to the store in chunks of `chunk_bytes`; at most one copy waits.
 
-    `settle` returns once the newest copy is in host memory. A keeper that leaves a chunk unanswered for `patience_s`
-    is lost.
+    `settle` returns once the newest copy is in host memory. A store that does not answer for `patience_s` is lost.
     """
 
     def __init__(self, copies: HeldCopies, *, settle: Callable[[], None], chunk_bytes: int, patience_s: float) -> None:
         self._copies, self._settle, self._chunk_bytes, self._patience_s = copies, settle, chunk_bytes, patience_s
         self._changed = threading.Condition()
-        self._keeper: Any = None
+        self._store: Any = None
         self._newest: ShardHeader | None = None
         self._drop: StateId | None = None
         self._pushed = Pushed()
-        self._turn = 0
+        self._epoch = 0
         threading.Thread(target=self._run, name="pusher", daemon=True).start()
 
     @property
     def pushed(self) -> Pushed:
         return self._pushed
 
-    def use(self, keeper: Any) -> None:
-        """Send to this keeper from now on, the newest copy first; None: to nobody."""
+    def use(self, store: Any) -> None:
+        """Send to this store from now on, the newest copy first; None: send nothing."""
         with self._changed:
-            self._keeper, self._pushed = keeper, Pushed()
-            self._turn += 1
+            self._store, self._pushed = store, Pushed()
+            self._epoch += 1
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """All copies offered up to now are dropped: as if none had been sent."""
+        """Forget all copies offered up to now."""
         with self._changed:
             self._newest, self._pushed = None, Pushed(lost=self._pushed.lost)
-            self._turn += 1
+            self._epoch += 1
 
     def offer(self, header: ShardHeader, *, safe: StateId | None) -> None:
-        """A new copy, which takes the place of one that waits. Copies older than `safe` go from the keeper."""
+        """Send a new copy, in place of one that waits. The store drops copies older than `safe`."""
         with self._changed:
             self._newest, self._drop = header, safe
             self._changed.notify_all()
 
     def wait_for(self, state: StateId, *, timeout_s: float) -> Waited:
-        """Until the keeper has this state or a newer one of the same generation, is lost, or the time is over."""
+        """Wait until the store has this state or a newer one of the same generation, is lost, or the time is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._pushed.lost or self._has(state), timeout_s)
             if self._has(state):
@@ -93,7 +92,7 @@ class Pusher:
 
     def _due(self) -> bool:
         return (
-            self._keeper is not None
+            self._store is not None
             and not self._pushed.lost
             and self._newest is not None
             and self._pushed.kept != self._newest.state
@@ -103,12 +102,12 @@ class Pusher:
         while True:
             with self._changed:
                 self._changed.wait_for(self._due)
-                keeper, header, drop, turn = self._keeper, self._newest, self._drop, self._turn
+                store, header, drop, epoch = self._store, self._newest, self._drop, self._epoch
             assert header is not None
             start_s = time.perf_counter()
-            done = self._push(keeper, header, drop=drop)
+            done = self._push(store, header, drop=drop)
             with self._changed:
-                if self._turn != turn:
+                if self._epoch != epoch:
                     continue
                 if done:
                     seconds = time.perf_counter() - start_s
@@ -117,46 +116,46 @@ class Pusher:
                     self._pushed = Pushed(lost=True)
                 self._changed.notify_all()
 
-    def _push(self, keeper: Any, header: ShardHeader, *, drop: StateId | None) -> bool:
-        """Whether the keeper has the whole copy now."""
+    def _push(self, store: Any, header: ShardHeader, *, drop: StateId | None) -> bool:
+        """Return True if the store has the complete copy now."""
         for _ in range(TRIES):
             try:
                 self._settle()
-                return self._send(keeper, header, drop=drop)
+                return self._send(store, header, drop=drop)
             except RayTaskError as error:
-                logger.warning("the keeper refused a copy of state %s: %r", header.state, error.cause)
+                logger.warning("the snapshot store refused a copy of state %s: %r", header.state, error.cause)
             except RayError as error:  # dead, silent, or on a node that is gone before it started
-                logger.warning("the keeper of this device's copies is lost: %s", error)
+                logger.warning("the snapshot store of this device's copies is lost: %s", error)
                 return False
             except CopyGoneError:
-                return False  # dropped here meanwhile: a newer one waits
+                return False  # dropped meanwhile: a newer one waits
             except Exception:
                 logger.exception("a copy of state %s cannot be sent", header.state)
                 return False
         return False
 
-    def _send(self, keeper: Any, header: ShardHeader, *, drop: StateId | None) -> bool:
-        """One call where the copy is one chunk. The first chunk announces the copy, so it arrives alone.
+    def _send(self, store: Any, header: ShardHeader, *, drop: StateId | None) -> bool:
+        """Send all chunks. The first one announces the copy, so it is sent alone.
 
         Raises:
-            RayTaskError, RayError: the keeper refused a chunk; it died, did not answer, cannot start.
+            RayTaskError, RayError: the store refused a chunk, died, did not answer or cannot start.
             CopyGoneError: the copy is not held here any more.
         """
         state, number = header.state, header.number
-        flying: deque[Any] = deque()
+        in_flight: deque[Any] = deque()
         done = False
         chunks = self._copies.chunks(state, number, chunk_bytes=self._chunk_bytes)
-        for index, (offset, part, checksum) in enumerate(chunks if header.num_bytes else NOTHING):
+        for index, (offset, part, checksum) in enumerate(chunks if header.num_bytes else EMPTY):
             data = np.frombuffer(part, np.uint8)
             if index == 0:
-                call = keeper.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=drop)
+                call = store.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=drop)
                 if self._answer(call):
                     return True
                 continue
-            if len(flying) == IN_FLIGHT:
-                done |= self._answer(flying.popleft())
-            flying.append(keeper.write.remote(state, number, offset=offset, data=data, checksum=checksum))
-        for call in flying:
+            if len(in_flight) == IN_FLIGHT:
+                done |= self._answer(in_flight.popleft())
+            in_flight.append(store.write.remote(state, number, offset=offset, data=data, checksum=checksum))
+        for call in in_flight:
             done |= self._answer(call)
         return done
 

@@ -23,7 +23,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from rayfcp.cluster.runtime.interface import (
+from rayfcp.cluster.runtime import (
     ActorLostError,
     ActorSpec,
     CallError,
@@ -197,9 +197,9 @@ class RayRuntime:
 
             return self._worker or RankWorker
         if role is Role.STORE:
-            from rayfcp.cluster.recovery.stores import Keeper
+            from rayfcp.cluster.recovery.stores import SnapshotStore
 
-            return Keeper
+            return SnapshotStore
         if role is Role.PLANNER:
             from rayfcp.cluster.planning.planner import Planner
 

@@ -1,7 +1,4 @@
-"""What controller and workers tell each other of places. Plain values: reading them needs no torch.
-
-How a run's devices make up stages, ranks and tensor-parallel devices.
-"""
+"""Values that controller and workers exchange, without torch; and how devices make up stages and ranks."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,17 +14,16 @@ from rayfcp.values import ClusterSpec, ModelProfile, ShardHeader
 LOOPBACK = "127.0.0.1"
 
 
-class CannotGoOnError(RuntimeError):
-    """The run must end, though nothing in it is broken: storage, numbers or the cluster do not permit it to go on. One
-    clear line."""
+class RunAbortedError(RuntimeError):
+    """The run has to end: storage, numbers or the cluster do not permit it to continue. One clear line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFacts:
-    """Where a worker is and what its device has. `peak_flops` is None where no table knows it.
+    """A worker's node, process and device. `peak_flops` is None if it is not in the table.
 
-    `worker_id` stays the worker's for as long as it lives, whatever its number; `pid`: its process on that node. `slot`
-    names the accelerator, which a worker that comes after it may get again; CPUs have none.
+    `worker_id` never changes, unlike the device number. `slot` names the accelerator, which a later worker may get
+    again; CPUs have none.
     """
 
     node_id: str
@@ -50,7 +46,7 @@ class Source:
 
 
 class Waited(StrEnum):
-    """Result of waiting until a keeper has a copy."""
+    """Result of waiting until a snapshot store has a copy."""
 
     KEPT = "kept"
     LATE = "late"
@@ -59,8 +55,7 @@ class Waited(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the devices of a generation meet: a key-value store, and what world they make. `layers_of_stage` as in
-    `ClusterSpec`."""
+    """Address of a generation's key-value store, and its parallel layout; `layers_of_stage` as in `ClusterSpec`."""
 
     host: str
     port: int
@@ -73,10 +68,10 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """A run that ended by itself or was stopped.
+    """A run that reached its last step or was stopped.
 
-    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread, and
-    `controller_s`, wall time but for waiting for plans and workers, others' pressure on the cores included.
+    Medians over steps of the controller's own work: `controller_cpu_s`, CPU time of its thread; `controller_s`, wall
+    time without waiting for plans and workers.
     """
 
     last_step: int
@@ -86,16 +81,16 @@ class Finished:
 
 
 WITHOUT_STAGES = "flex-ring"
-"""What plans for one stage where a strategy that needs several is configured, as after a loss."""
+"""Strategy for one stage where the configured one needs several, as after a loss."""
 
 
 def strategy_on(config: Config, num_stages: int) -> str:
-    """The strategy that plans for a generation of so many stages."""
+    """Strategy that plans a generation of `num_stages` stages."""
     return WITHOUT_STAGES if num_stages == 1 and get(config.plan.strategy).needs_stages else config.plan.strategy
 
 
 def with_stages(config: Config, num_stages: int) -> Config:
-    """The same run on another number of stages."""
+    """`config` with another number of stages."""
     cluster = config.cluster.model_copy(update={"pipeline_stages": num_stages})
     return config.model_copy(update={"cluster": cluster})
 
@@ -111,13 +106,13 @@ def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
 
 
 def windows_of_stages(model: ModelProfile, cluster: ClusterSpec) -> list[list[int]]:
-    """Of each stage, the windows of its layers (0: none)."""
+    """Attention windows of the layers of each stage (0: none)."""
     layers = cluster.layers_of_stage or split_layers(model.num_layers, cluster.num_stages)
     return [[window for window, _ in kinds] for kinds in model.stage_windows(layers)]
 
 
 def device_names(cluster: ClusterSpec) -> list[str]:
-    """What each device in use is called in messages, by its number.
+    """Names of the devices in messages, by device number.
 
     >>> device_names(ClusterSpec(num_ranks=2, max_tokens_per_rank=1, num_stages=2))[3]
     'stage 1, rank 1'
@@ -135,10 +130,10 @@ def device_names(cluster: ClusterSpec) -> list[str]:
 
 
 def check_layout(config: Config) -> None:
-    """
+    """Check strategy and stages.
+
     Raises:
-        ConfigError: no such strategy, one that cannot run with these stages, or a run that fixes what plans with stages
-            choose.
+        ConfigError: no such strategy, one that cannot run with these stages, or `train.recompute_layers` with stages.
     """
     strategy, stages = config.plan.strategy, config.cluster.pipeline_stages
     if strategy not in strategy_names():

@@ -1,302 +1,64 @@
-"""Signs of life of a device.
+"""The workers of a run as one group: started, joined, called together; lost members are found and ended."""
 
-One call of every device: their values, or who is to blame and that all others are free again.
-
-The workers of a run as one: started, joined, told the same, heard, ended.
-
-What happens once before the first step: the devices' meeting, peaks, what was left out.
-"""
-
-import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from rayfcp.cluster.recovery.losses import (
-    Casualty,
+    Heartbeat,
     Judge,
-    Pulse,
+    LostWorker,
     RanksLostError,
     WorkerFailedError,
-    answer,
     judge_silence,
+    value_of,
 )
 from rayfcp.cluster.runtime import ActorLostError, CallError, RendezvousServer, Runtime, TaskFailedError
-from rayfcp.cluster.workers import lifetime as naming
 from rayfcp.cluster.workers.facts import DeviceFacts, device_names
 from rayfcp.cluster.workers.members import Killer, Launched, Member, WorkerStart
 from rayfcp.cluster.workers.placement import reserve
 from rayfcp.config import Config, ConfigError
-from rayfcp.data import BadRow
 from rayfcp.execute.reports import Beat, CollectiveFailedError, Joined
 from rayfcp.values import ClusterSpec, InfeasiblePlanError
-
-
-class Asked:
-    """Signs of life of one device; one question at a time."""
-
-    def __init__(self, runtime: Runtime, member: Member) -> None:
-        self._runtime, self._member = runtime, member
-        self._ref: Any = None
-        self._asked_s = 0.0
-        self._beat: Beat | None = None
-        self._heard_s = 0.0
-
-    def ask(self) -> ActorLostError | None:
-        """Take the answer if there is one, ask again; the error if the device is gone."""
-        if self._ref is not None:
-            if not self._runtime.wait([self._ref], timeout_s=0):
-                return None
-            try:
-                self._beat = self._runtime.get(self._ref)
-            except ActorLostError as error:
-                return error
-            except CallError:
-                self._beat = None
-            self._heard_s = self._runtime.now_s()
-        self._ref, self._asked_s = self._member.handle.beat.remote(), self._runtime.now_s()
-        return None
-
-    def pulse(self, number: int, *, is_busy: bool) -> Pulse:
-        return Pulse(
-            id=self._member.id,
-            number=number,
-            is_busy=is_busy,
-            beat=self._beat,
-            heard_s=self._heard_s,
-            silent_s=self._runtime.now_s() - self._asked_s,
-        )
-
-
-def death(runtime: Runtime, ref: Any) -> ActorLostError | None:
-    """The actor's death, if that is what its answer says."""
-    try:
-        runtime.get(ref)
-    except ActorLostError as error:
-        return error
-    except CallError:
-        return None
-    return None
-
+from rayfcp.values.devices import DEVICES
 
 LOOK_S = 1.0
-"""From one look at calls that last to the next."""
+"""Between two looks at calls that last."""
 
 SILENT_S = 10.0
-"""How long a device may leave a question unanswered while others say that an exchange failed. Well above the time in
-which Ray notices a lost node."""
+"""Time for a device to answer while others report that an exchange failed. Well above the time in which Ray notices a
+lost node."""
 
 
-class Gathering:
-    """The calls under way, one of each device.
+class WorkerGroup:
+    """Members in use in the order of their device numbers, those of one node neighbors; and members that stand by.
 
-    Args:
-        names: of devices, for messages.
-        judge: says who is hung while calls last.
-        end_s: how long a call may take to end after it was aborted.
-        end: ends a lost member for good.
-    """
-
-    def __init__(
-        self,
-        members: Sequence[Member],
-        refs: Sequence[Any],
-        *,
-        runtime: Runtime,
-        names: Sequence[str],
-        judge: Judge,
-        end_s: float,
-        end: Callable[[Member], None],
-    ) -> None:
-        self._members, self._runtime, self._names, self._judge = members, runtime, names, judge
-        self._end_s, self._end = end_s, end
-        self._waiting: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
-        self._values: list[Any] = [None] * len(refs)
-        self._asked = [Asked(runtime, member) for member in members]
-        self._gone: dict[int, Literal["died", "node", "hung"]] = {}
-        self._reason = ""
-        self._own_error: WorkerFailedError | None = None
-        self.waited_s = 0.0
-
-    def values(self) -> list[Any]:
-        """See `Crew.gather`."""
-        while self._waiting and not self._reason:
-            if not self._take_ended():
-                self._look()
-        if not self._reason:
-            return self._values
-        if not self._gone:
-            self._find_cause()
-        self._free()
-        raise self._lost()
-
-    def _take_ended(self) -> bool:
-        """Wait for calls to end, for `LOOK_S` at most; False if none did.
-
-        Raises:
-            ConfigError, InfeasiblePlanError: raised by a worker.
-        """
-        start_s = self._runtime.now_s()
-        done = self._runtime.wait(list(self._waiting), timeout_s=LOOK_S)
-        self.waited_s += self._runtime.now_s() - start_s
-        for ref in done:
-            self._take(ref, number=self._waiting.pop(ref))
-        return bool(done)
-
-    def _take(self, ref: Any, *, number: int) -> None:
-        name = self._names[number]
-        try:
-            self._values[number] = self._runtime.get(ref)
-        except TaskFailedError as error:
-            cause = error.cause
-            if isinstance(cause, ConfigError | InfeasiblePlanError):
-                raise cause from error
-            if not isinstance(cause, CollectiveFailedError | CallError) and self._own_error is None:
-                self._own_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
-            self._blame(f"{name} failed: {cause}")
-        except ActorLostError as error:
-            self._bury(number, error)
-        except CallError as error:  # an argument of the call is lost
-            self._blame(f"{name} could not be called: {error}")
-
-    def _blame(self, reason: str) -> None:
-        self._reason = self._reason or reason
-
-    def _bury(self, number: int, error: ActorLostError) -> None:
-        self._gone[number] = "node" if error.node_lost else "died"
-        self._blame(f"{self._names[number]} died: {error}")
-
-    def _look(self) -> None:
-        """Ask everybody for a sign of life, and for a judgement of what they said: others may wait for one whose own
-        call has ended."""
-        for number, asked in enumerate(self._asked):
-            error = asked.ask()
-            if error is not None:
-                self._bury(number, error)
-        pending = set(self._waiting.values())
-        pulses = [asked.pulse(number, is_busy=number in pending) for number, asked in enumerate(self._asked)]
-        diagnosis = self._judge(pulses)
-        self._gone |= {number: "hung" for number in diagnosis.hung if number not in self._gone}
-        if diagnosis.hung or diagnosis.stuck:
-            names = ", ".join(self._names[number] for number in sorted(diagnosis.hung)) or "an exchange"
-            self._blame(f"{names} hangs: {diagnosis.reason}")
-
-    def _find_cause(self) -> None:
-        """Something failed: a sign of life of everybody tells whether that is because somebody is gone.
-
-        Raises:
-            WorkerFailedError: all live, and a worker's own program failed.
-        """
-        refs = {member.handle.beat.remote(): number for number, member in enumerate(self._members)}
-        silent = self._unanswered(refs, until_death=True)
-        if self._own_error is not None and not self._gone:
-            raise self._own_error
-        if not self._gone:
-            self._gone |= dict.fromkeys(silent, "hung")
-
-    def _unanswered(self, refs: dict[Any, int], *, until_death: bool) -> list[int]:
-        """Who does not answer within `SILENT_S`; who turns out to be gone is buried."""
-        end_s, left = self._runtime.now_s() + SILENT_S, dict(refs)
-        while left and not (until_death and self._gone):
-            done = self._runtime.wait(list(left), timeout_s=max(0.0, end_s - self._runtime.now_s()))
-            if not done:
-                break
-            for ref in done:
-                number, error = left.pop(ref), death(self._runtime, ref)
-                if error is not None:
-                    self._bury(number, error)
-        return list(left.values())
-
-    def _free(self) -> None:
-        """Abort what the living are in, and wait until their calls have ended; who does not is hung as well. A call
-        that had not begun when it was aborted is aborted again."""
-        living = [number for number in range(len(self._members)) if number not in self._gone]
-        refs = {self._members[number].handle.abort.remote(): number for number in living}
-        self._gone |= dict.fromkeys(self._unanswered(refs, until_death=False), "hung")
-        end_s = self._runtime.now_s() + self._end_s
-        again: dict[Any, int] = {}
-        while self._waiting_for_living() and self._runtime.now_s() < end_s:
-            if not self._take_ended():
-                again |= {self._members[each].handle.abort.remote(): each for each in self._waiting.values()}
-        self._unanswered(again, until_death=False)  # so that none of them meets a later call
-        self._gone |= dict.fromkeys(self._waiting.values(), "hung")
-
-    def _waiting_for_living(self) -> bool:
-        self._waiting = {ref: number for ref, number in self._waiting.items() if number not in self._gone}
-        return bool(self._waiting)
-
-    def _lost(self) -> WorkerFailedError:
-        """End the lost for good, stopped processes that do not react to the runtime included; their devices are free
-        afterwards."""
-        lost = [(number, self._members[number]) for number in sorted(self._gone)]
-        for _, member in lost:
-            self._end(member)
-        if self._own_error is not None and not lost:
-            return self._own_error
-        casualties = [
-            Casualty(id=member.id, number=number, node_id=member.facts.node_id, cause=self._gone[number])
-            for number, member in lost
-        ]
-        return RanksLostError(self._reason, lost=casualties)
-
-
-__all__ = ["Crew", "RanksLostError", "WorkerFailedError"]
-
-
-class Crew:
-    """Members in use in the order of their devices, those of one node neighbours; and members that stand by.
-
-    `kill`, if set, ends the processes of lost workers that do not react to the runtime.
+    `kill_process`, if set, ends processes of lost workers that do not react to the runtime. `waited_s`: total seconds
+    spent waiting for workers.
     """
 
     def __init__(self, start: WorkerStart, members: Iterable[Member]) -> None:
         self._start, self.runtime = start, start.runtime
         self.members = sorted(members, key=lambda member: (member.facts.node_id, member.id))
-        self.waiting: list[Member] = []
-        self.kill: Killer | None = None
+        self.standby: list[Member] = []
+        self.kill_process: Killer | None = None
         self.waited_s = 0.0
-        """Seconds spent waiting for workers, in total."""
         self._names = [f"rank {number}" for number in range(len(self.members))]
         for member in self.members:
             start.hold(member.id, member.handle)
 
     @classmethod
-    def start(
-        cls,
-        config: Config,
-        *,
-        runtime: Runtime,
-        device: str,
-        data_dir: str,
-        vocab_size: int,
-        stopped: Callable[[], bool],
-        run_key: str = "",
-    ) -> "Crew":
-        """One worker per device that can be reserved.
+    def launch(cls, start: WorkerStart, *, stopped: Callable[[], bool] = bool) -> "WorkerGroup":
+        """Start one worker per device that can be reserved.
 
         Raises:
             CapacityError: too few devices.
-            WorkerFailedError: a worker cannot start.
+            ConfigError, WorkerFailedError: a worker cannot start.
         """
-        start = WorkerStart(
-            config,
-            runtime=runtime,
-            device=device,
-            data_dir=data_dir,
-            vocab_size=vocab_size,
-            run_key=run_key or naming.run_key(config),
-        )
-        return cls.launch(start, stopped=stopped)
-
-    @classmethod
-    def launch(cls, start: WorkerStart, *, stopped: Callable[[], bool]) -> "Crew":
-        """One worker per device that can be reserved. Raises as `start`."""
-        groups = reserve(
+        reservations = reserve(
             start.config, runtime=start.runtime, device=start.device, run_key=start.run_key, stopped=stopped
         )
-        launched = [start.launch(group) for group in groups]
+        launched = [start.launch(each) for each in reservations]
         try:
             return cls(start, _opened(start, launched))
         except BaseException:
@@ -319,57 +81,52 @@ class Crew:
 
     @property
     def all(self) -> list[Member]:
-        return [*self.members, *self.waiting]
-
-    def use(self, cluster: ClusterSpec) -> int:
-        """Go on with the devices of the cluster; how many others stand by: they are told nothing and end with these."""
-        self.form(cluster, [member.id for member in self.members[: cluster.num_devices]])
-        return len(self.waiting)
+        return [*self.members, *self.standby]
 
     def form(self, cluster: ClusterSpec, ids: Sequence[str]) -> None:
-        """Go on with these as the devices of the cluster, in this order; all others stand by.
+        """Use these members as the devices of the cluster, in this order; all others stand by.
 
         Raises:
-            KeyError: an id of nobody who lives.
+            KeyError: an id that is no member's.
         """
         known = {member.id: member for member in self.all}
         self.members = [known.pop(id) for id in ids]
-        self.waiting = list(known.values())
+        self.standby = list(known.values())
         self._names = device_names(cluster)
 
     def add(self, members: Iterable[Member]) -> None:
-        """Members that stand by from now on."""
+        """Add members that stand by."""
         for member in members:
             self._start.hold(member.id, member.handle)
-            self.waiting.append(member)
+            self.standby.append(member)
 
     def drop(self, ids: Iterable[str]) -> None:
-        """End these members and give their devices back; nobody may be within a call with them."""
+        """End these members and give their devices back; no call to them may be under way."""
         gone = set(ids)
         for member in self.all:
             if member.id in gone:
                 self._end(member)
         self._forget(gone)
 
-    def each(self, call: Callable[[int, Any], Any], *, judge: Judge | None = None) -> list[Any]:
-        """`call(number, worker)` gives a reference for every device; their values in order. Raises as `gather`."""
-        refs = [call(number, worker) for number, worker in enumerate(self.workers)]
-        return self.gather(refs, judge=judge)
+    def call(self, method: Callable[[int, Any], Any], *, judge: Judge | None = None) -> list[Any]:
+        """Values of `method(number, worker)`, which returns a reference, for every device in order. Raises as `get`."""
+        return self.get([method(number, worker) for number, worker in enumerate(self.workers)], judge=judge)
 
-    def gather(self, refs: Sequence[Any], *, judge: Judge | None = None) -> list[Any]:
-        """Values of one reference per member in use. The first failure is raised, other calls may last.
+    def get(self, refs: Sequence[Any], *, judge: Judge | None = None) -> list[Any]:
+        """Values of one reference per member in use. The first failure is raised; other calls may go on.
 
         Args:
-            judge: who is hung while calls last; who gives no sign of life for `elastic.hang_min_s` if absent.
+            judge: decides which devices hang while calls last; those without heartbeat for `elastic.hang_min_s` if
+                absent.
 
         Raises:
-            ConfigError, InfeasiblePlanError: raised by a worker as they are.
+            ConfigError, InfeasiblePlanError: raised by a worker, unchanged.
             WorkerFailedError: any other failure of a worker's program; names the device and the cause.
-            RanksLostError: workers are gone, or an exchange between them failed. All other calls have ended; the lost
-                were ended, and are members no more.
+            RanksLostError: workers are gone, or an exchange between them failed. All other calls have ended; lost
+                workers were ended and are no members any more.
         """
         limit_s = self._start.config.elastic.hang_min_s
-        gathering = Gathering(
+        call = GroupCall(
             self.members,
             refs,
             runtime=self.runtime,
@@ -379,12 +136,12 @@ class Crew:
             end=self._end,
         )
         try:
-            return gathering.values()
+            return call.values()
         except RanksLostError as error:
             self._forget({each.id for each in error.lost})
             raise
         finally:
-            self.waited_s += gathering.waited_s
+            self.waited_s += call.waited_s
 
     def end(self) -> None:
         """Kill all members by id and give their devices back."""
@@ -392,14 +149,216 @@ class Crew:
 
     def _end(self, member: Member) -> None:
         self._start.end(member)
-        if self.kill is not None:
-            self.kill(member.facts)
+        if self.kill_process is not None:
+            self.kill_process(member.facts)
 
     def _forget(self, ids: set[str]) -> None:
         self.members = [member for member in self.members if member.id not in ids]
-        self.waiting = [member for member in self.waiting if member.id not in ids]
+        self.standby = [member for member in self.standby if member.id not in ids]
         for id in ids:
             self._start.let_go(id)
+
+
+class HeartbeatMonitor:
+    """Asks one device for heartbeats, one request at a time."""
+
+    def __init__(self, runtime: Runtime, member: Member) -> None:
+        self._runtime, self._member = runtime, member
+        self._ref: Any = None
+        self._asked_s = 0.0
+        self._beat: Beat | None = None
+        self._received_s = 0.0
+
+    def ask(self) -> ActorLostError | None:
+        """Take the answer if there is one and ask again; return the error if the device is gone."""
+        if self._ref is not None:
+            if not self._runtime.wait([self._ref], timeout_s=0):
+                return None
+            try:
+                self._beat = self._runtime.get(self._ref)
+            except ActorLostError as error:
+                return error
+            except CallError:
+                self._beat = None
+            self._received_s = self._runtime.now_s()
+        self._ref, self._asked_s = self._member.handle.beat.remote(), self._runtime.now_s()
+        return None
+
+    def heartbeat(self, number: int, *, is_busy: bool) -> Heartbeat:
+        return Heartbeat(
+            id=self._member.id,
+            number=number,
+            is_busy=is_busy,
+            beat=self._beat,
+            received_s=self._received_s,
+            silent_s=self._runtime.now_s() - self._asked_s,
+        )
+
+
+class GroupCall:
+    """One call of each device, under way. Finds lost devices and frees the others.
+
+    Args:
+        names: names of the devices in messages.
+        judge: decides which devices hang while calls last.
+        end_s: time for a call to end after it was aborted.
+        end: ends a lost member for good.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        refs: Sequence[Any],
+        *,
+        runtime: Runtime,
+        names: Sequence[str],
+        judge: Judge,
+        end_s: float,
+        end: Callable[[Member], None],
+    ) -> None:
+        self._members, self._runtime, self._names, self._judge = members, runtime, names, judge
+        self._end_s, self._end = end_s, end
+        self._pending: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
+        self._values: list[Any] = [None] * len(refs)
+        self._monitors = [HeartbeatMonitor(runtime, member) for member in members]
+        self._gone: dict[int, Literal["died", "node", "hung"]] = {}
+        self._reason = ""
+        self._program_error: WorkerFailedError | None = None
+        self.waited_s = 0.0
+
+    def values(self) -> list[Any]:
+        """See `WorkerGroup.get`."""
+        while self._pending and not self._reason:
+            if not self._take_ended():
+                self._look()
+        if not self._reason:
+            return self._values
+        if not self._gone:
+            self._find_cause()
+        self._free()
+        raise self._lost()
+
+    def _take_ended(self) -> bool:
+        """Wait up to `LOOK_S` for calls to end; False if none did.
+
+        Raises:
+            ConfigError, InfeasiblePlanError: raised by a worker.
+        """
+        start_s = self._runtime.now_s()
+        done = self._runtime.wait(list(self._pending), timeout_s=LOOK_S)
+        self.waited_s += self._runtime.now_s() - start_s
+        for ref in done:
+            self._take(ref, number=self._pending.pop(ref))
+        return bool(done)
+
+    def _take(self, ref: Any, *, number: int) -> None:
+        name = self._names[number]
+        try:
+            self._values[number] = self._runtime.get(ref)
+        except TaskFailedError as error:
+            cause = error.cause
+            if isinstance(cause, ConfigError | InfeasiblePlanError):
+                raise cause from error
+            if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
+                self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
+            self._set_reason(f"{name} failed: {cause}")
+        except ActorLostError as error:
+            self._mark_gone(number, error)
+        except CallError as error:  # an argument of the call is lost
+            self._set_reason(f"{name} could not be called: {error}")
+
+    def _set_reason(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def _mark_gone(self, number: int, error: ActorLostError) -> None:
+        self._gone[number] = "node" if error.node_lost else "died"
+        self._set_reason(f"{self._names[number]} died: {error}")
+
+    def _look(self) -> None:
+        """Ask all devices for heartbeats and judge them: calls may wait for a device whose own call has ended."""
+        for number, monitor in enumerate(self._monitors):
+            error = monitor.ask()
+            if error is not None:
+                self._mark_gone(number, error)
+        busy = set(self._pending.values())
+        diagnosis = self._judge(
+            [monitor.heartbeat(number, is_busy=number in busy) for number, monitor in enumerate(self._monitors)]
+        )
+        self._gone |= {number: "hung" for number in diagnosis.hung if number not in self._gone}
+        if diagnosis.hung or diagnosis.stuck:
+            names = ", ".join(self._names[number] for number in sorted(diagnosis.hung)) or "an exchange"
+            self._set_reason(f"{names} hangs: {diagnosis.reason}")
+
+    def _find_cause(self) -> None:
+        """Find out by heartbeats whether something failed because a device is gone.
+
+        Raises:
+            WorkerFailedError: all are alive, and a worker's own program failed.
+        """
+        refs = {member.handle.beat.remote(): number for number, member in enumerate(self._members)}
+        silent = self._unanswered(refs, until_gone=True)
+        if self._program_error is not None and not self._gone:
+            raise self._program_error
+        if not self._gone:
+            self._gone |= dict.fromkeys(silent, "hung")
+
+    def _unanswered(self, refs: dict[Any, int], *, until_gone: bool) -> list[int]:
+        """Devices that do not answer within `SILENT_S`; those that turn out to be gone are marked."""
+        end_s, left = self._runtime.now_s() + SILENT_S, dict(refs)
+        while left and not (until_gone and self._gone):
+            done = self._runtime.wait(list(left), timeout_s=max(0.0, end_s - self._runtime.now_s()))
+            if not done:
+                break
+            for ref in done:
+                number, error = left.pop(ref), loss_of(self._runtime, ref)
+                if error is not None:
+                    self._mark_gone(number, error)
+        return list(left.values())
+
+    def _free(self) -> None:
+        """Abort the calls of living devices and wait for their end; a device whose call does not end is hung as well.
+        A call that had not begun when it was aborted is aborted again."""
+        living = [number for number in range(len(self._members)) if number not in self._gone]
+        refs = {self._members[number].handle.abort.remote(): number for number in living}
+        self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), "hung")
+        end_s = self._runtime.now_s() + self._end_s
+        again: dict[Any, int] = {}
+        while self._pending_of_living() and self._runtime.now_s() < end_s:
+            if not self._take_ended():
+                again |= {self._members[each].handle.abort.remote(): each for each in self._pending.values()}
+        self._unanswered(again, until_gone=False)  # so that none of them meets a later call
+        self._gone |= dict.fromkeys(self._pending.values(), "hung")
+
+    def _pending_of_living(self) -> bool:
+        self._pending = {ref: number for ref, number in self._pending.items() if number not in self._gone}
+        return bool(self._pending)
+
+    def _lost(self) -> WorkerFailedError:
+        """End lost members for good, stopped processes that do not react to the runtime included, so that their devices
+        are free."""
+        lost = [(number, self._members[number]) for number in sorted(self._gone)]
+        for _, member in lost:
+            self._end(member)
+        if self._program_error is not None and not lost:
+            return self._program_error
+        return RanksLostError(
+            self._reason,
+            lost=[
+                LostWorker(id=member.id, number=number, node_id=member.facts.node_id, cause=self._gone[number])
+                for number, member in lost
+            ],
+        )
+
+
+def loss_of(runtime: Runtime, ref: Any) -> ActorLostError | None:
+    """The error that says that the actor is gone, if the answer is one."""
+    try:
+        runtime.get(ref)
+    except ActorLostError as error:
+        return error
+    except CallError:
+        return None
+    return None
 
 
 def _opened(start: WorkerStart, launched: Sequence[Launched]) -> list[Member]:
@@ -407,7 +366,7 @@ def _opened(start: WorkerStart, launched: Sequence[Launched]) -> list[Member]:
     the others are enough.
 
     Raises:
-        ConfigError: a device is not what was asked for.
+        ConfigError: a device is not what the configuration says.
         WorkerFailedError: a worker cannot start.
     """
     runtime, limit_s = start.runtime, start.config.elastic.start_timeout_s
@@ -416,7 +375,7 @@ def _opened(start: WorkerStart, launched: Sequence[Launched]) -> list[Member]:
     while left and (done := runtime.wait(list(left), timeout_s=max(0.0, end_s - runtime.now_s()))):
         for ref in done:
             number = left.pop(ref)
-            members.append(launched[number].opened(answer(runtime, ref, name=f"rank {number}")))
+            members.append(launched[number].opened(value_of(runtime, ref, name=f"rank {number}")))
     if len(members) < min(start.config.cluster.min_workers, len(launched)):
         late = ", ".join(f"rank {number}" for number in left.values())
         raise WorkerFailedError(
@@ -428,37 +387,30 @@ def _opened(start: WorkerStart, launched: Sequence[Launched]) -> list[Member]:
     return members
 
 
-NAMED_AT_START = 3
-
-
-def join_devices(crew: Crew, cluster: ClusterSpec, *, empty: bool = False) -> tuple[RendezvousServer, list[Joined]]:
-    """All workers become devices of the cluster, in order, `empty`: with weights that will be filled. The store must
+def join_devices(
+    worker_group: WorkerGroup, cluster: ClusterSpec, *, empty: bool = False
+) -> tuple[RendezvousServer, list[Joined]]:
+    """Make all workers devices of the cluster, in order; `empty`: with weights that will be filled. The server must
     live as long as the generation."""
-    here = crew.runtime.here()
-    store = crew.runtime.rendezvous(alone=all(fact.node_id == here for fact in crew.facts))
-    meeting = store.meeting(cluster)
-    return store, crew.each(lambda number, worker: worker.join.remote(number, meeting, empty=empty))
+    here = worker_group.runtime.here()
+    server = worker_group.runtime.rendezvous(alone=all(fact.node_id == here for fact in worker_group.facts))
+    rendezvous = server.of(cluster)
+    return server, worker_group.call(lambda number, worker: worker.join.remote(number, rendezvous, empty=empty))
 
 
-def device_peak_flops(config: Config, crew: Crew) -> float:
-    """Peak of one device: configured, from the table, or, for CPUs, measured by all workers at once.
+def device_peak_flops(config: Config, worker_group: WorkerGroup) -> float:
+    """Peak FLOP/s of one device: configured, from the table, or, for CPUs, measured by all workers at once.
 
     Raises:
-        ConfigError: an accelerator that no table knows.
+        ConfigError: an accelerator that is not in the table.
     """
-    peak = config.metrics.peak_flops or crew.facts[0].peak_flops
+    device = worker_group.facts[0].device
+    peak = config.metrics.peak_flops or worker_group.facts[0].peak_flops
     if peak is not None:
         return peak
-    if crew.facts[0].device != "cpu":
+    if not DEVICES[device].is_host:
         raise ConfigError(
-            f"metrics.peak_flops is not set and no table knows this {crew.facts[0].device} device; set it to the "
-            "device's dense FLOP/s in model.dtype"
+            f"metrics.peak_flops is not set and the table does not have this {device} device; set it to the device's "
+            "dense FLOP/s in model.dtype"
         )
-    return statistics.fmean(crew.each(lambda _, worker: worker.measure_flops.remote()))
-
-
-def write_skipped(path: Path, rows: Sequence[BadRow]) -> str:
-    """Name the rows that were left out, one JSON object a line; a sentence with the first of them."""
-    path.write_text("".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows))
-    shown = "; ".join(str(row) for row in rows[:NAMED_AT_START])
-    return f"left out: {shown}{f' and more, see {path}' if len(rows) > NAMED_AT_START else ''}"
+    return statistics.fmean(worker_group.call(lambda _, worker: worker.measure_flops.remote()))

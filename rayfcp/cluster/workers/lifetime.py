@@ -1,7 +1,4 @@
-"""Names by which a run's actors and reservations are found again when their controller is gone.
-
-Actors that nobody owns end by themselves when nobody calls them any more.
-"""
+"""Names by which a new controller finds a run's actors and reservations, and the end of actors without controller."""
 
 import hashlib
 import os
@@ -13,11 +10,11 @@ from ray.util.placement_group import get_current_placement_group, remove_placeme
 
 from rayfcp.config import Config
 
-WORKER, KEEPER, DEVICE = "worker", "keeper", "device"
+WORKER, STORE, DEVICE = "worker", "store", "device"
 
 
 def run_key(config: Config) -> str:
-    """The same for the same run folder, whichever process asks."""
+    """Key of a run: the same for the same run directory in every process."""
     folder = str(Path(config.run_dir).absolute())
     return f"{config.run.name}-{hashlib.sha256(folder.encode()).hexdigest()[:8]}"
 
@@ -27,34 +24,32 @@ def actor_name(key: str, kind: str, *, id: str) -> str:
 
 
 TICKS = 10
-"""Looks per span of silence that ends an orphan."""
+"""Checks within the silence that ends an orphan."""
 
 RELEASE_S = 5.0
-"""How long an orphan tries to give its device back before it ends all the same."""
+"""Time for an orphan to give its device back before it ends anyway."""
 
 
 class OrphanWatch:
-    """Ends the process, and gives its device back, after `orphan_s` without `heard`; for as long as somebody holds it.
+    """Ends the process and gives its device back after `orphan_s` without `on_call`, while the object exists.
 
-    Time is counted in looks, so that a process that was stopped and goes on has heard of nobody no longer than
-    before.
+    Time is counted in checks, so that the time in which a process is stopped does not count.
     """
 
     def __init__(self, orphan_s: float) -> None:
-        self._heard = False
+        self._called = False
         self.group = get_current_placement_group()
         looks = threading.Thread(target=_look, args=[weakref.ref(self), orphan_s / TICKS], daemon=True)
         looks.name = "orphan watch"
         looks.start()
 
-    def heard(self) -> None:
-        """Somebody called."""
-        self._heard = True
+    def on_call(self) -> None:
+        self._called = True
 
     def is_quiet(self) -> bool:
-        """Whether nobody called since this was asked last."""
-        heard, self._heard = self._heard, False
-        return not heard
+        """True without a call since the last check."""
+        called, self._called = self._called, False
+        return not called
 
 
 def _look(held: "weakref.ref[OrphanWatch]", tick_s: float) -> None:
@@ -67,7 +62,7 @@ def _look(held: "weakref.ref[OrphanWatch]", tick_s: float) -> None:
         quiet, group = quiet + 1 if watch.is_quiet() else 0, watch.group
         del watch
     if group is not None:
-        # Ray may be gone as well, and would be waited for without end.
+        # Ray may be gone as well; waiting for it would never end.
         release = threading.Thread(target=remove_placement_group, args=[group], daemon=True)
         release.start()
         release.join(RELEASE_S)

@@ -1,4 +1,4 @@
-"""One worker of a run: how it is started, what is known of it, how it is ended."""
+"""One worker of a run: started, kept alive, ended."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from rayfcp.cluster.workers.lifetime import WORKER, actor_name
 from rayfcp.cluster.workers.placement import bundle
 from rayfcp.config import Config
 
-CALLS = 4
-"""Signs of life within the time of silence that ends an orphan."""
+HEARTBEATS = 4
+"""Heartbeats within the silence that ends an orphan."""
 
 Killer = Callable[[DeviceFacts], None]
-"""Ends a worker's process on its node, even if it does not react to the runtime."""
+"""Ends a worker's process on its node even if it does not react to the runtime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """An opened worker. `id` is its own for ever; its reservation `group` holds its device."""
+    """An opened worker. `id` never changes; the reservation `group` holds its device."""
 
     id: str
     handle: Any
@@ -29,31 +29,31 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """A worker that was asked for at `asked_s` of `Runtime.now_s`: it starts once its device is granted. `opening`
-    refers to its facts."""
+    """A worker requested at `requested_s` of `Runtime.now_s`, which starts once its device is granted. `opening`
+    references its facts."""
 
     id: str
     handle: Any
     group: Any
     opening: Any
-    asked_s: float
+    requested_s: float
 
     def opened(self, facts: DeviceFacts) -> Member:
         return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)
 
 
 def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Timer:
-    """Call `beat` of actors often enough that they do not take themselves for orphans, until closed."""
+    """Call `beat` of actors often enough, until closed, that they do not end as orphans."""
 
     def call() -> None:
         for handle in handles():
             handle.beat.remote()
 
-    return runtime.every(orphan_s / CALLS, call, name="keep alive")
+    return runtime.every(orphan_s / HEARTBEATS, call, name="keep alive")
 
 
 class WorkerStart:
-    """Starts and ends the workers of a run. They belong to nobody: whoever starts or adopts them keeps them alive, by
+    """Starts and ends the workers of a run. No process owns them: whoever starts or adopts them keeps them alive with
     `hold`, and ends them.
 
     Args:
@@ -70,7 +70,7 @@ class WorkerStart:
         self._alive: Timer | None = None
 
     def launch(self, group: Any) -> Launched:
-        """Ask for a worker in this reservation, granted or not. Does not block."""
+        """Request a worker in this reservation, granted or not, without waiting."""
         id = self.runtime.new_id()
         spec = ActorSpec(
             role=Role.WORKER,
@@ -81,10 +81,10 @@ class WorkerStart:
         handle = self.runtime.start(spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id)
         self.hold(id, handle)
         now_s = self.runtime.now_s()
-        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), asked_s=now_s)
+        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
 
     def end(self, worker: Member | Launched) -> None:
-        """Kill it by id, started or not, and give its device back."""
+        """Kill a worker, started or not, and give its device back."""
         self.runtime.end(worker.handle)
         self.runtime.release(worker.group)
 
@@ -95,7 +95,7 @@ class WorkerStart:
             self._alive = keep_alive(self.runtime, self.config.elastic.orphan_s, handles=self._handles)
 
     def let_go(self, id: str) -> None:
-        """Forget a worker that was ended."""
+        """Stop keeping a worker alive."""
         self._held.pop(id, None)
         if not self._held and self._alive is not None:
             self._alive.close()

@@ -1,59 +1,52 @@
-"""Workers for devices that the run lacks: asked for, started and opened while the others train."""
+"""Workers for missing devices: requested, started and opened while the others train."""
 
 import logging
 from collections.abc import Sequence
 
-from rayfcp.cluster.recovery.losses import WorkerFailedError, answer
+from rayfcp.cluster.recovery.losses import WorkerFailedError, value_of
 from rayfcp.cluster.workers.lifetime import DEVICE, actor_name
 from rayfcp.cluster.workers.members import Launched, Member, WorkerStart
-from rayfcp.cluster.workers.placement import ask, bundle
+from rayfcp.cluster.workers.placement import bundle, reserve_device
 from rayfcp.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0
-"""Between attempts, after workers that could not open: it doubles from one to the other."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause after workers that could not open; it doubles from the first to the longest."""
 
 
-class Recruits:
-    """One pending worker for each device missing. It starts and opens by itself once there is a device for it.
+class PendingWorkers:
+    """One pending worker per missing device; it starts and opens once there is a device for it.
 
     Args:
-        start: how workers are started.
-        autoscale: tell the autoscaler what the whole run needs.
+        autoscale: request what the whole run needs from the autoscaler.
     """
 
     def __init__(self, start: WorkerStart, *, autoscale: bool = True) -> None:
         self._start, self._runtime, self._autoscale = start, start.runtime, autoscale
         self._pending: list[Launched] = []
-        self._wanted = 0
-        self._asked = 0
+        self._wanted = self._requested = 0
         self._failures, self._again_s = 0, 0.0
         self._with_device: set[str] = set()
         self._looked_s = start.runtime.now_s()
 
     @property
-    def num_pending(self) -> int:
-        return len(self._pending)
-
-    @property
-    def asked_s(self) -> tuple[float, ...]:
-        """When each pending one was asked for, on `Runtime.now_s`."""
-        return tuple(each.asked_s for each in self._pending)
+    def requested_s(self) -> tuple[float, ...]:
+        """Time of each pending request, on `Runtime.now_s`."""
+        return tuple(each.requested_s for each in self._pending)
 
     def want(self, missing: int, *, in_use: int) -> None:
-        """So many devices are missing beside those in use. More pending workers than that are given up, the latest
-        first."""
+        """Keep `missing` workers pending beside the devices in use; surplus ones are given up, the latest first."""
         self._wanted = missing
         while len(self._pending) > missing:
             self._give_up(self._pending.pop())
-        self._tell(missing + in_use if missing else 0)
-        self._ask()
+        self._autoscale_to(missing + in_use if missing else 0)
+        self._launch()
 
     def ready(self) -> list[Member]:
-        """Workers that opened since; they count as missing no longer. Those that could not open, or that have not
-        opened `elastic.start_timeout_s` after their device was granted, are asked for anew, after a while. Never waits.
+        """Workers that opened since the last call, which are not missing any more. Those that could not open, or have
+        not opened `elastic.start_timeout_s` after their device was granted, are requested anew after a pause. Never
+        waits.
 
         Raises:
             ConfigError: a worker says that the configuration cannot run where it is.
@@ -62,7 +55,7 @@ class Recruits:
         for each in self._ended():
             self._pending.remove(each)
             try:
-                members.append(each.opened(answer(self._runtime, each.opening, name=f"worker {each.id}")))
+                members.append(each.opened(value_of(self._runtime, each.opening, name=f"worker {each.id}")))
             except WorkerFailedError as error:
                 self._failed(each, error)
             except ConfigError:
@@ -74,11 +67,11 @@ class Recruits:
         if members:
             self._failures = 0
         self._wanted -= len(members)
-        self._ask()
+        self._launch()
         return members
 
     def end(self) -> None:
-        """Give up what is pending, withdraw what the autoscaler was told."""
+        """Give up all pending workers and withdraw the request to the autoscaler."""
         self.want(0, in_use=0)
 
     def _ended(self) -> Sequence[Launched]:
@@ -86,8 +79,8 @@ class Recruits:
         return [by_ref[ref] for ref in self._runtime.wait_all(list(by_ref), timeout_s=0)]
 
     def _late(self) -> list[Launched]:
-        """Workers that had their device one `elastic.start_timeout_s` ago already, as seen then. Looks once in that
-        time, since each look asks the whole cluster."""
+        """Workers that had their device one `elastic.start_timeout_s` ago. Polls once in that time, since each poll
+        asks the whole cluster."""
         now_s = self._runtime.now_s()
         if not self._pending or now_s - self._looked_s < self._start.config.elastic.start_timeout_s:
             return []
@@ -106,22 +99,22 @@ class Recruits:
         pause_s = min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
         self._again_s = self._runtime.now_s() + pause_s
 
-    def _ask(self) -> None:
+    def _launch(self) -> None:
         if self._runtime.now_s() < self._again_s:
             return
         while len(self._pending) < self._wanted:
             start = self._start
-            group = ask(start.config, runtime=self._runtime, device=start.device, run_key=start.run_key)
+            group = reserve_device(start.config, runtime=self._runtime, device=start.device, run_key=start.run_key)
             self._pending.append(start.launch(group))
 
     def _give_up(self, launched: Launched) -> None:
         self._start.let_go(launched.id)
         self._start.end(launched)
 
-    def _tell(self, devices: int) -> None:
-        """The autoscaler makes room for all that it is told at once, so devices in use count as well."""
-        if not self._autoscale or self._asked == devices:
+    def _autoscale_to(self, devices: int) -> None:
+        """The autoscaler takes a request for the whole cluster, so devices in use count as well."""
+        if not self._autoscale or self._requested == devices:
             return
-        self._asked = devices
+        self._requested = devices
         one = bundle(self._start.device, threads=self._start.config.train.threads_per_worker)
         self._runtime.request(one, count=devices)

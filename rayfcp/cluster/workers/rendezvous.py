@@ -1,4 +1,4 @@
-"""Where devices meet: a key-value store in the controller's process, listening on one address only."""
+"""Rendezvous of a generation: a key-value store in the controller's process that listens on one address only."""
 
 import socket
 from datetime import timedelta
@@ -11,7 +11,7 @@ from rayfcp.values import ClusterSpec
 
 
 class RendezvousStore:
-    """Serves on `host`, on a free port, until the process ends or the object goes."""
+    """Serves on a free port of `host` until the object is collected."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -23,8 +23,8 @@ class RendezvousStore:
             host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=self._listener.detach()
         )
 
-    def meeting(self, cluster: ClusterSpec) -> Rendezvous:
-        """The meeting of the cluster's generation."""
+    def of(self, cluster: ClusterSpec) -> Rendezvous:
+        """Rendezvous of the cluster's generation."""
         return Rendezvous(
             host=self._host,
             port=self._port,
@@ -36,7 +36,7 @@ class RendezvousStore:
         )
 
 
-def client_of(meeting: Rendezvous, *, timeout_s: float) -> dist.Store:
-    """A client of the meeting's store, under the prefix of its generation."""
-    client: Any = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"generation-{meeting.generation}", client)
+def client_of(rendezvous: Rendezvous, *, timeout_s: float) -> dist.Store:
+    """Client of the store, under the prefix of the generation."""
+    client: Any = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"generation-{rendezvous.generation}", client)

@@ -1,6 +1,6 @@
-"""The actor of one device: a thin shell around `RankEngine`.
+"""The actor of one device, around `RankEngine`.
 
-Driver and controller name the class, so torch and the model library are imported by its instances only.
+Driver and controller only name the class; its instances import torch and the model library.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 GROUPS = {"control": 2, "copies": 4}
-"""Concurrency groups by their threads: `control` always answers; `copies` may wait. All else runs in one thread."""
+"""Threads of each concurrency group: `control` always answers; `copies` may wait. All else runs in one thread."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _in_group(name: str) -> Callable[[_Method], _Method]:
-    """Ray's own types know no methods with keywords."""
+    """`ray.method`, whose own types do not accept methods with keywords."""
     return cast(Callable[[_Method], _Method], ray.method(concurrency_group=name))
 
 
@@ -54,23 +54,23 @@ class RankWorker:
         self._watch = OrphanWatch(config.elastic.orphan_s)
 
     def open(self) -> DeviceFacts:
-        """Take the device; to be called first. Not in the constructor, where Ray hides what an error was.
+        """Open the device; to be called first. Not in the constructor, whose errors Ray hides.
 
         Raises:
-            ConfigError: the device, or what it needs installed, is not here.
+            ConfigError: the device, or a library that it needs, is missing.
         """
         import torch
 
-        from rayfcp.execute.devices.device import peak_flops, resolve_device, total_memory_bytes
+        from rayfcp.execute.devices.backend import backend_of, resolve_device
         from rayfcp.execute.engine import RankEngine
         from rayfcp.execute.kernels import pick_kernel
 
-        # First: it says what to install, and loads what makes torch know the device.
-        pick_kernel(self._config.cluster.device, spared_sms=self._config.cluster.communication_sms)
+        # First: it names missing libraries, and loads torch's extension for the device.
+        pick_kernel(self._config.cluster.device, sm_margin=self._config.cluster.communication_sms)
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
-        _settle_memory()
+        _freeze_imports()
         elastic = self._config.elastic
         self._pusher = Pusher(
             self._engine.copies,
@@ -83,8 +83,8 @@ class RankWorker:
         self._facts = DeviceFacts(
             node_id=context.get_node_id(),
             device=self._device.type,
-            memory_bytes=total_memory_bytes(self._device),
-            peak_flops=peak_flops(self._device),
+            memory_bytes=backend_of(self._device).total_memory_bytes(self._device),
+            peak_flops=backend_of(self._device).peak_flops(self._device),
             worker_id=self._worker_id,
             pid=os.getpid(),
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
@@ -93,14 +93,14 @@ class RankWorker:
 
     @control
     def beat(self) -> Beat | None:
-        """Sign of life, and how far the step is; None before `open` returned."""
-        self._watch.heard()
+        """Heartbeat with the progress of the step; None before `open` returned."""
+        self._watch.on_call()
         return None if self._facts is None else self._engine.beat()
 
     @control
     def facts(self) -> DeviceFacts | None:
-        """What `open` returned; None before."""
-        self._watch.heard()
+        """Result of `open`; None before."""
+        self._watch.on_call()
         return self._facts
 
     @control
@@ -110,21 +110,21 @@ class RankWorker:
 
     @control
     def abort(self) -> None:
-        """Free the main thread from whatever it waits for; its call raises `CollectiveFailedError`."""
-        self._watch.heard()
+        """Abort the exchange that the main thread waits in; its call raises `CollectiveFailedError`."""
+        self._watch.on_call()
         if self._facts is not None:
             self._engine.abort()
 
     @control
-    def use_keeper(self, keeper: Any) -> None:
-        """Copies go to this actor from now on, the newest first; None: to nobody."""
-        self._watch.heard()
-        self._pusher.use(keeper)
+    def use_store(self, store: Any) -> None:
+        """Send copies to this actor from now on, the newest first; None: send nothing."""
+        self._watch.on_call()
+        self._pusher.use(store)
 
     @copies
     def headers(self) -> tuple[ShardHeader, ...]:
-        """Of the complete copies of this device's own shards."""
-        self._watch.heard()
+        """Headers of the complete copies of this device's shards."""
+        self._watch.on_call()
         return () if self._facts is None else self._engine.copies.headers()
 
     @copies
@@ -134,66 +134,63 @@ class RankWorker:
 
     @copies
     def await_kept(self, state: StateId, *, timeout_s: float) -> Waited:
-        """Until a keeper has this device's copy of this state or a newer one; see `Pusher.wait_for`."""
-        self._watch.heard()
+        """Wait until a snapshot store has this state, or a newer one, of this device; see `Pusher.wait_for`."""
+        self._watch.on_call()
         return self._pusher.wait_for(state, timeout_s=timeout_s)
 
     def idle(self) -> bool:
-        """Answers, with True, once the main thread is free."""
+        """Return True once the main thread is free."""
         return True
 
     def measure_flops(self) -> float:
-        """FLOP/s of a matrix product, while all other workers measure too."""
-        from rayfcp.execute.devices.device import measure_flops
+        """Measure the FLOP/s of a matrix product, at the same time as all other workers."""
+        from rayfcp.execute.devices.cpu import measure_flops
 
         return measure_flops(self._device)
 
-    def join(self, number: int, meeting: Rendezvous, *, empty: bool = False) -> Joined:
-        """Become device `number` of a generation, with first weights, or `empty`, to be filled or loaded."""
+    def join(self, number: int, rendezvous: Rendezvous, *, empty: bool = False) -> Joined:
+        """Become device `number` of a generation, with initial weights, or `empty`, to be filled or loaded."""
         from rayfcp.cluster.workers.rendezvous import client_of
-        from rayfcp.execute.parallel.groups import Place
+        from rayfcp.execute.parallel.groups import MeshPosition
         from rayfcp.models.build import sharded_model
-        from rayfcp.models.compiling import as_configured
         from rayfcp.models.describe import model_config
         from rayfcp.models.library import text_of
 
-        if meeting.host == LOOPBACK:
-            # gloo listens where the host's name points unless it is told otherwise.
+        if rendezvous.host == LOOPBACK:
+            # Otherwise gloo listens at the address of the host's name.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
         library = model_config(self._config.model, vocab_size=self._vocab_size)
-        place = Place.of(
+        position = MeshPosition.of(
             number,
-            num_ranks=meeting.num_ranks,
-            num_stages=meeting.num_stages,
-            tensor_parallel=meeting.tensor_parallel,
+            num_ranks=rendezvous.num_ranks,
+            num_stages=rendezvous.num_stages,
+            tensor_parallel=rendezvous.tensor_parallel,
         )
         return self._engine.join(
-            place,
-            store=lambda: client_of(meeting, timeout_s=self._config.elastic.start_timeout_s),
-            make_model=lambda world: as_configured(
-                sharded_model(
-                    library,
-                    run=self._config.model,
-                    seed=self._config.run.seed,
-                    world=world,
-                    layers_of_stage=meeting.layers_of_stage,
-                    empty=empty,
-                ),
-                self._config.train,
+            position,
+            store=lambda: client_of(rendezvous, timeout_s=self._config.elastic.start_timeout_s),
+            make_model=lambda world: sharded_model(
+                library,
+                run=self._config.model,
+                seed=self._config.run.seed,
+                world=world,
+                layers_of_stage=rendezvous.layers_of_stage,
+                empty=empty,
+                compiled=self._config.train.compile,
             ),
             hidden_size=text_of(library).hidden_size,
-            layers_of_stage=meeting.layers_of_stage or (text_of(library).num_hidden_layers,),
+            layers_of_stage=rendezvous.layers_of_stage or (text_of(library).num_hidden_layers,),
         )
 
     def leave(self) -> None:
-        """Leave the generation in order; all its devices do."""
+        """Leave the generation, as all its devices do."""
         self._engine.leave()
 
     def fill(self, sources: Sequence[Source]) -> None:
-        """Take the state from copies, all of one state: this device's own first, then in the order given.
+        """Restore a state from copies: this device's own first, then in the order given.
 
         Raises:
-            ValueError: something is missing, there twice, or of another model.
+            ValueError: something is missing, duplicated, or of another model.
             CollectiveFailedError: a copy is gone from where it was.
         """
         from rayfcp.execute.state import snapshots
@@ -215,24 +212,24 @@ class RankWorker:
         self._engine.fill([*ours, *(others(source) for source in sources if source.holder_id != self._worker_id)])
 
     def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
-        """Copy the state as it is, and send the copy."""
+        """Copy the current state, and send the copy."""
         self._pusher.offer(self._engine.take_snapshot(state), safe=safe)
 
     @copies
     def drop_copies(self) -> None:
-        """Forget all copies; none is sent any more."""
-        self._watch.heard()
+        """Drop all copies; none is sent any more."""
+        self._watch.on_call()
         self._pusher.forget()
         self._engine.copies.drop_all()
 
     def time_passes(self, shapes: Sequence[PassShape]) -> list[Timing]:
-        """A timed pass of each shape, taken by all ranks at once; parameters stay as they are."""
+        """Time a pass of each shape on all ranks at once; parameters stay unchanged."""
         from rayfcp.execute.calibrate import time_passes
 
         return time_passes(self._engine, shapes)
 
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        """Attention, linear layers, messages and gathers alone, by all ranks at once."""
+        """Time attention, linear layers, messages and gathers alone, on all ranks at once."""
         return self._engine.time_parts(model, max_tokens=max_tokens)
 
     def step(
@@ -246,8 +243,8 @@ class RankWorker:
         pixels: Sequence[Any] = (),
     ) -> RankReport:
         """Run a step; copy the state after it if it is to be `snapshot`, and forget copies older than `safe`. `pixels`:
-        a reference of the pictures that it encodes, in a sequence, so that a lost one is no failure of the step."""
-        self._watch.heard()
+        a reference of the images that it encodes, in a sequence, so that a lost one is no failure of the step."""
+        self._watch.on_call()
         report = self._engine.run_step(
             program,
             batch,
@@ -263,7 +260,7 @@ class RankWorker:
             kept=pushed.kept,
             push_s=pushed.seconds,
             push_bytes=pushed.num_bytes,
-            keeper_lost=pushed.lost,
+            store_lost=pushed.lost,
         )
 
     def begin_save(self, folder: str) -> None:
@@ -273,7 +270,7 @@ class RankWorker:
         return self._engine.finish_save()
 
     def verify(self, folder: str, sums: Sequence[FileSum]) -> str | None:
-        """What is wrong with these files of a checkpoint, None if nothing."""
+        """Damage of these files of a checkpoint, None without any."""
         return find_damage(folder, sums)
 
     def load(self, folder: str) -> None:
@@ -283,8 +280,8 @@ class RankWorker:
         self._engine.close()
 
 
-def _settle_memory() -> None:
-    """What was imported stays. Collections of garbage, one of which is part of each recovery, need not look at it."""
+def _freeze_imports() -> None:
+    """Exclude imported modules from garbage collection, which is part of each recovery."""
     importlib.import_module("rayfcp.models.build")
     gc.collect()
     gc.freeze()

@@ -1,26 +1,27 @@
-"""When each rank has computed, sent and received all that a pass over the rounds of a layout asks of it."""
+"""Finish times of ranks in a pass over the rounds of a layout."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.cost.work import Loads, Pass, Rounds
+from rayfcp.cost.layout import Pass, Rounds
+from rayfcp.values.arrays import Floats
 
 
 class Ports(NamedTuple):
-    """Of each run in one phase: when its ports, [inside or between nodes, run], are free, when the first transfer
-    starts and the last one ends."""
+    """Times in one phase: when the ports of each run, [inside or between nodes, run], are free, when its first transfer
+    starts and its last one ends."""
 
-    sends: Loads
-    receives: Loads
-    first: Loads
-    last: Loads
+    sends: Floats
+    receives: Floats
+    first: Floats
+    last: Floats
 
 
 @compiled
-def finish_s(rounds: Rounds, each: Pass, start: Loads) -> Loads:
-    """When each rank, which starts at `start`, has finished: its run exchanges, attends, and exchanges again."""
+def finish_s(rounds: Rounds, each: Pass, start: Floats) -> Floats:
+    """Finish times of ranks that start at `start`: their run exchanges heads, attends, and exchanges again."""
     heads = rounds.heads
     here = each.latencies * rounds.exchange_s / 2
     for run in range(len(here)):
@@ -30,8 +31,8 @@ def finish_s(rounds: Rounds, each: Pass, start: Loads) -> Loads:
 
 
 @compiled
-def _attend(rounds: Rounds, each: Pass, here: Loads) -> None:
-    """`here`: when each run begins the rounds; then, when it is through them."""
+def _attend(rounds: Rounds, each: Pass, here: Floats) -> None:
+    """Advance `here`, when each run begins the rounds, to when it is through them."""
     num_runs, num_phases = rounds.work_s.shape
     latency_s = each.latencies * rounds.latency_s
     for phase in range(num_phases - 1 + max(each.hold, 1)):
@@ -51,9 +52,9 @@ def _attend(rounds: Rounds, each: Pass, here: Loads) -> None:
 
 @inner
 def _fly(rounds: Rounds, ports: Ports, phase: int, share: float, latency_s: float, back: bool) -> None:
-    """All rounds of a phase, each a matching: a transfer starts when both its ports are free."""
-    first = np.searchsorted(rounds.stage, phase)
-    last = np.searchsorted(rounds.stage, phase, side="right")
+    """Transfers of all rounds of a phase, each a matching: one starts when both its ports are free."""
+    first = np.searchsorted(rounds.phase, phase)
+    last = np.searchsorted(rounds.phase, phase, side="right")
     for at in range(rounds.bounds[first], rounds.bounds[last]):
         source = rounds.target[at] if back else rounds.source[at]
         target = rounds.source[at] if back else rounds.target[at]

@@ -1,1 +1,1 @@
-"""Pictures of rows: their sizes, their places among the tokens, their patches."""
+"""Images of rows: sizes, places among the tokens, patches. Imported only if `data.processor` is set."""

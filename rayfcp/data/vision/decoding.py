@@ -1,4 +1,4 @@
-"""From the pictures that a rank encodes to their pixels; and where tokens stand, on three axes."""
+"""Pixels of the images that a rank encodes, and rotary positions of tokens on three axes."""
 
 import importlib
 import logging
@@ -12,41 +12,64 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rayfcp.data.manifest import image_file
 from rayfcp.data.shards import TokenReader
 from rayfcp.data.vision.images import decoded
-from rayfcp.data.vision.layout import Item
-from rayfcp.data.vision.processors import PictureTokenizer, Values
+from rayfcp.data.vision.layout import MediaItem, items_of
+from rayfcp.data.vision.processors import ImageTokenizer, PixelArray
 from rayfcp.values import GlobalBatch, Sample
 
 logger = logging.getLogger(__name__)
 
 Integers = npt.NDArray[np.int64]
-Wanted = tuple[int, int, int]
-"""A sequence of a batch, and its pictures `[first, last)`, counted over all its runs."""
+ImageRange = tuple[int, int, int]
+"""A sequence of a batch, and its images `[first, last)`, counted over all its runs."""
 
 _KEPT_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decoded:
-    """Pictures one after the other: `values` as `Family.unit_shape` says, `grids` `[pictures, 2]`, how many patches
-    each is high and wide. `broken`: what could not be decoded and is grey instead, with the reason."""
+class DecodedImages:
+    """Images one after the other: `values` as in `ProcessorFamily.unit_shape`; `grids` `[images, 2]`, height and width
+    in patches. `broken`: what could not be decoded and is grey instead, with the reason."""
 
-    values: Values
+    values: PixelArray
     grids: Integers
     broken: tuple[str, ...] = ()
 
 
-class PictureDecoder:
-    """Reads and decodes pictures of samples."""
+def sample_items(reader: TokenReader, sample: Sample) -> list[tuple[MediaItem, Integers]]:
+    """Images and videos of a sample, their tokens counted from its first one, each with first byte and size `[parts,
+    2]` of its parts; see `read_part`."""
+    shard = reader.shard(sample)
+    if not shard.info.has_images:
+        return []
+    parts = shard.values(sample.row, "parts").reshape(-1, 2)
+    found, taken = [], 0
+    for item in items_of(shard.values(sample.row, "items")):
+        if sample.start <= item.start < sample.stop:
+            own = item._replace(start=item.start - sample.start, stop=item.stop - sample.start)
+            found.append((own, parts[taken : taken + item.parts]))
+        taken += item.parts
+    return found
 
-    def __init__(self, reader: TokenReader, processor: PictureTokenizer) -> None:
+
+def read_part(reader: TokenReader, sample: Sample, *, first: int, num_bytes: int) -> bytes:
+    """Bytes of an image or a frame of the sample, by one read."""
+    shard = reader.shard(sample)
+    return bytes(shard.fs.cat_file(image_file(shard.path), start=first, end=first + num_bytes))
+
+
+class ImageDecoder:
+    """Reads and decodes images of samples."""
+
+    def __init__(self, reader: TokenReader, processor: ImageTokenizer) -> None:
         self._reader, self._family = reader, processor.family
 
-    def decode(self, batch: GlobalBatch, wanted: Iterable[Wanted]) -> dict[Wanted, Decoded]:
-        """Each of `wanted`. An item that is wanted in several parts, one after the other, is decoded once."""
-        found: dict[Wanted, Decoded] = {}
-        last: tuple[tuple[int, int], Decoded] | None = None
+    def decode(self, batch: GlobalBatch, wanted: Iterable[ImageRange]) -> dict[ImageRange, DecodedImages]:
+        """Decode each of `wanted`. An item needed in several consecutive ranges is decoded once."""
+        found: dict[ImageRange, DecodedImages] = {}
+        last: tuple[tuple[int, int], DecodedImages] | None = None
         for sequence, first, stop in wanted:
             pieces = []
             for number, item, places, units in self._overlaps(batch.samples[sequence], first, stop):
@@ -56,62 +79,66 @@ class PictureDecoder:
             found[sequence, first, stop] = _joined(pieces)
         return found
 
-    def _overlaps(self, sample: Sample, first: int, stop: int) -> Iterator[tuple[int, Item, Integers, tuple[int, int]]]:
-        """Items with units in `[first, stop)`, and which of their own these are."""
+    def _overlaps(
+        self, sample: Sample, first: int, stop: int
+    ) -> Iterator[tuple[int, MediaItem, Integers, tuple[int, int]]]:
+        """Items with units in `[first, stop)`, and the range of their own units in it."""
         before = 0
-        for number, (item, places) in enumerate(self._reader.items(sample)):
+        for number, (item, places) in enumerate(sample_items(self._reader, sample)):
             low, high = max(first - before, 0), min(stop - before, item.units)
             if low < high:
                 yield number, item, places, (low, high)
             before += item.units
 
-    def _item(self, sample: Sample, item: Item, places: Integers) -> Decoded:
+    def _item(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
         shape = self._family.unit_shape(item.height, item.width)
         grids = np.tile(np.array([[item.height, item.width]], dtype=np.int64), (item.units, 1))
         try:
             frames = [
-                decoded(self._reader.part(sample, first=int(first), num_bytes=int(size))) for first, size in places
+                decoded(read_part(self._reader, sample, first=int(first), num_bytes=int(size)))
+                for first, size in places
             ]
             values = self._family.video_values(frames) if item.is_video else self._family.image_values(frames[0])
             if values.shape != (item.units * shape[0], *shape[1:]):
                 raise ValueError(f"gives {values.shape[0]} rows, its header promised {item.units * shape[0]}")
-        except Exception as error:  # formats' readers raise all kinds for broken bytes
-            name = f"{self._reader.name_of(sample)}: {' '.join(str(error).split())[:120] or type(error).__name__}"
-            logger.warning("a picture is grey and its row weighs nothing, %s", name)
+        except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
+            line = " ".join(str(error).split())[:120] or type(error).__name__
+            name = f"{self._reader.shard(sample).info.name} row {sample.row}: {line}"
+            logger.warning("an image cannot be decoded: it is replaced by grey, its row has no targets: %s", name)
             grey = np.zeros((item.units * shape[0], *shape[1:]), dtype=np.float32)
-            return Decoded(values=grey, grids=grids, broken=(name,))
-        return Decoded(values=values, grids=grids)
+            return DecodedImages(values=grey, grids=grids, broken=(name,))
+        return DecodedImages(values=values, grids=grids)
 
 
-def _cut(whole: Decoded, item: Item, units: tuple[int, int]) -> Decoded:
+def _cut(whole: DecodedImages, item: MediaItem, units: tuple[int, int]) -> DecodedImages:
     first, stop = units
     rows = whole.values.shape[0] // item.units
     values = whole.values[first * rows : stop * rows]
-    return Decoded(values=values, grids=whole.grids[first:stop], broken=whole.broken)
+    return DecodedImages(values=values, grids=whole.grids[first:stop], broken=whole.broken)
 
 
-def _joined(pieces: list[Decoded]) -> Decoded:
+def _joined(pieces: list[DecodedImages]) -> DecodedImages:
     if len(pieces) == 1:
         return pieces[0]
-    return Decoded(
+    return DecodedImages(
         values=np.concatenate([piece.values for piece in pieces]),
         grids=np.concatenate([piece.grids for piece in pieces]),
         broken=tuple(name for piece in pieces for name in piece.broken),
     )
 
 
-class Positions:
-    """Where the tokens of samples stand for rotary factors; keeps what it computed last."""
+class RotaryPositions:
+    """Rotary positions of the tokens of samples; those of the last samples with images are kept."""
 
-    def __init__(self, reader: TokenReader, processor: PictureTokenizer) -> None:
+    def __init__(self, reader: TokenReader, processor: ImageTokenizer) -> None:
         self._reader, self._family = reader, processor.family
         self._kept: OrderedDict[Sample, Integers] = OrderedDict()
 
     def of(self, sample: Sample, *, start: int, stop: int) -> Integers:
-        """Of tokens `[start, stop)`: `[3, tokens]` for families whose positions have three axes, else `[tokens]`."""
+        """Positions of tokens `[start, stop)`: `[3, tokens]` for families with three axes, else `[tokens]`."""
         if not self._family.has_grid_positions:
             return np.arange(start, stop)
-        if not sample.pictures:
+        if not sample.images:
             return np.tile(np.arange(start, stop), (3, 1))
         if sample not in self._kept:
             self._kept[sample] = self._whole(sample)
@@ -121,23 +148,23 @@ class Positions:
         return self._kept[sample][:, start:stop]
 
     def _whole(self, sample: Sample) -> Integers:
-        """By the library's own rule, asked without a model."""
+        """Positions by the library's own rule, called without a model."""
         import torch
 
         library: Any = importlib.import_module("transformers.models.qwen3_vl.modeling_qwen3_vl").Qwen3VLModel
         processor = self._family.processor
-        merge = processor.image_processor.merge_size
-        asked = SimpleNamespace(
-            config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=merge)),
+        vision = SimpleNamespace(spatial_merge_size=processor.image_processor.merge_size)
+        model = SimpleNamespace(
+            config=SimpleNamespace(vision_config=vision),
             get_vision_position_ids=partial(library.get_vision_position_ids, None),
         )
         tokens = torch.from_numpy(self._reader.read(sample, start=0, stop=sample.num_tokens)[0])
         kinds = (tokens == processor.image_token_id) + 2 * (tokens == processor.video_token_id)
         grids: dict[bool, list[tuple[int, int, int]]] = {False: [], True: []}
-        for item, _ in self._reader.items(sample):
+        for item, _ in sample_items(self._reader, sample):
             grids[bool(item.is_video)].append((item.units, item.height, item.width))
         images, videos = (torch.tensor(grids[kind]) if grids[kind] else None for kind in (False, True))
         found, _ = library.get_rope_index(
-            asked, tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos
+            model, tokens[None], kinds[None], image_grid_thw=images, video_grid_thw=videos
         )
         return found[:, 0].numpy()  # type: ignore[no-any-return]

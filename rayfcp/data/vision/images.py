@@ -1,7 +1,4 @@
-"""Pictures as bytes: their size from the header, their pixels when they are needed. All by Pillow.
-
-The file of pictures beside a shard: their bytes end to end, so that any of them is one read of a range.
-"""
+"""Images as bytes, by Pillow: their size from the header, their pixels when needed; and the image file of a shard."""
 
 import hashlib
 import io
@@ -16,7 +13,8 @@ import pyarrow as pa
 
 from rayfcp.config import ConfigError
 from rayfcp.data.manifest import whole_file
-from rayfcp.data.rows import BadReason, BadRowError, RowPictures
+from rayfcp.data.rows import BadReason, BadRowError
+from rayfcp.data.vision.layout import RowImages
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,14 +22,14 @@ if TYPE_CHECKING:
 
 _FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "WEBP")
 _ORIENTATION = 0x0112
-"""The EXIF tag that says how a camera was held."""
+"""EXIF tag of the camera's orientation."""
 
 
 def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
-    """Height and width of a picture, upright, from its header: no pixel is decoded.
+    """Height and width of an upright image from its header; no pixel is decoded.
 
     Raises:
-        BadRowError: no picture, or one of more than `max_pixels` pixels.
+        BadRowError: Not an image, or one of more than `max_pixels` pixels.
     """
     library = _pillow()
     try:
@@ -39,22 +37,20 @@ def header_size(file: IO[bytes], *, max_pixels: int) -> tuple[int, int]:
             width, height = image.size
             turned = _orientation(image) >= 5
     except library.DecompressionBombError as error:
-        raise BadRowError(BadReason.PICTURE_TOO_LARGE, _line(error)) from error
-    except Exception as error:  # formats' readers raise all kinds for broken bytes
-        raise BadRowError(BadReason.PICTURE_UNREADABLE, _line(error)) from error
+        raise BadRowError(BadReason.IMAGE_TOO_LARGE, _line(error)) from error
+    except Exception as error:  # the formats' readers raise errors of all kinds for broken bytes
+        raise BadRowError(BadReason.IMAGE_UNREADABLE, _line(error)) from error
     if height * width > max_pixels:
-        raise BadRowError(
-            BadReason.PICTURE_TOO_LARGE,
-            f"{width} x {height} pixels, data.max_picture_pixels is {max_pixels}",
-        )
+        detail = f"{width} x {height} pixels, data.max_picture_pixels is {max_pixels}"
+        raise BadRowError(BadReason.IMAGE_TOO_LARGE, detail)
     return (width, height) if turned else (height, width)
 
 
 def decoded(data: bytes) -> "Image":
-    """The picture in RGB, upright; of an animation the first one.
+    """The image in RGB, upright; the first frame of an animation.
 
     Raises:
-        Exception: of any kind, where bytes are broken.
+        Exception: The bytes are broken; the type depends on the format.
     """
     from PIL import ImageOps
 
@@ -79,13 +75,13 @@ def _pillow() -> Any:
 def _open(file: IO[bytes]) -> "Image":
     library = _pillow()
     with warnings.catch_warnings():
-        # Our own bound is asked first.
+        # `max_pixels` is our own bound.
         warnings.simplefilter("ignore", library.DecompressionBombWarning)
         return library.open(file, formats=_FORMATS)  # type: ignore[no-any-return]
 
 
 def _orientation(image: "Image") -> int:
-    """1 to 8, as the header says. What stands behind the pixels of a PNG never counts."""
+    """1 to 8, by the header. EXIF data after the pixels of a PNG is ignored, as it is not in the header."""
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     found = image.getexif().get(_ORIENTATION, 1)
@@ -96,8 +92,9 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:120] or type(error).__name__
 
 
-class PictureFile:
-    """Written row by row, beside its shard and with the same life, that of `stack`."""
+class ImageFile:
+    """Writes the image file beside a shard, row by row: all bytes end to end, so that an image is one read of a range.
+    It is closed with `stack`, as the shard is."""
 
     def __init__(self, stack: ExitStack, fs: fsspec.AbstractFileSystem, *, path: str) -> None:
         self._file: IO[bytes] = stack.enter_context(whole_file(fs, path))
@@ -107,16 +104,14 @@ class PictureFile:
 
     @property
     def digest(self) -> bytes:
-        """Of all rows so far and their bytes."""
+        """Hash of all rows so far and their bytes."""
         return self._hash.digest()
 
-    def add(self, pictures: RowPictures | None) -> None:
-        """Write the files of the next row, which may have none."""
-        items, runs = (
-            ([], []) if pictures is None else (pictures.items.ravel().tolist(), pictures.runs.ravel().tolist())
-        )
+    def add(self, images: RowImages | None) -> None:
+        """Write the parts of the next row, if any."""
+        items, runs = ([], []) if images is None else (images.items.ravel().tolist(), images.runs.ravel().tolist())
         places: list[int] = []
-        for part in () if pictures is None else pictures.parts:
+        for part in () if images is None else images.parts:
             self._file.write(part)
             self._hash.update(part)
             places += [self.num_bytes, len(part)]

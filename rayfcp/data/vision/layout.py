@@ -1,4 +1,4 @@
-"""Where the pictures of a row are among its tokens."""
+"""Where the images of a row are among its tokens."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,15 +7,20 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.data.rows import BadReason, BadRowError
-from rayfcp.values import Pictures
+from rayfcp.data.rows import BadReason, BadRowError, RowRanges
+from rayfcp.data.shards import ShardReader
+from rayfcp.values import Images
 
 Integers = npt.NDArray[np.int64]
+Range = tuple[int, int]
+
+RUN_FIELDS = ("start", "num_tokens", "num_patches", "count", "stride")
+"""Fields of `Images` that a shard stores."""
 
 
-class Item(NamedTuple):
-    """An image or a video of a row: `units` pictures, as the encoder sees them, of `height` x `width` patches each,
-    whose tokens lie in `[start, stop)`. Its bytes are the next `parts` of the row: of the image, or of its frames."""
+class MediaItem(NamedTuple):
+    """An image or a video of a row: `units` encoder images of `height` x `width` patches each, whose tokens lie in
+    `[start, stop)`. Its bytes are the next `parts` of the row: the image's, or those of its frames."""
 
     is_video: int
     units: int
@@ -26,13 +31,9 @@ class Item(NamedTuple):
     parts: int
 
 
-RUN_FIELDS = ("start", "num_tokens", "num_patches", "count", "stride")
-"""What a shard keeps of `Pictures`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """An image or a video before its tokens have a place; `unit_tokens` for each of its `units`."""
+class MediaGrid:
+    """An image or a video before its tokens have a place: `units` encoder images of `unit_tokens` tokens each."""
 
     is_video: bool
     units: int
@@ -42,33 +43,45 @@ class Grid:
     parts: int
 
 
-def place(tokens: npt.NDArray[np.int32], grids: Sequence[Grid], *, marks: Iterable[int], apart: bool) -> list[Integers]:
-    """The first token of each unit of each item, in order: the marks are shared out to them, one run of marks each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowImages:
+    """The images of a row: int64 `items` `[items, 7]` (`MediaItem`) and `runs` `[runs, 5]` (`RUN_FIELDS`), and `parts`,
+    the files that the items are made of."""
+
+    items: Integers
+    runs: Integers
+    parts: tuple[bytes, ...]
+
+
+def place(
+    tokens: npt.NDArray[np.int32], grids: Sequence[MediaGrid], *, marks: Iterable[int], apart: bool
+) -> list[Integers]:
+    """First token of each unit of each item: the marks are assigned to the units in order, one run of marks each.
     `apart`: units have other tokens between them.
 
     Raises:
-        BadRowError: more marks or fewer than the items need, or other tokens among those of one picture.
+        BadRowError: More marks or fewer than the items need, or other tokens among those of one image.
     """
     places = np.flatnonzero(np.isin(tokens, list(marks)))
     needed = sum(grid.units * grid.unit_tokens for grid in grids)
     if places.size != needed:
-        raise BadRowError(BadReason.MARKERS_MISMATCH, f"{places.size} tokens of pictures, {needed} are needed")
-    found, taken, behind = [], 0, -1
+        raise BadRowError(BadReason.MARKERS_MISMATCH, f"{places.size} tokens of images, {needed} are needed")
+    found, taken, last_stop = [], 0, -1
     for grid in grids:
         own = places[taken : taken + grid.units * grid.unit_tokens].reshape(grid.units, grid.unit_tokens)
         taken += own.size
         starts = own[:, 0].astype(np.int64)
         stops = own[:, -1] + 1
-        before = np.concatenate([[behind], stops[:-1]])
+        before = np.concatenate([[last_stop], stops[:-1]])
         if (stops - starts != grid.unit_tokens).any() or (apart and (starts <= before).any()):
-            raise BadRowError(BadReason.MARKERS_MISMATCH, "tokens of pictures that do not lie apart")
-        behind = int(stops[-1])
+            raise BadRowError(BadReason.MARKERS_MISMATCH, "tokens of images that do not lie apart")
+        last_stop = int(stops[-1])
         found.append(starts)
     return found
 
 
-def runs_of(starts: Integers, *, num_tokens: int, num_patches: int) -> Iterator[Pictures]:
-    """Equal pictures that begin at `starts`, ascending, as runs of one stride each.
+def runs_of(starts: Integers, *, num_tokens: int, num_patches: int) -> Iterator[Images]:
+    """Equal images that begin at `starts`, ascending, as runs of one stride each.
 
     >>> runs = runs_of(np.array([2, 9, 16, 24]), num_tokens=4, num_patches=16)
     >>> [(run.start, run.count, run.stride) for run in runs]
@@ -80,42 +93,49 @@ def runs_of(starts: Integers, *, num_tokens: int, num_patches: int) -> Iterator[
         stride = int(starts[stop] - starts[at]) if stop < starts.size else 0
         while stop < starts.size and starts[stop] - starts[stop - 1] == stride:
             stop += 1
-        yield Pictures(
-            start=int(starts[at]),
-            num_tokens=num_tokens,
-            num_patches=num_patches,
-            count=stop - at,
-            stride=stride if stop - at > 1 else 0,
-        )
+        count = stop - at
+        start, stride = int(starts[at]), stride if count > 1 else 0
+        yield Images(start=start, num_tokens=num_tokens, num_patches=num_patches, count=count, stride=stride)
         at = stop
 
 
-def items_of(numbers: Integers) -> list[Item]:
-    """From the numbers of a row."""
-    return [Item(*map(int, item)) for item in numbers.reshape(-1, len(Item._fields))]
+def items_of(numbers: Integers) -> list[MediaItem]:
+    """Items from their stored integers."""
+    return [MediaItem(*map(int, item)) for item in numbers.reshape(-1, len(MediaItem._fields))]
 
 
-def pictures_of(numbers: Integers, *, start: int, stop: int) -> tuple[Pictures, ...]:
-    """Of the runs of a row, from their numbers, those within tokens `[start, stop)`, counted from `start`."""
-    runs = numbers.reshape(-1, len(RUN_FIELDS))
-    own = runs[(start <= runs[:, 0]) & (runs[:, 0] < stop)]
-    own = own - np.array([start, 0, 0, 0, 0])
-    return tuple(
-        Pictures(start=first, num_tokens=tokens, num_patches=patches, count=count, stride=stride)
-        for first, tokens, patches, count, stride in own.tolist()
-    )
+def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split: bool) -> tuple[list[Range], int]:
+    """First piece of a row of at most `max_seqlen` tokens, or (`split`) consecutive ones, each as long as possible,
+    that cut none of `spans`, ascending and disjoint; and how many tokens they cover. Pieces of one token are left out.
+
+    >>> clear_pieces(20, [(6, 9), (14, 16)], max_seqlen=8, split=True)
+    ([(0, 6), (6, 14), (14, 20)], 20)
+    >>> clear_pieces(20, [(6, 15)], max_seqlen=8, split=True), clear_pieces(20, [(0, 9)], max_seqlen=8, split=False)
+    (([(0, 6)], 6), ([], 0))
+    """
+    pieces: list[Range] = []
+    start = 0
+    while start < length and (split or not start):
+        stop = min(start + max_seqlen, length)
+        stop = next((first for first, last in spans if first < stop < last), stop)
+        if stop <= start:
+            break
+        if stop - start > 1:
+            pieces.append((start, stop))
+        start = stop
+    return pieces, start
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
-    """Numbers of rows: row r has `values[offsets[r]:offsets[r + 1]]`."""
+class _Ragged:
+    """Integers of rows: row r has `values[offsets[r]:offsets[r + 1]]`."""
 
     offsets: Integers
     values: Integers
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> Self:
-        """Of list columns, one after the other."""
+        """List columns of consecutive record batches."""
         counts = [np.diff(column.offsets.to_numpy()) for column in columns]
         values = [
             column.values.to_numpy()[column.offsets[0].as_py() : column.offsets[-1].as_py()] for column in columns
@@ -124,3 +144,47 @@ class Ragged:
 
     def __getitem__(self, row: int) -> Integers:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
+
+
+class ImageIndex:
+    """Images of all rows of prepared shards, without their pixels. `num_too_long`: rows that lost an image since it is
+    longer than a sample may be."""
+
+    def __init__(self, readers: Sequence[ShardReader]) -> None:
+        self._items, self._runs = [], []
+        for reader in readers:
+            batches = reader.record_batches(("items", "runs"))
+            self._items.append(_Ragged.of([batch.column("items") for batch in batches]))
+            self._runs.append(_Ragged.of([batch.column("runs") for batch in batches]))
+        self.num_too_long = 0
+
+    @property
+    def has_any(self) -> bool:
+        return any(runs.values.size for runs in self._runs)
+
+    def images(self, shard: int, row: int, *, start: int, stop: int) -> tuple[Images, ...]:
+        """Runs within tokens `[start, stop)` of the row, counted from `start`."""
+        runs = self._runs[shard][row].reshape(-1, len(RUN_FIELDS))
+        own = runs[(start <= runs[:, 0]) & (runs[:, 0] < stop)] - np.array([start, 0, 0, 0, 0])
+        return tuple(Images(**dict(zip(RUN_FIELDS, run, strict=True))) for run in own.tolist())
+
+    def around_images(
+        self, shard: int, ranges: RowRanges, *, long_rows: Integers, lengths: Any, max_seqlen: int, split: bool
+    ) -> RowRanges:
+        """`ranges`, with those of `long_rows` that have images computed anew so that no image or video is cut. Counts
+        rows in `num_too_long` of which an item is longer than a sample may be, so that it and the rest are lost.
+        `lengths`: tokens by row."""
+        found: list[tuple[int, int, int]] = []
+        again = []
+        for row in long_rows.tolist():
+            spans = [(item.start, item.stop) for item in items_of(self._items[shard][row])]
+            if spans:
+                pieces, covered = clear_pieces(int(lengths[row]), spans, max_seqlen=max_seqlen, split=split)
+                found += [(row, *piece) for piece in pieces]
+                again.append(row)
+                self.num_too_long += covered < lengths[row] if split else not pieces
+        kept = ~np.isin(ranges.rows, again)
+        old = np.stack([ranges.rows[kept], ranges.starts[kept], ranges.stops[kept]], axis=1)
+        both = np.concatenate([old, np.array(found, dtype=np.int64).reshape(-1, 3)])
+        rows, starts, stops = both[np.lexsort((both[:, 1], both[:, 0]))].T
+        return RowRanges(rows=rows, starts=starts, stops=stops)

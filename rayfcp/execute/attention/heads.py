@@ -1,6 +1,6 @@
-"""Exchanges of tokens for heads around attention, differentiable: queries, keys and values there, outputs back.
+"""Differentiable all-to-all between token and head sharding around attention.
 
-The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023) as the point-to-point matchings of the program.
+The all-to-all of DeepSpeed-Ulysses (Jacobs et al., 2023), run as the program's point-to-point matchings.
 """
 
 from collections.abc import Callable
@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.slots import accumulator_dtype
-from rayfcp.execute.parallel.transport import Traffic, Transport
+from rayfcp.execute.parallel.transport import AttentionStats, Transport
 from rayfcp.program import HeadProgram, Message, Payload, Range, exchange_rounds, spans
 
 
 class HeadExchange:
     """One rank's end of the exchanges of a group, for tensors of `heads` and `kv_heads` heads.
 
-    Position p of d has query heads [p h, (p + 1) h), h = heads / d, and those of the key and value heads that they
-    attend to: k = max(kv_heads / d, 1), replicated where d is above kv_heads.
+    Position p of degree d has query heads [p h, (p + 1) h), h = heads / d, and the k = max(kv_heads / d, 1) key and
+    value heads that they attend to, replicated where d is above kv_heads.
 
     Raises:
-        ValueError: heads or kv_heads cannot be shared out, or the program is another rank's.
+        ValueError: heads or kv_heads cannot be split, or the program is another rank's.
     """
 
     def __init__(
-        self, program: HeadProgram, *, heads: int, kv_heads: int, transport: Transport, traffic: Traffic
+        self, program: HeadProgram, *, heads: int, kv_heads: int, transport: Transport, stats: AttentionStats
     ) -> None:
         degree = program.degree
         if transport.rank not in program.ranks:
@@ -35,26 +35,26 @@ class HeadExchange:
             )
         if heads % degree or (kv_heads % degree and degree % kv_heads):
             raise ValueError(
-                f"attention: {heads} heads on {kv_heads} key/value heads cannot be shared out over the {degree} ranks "
+                f"attention: {heads} heads on {kv_heads} key/value heads cannot be split over the {degree} ranks "
                 f"{program.ranks}; the degree must divide the heads, and divide the key/value heads or be a multiple "
                 "of them: plan with the model's num_heads and num_kv_heads"
             )
         self.heads, self.kv_heads = heads, kv_heads
         self.head_share, self.kv_share = heads // degree, max(kv_heads // degree, 1)
-        self._program, self._transport, self._traffic = program, transport, traffic
+        self._program, self._transport, self._stats = program, transport, stats
         self._spans = spans(program.tokens)
         self._own = program.ranks.index(transport.rank)
 
     def part(self, query: Tensor, key: Tensor, *, value: Tensor, position: int) -> Tensor:
-        """What a position attends with, of this rank's tokens: `[tokens, h + 2 k, head_dim]`."""
+        """Queries, keys and values of one position's heads, of this rank's tokens: `[tokens, h + 2 k, head_dim]`."""
         first = position * self.kv_heads // self._program.degree
         kept = [each[:, first : first + self.kv_share] for each in (key, value)]
         at = position * self.head_share
         return torch.cat([query[:, at : at + self.head_share], *kept], dim=1)
 
     def gather(self, part_of: Callable[[int], Tensor], *, payload: Payload) -> Tensor:
-        """To heads: `part_of(p)`, this rank's tokens of position p's heads, goes there; returned is this position's
-        heads of all tokens of the group, in order."""
+        """Tokens to heads: send `part_of(p)`, this rank's tokens of position p's heads, to position p. Returns this
+        position's heads of all tokens of the group, in order."""
         own = part_of(self._own)
         whole = own.new_empty((self._spans[-1][1], *own.shape[1:]))
         _rows(whole, self._spans[self._own]).copy_(own)
@@ -66,8 +66,8 @@ class HeadExchange:
         return whole
 
     def scatter(self, whole: Tensor, *, payload: Payload) -> list[Tensor]:
-        """To tokens: this position's heads of all tokens, contiguous, go to whose tokens they are; returned are this
-        rank's tokens of each position's heads."""
+        """Heads to tokens: send this position's heads of all tokens, contiguous, to the ranks of the tokens. Returns
+        this rank's tokens of each position's heads."""
         start, stop = self._spans[self._own]
         parts = [
             _rows(whole, (start, stop)) if position == self._own else whole.new_empty((stop - start, *whole.shape[1:]))
@@ -83,15 +83,14 @@ class HeadExchange:
     def _run(
         self, payload: Payload, *, outgoing: Callable[[Message], Tensor], incoming: Callable[[Message], Tensor]
     ) -> None:
-        """All rounds are posted before the first is waited for: nothing in them depends on another."""
+        """Post all rounds before waiting for the first: they do not depend on each other."""
         posted = []
         for step in exchange_rounds(self._program, rank=self._transport.rank, payload=payload):
             sends = [(message.peer, outgoing(message)) for message in step.sends]
             receives = [(message.peer, incoming(message)) for message in step.receives]
-            self._traffic.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
-            posted.append((self._transport.post(sends, receives), sends))  # tensors live until they are sent
+            posted.append((self._stats.post(sends, receives, transport=self._transport), sends))  # keeps tensors alive
         for pending, _ in posted:
-            self._traffic.wait(pending)
+            self._stats.wait(pending)
 
 
 def _rows(tensor: Tensor, span: Range) -> Tensor:

@@ -1,8 +1,4 @@
-"""Rows of packed tensors by half-open ranges: few of them as views, many by one index on the device.
-
-An attention program made ready to run many times: attends grouped into kernel calls, and the last
-round in which each slot is needed. Computed once per microbatch, used by every layer.
-"""
+"""Kernel calls of an attention program, grouped once per microbatch and used by every layer; rows by ranges."""
 
 import functools
 import itertools
@@ -14,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.devices.device import moved
+from rayfcp.execute.devices.backend import to_device
 from rayfcp.program import (
     Attend,
     AttentionProgram,
@@ -23,9 +19,9 @@ from rayfcp.program import (
     Forward,
     HeadProgram,
     Message,
-    Parcel,
     Payload,
     Range,
+    ReshuffleMessage,
     ReshuffleProgram,
     ReshuffleRound,
 )
@@ -33,13 +29,16 @@ from rayfcp.program.columns import merged
 from rayfcp.program.reshuffle import HiddenRounds, hide
 
 FEW = 4
-"""Ranges that are worth a launch each."""
+"""Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
+numbers."""
 
 
 @functools.lru_cache(maxsize=1024)
 def rows_of(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
-    """Numbers of the rows, int64, on the device; the layers of a microbatch share them."""
-    return moved(np.concatenate([np.arange(start, stop) for start, stop in ranges]), dtype=torch.int64, device=device)
+    """Row numbers of `ranges`, int64, on the device; the layers of a microbatch share them."""
+    return to_device(
+        np.concatenate([np.arange(start, stop) for start, stop in ranges]), dtype=torch.int64, device=device
+    )
 
 
 def take_rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
@@ -86,7 +85,7 @@ def put_rows(target: Tensor, ranges: Sequence[Range], *, source: Tensor) -> None
 
 
 def are_apart(ranges: Sequence[Range]) -> bool:
-    """Whether no row is in two of them.
+    """True if no row is in two of the ranges.
 
     >>> are_apart([(4, 6), (0, 3)]), are_apart([(0, 3), (2, 4)])
     (True, False)
@@ -96,7 +95,7 @@ def are_apart(ranges: Sequence[Range]) -> bool:
 
 
 def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...]:
-    """Rows of `ranges` that are in none of `known`, which is as `union` gives it, range by range.
+    """Rows of `ranges`, range by range, that are in none of `known`, which is sorted and disjoint as from `union`.
 
     >>> without([(0, 10), (3, 4)], ((2, 4), (8, 12)))
     ((0, 2), (4, 8))
@@ -117,30 +116,29 @@ def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """Attends of one kind, for one call of the kernel; each token range at most once as query. Attend i has the keys
-    `keys[i]` of slot `slots[i]`. The rows of `flipped` calls, all of them, go to the kernel from the last to the first.
-    `num_cells`: in cells of all heads."""
+    """One call of the kernel: queries `queries[i]`, which do not overlap, attend to keys `keys[i]` of slot `slots[i]`.
+    `flipped` calls pass all their rows in reverse order. `num_pairs`: (query, key) pairs of all heads."""
 
     slots: tuple[int, ...]
     causal: bool
     flipped: bool
     queries: tuple[Range, ...]
     keys: tuple[Range, ...]
-    num_cells: float
+    num_pairs: float
 
     @property
     def query_lengths(self) -> tuple[int, ...]:
-        """As the kernel gets them."""
+        """Lengths in the kernel's order."""
         return _lengths(self.queries, flipped=self.flipped)
 
     @property
     def key_lengths(self) -> tuple[int, ...]:
-        """As the kernel gets them."""
+        """Lengths in the kernel's order."""
         return _lengths(self.keys, flipped=self.flipped)
 
     @property
     def key_runs(self) -> tuple[tuple[int, tuple[Range, ...]], ...]:
-        """Ranges of keys in order, those of one slot that follow each other together."""
+        """Ranges of keys in order, consecutive ones of the same slot together."""
         runs = itertools.groupby(zip(self.slots, self.keys, strict=True), key=operator.itemgetter(0))
         return tuple((slot, tuple(key for _, key in held)) for slot, held in runs)
 
@@ -151,8 +149,8 @@ def _lengths(ranges: Sequence[Range], *, flipped: bool) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyRound:
-    """One round: messages, calls, and the slots that nobody needs after it."""
+class ScheduledRound:
+    """One round: messages, calls, and the slots that no later round reads."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -161,50 +159,50 @@ class ReadyRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyExchange:
-    """One round of a reshuffle in one direction: parcels, and the calls that run while they travel."""
+class ScheduledExchange:
+    """One round of a reshuffle in one direction: messages, and the calls that run while they travel."""
 
-    send: Parcel | None
-    receive: Parcel | None
+    send: ReshuffleMessage | None
+    receive: ReshuffleMessage | None
     calls: tuple[KernelCall, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyExchanges:
-    """What runs before and after the rounds of one direction."""
+class ExchangeSchedule:
+    """Exchanges before and after the rounds of one direction."""
 
-    entering: tuple[ReadyExchange, ...]
-    leaving: tuple[ReadyExchange, ...]
+    entering: tuple[ScheduledExchange, ...]
+    leaving: tuple[ScheduledExchange, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyReshuffle:
+class ReshuffleSchedule:
     """A reshuffle around both directions of a program."""
 
     program: ReshuffleProgram
-    forward: ReadyExchanges
-    backward: ReadyExchanges
+    forward: ExchangeSchedule
+    backward: ExchangeSchedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyProgram:
-    """Both directions of an attention program. Without `reshuffle` tokens come in the program's order. `context` and
-    `kept` are the program's."""
+class AttentionSchedule:
+    """Both directions of an attention program; `context` and `kept` are the program's. Without `reshuffle`, tokens come
+    in the program's order."""
 
     num_tokens: int
-    forward: tuple[ReadyRound, ...]
-    backward: tuple[ReadyRound, ...]
+    forward: tuple[ScheduledRound, ...]
+    backward: tuple[ScheduledRound, ...]
     context: tuple[ContextSlot, ...] = ()
     kept: tuple[Range, ...] = ()
-    reshuffle: ReadyReshuffle | None = None
+    reshuffle: ReshuffleSchedule | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyHeads:
-    """A program whose ranks share out heads, and the attention between its exchanges."""
+class HeadSchedule:
+    """A Ulysses program, and the attention between its exchanges."""
 
     program: HeadProgram
-    attention: ReadyProgram
+    attention: AttentionSchedule
 
     @property
     def num_tokens(self) -> int:
@@ -215,49 +213,50 @@ class ReadyHeads:
         """Tokens come in the program's order."""
 
 
-def make_ready(
+def make_schedule(
     program: AttentionProgram | HeadProgram, *, reshuffle: ReshuffleProgram | None = None
-) -> ReadyProgram | ReadyHeads:
-    """Group attends into calls, find where slots end, and put local attends around a reshuffle.
+) -> AttentionSchedule | HeadSchedule:
+    """Group pairs of ranges into kernel calls, find where slots end, and put local attention around a reshuffle.
 
     Raises:
-        ValueError: a reshuffle is of another layout, or around a program that shares out heads.
+        ValueError: the reshuffle is of another layout, or around a program that splits heads.
     """
-    around = None if reshuffle is None or reshuffle.is_identity else reshuffle
+    if reshuffle is not None and reshuffle.is_identity:
+        reshuffle = None
     if not isinstance(program, HeadProgram):
-        return _ready(program, around=around, share=1.0)
-    if around:
+        return _schedule(program, reshuffle=reshuffle, head_share=1.0)
+    if reshuffle:
         raise ValueError(
-            f"reshuffle: the program of rank {around.rank} shares out heads with ranks {program.ranks}, around which "
+            f"reshuffle: the program of rank {reshuffle.rank} splits heads over ranks {program.ranks}, around which "
             "nothing is reshuffled; plan with plan.primitives=ring, or bring the plan's own order"
         )
-    return ReadyHeads(program=program, attention=_ready(program.attention, around=None, share=1.0 / program.degree))
+    inner = _schedule(program.attention, reshuffle=None, head_share=1.0 / program.degree)
+    return HeadSchedule(program=program, attention=inner)
 
 
-def make_kinds_ready(forward: Forward) -> dict[int, ReadyProgram | ReadyHeads]:
-    """Of the kinds of layers of a stage, by window; kinds that run the same program share it."""
-    ready = {id(kind.attention): make_ready(kind.attention) for kind in forward.kinds}
-    return {kind.window: ready[id(kind.attention)] for kind in forward.kinds}
+def make_schedules(forward: Forward) -> dict[int, AttentionSchedule | HeadSchedule]:
+    """Schedules of the kinds of layers of a stage, by window; kinds that run the same program share one."""
+    schedules = {id(kind.attention): make_schedule(kind.attention) for kind in forward.kinds}
+    return {kind.window: schedules[id(kind.attention)] for kind in forward.kinds}
 
 
-def _ready(program: AttentionProgram, *, around: ReshuffleProgram | None, share: float) -> ReadyProgram:
-    """`share`: of the heads."""
-    forward, backward, ready = program.forward, program.backward, None
-    if around:
-        hidden = _hidden(program, around)
+def _schedule(program: AttentionProgram, *, reshuffle: ReshuffleProgram | None, head_share: float) -> AttentionSchedule:
+    forward, backward, around = program.forward, program.backward, None
+    if reshuffle:
+        hidden = _hidden(program, reshuffle)
         forward, backward = (each.rounds for each in hidden)
-        ready = ReadyReshuffle(
-            program=around,
-            forward=_exchanges(hidden[0], around.rounds),
-            backward=_exchanges(hidden[1], around.rounds),
+        around = ReshuffleSchedule(
+            program=reshuffle,
+            forward=_exchanges(hidden[0], reshuffle.rounds),
+            backward=_exchanges(hidden[1], reshuffle.rounds),
         )
-    return ReadyProgram(
+    return AttentionSchedule(
         num_tokens=program.num_tokens,
-        forward=_rounds(forward, share=share),
-        backward=_rounds(backward, share=share),
+        forward=_rounds(forward, head_share=head_share),
+        backward=_rounds(backward, head_share=head_share),
         context=program.context,
         kept=program.kept,
-        reshuffle=ready,
+        reshuffle=around,
     )
 
 
@@ -270,57 +269,58 @@ def _hidden(program: AttentionProgram, reshuffle: ReshuffleProgram) -> tuple[Hid
     return hide(program, reshuffle)
 
 
-def _exchanges(hidden: HiddenRounds, rounds: Sequence[ReshuffleRound]) -> ReadyExchanges:
-    """In, then out: the same rounds transposed."""
-    entering = (
-        ReadyExchange(send=step.send, receive=step.receive, calls=tuple(_calls(attends, share=1.0)))
-        for step, attends in zip(rounds, hidden.entering, strict=True)
+def _exchanges(hidden: HiddenRounds, rounds: Sequence[ReshuffleRound]) -> ExchangeSchedule:
+    """The way out is the way in, transposed."""
+    return ExchangeSchedule(
+        entering=tuple(
+            ScheduledExchange(send=step.send, receive=step.receive, calls=_calls(attends, head_share=1.0))
+            for step, attends in zip(rounds, hidden.entering, strict=True)
+        ),
+        leaving=tuple(
+            ScheduledExchange(send=step.receive, receive=step.send, calls=_calls(attends, head_share=1.0))
+            for step, attends in zip(rounds, hidden.leaving, strict=True)
+        ),
     )
-    leaving = (
-        ReadyExchange(send=step.receive, receive=step.send, calls=tuple(_calls(attends, share=1.0)))
-        for step, attends in zip(rounds, hidden.leaving, strict=True)
-    )
-    return ReadyExchanges(entering=tuple(entering), leaving=tuple(leaving))
 
 
-def _rounds(rounds: Sequence[AttentionRound], *, share: float) -> tuple[ReadyRound, ...]:
+def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[ScheduledRound, ...]:
     last: dict[int, int] = {}
     for index, step in enumerate(rounds):
         reads = [message.slot for message in step.sends if message.payload is Payload.KV]
         for slot in (*reads, *(attend.slot for attend in step.attends)):
             last[slot] = index
     return tuple(
-        ReadyRound(
+        ScheduledRound(
             sends=step.sends,
             receives=step.receives,
-            calls=tuple(_calls(step.attends, share=share)),
+            calls=_calls(step.attends, head_share=head_share),
             free=tuple(slot for slot, end in sorted(last.items()) if end == index and slot != 0),
         )
         for index, step in enumerate(rounds)
     )
 
 
-def _calls(attends: Sequence[Attend], *, share: float) -> list[KernelCall]:
+def _calls(attends: Sequence[Attend], *, head_share: float) -> tuple[KernelCall, ...]:
     """As few calls as possible. Queries that attend to several ranges of keys go into several calls, so that a call
     writes each of its rows once."""
     calls: list[list[Attend]] = []
     for attend in sorted(attends, key=lambda each: (each.query, each.slot)):
         for call in calls:
             last = call[-1]
-            alike = (last.causal, last.flipped) == (attend.causal, attend.flipped)
-            if alike and last.query[1] <= attend.query[0]:
+            same_kind = (last.causal, last.flipped) == (attend.causal, attend.flipped)
+            if same_kind and last.query[1] <= attend.query[0]:
                 call.append(attend)
                 break
         else:
             calls.append([attend])
-    return [
+    return tuple(
         KernelCall(
             slots=tuple(attend.slot for attend in call),
             causal=call[0].causal,
             flipped=call[0].flipped,
             queries=tuple(attend.query for attend in call),
             keys=tuple(attend.key for attend in call),
-            num_cells=share * sum(attend.num_cells for attend in call),
+            num_pairs=head_share * sum(attend.num_pairs for attend in call),
         )
         for call in calls
-    ]
+    )

@@ -1,14 +1,7 @@
-"""Memory of messages, used again and again within a pass.
+"""Memory of an attention pass: keys, values and gradients by slot, merged results, and reused message buffers.
 
-Sums of rows to which kernels' calls add in any order, without zeros to start from where a first term comes.
-
-Merging of partial attention results by their logsumexp, in fp32.
-
-Keys and values that microbatches keep for later slices of their sequences, and the gradients that come back.
-
-Source: InfiniPipe, Section 3.1 (split chunks): a later slice attends to the keys and values of earlier ones.
-
-Keys and values of a pass of attention by slot, sums of their gradients, and messages that fill and leave slots.
+`ContextStore` keeps keys and values of a microbatch for later slices of its sequences, and takes the gradients that
+come back (InfiniPipe, Section 3.1, split chunks).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +14,8 @@ from torch import Tensor
 
 from rayfcp.execute.attention.schedule import (
     FEW,
+    AttentionSchedule,
     KernelCall,
-    ReadyProgram,
     add_rows,
     are_apart,
     copy_rows,
@@ -31,23 +24,26 @@ from rayfcp.execute.attention.schedule import (
     take_rows,
     without,
 )
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.program import Message, Payload, Range
 from rayfcp.program.columns import merged, union
 
 
 @dataclass(slots=True)
 class _Buffer:
-    """Raw bytes; `used`: an event behind the last computation that used them, on an accelerator."""
+    """Raw bytes. `used`: on an accelerator, an event behind the last computation that used them."""
 
     memory: Tensor
     used: Any = None
 
 
 class Buffers:
-    """A pool. Sizes are rounded up to eighths of powers of two, so that messages of about one size serve each other.
+    """Pool of message memory. Sizes are rounded up to eighths of powers of two, so that messages of similar size reuse
+    each other's memory.
 
-    On an accelerator, where memory is used by a queue of computations and by one of messages, a buffer waits on the
-    device for whoever used it last; hosts never wait.
+    On an accelerator the compute stream and the message stream share this memory, and torch's allocator orders frees
+    against one stream only. So the pool keeps the memory, and the stream that takes a buffer waits for the event behind
+    its last use; the host never waits.
     """
 
     def __init__(self) -> None:
@@ -55,7 +51,7 @@ class Buffers:
         self._taken: dict[int, _Buffer] = {}
 
     def take(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Contiguous memory of any content, for what is enqueued from here on."""
+        """Contiguous uninitialized memory, for work that is enqueued on the current stream from here on."""
         num_bytes = prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -69,28 +65,31 @@ class Buffers:
         return buffer.memory[:num_bytes].view(dtype).view(*shape)
 
     def give(self, tensor: Tensor, *, computed: bool) -> None:
-        """The holder needs it no more, what is enqueued so far apart; memory from elsewhere is left alone.
+        """Return memory to the pool; work enqueued so far may still use it. Memory from elsewhere is ignored.
 
-        `computed`: computations used it, and not only messages, which the pool's user has waited for.
+        `computed`: computations on the current stream used it. Messages alone need no event: whoever gives their
+        memory back has waited for them.
         """
         buffer = self._taken.pop(tensor.untyped_storage().data_ptr(), None)
         if buffer is None:
             return
-        if computed and tensor.device.type != "cpu":
-            buffer.used = getattr(torch, tensor.device.type).Event()
+        streams = backend_of(tensor.device).streams
+        if computed and streams is not None:
+            buffer.used = streams.Event()
             buffer.used.record()
         self._free.append(buffer)
 
     def clear(self) -> None:
-        """Let all memory go, once the device is done with what is enqueued so far."""
+        """Free all memory, as soon as the device is done with what the compute stream holds so far."""
         for buffer in (*self._free, *self._taken.values()):
-            if buffer.memory.device.type != "cpu":
-                buffer.memory.record_stream(getattr(torch, buffer.memory.device.type).current_stream())
+            streams = backend_of(buffer.memory.device).streams
+            if streams is not None:
+                buffer.memory.record_stream(streams.current_stream())
         self._free.clear()
         self._taken.clear()
 
     def _find(self, num_bytes: int, device: torch.device) -> _Buffer | None:
-        """The one that has been free for longest of those that fit."""
+        """The fitting buffer that has been free for longest: its event is the likeliest to be over."""
         for at, buffer in enumerate(self._free):
             if num_bytes <= len(buffer.memory) <= 2 * num_bytes and buffer.memory.device == device:
                 return self._free.pop(at)
@@ -98,7 +97,7 @@ class Buffers:
 
 
 def rounded(num_bytes: int) -> int:
-    """Up to the next eighth of a power of two, at least 512.
+    """`num_bytes` up to the next eighth of a power of two, at least 512.
 
     >>> rounded(1), rounded(5000), rounded(100_000)
     (512, 5120, 106496)
@@ -113,12 +112,12 @@ Tensors = tuple[Tensor, ...]
 class RowSums:
     """Sums of several tensors with the same rows, `[rows, ...]` each.
 
-    The first terms of a row are copied, later ones added. A first term that has all rows in order is kept as it is, in
-    its own dtype, until another comes: one call over all rows costs nothing.
+    The first term of a row is copied, later ones are added: sums need no zeros. A first term that has all rows in order
+    is kept as it is, in its own dtype, until another comes: one call over all rows costs nothing.
 
     Args:
-        make: memory for all sums, of any content, in the dtype in which terms are added.
-        num_rows: of each tensor.
+        make: allocates uninitialized memory for all sums, in the dtype in which terms are added.
+        num_rows: rows of each tensor.
     """
 
     def __init__(self, make: Callable[[], Tensors], *, num_rows: int) -> None:
@@ -128,7 +127,7 @@ class RowSums:
         self._known: tuple[Range, ...] = ()
 
     def add(self, ranges: Sequence[Range], *terms: Tensor) -> None:
-        """Add terms to the rows `ranges`, which may repeat; each term has them one after the other."""
+        """Add terms to the rows `ranges`, which may repeat; each term has these rows concatenated."""
         if not self._known and not self._sums and merged(list(ranges)) == self._all:
             self._only, self._known = terms, self._all
             return
@@ -145,7 +144,7 @@ class RowSums:
 
     @property
     def partial(self) -> Tensors:
-        """The sums so far, which go on growing in place; rows without a term hold anything."""
+        """The sums so far, which are updated in place; rows without a term are undefined."""
         if not self._sums:
             self._sums = self._make()
             for target, only in zip(self._sums, self._only, strict=False):
@@ -162,7 +161,7 @@ class RowSums:
         return self._sums
 
     def result(self, dtype: torch.dtype) -> Tensors:
-        """The sums in a dtype."""
+        """The sums, zero where there was no term, cast to `dtype`."""
         return tuple(each.to(dtype) for each in self._only or self.whole)
 
 
@@ -172,16 +171,13 @@ def _clear(target: Tensor, ranges: Sequence[Range]) -> None:
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, otherwise fp32."""
+    """Dtype of sums of tensors of `dtype`: fp64 for fp64, otherwise fp32."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-class Merged:
-    """What is known so far of attention of `query`: out `[tokens, heads, head_dim]`, logsumexp `[tokens, heads]`.
-
-    A row's first result is copied, later ones are merged in place. A first result that has all rows in order is kept
-    as it is, in its own dtype, until another comes.
-    """
+class MergedAttention:
+    """Attention of `query` over the keys so far: out `[tokens, heads, head_dim]`, logsumexp `[tokens, heads]`, merged
+    in the accumulator dtype. First results are treated as in `RowSums`."""
 
     def __init__(self, query: Tensor) -> None:
         self._query, self._all = query, ((0, len(query)),)
@@ -191,7 +187,7 @@ class Merged:
         self._known: tuple[Range, ...] = ()
 
     def add(self, ranges: Sequence[Range], out: Tensor, *, lse: Tensor) -> None:
-        """Merge the result of further keys for the rows `ranges`, none twice.
+        """Merge the result of further keys for the rows `ranges`, no row twice.
 
         out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a), lse = log(exp(lse_a) + exp(lse_b)): exact for
         lse_a = -inf, and no exponential of a large number.
@@ -212,11 +208,11 @@ class Merged:
 
     @property
     def out(self) -> Tensor:
-        """So far; rows that nothing was added to hold anything."""
+        """The output so far; rows without a result are undefined."""
         return self._sums()[0] if self._out is None else self._out
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """out in a dtype, and logsumexp. Rows that no key was seen for have 0 and -inf."""
+        """Output in `dtype`, and logsumexp; 0 and -inf in rows that attended to no key."""
         missing = without(self._all, self._known)
         if missing:
             self._sums()
@@ -226,7 +222,7 @@ class Merged:
         return self._out.to(dtype), self._lse
 
     def _sums(self) -> tuple[Tensor, Tensor]:
-        """What can be written to, in the dtype of sums."""
+        """Writable output and logsumexp, in the accumulator dtype."""
         query = self._query
         if self._out is None or self._lse is None:
             self._out = torch.empty(query.shape, dtype=self._dtype, device=query.device)
@@ -243,7 +239,6 @@ class Merged:
 
 
 def _merge_rows(known_out: Tensor, known_lse: Tensor, ranges: Sequence[Range], *, out: Tensor, lse: Tensor) -> None:
-    """Merge rows into `known_out` and `known_lse`, in place."""
     if len(ranges) > FEW:
         index = rows_of(tuple(ranges), out.device)
         old_out, old_lse = known_out.index_select(0, index), known_lse.index_select(0, index)
@@ -263,53 +258,45 @@ def _merge(known_out: Tensor, known_lse: Tensor, *, out: Tensor, lse: Tensor) ->
     known_lse.copy_(torch.logaddexp(known_lse, lse))
 
 
-Place = tuple[int, int]
+LayerKey = tuple[int, int]
 """(microbatch, layer)."""
 
 
 @dataclass(slots=True)
-class _Rows:
-    """Rows `[start, stop)` of a slot 0: keys, values, and once a later slice gave some, gradients of both."""
+class _ContextRows:
+    """Rows `[start, stop)` of a slot 0: keys, values, and the gradients of both that later slices have added."""
 
     start: int
     stop: int
     key: Tensor
     value: Tensor
-    num_bytes: int
     gradient: Tensor | None = None
 
 
 class ContextStore:
-    """What the microbatches of one rank keep, from their forward pass until their backward pass.
-
-    `num_bytes`: gradients, and keys and values that nothing else holds; `peak_bytes`: the most so far.
-    """
+    """Keys and values that the microbatches of one rank keep from their forward to their backward pass."""
 
     def __init__(self) -> None:
-        self._kept: dict[Place, list[_Rows]] = {}
-        self.num_bytes = self.peak_bytes = 0
+        self._kept: dict[LayerKey, list[_ContextRows]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, at: Place, ranges: Sequence[Range], *, key: Tensor, value: Tensor, alone: bool) -> None:
-        """Keep `ranges` of `key` and `value`, `[tokens, kv_heads, head_dim]`; a second time nothing changes.
+    def put(self, at: LayerKey, ranges: Sequence[Range], *, key: Tensor, value: Tensor, recomputed: bool) -> None:
+        """Keep `ranges` of `key` and `value`, `[tokens, kv_heads, head_dim]`; a recomputation changes nothing.
 
-        `alone`: autograd does not hold them, because the layer is recomputed. Then rows of a larger tensor are copied,
-        so that the rest of it goes; otherwise they are views of what is there anyway.
+        `recomputed`: autograd does not hold the tensors, since the layer is recomputed. Rows of a larger tensor are
+        copied then, so that the rest of it is freed; otherwise they are views of what autograd holds anyway.
         """
         if at in self._kept:
             return
-        rows = []
+        self._kept[at] = []
         for start, stop in merged(list(ranges)):
-            key_rows, value_rows = (_own(each[start:stop].detach(), alone=alone) for each in (key, value))
-            num_bytes = key_rows.nbytes + value_rows.nbytes if alone else 0
-            rows.append(_Rows(start=start, stop=stop, key=key_rows, value=value_rows, num_bytes=num_bytes))
-            self._count(num_bytes)
-        self._kept[at] = rows
+            key_rows, value_rows = (_own(each[start:stop].detach(), recomputed=recomputed) for each in (key, value))
+            self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
 
-    def read(self, at: Place, span: Range) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `span`: views.
+    def read(self, at: LayerKey, span: Range) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows `span`, as views.
 
         Raises:
             ValueError: they are not kept.
@@ -317,9 +304,9 @@ class ContextStore:
         rows, start, stop = self._find(at, span)
         return rows.key[start:stop], rows.value[start:stop]
 
-    def gradient(self, at: Place, span: Range) -> Tensor:
-        """dK, dV of rows `span`, `[2, tokens, kv_heads, head_dim]` in fp32 (fp64 for fp64), zero at first: a view, to
-        which later slices add in place.
+    def gradient(self, at: LayerKey, span: Range) -> Tensor:
+        """View of dK, dV of rows `span`, `[2, tokens, kv_heads, head_dim]` in the accumulator dtype, zero at first;
+        later slices add to it in place.
 
         Raises:
             ValueError: they are not kept.
@@ -329,23 +316,21 @@ class ContextStore:
             rows.gradient = torch.zeros(
                 (2, *rows.key.shape), dtype=accumulator_dtype(rows.key.dtype), device=rows.key.device
             )
-            rows.num_bytes += rows.gradient.nbytes
-            self._count(rows.gradient.nbytes)
         return rows.gradient[:, start:stop]
 
-    def settle(self, at: Place, gradient: Tensor) -> None:
-        """The layer runs backward itself: add what later slices gave to `gradient` of its slot 0, and let go."""
+    def settle(self, at: LayerKey, gradient: Tensor) -> None:
+        """Add the gradients of later slices to `gradient` of the layer's slot 0, and forget the layer: it runs backward
+        itself now."""
         for rows in self._kept.pop(at, ()):
             if rows.gradient is not None:
                 gradient[:, rows.start : rows.stop] += rows.gradient
-            self._count(-rows.num_bytes)
 
     def free(self, microbatch: int) -> None:
-        """Let go of whatever a microbatch keeps."""
+        """Forget what a microbatch keeps."""
         for at in [each for each in self._kept if each[0] == microbatch]:
-            self._count(-sum(rows.num_bytes for rows in self._kept.pop(at)))
+            del self._kept[at]
 
-    def _find(self, at: Place, span: Range) -> tuple[_Rows, int, int]:
+    def _find(self, at: LayerKey, span: Range) -> tuple[_ContextRows, int, int]:
         for rows in self._kept.get(at, ()):
             if rows.start <= span[0] and span[1] <= rows.stop:
                 return rows, span[0] - rows.start, span[1] - rows.start
@@ -354,29 +339,26 @@ class ContextStore:
             "before, and backward after, the microbatches that attend to it"
         )
 
-    def _count(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.num_bytes)
 
-
-def _own(tensor: Tensor, *, alone: bool) -> Tensor:
-    if not alone or tensor.untyped_storage().nbytes() == tensor.nbytes:
+def _own(tensor: Tensor, *, recomputed: bool) -> Tensor:
+    if not recomputed or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 class Slots:
-    """Slot 0 is this rank's own, context slots are in the store, all others are what messages bring.
+    """Keys, values and gradient sums of one pass by slot: slot 0 is this rank's own, context slots lie in the store,
+    messages bring all others.
 
     Args:
-        program: that says which slots are in the store, and what of slot 0 goes there.
-        at: microbatch and layer.
+        schedule: says which slots are in the store, and which rows of slot 0 are kept there.
+        layer: whose pass it is.
         buffers: memory of messages, and of gradients that become messages.
     """
 
-    def __init__(self, program: ReadyProgram, *, store: ContextStore, at: Place, buffers: Buffers) -> None:
-        self._earlier = {each.slot: ((each.microbatch, at[1]), each.span) for each in program.context}
-        self._kept, self._store, self._at, self._buffers = program.kept, store, at, buffers
+    def __init__(self, schedule: AttentionSchedule, *, store: ContextStore, layer: LayerKey, buffers: Buffers) -> None:
+        self._earlier = {each.slot: ((each.microbatch, layer[1]), each.span) for each in schedule.context}
+        self._kept, self._store, self._layer, self._buffers = schedule.kept, store, layer, buffers
         self._held = {slot: store.read(*where) for slot, where in self._earlier.items()}
         self._messages: dict[int, Tensor] = {}
         self._shapes: dict[int, torch.Size] = {}
@@ -384,27 +366,26 @@ class Slots:
         self._stacks: dict[int, Tensor] = {}
 
     def fill(self, slot: int, key: Tensor, *, value: Tensor) -> None:
-        """Keys and values of a slot are here, `[tokens, kv_heads, head_dim]`."""
+        """Set keys and values of a slot, `[tokens, kv_heads, head_dim]`."""
         self._held[slot] = (key, value)
         self._shapes[slot] = key.shape
 
-    def keep(self, *, alone: bool) -> None:
-        """Leave what later microbatches need of slot 0 in the store; `alone` as there."""
+    def keep(self, *, recomputed: bool) -> None:
+        """Keep in the store what later microbatches need of slot 0."""
         if self._kept:
             key, value = self._held[0]
-            self._store.put(self._at, self._kept, key=key, value=value, alone=alone)
+            self._store.put(self._layer, self._kept, key=key, value=value, recomputed=recomputed)
 
     def keys_of(self, call: KernelCall) -> tuple[Tensor, Tensor]:
-        """Keys and values of a call, pair by pair: views where one slot has them in one piece."""
-        runs = call.key_runs
-        parts = [[take_rows(each, ranges) for each in self._held[slot]] for slot, ranges in runs]
+        """Keys and values of a call, pair by pair: views where one slot has them contiguously."""
+        parts = [[take_rows(each, ranges) for each in self._held[slot]] for slot, ranges in call.key_runs]
         if len(parts) == 1:
             return parts[0][0], parts[0][1]
         key, value = (torch.cat(each) for each in zip(*parts, strict=True))
         return key, value
 
     def add_gradients(self, call: KernelCall, dk: Tensor, *, dv: Tensor) -> None:
-        """Of the keys and values of a call."""
+        """Add gradients of the keys and values of a call to those of their slots."""
         at = 0
         for slot, ranges in call.key_runs:
             stop = at + sum(last - first for first, last in ranges)
@@ -419,74 +400,75 @@ class Slots:
             add_rows(target, ranges, source=source)
 
     def gradient(self, slot: int) -> RowSums:
-        """Sums of dK, dV of a slot that is not in the store; in slot 0 with what later microbatches gave."""
+        """Sums of dK, dV of a slot outside the store; slot 0's start with the gradients of later microbatches."""
         if slot in self._gradients:
             return self._gradients[slot]
         key = self._held[0][0]
         shape, dtype = (2, *self._shapes[slot]), accumulator_dtype(key.dtype)
 
         def stacked() -> tuple[Tensor, ...]:
-            make = self._buffers.take if slot else torch.empty  # slot 0's goes to autograd, the others' into messages
+            # Slot 0's gradient is handed to autograd, which keeps it; the others are sent, and their memory reused.
+            make = self._buffers.take if slot else torch.empty
             self._stacks[slot] = make(shape, dtype=dtype, device=key.device)
             return self._stacks[slot].unbind()
 
         sums = self._gradients[slot] = RowSums(stacked, num_rows=shape[1])
         if slot == 0 and self._kept:
             sums.whole  # noqa: B018  zeros, to which the store adds
-            self._store.settle(self._at, self._stacks[0])
+            self._store.settle(self._layer, self._stacks[0])
         return sums
 
     def complete(self, messages: Sequence[Message]) -> None:
-        """Sums that leave with these messages become whole here, among the computations that they are part of: their
-        terms' memory is used again by what is computed next."""
+        """Finish sums that leave with these messages. On the compute stream, before the message stream takes over: the
+        memory of their terms is reused by what is computed next."""
         for message in messages:
             if message.payload is Payload.GRAD:
                 self.gradient(message.slot).whole  # noqa: B018  all rows of the stack
 
     def payload(self, message: Message) -> Tensor:
-        """What a message carries, `[2, tokens, kv_heads, head_dim]`; a gradient, which is complete, is gone from here
-        with it. Keys and values that leave as they came are not copied."""
+        """Contents of a message, `[2, tokens, kv_heads, head_dim]`. A gradient, complete by now, leaves its slot.
+        Keys and values that are passed on as received are not copied."""
         if message.payload is Payload.GRAD:
             del self._gradients[message.slot]
             return self._stacks.pop(message.slot)
         came = self._messages.get(message.slot)
         if came is not None and merged(list(message.ranges)) == ((0, came.shape[1]),):
             return came
-        packed = self.room(message)
+        packed = self.allocate(message)
         for target, source in zip(packed, self._held[message.slot], strict=True):
             copy_rows(source, message.ranges, target=target)
         return packed
 
-    def room(self, message: Message) -> Tensor:
-        """Memory for what a message carries."""
+    def allocate(self, message: Message) -> Tensor:
+        """Memory for the contents of a message."""
         key = self._held[0][0]
         dtype = key.dtype if message.payload is Payload.KV else accumulator_dtype(key.dtype)
         return self._buffers.take((2, message.num_tokens, *key.shape[1:]), dtype=dtype, device=key.device)
 
-    def arrived(self, message: Message, carried: Tensor) -> None:
-        """A message is here: keys and values fill their slot, a gradient is added to its slot's."""
+    def on_received(self, message: Message, carried: Tensor) -> None:
+        """Fill a slot with received keys and values, or add a received gradient to its slot's."""
         if message.payload is Payload.KV:
             self.fill(message.slot, carried[0], value=carried[1])
             self._messages[message.slot] = carried
             return
         if message.slot not in self._earlier:
-            self.gradient(message.slot).partial  # noqa: B018  what came is not kept, so it must be copied
+            self.gradient(message.slot).partial  # noqa: B018  its memory is given back below, so the first term must be copied
         self._add(message.slot, message.ranges, carried[0], dv=carried[1])
         self._buffers.give(carried, computed=True)
 
-    def left(self, message: Message, carried: Tensor) -> None:
-        """A message is with its receiver."""
+    def on_sent(self, message: Message, carried: Tensor) -> None:
+        """Reuse the memory of a sent message, unless a slot still has it."""
         if self._messages.get(message.slot) is not carried:
             self._buffers.give(carried, computed=message.payload is Payload.GRAD)
 
     def free(self, slots: Sequence[int]) -> None:
-        """Nobody needs keys and values of these any more."""
+        """Forget keys and values of slots that the rest of the pass does not read."""
         for slot in slots:
             self._held.pop(slot, None)
             if slot in self._messages:
                 self._buffers.give(self._messages.pop(slot), computed=True)
 
     def close(self) -> None:
-        """The pass is over; sums that somebody holds stay."""
+        """End the pass; sums that the caller holds stay valid."""
         self.free(list(self._messages))
-        self._gradients.clear()  # which know the way back here, so that nothing would go before a collection
+        self._gradients.clear()  # their `make` refers to these slots: a cycle would hold all tensors until a collection

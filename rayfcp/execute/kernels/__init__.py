@@ -1,43 +1,30 @@
-"""Attention kernels, one file per kind of device, behind one interface."""
+"""Attention kernels behind one interface; a device's backend lists those that can run on it."""
 
 import functools
 import logging
 
+from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs
 
 logger = logging.getLogger(__name__)
 
 
-def pick_kernel(device: str, *, spared_sms: int = 0) -> AttentionKernel:
-    """The best kernel that can run on `device` ("cpu", "cuda" or "npu"), picked once; its name goes to the log.
-
-    `spared_sms`: multiprocessors of a GPU that it leaves to communication, if it can.
-
-    Raises:
-        KernelUnavailableError: says what to install.
-    """
-    return _picked(device, spared_sms)
-
-
 @functools.cache
-def _picked(device: str, spared_sms: int) -> AttentionKernel:
-    kernel = _pick(device, spared_sms)
+def _best(device: str, sm_margin: int) -> AttentionKernel:
+    kernel = next(backend_of(device).kernels(sm_margin=sm_margin))
     logger.info("attention on %s: %s", device, kernel.name)
     return kernel
 
 
-def _pick(device: str, spared_sms: int) -> AttentionKernel:
-    if device == "cuda":
-        from rayfcp.execute.kernels.cuda import cuda_kernel
+def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
+    """The best kernel that can run on a kind of device; chosen, and logged, once.
 
-        return cuda_kernel(spared_sms=spared_sms)
-    if device == "npu":
-        from rayfcp.execute.kernels.npu import NpuKernel
+    `sm_margin`: multiprocessors of a GPU that the kernel leaves to communication, if it can.
 
-        return NpuKernel()
-    from rayfcp.execute.kernels.cpu import CpuKernel
-
-    return CpuKernel()
+    Raises:
+        KernelUnavailableError: there is none; the message says what to install.
+    """
+    return _best(device, sm_margin)
 
 
 __all__ = ["AttentionKernel", "KernelUnavailableError", "Pairs", "pick_kernel"]

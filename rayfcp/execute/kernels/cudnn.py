@@ -1,10 +1,10 @@
-"""cuDNN's attention on Hopper and datacentre Blackwell, `aten::_cudnn_attention_forward/_backward` with `cum_seq`.
+"""cuDNN's attention on Hopper and datacenter Blackwell, `aten::_cudnn_attention_forward/_backward` with `cum_seq`.
 
 The operators have taken variable lengths since torch 2.6, but until their schema has `seqused_k` (August 2026, behind
 torch 2.13) each call builds its execution plan anew, some 40 ms on the host (pytorch pull 191576); such releases are
-not used. What they want besides, as `torch.nn.attention.varlen` of those releases asks: cuDNN 9.18, more than 128
-queries in the longest pair, as many heads of keys as of queries. logsumexp is `[heads, queries]`, natural, fp32. A plan
-is kept for each number of pairs and longest lengths, so these lengths are rounded up to powers of two.
+not used. Further requirements, as `torch.nn.attention.varlen` of those releases checks them: cuDNN 9.18, more than 128
+queries in the longest pair, as many key heads as query heads. logsumexp is `[heads, queries]`, natural, fp32. A plan is
+cached for each number of pairs and maximum lengths, so these lengths are rounded up to powers of two.
 
 Source: torch's `native/cudnn/MHA.cpp`, `native/transformers/cuda/attention.cu`, `attention_backward.cu`.
 """
@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import AttentionKernel, Offsets, Pairs, repeated, summed
+from rayfcp.execute.kernels.interface import AttentionKernel, Pairs, offsets_of, repeated, summed
 
 logger = logging.getLogger(__name__)
 
-LEAST_CUDNN = 91800
-FEW_QUERIES = 128
+MIN_CUDNN = 91800
+MAX_SHORT_QUERIES = 128
 PROBE_LENGTHS = (192, 64)
+"""One pair above and one below `MAX_SHORT_QUERIES`."""
 
 
 class CudnnKernel:
@@ -33,32 +34,23 @@ class CudnnKernel:
         self._short = short
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        if max(pairs.query_lengths) <= FEW_QUERIES:
+        if max(pairs.query_lengths) <= MAX_SHORT_QUERIES:
             return self._short.forward(query, key, value, pairs=pairs)
-        offsets = Offsets(pairs, device=query.device)
         out, lse, *_ = torch.ops.aten._cudnn_attention_forward(
             query=query,
             key=repeated(query, key),
             value=repeated(query, value),
-            attn_bias=None,
-            cum_seq_q=offsets.query,
-            cum_seq_k=offsets.key,
-            max_q=_bucket(offsets.max_query),
-            max_k=_bucket(offsets.max_key),
             compute_log_sumexp=True,
-            dropout_p=0.0,
-            is_causal=pairs.causal,
             return_debug_mask=False,
-            scale=pairs.scale,
+            **_options(pairs, query.device),
         )
         return out, lse.transpose(0, 1)
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if max(pairs.query_lengths) <= FEW_QUERIES:
+        if max(pairs.query_lengths) <= MAX_SHORT_QUERIES:
             return self._short.backward(grad_out, query, key, value, out, lse, pairs=pairs)
-        offsets = Offsets(pairs, device=query.device)
         unused = torch.empty(2, dtype=torch.uint64, device=query.device)
         dq, dk, dv = torch.ops.aten._cudnn_attention_backward(
             grad_out=grad_out,
@@ -69,16 +61,24 @@ class CudnnKernel:
             logsumexp=lse.transpose(0, 1).contiguous(),
             philox_seed=unused,
             philox_offset=unused,
-            attn_bias=None,
-            cum_seq_q=offsets.query,
-            cum_seq_k=offsets.key,
-            max_q=_bucket(offsets.max_query),
-            max_k=_bucket(offsets.max_key),
-            dropout_p=0.0,
-            is_causal=pairs.causal,
-            scale=pairs.scale,
+            **_options(pairs, query.device),
         )
         return dq, summed(dk, key), summed(dv, value)
+
+
+def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
+    """Arguments of both passes."""
+    offsets = offsets_of(pairs, device=device)
+    return {
+        "attn_bias": None,
+        "cum_seq_q": offsets.query,
+        "cum_seq_k": offsets.key,
+        "max_q": _bucket(offsets.max_query),
+        "max_k": _bucket(offsets.max_key),
+        "dropout_p": 0.0,
+        "is_causal": pairs.causal,
+        "scale": pairs.scale,
+    }
 
 
 def _bucket(length: int) -> int:
@@ -86,14 +86,14 @@ def _bucket(length: int) -> int:
 
 
 def keeps_plans() -> bool:
-    """Whether this torch keeps the execution plans of variable lengths, and this cuDNN is new enough."""
+    """True if this torch caches the execution plans of variable lengths, and this cuDNN is new enough."""
     arguments = torch.ops.aten._cudnn_attention_forward.default._schema.arguments
     version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    return any(each.name == "seqused_k" for each in arguments) and (version or 0) >= LEAST_CUDNN
+    return any(each.name == "seqused_k" for each in arguments) and (version or 0) >= MIN_CUDNN
 
 
 def agrees(kernel: AttentionKernel, other: AttentionKernel, *, device: torch.device | str) -> bool:
-    """Whether both give about the same outputs and gradients here, tried on two pairs; what fails does not."""
+    """True if both kernels give similar outputs and gradients here for two pairs; False if one of them raises."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(sum(PROBE_LENGTHS), heads, 64) for heads in (4, 2, 2, 4)]
     options: dict[str, Any] = {"generator": generator, "dtype": torch.bfloat16, "device": device}

@@ -1,8 +1,8 @@
 """CUDA attention in fp32: torch's memory-efficient kernels, `aten::_efficient_attention_forward/_backward`.
 
-With `cu_seqlens` they take all pairs in one launch. Their logsumexp, natural, is `[pairs, heads, length]`:
-pair i's queries first, `length` the longest pair's rounded up to 32, and infinity behind, which the backward
-reads as a weight of 0. From Ampere on a product is three of tf32, close to fp32. Source: torch's
+With `cu_seqlens` they take all pairs in one launch. Their natural logsumexp is `[pairs, heads, length]`, `length` the
+longest pair's queries rounded up to 32; behind a pair's own queries it is infinity, which the backward reads as a
+weight of 0. From Ampere on a product is three of tf32, close to fp32. Source: torch's
 `native/transformers/cuda/attention.cu`, `attention_backward.cu`, `mem_eff_attention/kernel_*.h`.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rayfcp.execute.devices.device import moved
-from rayfcp.execute.kernels.interface import Lengths, Offsets, Pairs, repeated, summed
+from rayfcp.execute.devices.backend import to_device
+from rayfcp.execute.kernels.interface import Lengths, Pairs, offsets_of, repeated, summed
 
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1
 _LSE_ALIGNMENT = 32
@@ -25,16 +25,13 @@ class CutlassKernel:
     name = "torch's memory-efficient"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
+        offsets = offsets_of(pairs, device=query.device)
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             _batch(query),
             _batch(repeated(query, key)),
             _batch(repeated(query, value)),
             None,
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
+            *offsets,
             0.0,
             _CAUSAL_FROM_TOP_LEFT if pairs.causal else _NO_MASK,
             True,
@@ -45,7 +42,7 @@ class CutlassKernel:
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
+        offsets = offsets_of(pairs, device=query.device)
         unused = torch.empty((), dtype=torch.int64, device=query.device)
         dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
             _batch(grad_out),
@@ -54,10 +51,7 @@ class CutlassKernel:
             _batch(repeated(query, value)),
             None,
             _batch(out),
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
+            *offsets,
             _by_pair(lse, pairs.query_lengths),
             0.0,
             unused,
@@ -80,10 +74,10 @@ def _padded_length(lengths: Lengths) -> int:
 
 @functools.lru_cache(maxsize=256)
 def _rows(lengths: Lengths, device: torch.device) -> Tensor:
-    """Where each query's row is when pairs lie `_padded_length` apart."""
+    """Row of each query where pairs start `_padded_length` apart."""
     length = _padded_length(lengths)
     rows = np.concatenate([np.arange(n) + pair * length for pair, n in enumerate(lengths)])
-    return moved(rows, dtype=torch.int64, device=device)
+    return to_device(rows, dtype=torch.int64, device=device)
 
 
 def _by_pair(lse: Tensor, lengths: Lengths) -> Tensor:

@@ -1,7 +1,7 @@
 """The flash-attn package, version 2.8, by its documented low-level functions `_flash_attn_varlen_forward/_backward`.
 
-All pairs of a call in one launch; fewer heads of keys than of queries, and strided views whose last dimension is
-contiguous, are taken as they are. Source: `flash_attn/flash_attn_interface.py`.
+All pairs of a call in one launch; grouped-query heads, and strided views whose last dimension is contiguous, are
+supported. Source: `flash_attn/flash_attn_interface.py`.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Offsets, Pairs
+from rayfcp.execute.kernels.interface import Pairs, offsets_of
 
 _PLAIN = {
     "window_size_left": -1,
@@ -29,25 +29,17 @@ class FlashAttn2Kernel:
         self._library = library
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
         out, lse, *_ = self._library._flash_attn_varlen_forward(
             q=query,
             k=key,
             v=value,
-            cu_seqlens_q=offsets.query,
-            cu_seqlens_k=offsets.key,
-            max_seqlen_q=offsets.max_query,
-            max_seqlen_k=offsets.max_key,
-            dropout_p=0.0,
-            softmax_scale=pairs.scale,
-            causal=pairs.causal,
+            **_options(pairs, query.device),
         )
         return out, lse.transpose(0, 1)
 
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
         dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
         self._library._flash_attn_varlen_backward(
             dout=grad_out,
@@ -59,13 +51,21 @@ class FlashAttn2Kernel:
             dq=dq,
             dk=dk,
             dv=dv,
-            cu_seqlens_q=offsets.query,
-            cu_seqlens_k=offsets.key,
-            max_seqlen_q=offsets.max_query,
-            max_seqlen_k=offsets.max_key,
-            dropout_p=0.0,
-            softmax_scale=pairs.scale,
-            causal=pairs.causal,
+            **_options(pairs, query.device),
             **_PLAIN,
         )
         return dq, dk, dv
+
+
+def _options(pairs: Pairs, device: torch.device) -> dict[str, Any]:
+    """Arguments of both passes."""
+    offsets = offsets_of(pairs, device=device)
+    return {
+        "cu_seqlens_q": offsets.query,
+        "cu_seqlens_k": offsets.key,
+        "max_seqlen_q": offsets.max_query,
+        "max_seqlen_k": offsets.max_key,
+        "dropout_p": 0.0,
+        "softmax_scale": pairs.scale,
+        "causal": pairs.causal,
+    }

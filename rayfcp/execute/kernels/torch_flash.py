@@ -1,14 +1,14 @@
 """torch's own flash kernels, `aten::_flash_attention_forward/_backward`.
 
-All pairs of a call in one launch; fewer heads of keys than of queries, and strided views whose last dimension is
-contiguous, are taken as they are. Source: torch's `native/transformers/cuda/attention.cu`, `attention_backward.cu`,
+All pairs of a call in one launch; grouped-query heads, and strided views whose last dimension is contiguous, are
+supported. Source: torch's `native/transformers/cuda/attention.cu`, `attention_backward.cu`,
 `flash_attn/flash_api.cpp`; `torch.nn.attention.varlen` calls them in the same way.
 """
 
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Offsets, Pairs, repeated
+from rayfcp.execute.kernels.interface import Pairs, offsets_of, repeated
 
 
 class TorchFlashKernel:
@@ -17,17 +17,14 @@ class TorchFlashKernel:
     name = "torch's flash"
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
-        if offsets.max_query == 1:  # heads would become queries, and logsumexp another layout
+        offsets = offsets_of(pairs, device=query.device)
+        if offsets.max_query == 1:  # the operator would swap grouped heads with queries, and the layout of logsumexp
             key, value = repeated(query, key), repeated(query, value)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             query,
             key,
             value,
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
+            *offsets,
             0.0,
             pairs.causal,
             False,
@@ -38,7 +35,7 @@ class TorchFlashKernel:
     def backward(
         self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        offsets = Offsets(pairs, device=query.device)
+        offsets = offsets_of(pairs, device=query.device)
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             grad_out,
             query,
@@ -46,10 +43,7 @@ class TorchFlashKernel:
             value,
             out,
             lse.transpose(0, 1).contiguous(),
-            offsets.query,
-            offsets.key,
-            offsets.max_query,
-            offsets.max_key,
+            *offsets,
             0.0,
             pairs.causal,
             torch.empty(2, dtype=torch.uint64, device=query.device),  # dropout's state

@@ -1,99 +1,27 @@
-"""Process groups of one generation: places, channels, and a capped, deduplicated cache behind them."""
+"""Process groups of one generation: mesh positions and channels, made and warmed once."""
 
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rayfcp.execute.devices.device import group_options
+from rayfcp.execute.devices.backend import backend_of
+from rayfcp.values.devices import CPU, DEVICES
 
 logger = logging.getLogger(__name__)
 
 CONTROL_TIMEOUT_S = 86_400.0
-"""Of the control channel, on which devices wait for the slowest to write a checkpoint: a timeout would break the
-channel for good. Who waits in vain is freed by an abort of the groups."""
-
-BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-
-
-class GroupCache:
-    """Groups by (channel, ranks): each is made and warmed once, and there are at most `capacity`.
-
-    Every device of the world must ask for the same groups in the same order (creation is collective), those of
-    others included. A communicator holds device memory, so the oldest that is not a channel goes when there are
-    too many.
-    """
-
-    def __init__(
-        self, *, backend: str, device: torch.device, capacity: int, timeout_s: float, communication_sms: int = 0
-    ) -> None:
-        self._backend, self._device, self._capacity = backend, device, capacity
-        self._communication_sms = communication_sms
-        self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-        self._kept: set[tuple[str, tuple[int, ...]]] = set()
-        self.seconds = 0.0
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    @property
-    def num_joined(self) -> int:
-        """Groups that this device is part of."""
-        return sum(dist.get_rank() in ranks for _, ranks in self._groups)
-
-    def get(
-        self,
-        channel: str,
-        ranks: tuple[int, ...],
-        *,
-        backend: str | None = None,
-        keep: bool = False,
-        timeout_s: float | None = None,
-    ) -> dist.ProcessGroup:
-        """The group of `ranks` on `channel`, made and warmed if it is new; `keep` protects it from going. `timeout_s`:
-        if not that of the cache."""
-        key = (channel, ranks)
-        if key in self._groups:
-            self._groups[key] = self._groups.pop(key)
-            return self._groups[key]
-        self._make_room()
-        start_s = time.perf_counter()
-        used = backend or self._backend
-        timeout = self._timeout if timeout_s is None else timedelta(seconds=timeout_s)
-        options = group_options(used, communication_sms=self._communication_sms)
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timeout, backend=used, group_desc=channel, pg_options=options
-        )
-        if dist.get_rank() in ranks:
-            device = torch.device("cpu") if used == "gloo" else self._device
-            _warm(group, device)
-        self.seconds += time.perf_counter() - start_s
-        self._groups[key] = group
-        if keep:
-            self._kept.add(key)
-        return group
-
-    def clear(self) -> None:
-        """Destroy all groups."""
-        for group in self._groups.values():
-            dist.destroy_process_group(group)
-        self._groups.clear()
-        self._kept.clear()
-
-    def _make_room(self) -> None:
-        spare = [key for key in self._groups if key not in self._kept]
-        if len(self._groups) >= self._capacity and spare:
-            dist.destroy_process_group(self._groups.pop(spare[0]))
+"""Timeout of the control channel, on which devices wait for the slowest checkpoint writer: a timeout would break the
+channel for good, and an abort of the groups ends a wait in vain."""
 
 
 def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Open all connections now, so that no rank opens one lazily in the middle of a step."""
+    """Open all connections now, so that none is opened lazily in the middle of a step."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     token, inbox = torch.zeros(1, device=device), [torch.zeros(1, device=device) for _ in range(size)]
@@ -109,8 +37,8 @@ def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Which device this is: `stage` of `num_stages`, `rank` of `num_ranks`, `tensor_rank` of `tensor_parallel`.
+class MeshPosition:
+    """Position of a device: `stage` of `num_stages`, `rank` of `num_ranks`, `tensor_rank` of `tensor_parallel`.
 
     A rank is the devices of all stages and tensor ranks that hold the model for the same tokens.
     """
@@ -123,10 +51,10 @@ class Place:
     tensor_parallel: int = 1
 
     @classmethod
-    def of(cls, number: int, *, num_ranks: int, num_stages: int = 1, tensor_parallel: int = 1) -> "Place":
-        """The place of device `number`.
+    def of(cls, number: int, *, num_ranks: int, num_stages: int = 1, tensor_parallel: int = 1) -> "MeshPosition":
+        """The position of device `number`.
 
-        >>> place = Place.of(7, num_ranks=3, num_stages=2, tensor_parallel=2)
+        >>> place = MeshPosition.of(7, num_ranks=3, num_stages=2, tensor_parallel=2)
         >>> place.stage, place.rank, place.tensor_rank, place.device
         (1, 0, 1, 7)
         """
@@ -143,7 +71,7 @@ class Place:
 
     @property
     def device(self) -> int:
-        """Number of this device in the world."""
+        """Number of this device among all devices."""
         return self.at(self.stage, self.rank, tensor_rank=self.tensor_rank)
 
     @property
@@ -151,7 +79,7 @@ class Place:
         return self.num_stages * self.num_ranks * self.tensor_parallel
 
     def at(self, stage: int, rank: int, *, tensor_rank: int) -> int:
-        """Number of a device of the same world."""
+        """Number of the device at a position of the same mesh."""
         return (stage * self.num_ranks + rank) * self.tensor_parallel + tensor_rank
 
     @property
@@ -166,12 +94,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """One group per kind of traffic; nothing else uses them.
+    """One group per kind of message; nothing else uses them.
 
     `shard`: gathers and reductions of sharded parameters, over the ranks of a stage. `attend`: keys, values and their
-    gradients, over the same devices. `pipe_forward`, `pipe_backward`: what passes between stages, over the
-    stages of a rank; None with one stage. `tensor`: over the tensor-parallel devices of a stage and rank; None if
-    there is one. `control` (gloo): checkpoints and numbers, over all devices.
+    gradients, over the same devices. `pipe_forward`, `pipe_backward`: activations and their gradients, over the stages
+    of a rank; None with one stage. `tensor`: over the tensor-parallel devices of a stage and rank; None if there is
+    one. `control` (gloo): checkpoints and numbers, over all devices.
     """
 
     shard: dist.ProcessGroup
@@ -183,79 +111,118 @@ class Channels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
-    """This process among the devices of one generation."""
+class ProcessGroups:
+    """Process groups of this device in one generation, and the seconds that making them took."""
 
-    place: Place
+    position: MeshPosition
     device: torch.device
-    cache: GroupCache
     channels: Channels
+    seconds: float
+
+    @property
+    def made(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of all channels."""
+        groups = (getattr(self.channels, each.name) for each in fields(self.channels))
+        return tuple(group for group in groups if group is not None)
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Element-wise sum over all devices, in place; every device must call it, on this world's kind of device."""
+        """Element-wise sum over all devices, in place; every device must call it, with a tensor on its device."""
         for group in (self.channels.shard, self.channels.pipe_forward, self.channels.tensor):
             if group is not None:
                 dist.all_reduce(numbers, group=group)
         return numbers
 
 
-def join_world(
+def join_process_groups(
     *,
-    place: Place,
+    position: MeshPosition,
     store: Callable[[], dist.Store],
     device: torch.device,
     timeout_s: float,
-    max_groups: int = 16,
     communication_sms: int = 0,
-) -> World:
-    """Meet the other devices at the store and make the channels.
+) -> ProcessGroups:
+    """Rendezvous with the other devices at the store and make the channels.
 
-    `store` gives a client of the rendezvous store, under the prefix of this generation. `max_groups`: that the cache
-    holds, channels of other devices apart. `communication_sms`: see `group_options`.
+    `store` returns a client of the rendezvous store, under the prefix of this generation. `communication_sms`: see
+    `DeviceBackend.group_options`.
     """
     start_s = time.perf_counter()
-    backend = BACKENDS[device.type]
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store(), rank=place.device, world_size=place.num_devices, timeout=timeout)
-    members = _members(place)
-    others = sum(len(groups) - 1 for groups in members.values())
-    capacity = max_groups + others
-    cache = GroupCache(
-        backend=backend, device=device, capacity=capacity, timeout_s=timeout_s, communication_sms=communication_sms
+    dist.init_process_group(
+        DEVICES[device.type].group_backend,
+        store=store(),
+        rank=position.device,
+        world_size=position.num_devices,
+        timeout=timeout,
     )
-    channels = Channels(**{name: _own(cache, name, groups, place=place) for name, groups in members.items()})
-    cache.seconds = time.perf_counter() - start_s
-    logger.info("device %d: %s, %d process groups in %.3f s", place.device, place, cache.num_joined, cache.seconds)
-    return World(place=place, device=device, cache=cache, channels=channels)
+    control_timeout, made = timedelta(seconds=CONTROL_TIMEOUT_S), {}
+    for name, members in _members(position).items():
+        is_control = name == "control"
+        made[name] = _make_channel(
+            name,
+            members,
+            own=position.device,
+            device=torch.device(CPU.name) if is_control else device,
+            timeout=control_timeout if is_control else timeout,
+            communication_sms=communication_sms,
+        )
+    seconds = time.perf_counter() - start_s
+    groups = ProcessGroups(position=position, device=device, channels=Channels(**made), seconds=seconds)
+    logger.info("device %d: %s, %d process groups in %.3f s", position.device, position, len(groups.made), seconds)
+    return groups
 
 
-def _members(place: Place) -> dict[str, list[tuple[int, ...]]]:
-    """Devices of every group of every channel, in the order in which they are made."""
-    stages, ranks, tensor_ranks = range(place.num_stages), range(place.num_ranks), range(place.tensor_parallel)
+def _members(position: MeshPosition) -> dict[str, list[tuple[int, ...]]]:
+    """Devices of each group of each channel, in the order of creation."""
+    stages, ranks, tensor_ranks = (
+        range(position.num_stages),
+        range(position.num_ranks),
+        range(position.tensor_parallel),
+    )
 
     def at(stage: int, rank: int, each: int) -> int:
-        return place.at(stage, rank, tensor_rank=each)
+        return position.at(stage, rank, tensor_rank=each)
 
     across_ranks = [tuple(at(stage, rank, each) for rank in ranks) for stage in stages for each in tensor_ranks]
-    members = {"shard": across_ranks, "attend": across_ranks, "control": [tuple(range(place.num_devices))]}
-    if place.num_stages > 1:
+    members = {"shard": across_ranks, "attend": across_ranks, "control": [tuple(range(position.num_devices))]}
+    if position.num_stages > 1:
         across_stages = [tuple(at(stage, rank, each) for stage in stages) for rank in ranks for each in tensor_ranks]
         members |= {"pipe_forward": across_stages, "pipe_backward": across_stages}
-    if place.tensor_parallel > 1:
+    if position.tensor_parallel > 1:
         members["tensor"] = [
             tuple(at(stage, rank, each) for each in tensor_ranks) for stage in stages for rank in ranks
         ]
     return members
 
 
-def _own(cache: GroupCache, name: str, groups: Sequence[tuple[int, ...]], *, place: Place) -> dist.ProcessGroup:
-    """Make all groups of a channel; the one that this device is part of."""
-    backend, timeout_s = ("gloo", CONTROL_TIMEOUT_S) if name == "control" else (None, None)
-    made = {devices: cache.get(name, devices, backend=backend, keep=True, timeout_s=timeout_s) for devices in groups}
-    return next(group for devices, group in made.items() if place.device in devices)
+def _make_channel(
+    name: str,
+    members: Sequence[tuple[int, ...]],
+    *,
+    own: int,
+    device: torch.device,
+    timeout: timedelta,
+    communication_sms: int,
+) -> dist.ProcessGroup:
+    """Make and warm all groups of a channel; returns the one of device `own`. Creation is collective: every device
+    makes the same groups in the same order, also those it is not part of."""
+    joined: dist.ProcessGroup
+    for devices in members:
+        group = dist.new_group(
+            list(devices),
+            timeout=timeout,
+            backend=DEVICES[device.type].group_backend,
+            group_desc=name,
+            pg_options=backend_of(device).group_options(communication_sms=communication_sms),
+        )
+        if own in devices:
+            _warm(group, device)
+            joined = group
+    return joined
 
 
-def leave_world(world: World) -> None:
+def leave_process_groups(groups: ProcessGroups) -> None:
     """Destroy the groups of this generation."""
-    world.cache.clear()
+    for group in groups.made:
+        dist.destroy_process_group(group)
     dist.destroy_process_group()

@@ -1,8 +1,6 @@
-"""Tells failures of exchanges between devices from errors of the program.
+"""Membership of this process in one generation after another, which another thread can abort at any time.
 
-The rendezvous store as one device of one generation sees it, and how all its exchanges over gloo are ended.
-
-This process's part in one generation of devices after another, which another thread can end at any time.
+Also: the rendezvous client that ends all exchanges over gloo, and what tells failed exchanges from other errors.
 """
 
 import functools
@@ -26,7 +24,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import _redistribute
 from torch.distributed.tensor import debug as tensor_debug
 
-from rayfcp.execute.parallel.groups import Place, World, join_world, leave_world
+from rayfcp.execute.devices.backend import backend_of
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, join_process_groups, leave_process_groups
 from rayfcp.execute.reports import CollectiveFailedError
 
 Arguments = ParamSpec("Arguments")
@@ -38,24 +37,25 @@ _FAILURES = re.compile(
     r"|Timed out waiting \d+ ?ms|Socket Timeout|process group .*(aborted|destroyed)|ERR02\d\d\d",
     re.IGNORECASE,
 )
-"""What libraries below torch say in plain RuntimeErrors; torch_npu's ERR02 are errors of its distributed module."""
+"""Messages of plain RuntimeErrors from the libraries below torch; torch_npu's ERR02 are errors of its distributed
+module."""
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error, or what caused it, came from an exchange between devices."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, CollectiveFailedError | dist.DistError | ConnectionError):
+    """True if an error, or one of its causes, came from an exchange between devices."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, CollectiveFailedError | dist.DistError | ConnectionError):
             return True
-        if type(seen) is RuntimeError and _FAILURES.search(str(seen)):
+        if type(cause) is RuntimeError and _FAILURES.search(str(cause)):
             return True
-        seen = seen.__cause__
+        cause = cause.__cause__
     return False
 
 
 def collective(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """For methods of objects with `is_aborted` and `abort`: failures of exchanges, and whatever goes wrong once they
-    were aborted, are raised as `CollectiveFailedError`, and the object is aborted: neighbours need not wait longer."""
+    """Decorator for methods of objects with `is_aborted` and `abort`: failed exchanges, and any error after an abort,
+    are raised as `CollectiveFailedError`. The object is aborted first, so that its neighbours stop waiting for it."""
 
     @functools.wraps(method)
     def wrapped(*args: Arguments.args, **keywords: Arguments.kwargs) -> Result:
@@ -75,26 +75,27 @@ def collective(method: Callable[Arguments, Result]) -> Callable[Arguments, Resul
     return wrapped
 
 
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Between two looks at the store."""
+_MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
+"""Pauses between two polls of the store, doubled each time."""
 
 
-class Meeting(dist.Store):
-    """A client of the store that another thread can abort.
+class RendezvousClient(dist.Store):
+    """A client of the rendezvous store that another thread can abort.
 
     A wait in gloo can be ended from outside only by closing its connections, and only gloo knows which they are. But
-    devices tell each other at the store where they listen: a connection is gloo's if one of its ends was told here.
+    devices exchange their listening addresses through the store: a connection is gloo's if one of its ends has such an
+    address.
 
     Args:
-        connect: makes the client, under the prefix of the generation.
-        timeout_s: for other devices to come.
+        connect: makes the store's client, under the prefix of the generation.
+        timeout_s: how long to wait for other devices.
     """
 
     def __init__(self, connect: Callable[[], dist.Store], *, timeout_s: float) -> None:
         super().__init__()
         self._timeout = timedelta(seconds=timeout_s)
         self._aborted = threading.Event()
-        self._told = b""
+        self._published = b""
         self._store = connect()
 
     @property
@@ -104,45 +105,45 @@ class Meeting(dist.Store):
     def check_alive(self) -> None:
         """
         Raises:
-            CollectiveFailedError: the meeting was aborted.
+            CollectiveFailedError: `abort` was called.
         """
         if self.is_aborted:
             raise CollectiveFailedError("exchange between devices aborted, by order")
 
     def abort(self) -> None:
-        """End waits at the store, and all that goes on over gloo between these devices; any thread may call it.
-        Neighbours notice at once. A connection that is only just being made is closed by the next call: repeat it until
-        what goes on has ended.
+        """End waits at the store, and all exchanges over gloo between these devices; any thread may call it. Neighbours
+        notice at once. A connection that is being made meanwhile is closed by the next call: repeat it until the
+        exchanges have ended.
 
         Only the receiving side is shut down: gloo reads the end of the connection, fails what is posted on it and
-        closes it. A send that met a connection shut down for writing would be queued and then forgotten: gloo's
-        `Pair::signalException` does not tell the buffers in its transmit queue, and their waiters stay until their
-        timeout. The same happens to a message of which a part was transferred when its peer died; the controller
-        takes a device for hung whose call outlives its abort by `elastic.hang_min_s`."""
+        closes it. A send on a connection shut down for writing would be queued and then forgotten: gloo's
+        `Pair::signalException` does not notify the buffers in its transmit queue, so their waiters stay until their
+        timeout. The same happens to a message that was partly transferred when its peer died; the controller treats a
+        device as hung if its call outlives its abort by `elastic.hang_min_s`."""
         self._aborted.set()
         for connection in _connections():
             with connection, suppress(OSError):  # closed by its other end meanwhile
-                if any(end in self._told for end in _ends(connection)):
+                if any(end in self._published for end in _ends(connection)):
                     connection.shutdown(socket.SHUT_RD)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         stop_s = time.monotonic() + (timeout or self._timeout).total_seconds()
-        pause_s = _SHORTEST_PAUSE_S
+        pause_s = _MIN_POLL_S
         while not self.check(keys):
             if time.monotonic() > stop_s:
-                raise dist.DistStoreError(f"timed out waiting for {list(keys)}; other devices have not come")
+                raise dist.DistStoreError(f"timed out waiting for {list(keys)}; other devices have not joined")
             self._aborted.wait(pause_s)
-            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2.0 * pause_s, _MAX_POLL_S)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         value: bytes = self._store.get(key)
-        self._told += value
+        self._published += value
         return value
 
     def set(self, key: str, value: Any) -> None:
         self.check_alive()
-        self._told += value.encode() if isinstance(value, str) else bytes(value)
+        self._published += value.encode() if isinstance(value, str) else bytes(value)
         self._store.set(key, value)
 
     def add(self, key: str, amount: int) -> int:
@@ -161,7 +162,7 @@ class Meeting(dist.Store):
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Second handles of all TCP connections of this process."""
+    """Duplicated handles of all TCP connections of this process."""
     for each in list(Path("/dev/fd").iterdir()):
         with suppress(OSError):  # closed meanwhile
             handle = os.dup(int(each.name))
@@ -176,8 +177,7 @@ def _connections() -> Iterator[socket.socket]:
 
 
 def _ends(connection: socket.socket) -> list[bytes]:
-    """Port and address of both ends as they stand in a C `sockaddr`, which gloo tells the others; none if it is not
-    connected."""
+    """Port and address of both ends as in the C `sockaddr` that gloo publishes; empty if not connected."""
     try:
         ends = [connection.getsockname(), connection.getpeername()]
     except OSError:
@@ -194,13 +194,12 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """At most one generation at a time; `world` is None outside.
+    """Membership of this process's device in at most one generation at a time; `groups` is None outside.
 
     Args:
-        device: of this process.
-        start_timeout_s: for the others to come to the store.
-        collective_timeout_s: for one exchange.
-        communication_sms: multiprocessors of a GPU that exchanges may take; 0: as many as they like.
+        start_timeout_s: how long to wait for other devices at the store.
+        collective_timeout_s: of one exchange.
+        communication_sms: multiprocessors of a GPU that exchanges may use; 0: as the library chooses.
     """
 
     def __init__(
@@ -213,105 +212,82 @@ class Membership:
     ) -> None:
         self._device, self._communication_sms = device, communication_sms
         self._start_timeout_s, self._collective_timeout_s = start_timeout_s, collective_timeout_s
-        self._meeting: Meeting | None = None
+        self._client: RendezvousClient | None = None
         self._lock = threading.Lock()
-        self._caches = _caches_of_shapes()
-        self.world: World | None = None
+        self._caches = _sharding_caches()
+        self.groups: ProcessGroups | None = None
 
     @property
     def is_aborted(self) -> bool:
-        return self._meeting is not None and self._meeting.is_aborted
+        return self._client is not None and self._client.is_aborted
 
     def check_alive(self) -> None:
         """
         Raises:
             CollectiveFailedError: the generation was aborted.
         """
-        if self._meeting is not None:
-            self._meeting.check_alive()
+        if self._client is not None:
+            self._client.check_alive()
 
-    def join(self, place: Place, *, store: Callable[[], dist.Store]) -> World:
-        """Meet the others at the store and make groups."""
-        meeting = Meeting(store, timeout_s=self._start_timeout_s)
-        self._meeting = meeting
-        self.world = join_world(
-            place=place,
-            store=lambda: meeting,
+    def join(self, position: MeshPosition, *, store: Callable[[], dist.Store]) -> ProcessGroups:
+        """Rendezvous with the other devices at the store and make process groups."""
+        client = RendezvousClient(store, timeout_s=self._start_timeout_s)
+        self._client = client
+        self.groups = join_process_groups(
+            position=position,
+            store=lambda: client,
             device=self._device,
             timeout_s=self._collective_timeout_s,
             communication_sms=self._communication_sms,
         )
-        meeting.check_alive()
-        return self.world
+        client.check_alive()
+        return self.groups
 
     def abort(self) -> None:
-        """End all exchanges of this generation, under way or to come; from any thread, more than once too."""
+        """End all exchanges of this generation, current and future; any thread may call it, repeatedly."""
         with self._lock:
-            meeting = self._meeting
-            if meeting is None:
+            client = self._client
+            if client is None:
                 return
-            first = not meeting.is_aborted
-            meeting.abort()
-            if first and self._device.type != "cpu" and dist.is_initialized():
-                abort_accelerator(self._device)
+            first = not client.is_aborted
+            client.abort()
+            if first and dist.is_initialized():
+                backend_of(self._device).abort_collectives(self._device)
 
     def leave(self) -> None:
-        """In order; all devices do."""
-        if self.world is not None:
-            leave_world(self.world)
-            self.world = None
-        self._meeting = None
+        """Leave the generation together with all other devices."""
+        if self.groups is not None:
+            leave_process_groups(self.groups)
+            self.groups = None
+        self._client = None
 
     def forget(self) -> None:
-        """Be rid of a generation that failed or was aborted, without the others. What holds its groups, such as
-        sharded modules, must be gone: connections are closed by it, and threads ended."""
-        if self._meeting is None:
+        """Leave a generation that failed or was aborted, without the others. The caller must have dropped what refers
+        to its groups, such as sharded modules: freeing the groups closes connections and ends threads."""
+        if self._client is None:
             return
         self.abort()
-        if self._device.type == "npu":
-            _npu().npu.restart_device(self._device.index or 0)
-        self.world = None
+        backend_of(self._device).restart(self._device)
+        self.groups = None
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._meeting = None
+        self._client = None
         self.collect()
 
     def collect(self) -> None:
-        """Free what is left of a generation. Sharded tensors that torch remembers would keep its groups; and meshes of
-        two generations are equal if their devices' numbers are, though this process may have another number now."""
+        """Free what torch caches of a generation. Cached shardings would keep its groups alive; and meshes of two
+        generations compare equal if their device numbers do, though this process may have another number now."""
         tensor_debug._clear_sharding_prop_cache()
-        getattr(_redistribute, "_planner_cache", {}).clear()  # some releases have it
+        getattr(_redistribute, "_planner_cache", {}).clear()  # in some releases of torch
         for cache in self._caches:
             cache.cache_clear()
         gc.collect()
 
 
-def _caches_of_shapes() -> list[Any]:
-    """What torch remembers of sharded tensors by their mesh, as caches of functions; some are in closures only."""
+def _sharding_caches() -> list[Any]:
+    """Function caches in which torch keeps shardings by mesh; some are reachable through closures only."""
     return [
         each
         for each in gc.get_objects()
         if type(each) is functools._lru_cache_wrapper and each.__module__.startswith("torch.distributed.tensor")
     ]
-
-
-def abort_accelerator(device: torch.device) -> None:
-    """End collectives that the accelerator executes or has queued.
-
-    nccl: torch aborts all communicators. hccl: torch_npu stops the device, after which each operation fails until
-    `restart_device` (Ascend Extension for PyTorch, `torch_npu.npu.stop_device`).
-
-    Raises:
-        RuntimeError: the device did not stop.
-    """
-    if device.type == "npu":
-        if _npu().npu.stop_device(device.index or 0):
-            raise RuntimeError(f"device {device} did not stop; end this process")
-        return
-    dist.distributed_c10d._abort_process_group()
-
-
-def _npu() -> Any:
-    import torch_npu
-
-    return torch_npu

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state in equal shards over all ranks, any number of them."""
+"""FSDP2: parameters, gradients and optimizer state in equal shards over any number of ranks."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -12,18 +12,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.interpreter import Pixels, Placed
-from rayfcp.execute.parallel.groups import World
-from rayfcp.execute.reports import Progress
+from rayfcp.execute.parallel.groups import ProcessGroups
+from rayfcp.execute.reports import StepProgress
+from rayfcp.execute.vision import Pixels, PlacedFeatures
 
 
-def stage_mesh(world: World) -> DeviceMesh:
+def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
     """The devices of this stage: ranks (`shard`), or ranks x tensor-parallel devices (`shard`, `tensor`)."""
-    channels, kind = world.channels, world.device.type
+    channels, kind = groups.channels, groups.device.type
     if channels.tensor is None:
         return DeviceMesh.from_group(channels.shard, kind, mesh_dim_names=("shard",))
-    groups, devices = [channels.shard, channels.tensor], torch.tensor(world.place.stage_devices)
-    return DeviceMesh.from_group(groups, kind, mesh=devices, mesh_dim_names=("shard", "tensor"))
+    devices = torch.tensor(groups.position.stage_devices)
+    return DeviceMesh.from_group(
+        [channels.shard, channels.tensor], kind, mesh=devices, mesh_dim_names=("shard", "tensor")
+    )
 
 
 def shard(
@@ -36,10 +38,10 @@ def shard(
 ) -> None:
     """Shard `layers` one by one and the rest of `module` together over a mesh of one dimension, in place. Layers
     without gradients are gathered for forward passes only. The layer `kept` stays gathered between a forward pass and
-    the backward pass that follows: where that begins with it, nobody waits for the slowest forward pass there.
+    the backward pass that follows and begins with it, which then need not wait for the slowest rank's forward pass.
 
-    Gradients are summed over ranks (not averaged) in fp32, or fp64 for fp64 models; computation runs in
-    `dtype`. Every rank must run the same forward and backward passes from now on.
+    Gradients are summed over ranks (not averaged) in fp32, or fp64 for fp64 models; computation runs in `dtype`. Every
+    rank must run the same forward and backward passes from now on.
 
     Raises:
         RuntimeError: gradients of some part would be divided.
@@ -65,20 +67,20 @@ def shard(
 
 
 def keep_gathered(module: nn.Module) -> None:
-    """From now on parts stay gathered, forward and backward, until `release`; for several passes of one step."""
+    """Keep parts gathered from now on, forward and backward, until `release`; for several passes of one step."""
     for part in sharded_modules(module):
         part.set_reshard_after_forward(False, recurse=False)
         part.set_reshard_after_backward(False, recurse=False)
 
 
 def release(module: nn.Module) -> None:
-    """Keep shards only, as before the step."""
+    """Free gathered parameters and keep shards only."""
     for part in sharded_modules(module):
         part.reshard()
 
 
 def _check_sums(module: nn.Module) -> None:
-    """`set_gradient_divide_factor` is not recursive, and a part that it missed would get 1/N of its gradients."""
+    """`set_gradient_divide_factor` is not recursive; a part that it missed would get 1/N of its gradients."""
     for part in sharded_modules(module):
         factors = {group.gradient_divide_factor for group in parameter_groups(part)}
         if factors - {1.0}:
@@ -86,7 +88,7 @@ def _check_sums(module: nn.Module) -> None:
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
-    """What a part gathers and reduces together."""
+    """Groups of parameters that a part gathers and reduces together."""
     state = part._get_fsdp_state()
     # torch 2.12 brought several groups to a part; 2.9 to 2.11 have one or None. DefaultAllGather and
     # DefaultReduceScatter, private too, are the same in all of them.
@@ -101,9 +103,11 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 class StageModule(nn.Module):
-    """What a device holds of a model, and of which of its parameters other devices hold copies that see the other
-    parts of their gradients. `partial_names`: on all tensor-parallel devices. `shared_matrix`: embedding and head in
-    one, on the first and the last of several stages. `occasional`: trained parameters that not every batch uses."""
+    """One device's part of a model, and its parameters whose gradients are partial because other devices hold copies.
+
+    `partial_names`: copies on all tensor-parallel devices. `shared_matrix`: tied embedding and head, on the first and
+    last of several stages. `occasional`: trained parameters that not every batch uses.
+    """
 
     partial_names: tuple[str, ...] = ()
 
@@ -115,13 +119,13 @@ class StageModule(nn.Module):
     def occasional(self) -> tuple[nn.Parameter, ...]:
         return ()
 
-    def blank_pictures(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  a model that sees needs both
-        """Pictures of `side` x `side` patches without contents, as the vision encoder takes them.
+    def blank_images(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  vision models need both
+        """`count` blank images of `side` x `side` patches, as the vision encoder takes them.
 
         Raises:
             ValueError: the model has none.
         """
-        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no pictures")
+        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
 
 
 class StageRunner:
@@ -138,7 +142,7 @@ class StageRunner:
         targets: Tensor | None,
         attention: AttentionContext,
         keep_logits: bool = True,
-        placed: Placed | None = None,
+        placed: PlacedFeatures | None = None,
     ) -> Tensor:
         # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
         output: Tensor = self.module(inputs, positions, targets, attention, keep_logits, placed)
@@ -151,24 +155,24 @@ class StageRunner:
 
 
 class ShardedModel(StageRunner):
-    """Parameters are in shards."""
+    """A `StageRunner` of a sharded module."""
 
     def set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]
-        # Otherwise each backward pass forgets the order of layers of forward passes whose turn is yet to come,
-        # and nothing is gathered ahead of time in theirs.
+        # Otherwise each backward pass clears the recorded layer order of forward passes whose backward is still to
+        # come, and nothing is prefetched in theirs.
         self.module.set_is_last_backward(reduce)  # type: ignore[operator]
 
 
 class HostWait:
     """Seconds that the host spent in gathers and reductions of shards, waiting for other ranks included.
 
-    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them. `progress` learns of waits.
+    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them. `progress` is told of waits.
     """
 
-    def __init__(self, module: nn.Module, progress: Progress | None = None) -> None:
+    def __init__(self, module: nn.Module, progress: StepProgress | None = None) -> None:
         self.seconds = 0.0
-        self._progress = progress or Progress()
+        self._progress = progress or StepProgress()
         for part in sharded_modules(module):
             part.set_custom_all_gather(_TimedAllGather(self))
             part.set_custom_reduce_scatter(_TimedReduceScatter(self))

@@ -1,8 +1,8 @@
-"""How messages of a round travel: over a torch.distributed group, or between threads of one process.
+"""Transports of messages: a torch.distributed group, or threads of one process; pipes between pipeline stages.
 
-What attention moves, computes and waits for.
-
-What passes between the stages of a rank: activations one way, their gradients the other, each on its own channel.
+Ordering on accelerators: messages have a stream of their own. It waits for the compute stream where a message is
+computed in this pass, and the compute stream waits for an event behind the messages before it uses what they brought.
+The host never waits, so tensors must be kept alive, and their memory not be reused, until those events.
 """
 
 import queue
@@ -21,27 +21,25 @@ import torch.distributed.nn.functional  # its defaults name the default group of
 from torch import Tensor
 
 from rayfcp.execute.attention.slots import Buffers
-from rayfcp.execute.devices.device import Clock, HostClock, Mark
+from rayfcp.execute.devices.backend import Clock, HostClock, Mark, backend_of
 from rayfcp.execute.parallel.groups import Channels
-from rayfcp.execute.reports import Progress
-from rayfcp.program import Flow, Receive, Send
-
-ACCELERATORS = {"nccl": "cuda", "hccl": "npu"}
-"""Kinds of device by the backend of their groups."""
+from rayfcp.execute.reports import StepProgress
+from rayfcp.program import Receive, Send, StageFlow
+from rayfcp.values.devices import device_of_group_backend
 
 Envelope = tuple[int, Tensor]
 """(peer rank, contiguous tensor)."""
 
 
 class Pending(Protocol):
-    """Messages that were posted."""
+    """Posted messages."""
 
     def wait(self) -> None:
-        """Return once all are sent and received."""
+        """Return once all are sent and received, or, on accelerators, once the compute stream waits for them."""
         ...
 
     def done(self) -> bool:
-        """Whether `wait` is known to return at once; some channels (gloo) know it only after it has."""
+        """True if `wait` is known to return at once; gloo knows it only afterwards."""
         ...
 
 
@@ -51,17 +49,17 @@ class Transport(Protocol):
     rank: int
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
-        """Start all; tensors must stay untouched until `wait` returned."""
+        """Start all; tensors must stay alive and untouched until `wait` returned."""
         ...
 
     def beside(self, *, after_compute: bool) -> AbstractContextManager[None]:  # noqa: ARG002  hosts have no queues
-        """Inside, an accelerator packs and posts in its own queue, which runs beside computations: behind those that
-        were enqueued so far if `after_compute`, else behind earlier messages alone."""
+        """Context in which an accelerator packs and posts on the message stream, beside computation: behind what the
+        compute stream holds so far if `after_compute`, else behind earlier messages only."""
         return nullcontext()
 
 
 class _Works:
-    def __init__(self, works: list[dist.Work], progress: Progress) -> None:
+    def __init__(self, works: list[dist.Work], progress: StepProgress) -> None:
         self._works, self._progress = works, progress
 
     def wait(self) -> None:
@@ -74,12 +72,12 @@ class _Works:
 
 
 class _Enqueued:
-    """Messages in a device's queue: computations enqueued from `wait` on come behind them, the host does not wait."""
+    """Messages on a device's stream: computations enqueued after `wait` come behind them; the host does not wait."""
 
     def __init__(self, works: list[dist.Work], event: Any) -> None:
         self._works, self._event = works, event
         for work in works:
-            work.wait()  # in the queue
+            work.wait()  # orders the current (message) stream behind the library's own
         event.record()
 
     def wait(self) -> None:
@@ -93,48 +91,47 @@ class _Enqueued:
 class DistributedTransport(Transport):
     """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
 
-    Rank r of the programs is rank r of the group. `progress` learns of waits. On an accelerator messages have a stream
-    of their own, ordered against the one of computations by events.
+    Rank r of the programs is rank r of the group; `progress` is told of waits.
 
-    The group belongs to who made it: it goes when it is destroyed, though a transport is left. Threads of a gloo group
-    that lives on when the interpreter ends may abort the process.
+    The group is held weakly, so that it is freed when its owner destroys it, even if a transport is left: threads of a
+    gloo group that is alive when Python exits may abort the process.
     """
 
-    def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
-        self._group, self._progress = weakref.ref(group), progress or Progress()
+    def __init__(self, group: dist.ProcessGroup, progress: StepProgress | None = None) -> None:
+        self._group, self._progress = weakref.ref(group), progress or StepProgress()
         self.rank = dist.get_rank(group)
-        self._device: Any = getattr(torch, ACCELERATORS.get(dist.get_backend(group), ""), None)
-        self._stream = None if self._device is None else self._device.Stream()
+        self._streams = backend_of(device_of_group_backend(dist.get_backend(group)).name).streams
+        self._stream = None if self._streams is None else self._streams.Stream()
 
     @contextmanager
     def beside(self, *, after_compute: bool) -> Iterator[None]:
         """See `Transport`."""
-        if self._device is None or self._stream is None:
+        if self._streams is None or self._stream is None:
             yield
             return
         if after_compute:
-            self._stream.wait_stream(self._device.current_stream())
-        with self._device.stream(self._stream):
+            self._stream.wait_stream(self._streams.current_stream())
+        with self._streams.stream(self._stream):
             yield
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
         group = self._group()
         if group is None:
-            raise ValueError("transport: its process group is destroyed; make one of a group that is there")
+            raise ValueError("transport: its process group is destroyed; make a new transport of a live group")
         operations = [
             dist.P2POp(kind, tensor, group=group, group_peer=peer)
             for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
             for peer, tensor in envelopes
         ]
-        if self._device is None:
+        if self._streams is None:
             return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
-        with self.beside(after_compute=self._device.current_stream() != self._stream):
+        with self.beside(after_compute=self._streams.current_stream() != self._stream):
             works = dist.batch_isend_irecv(operations) if operations else []
-            return _Enqueued(works, self._device.Event())
+            return _Enqueued(works, self._streams.Event())
 
 
 def default_transport() -> DistributedTransport:
-    """Messages on the default process group; one for as long as the group lives.
+    """The transport on the default process group; the same one until the group is destroyed.
 
     Raises:
         ValueError: there is no such group.
@@ -155,7 +152,7 @@ class FabricAbortedError(RuntimeError):
 
 
 class Fabric:
-    """Mailboxes between the ranks of one process, each rank a thread."""
+    """Mailboxes between ranks that are threads of one process."""
 
     _POLL_S = 0.05
 
@@ -166,7 +163,7 @@ class Fabric:
         self._aborted = threading.Event()
 
     def abort(self) -> None:
-        """Wake every rank that waits."""
+        """Wake all waiting ranks."""
         self._aborted.set()
 
     def put(self, source: int, target: int, *, tensor: Tensor) -> None:
@@ -207,8 +204,7 @@ class InProcessTransport(Transport):
     """One rank's end of a `Fabric`; sends are copied, so they never wait."""
 
     def __init__(self, fabric: Fabric, rank: int) -> None:
-        self._fabric = fabric
-        self.rank = rank
+        self._fabric, self.rank = fabric, rank
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
         for peer, tensor in sends:
@@ -217,33 +213,38 @@ class InProcessTransport(Transport):
 
 
 @dataclass(slots=True)
-class Traffic:
-    """What attention did in one global batch: bytes sent to other ranks, (query, key) cells computed (both
-    directions, all layers, in cells of all heads), time spent waiting for messages. `buffers`: their memory."""
+class AttentionStats:
+    """What attention did in one global batch: bytes sent to other ranks, (query, key) pairs computed (both
+    directions, all layers, in pairs of all heads), waits for messages. `buffers`: memory of messages."""
 
     bytes_sent: int = 0
-    cells: float = 0.0
+    pairs: float = 0.0
     buffers: Buffers = field(default_factory=Buffers)
     clock: Clock = field(default_factory=lambda: HostClock(time.perf_counter))
     _waits: list[tuple[Mark, Mark]] = field(default_factory=list)
 
+    def post(self, sends: list[Envelope], receives: list[Envelope], *, transport: Transport) -> Pending:
+        """Post messages, and count the bytes sent."""
+        self.bytes_sent += sum(tensor.nbytes for _, tensor in sends)
+        return transport.post(sends, receives)
+
     def wait(self, pending: Pending) -> None:
-        """Wait for messages, or let the device wait, and note how long."""
+        """Wait for messages, or make the device wait, and record how long."""
         start = self.clock.mark()
         pending.wait()
         self._waits.append((start, self.clock.mark()))
 
     @property
     def wait_s(self) -> float:
-        """Seconds without computation because of messages; to be read when all is done."""
+        """Seconds without computation because of messages; read it when the device is done."""
         return sum(self.clock.between(start, stop) for start, stop in self._waits)
 
 
 class Pipes:
-    """One stage's ends of both channels. On a channel, peers are numbers of stages.
+    """One stage's ends of both channels; peers are stage numbers.
 
-    Sent tensors are kept until they are known to have left: when the channel says so, when the answer to
-    them came (the gradient of what was sent on), at the latest in `finish`.
+    Sent tensors are kept until they are known to have left: when the channel says so, when the gradient of a sent
+    activation arrives, or at the latest in `finish`.
 
     Args:
         activations: the channel from each stage to the next.
@@ -261,16 +262,16 @@ class Pipes:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._channels = {Flow.ACTIVATION: activations, Flow.GRADIENT: gradients}
+        self._channels = {StageFlow.ACTIVATION: activations, StageFlow.GRADIENT: gradients}
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self._leaving: dict[tuple[Flow, int], tuple[Pending, Tensor]] = {}
+        self._leaving: dict[tuple[StageFlow, int], tuple[Pending, Tensor]] = {}
 
     @property
     def stage(self) -> int:
-        return self._channels[Flow.ACTIVATION].rank
+        return self._channels[StageFlow.ACTIVATION].rank
 
     def send(self, item: Send, tensor: Tensor) -> None:
-        """Post `tensor`, `[tokens, hidden]`, and go on.
+        """Post `tensor`, `[tokens, hidden]`, without waiting.
 
         Raises:
             ValueError: it is not what the program says.
@@ -286,25 +287,25 @@ class Pipes:
         pending = self._channels[item.flow].post([(item.stage, tensor)], [])
         self._leaving[item.flow, item.microbatch] = (pending, tensor)
 
-    def receive(self, item: Receive, *, traffic: Traffic) -> Tensor:
+    def receive(self, item: Receive, *, stats: AttentionStats) -> Tensor:
         """Wait for `[tokens, hidden]`."""
         tensor = torch.empty((item.num_tokens, self._hidden_size), dtype=self._dtype, device=self._device)
-        traffic.wait(self._channels[item.flow].post([], [(item.stage, tensor)]))
-        if item.flow is Flow.GRADIENT and (Flow.ACTIVATION, item.microbatch) in self._leaving:
-            self._leaving.pop((Flow.ACTIVATION, item.microbatch))[0].wait()
+        stats.wait(self._channels[item.flow].post([], [(item.stage, tensor)]))
+        if item.flow is StageFlow.GRADIENT and (StageFlow.ACTIVATION, item.microbatch) in self._leaving:
+            self._leaving.pop((StageFlow.ACTIVATION, item.microbatch))[0].wait()
         return tensor
 
     def finish(self) -> None:
-        """Wait until everything has left."""
+        """Wait until all messages have left."""
         for pending, _ in self._leaving.values():
             pending.wait()
         self._leaving.clear()
 
 
 def make_pipes(
-    channels: Channels, *, hidden_size: int, dtype: torch.dtype, device: torch.device, progress: Progress
+    channels: Channels, *, hidden_size: int, dtype: torch.dtype, device: torch.device, progress: StepProgress
 ) -> Pipes | None:
-    """Those of a device of several stages."""
+    """The pipes of a device of several stages; None with one stage."""
     if channels.pipe_forward is None or channels.pipe_backward is None:
         return None
     return Pipes(

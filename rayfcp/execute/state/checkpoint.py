@@ -1,4 +1,4 @@
-"""Sharded checkpoints: every device writes its own part in the background, any world of devices reads them."""
+"""Sharded checkpoints: each device writes its own part in the background; any number of devices can read them."""
 
 import os
 import time
@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from rayfcp.execute.reports import FileSum, SavedPart, sum_files
 
 _BY_NAME = StateDictOptions(strict=True, flatten_optimizer_state_dict=True)
-"""What the optimizer knows is kept by parameter, not by its place in groups, which differ from stage to stage. What
-two stages hold has one name, and is written once."""
+"""Optimizer state is keyed by parameter name, not by its position in groups, which differ between stages. What two
+stages hold has one name, and is written once."""
 
 
 class CheckpointWriter:
     """Writes one checkpoint at a time off the critical path.
 
-    The state is copied to host memory before `begin` returns, so the next update cannot tear it. Only
-    the control group is used; nothing else uses it while a write is under way. Storage that fails never raises here:
-    it fails the write of all devices, and each says so.
+    The state is copied to host memory before `begin` returns, so the next update cannot tear it. Only the control group
+    is used, exclusively while a write is in progress. A storage failure never raises here: it fails the write of all
+    devices, and each reports it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -38,7 +38,7 @@ class CheckpointWriter:
         self.finish()
         began_s = time.perf_counter()
         if not optimizer.state:
-            # Before the first update the library makes an empty state, but only without gradients.
+            # Before the first update torch initializes the state by an empty step, but only without gradients.
             optimizer.zero_grad(set_to_none=True)
         model_state, optimizer_state = get_state_dict(module, optimizer, options=_BY_NAME)
         written = dcp.async_save(
@@ -56,21 +56,21 @@ class CheckpointWriter:
         ).start()
 
     def finished(self) -> SavedPart | None:
-        """How the write ended, once, after it did; None while it is under way or if there is none."""
+        """Result of a write that has ended, once; None while it is in progress or if there is none."""
         return self.finish() if self._writing is not None and self._writing.done() else None
 
     def finish(self) -> SavedPart | None:
-        """Wait until the write has ended; None if none was under way."""
+        """Wait until the write has ended and return its result; None if none was in progress."""
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
 
     def abandon(self) -> None:
-        """Forget the write under way, after its group was aborted: it ends by itself, and nobody hears of it."""
+        """Forget the write in progress after its group was aborted: it ends by itself, unreported."""
         self._writing = None
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Errors of storage in one line: they travel to all ranks, and not everything that fails can."""
+    """Raises storage errors as one line: they are sent to all ranks, and not every exception can be pickled."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Any:
         try:
@@ -82,7 +82,7 @@ class _Writer(dcp.FileSystemWriter):
 def _conclude(
     ended: "Future[SavedPart]", written: "Future[Any]", folder: Path, *, own: Sequence[str], began_s: float
 ) -> None:
-    """Wait for the write, then sum what this device wrote; nobody waits for that but who asked for the end."""
+    """Wait for the write, then checksum what this device wrote; only `finish` waits for that."""
     files: tuple[FileSum, ...] = ()
     failure = written.exception()
     problem = "" if failure is None else _in_one_line(failure)
@@ -95,7 +95,7 @@ def _conclude(
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The first rank's own error, without traces."""
+    """The error of the lowest failed rank, without tracebacks."""
     if isinstance(error, dcp.api.CheckpointException):
         rank, (error, _) = min(error.failures.items())
         return f"rank {rank}: {_in_one_line(error)}"

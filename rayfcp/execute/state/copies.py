@@ -1,4 +1,4 @@
-"""Copies of shards in host memory: those of this device's own states, and those that others keep here."""
+"""Copies of shards in host memory: of this device's own states, and those stored for other devices."""
 
 import threading
 import zlib
@@ -13,32 +13,32 @@ from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 Wanted = tuple[str, str, Box]
-"""Name of a tensor, kind (see `ShardEntry`), part of it."""
+"""Name, kind (see `ShardEntry`) and part of a tensor."""
 
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Raw elements by their size: whose numbers they are does not matter here."""
+"""Raw elements by size: their real dtype does not matter here."""
 
 
 class CopyGoneError(LookupError):
-    """A copy that was asked for is not held any more, or not complete: states go while somebody looks for them."""
+    """A requested copy is not held any more, or not complete: states are dropped while others look for them."""
 
 
 @contextmanager
 def reading(header: ShardHeader) -> Iterator[None]:
-    """Reading pieces of a copy, here or in another process. That it is gone is no error of the program: it was dropped
-    for a newer one since its holder was asked, and others may hold what is left.
+    """Context for reading pieces of a copy, in this or another process. A missing copy is no program error: it was
+    dropped for a newer one since its holder was chosen, and others may hold the pieces.
 
     Raises:
-        CollectiveFailedError: it is gone; in one line, without the traceback of the process that held it.
+        CollectiveFailedError: the copy is gone; one line, without the traceback of the process that held it.
     """
     try:
         yield
     except CopyGoneError as error:
-        raise CollectiveFailedError(f"a copy went while it was read: no complete {_label(header)} is held") from error
+        raise CollectiveFailedError(f"a copy was dropped while it was read: no complete {_label(header)}") from error
 
 
 class _Copy:
-    """One shard. Its buffer is used again once it is dropped and `users`, threads that read or write it, are gone."""
+    """One shard. Its buffer is reused once the copy is dropped and no thread reads or writes it (`users` is 0)."""
 
     def __init__(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
         self.header, self.buffer = header, buffer
@@ -61,12 +61,12 @@ class _Copy:
 
 
 class HeldCopies:
-    """Complete copies by (state, number of the device); safe to use from any thread.
+    """Complete copies by (state, device number); thread-safe.
 
-    A copy that comes in chunks is seen by nobody until all of them are here and their checksums (crc32) hold.
+    A copy received in chunks is visible once all of them are here and their checksums (CRC-32) match.
 
     Args:
-        allocate: makes a buffer of so many bytes, uint8; pinned memory for accelerators.
+        allocate: returns a uint8 buffer of so many bytes; pinned memory for accelerators.
         max_spare: buffers of dropped copies that are kept for new ones.
     """
 
@@ -82,7 +82,7 @@ class HeldCopies:
         self._spare: list[np.ndarray[Any, Any]] = []
 
     def begin(self, header: ShardHeader) -> bool:
-        """Expect chunks of a copy, anew if some have come already; False if it is held complete.
+        """Expect chunks of a copy, from the start if some were received already; False if it is held complete.
 
         Raises:
             ValueError: an entry lies outside the shard, or its elements have no usable size.
@@ -98,11 +98,11 @@ class HeldCopies:
     def write(
         self, state: StateId, number: int, *, offset: int, data: bytes | bytearray | memoryview | Any, checksum: int
     ) -> bool:
-        """Take one chunk, in any order; whether the copy is complete now. A chunk that is here already changes nothing.
+        """Store one chunk, in any order; True if the copy is complete now. A repeated chunk changes nothing.
 
         Raises:
-            CopyGoneError: no such copy is expected; it was dropped since.
-            ValueError: the checksum is wrong, and the copy is dropped; or the chunk reaches outside, or into another.
+            CopyGoneError: no such copy is expected; it was dropped meanwhile.
+            ValueError: the checksum is wrong, and the copy is dropped; or the chunk is outside, or overlaps another.
         """
         view = memoryview(data).cast("B")
         with self._using(state, number) as copy:
@@ -114,13 +114,13 @@ class HeldCopies:
             copy.buffer[offset : offset + len(view)] = np.frombuffer(view, np.uint8)
             with self._lock:
                 if copy.is_dropped:
-                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it came")
+                    raise CopyGoneError(f"{_label(copy.header)} was dropped while it was received")
                 copy.num_written += len(view)
                 copy.is_complete = copy.num_written == copy.header.num_bytes
                 return copy.is_complete
 
     def put(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
-        """Take over a whole copy; the buffer (uint8, of the shard's size) is not to be written any more.
+        """Take over a whole copy; the caller must not write to the buffer (uint8, of the shard's size) any more.
 
         Raises:
             ValueError: the buffer has another size, or the header does not fit it.
@@ -132,18 +132,18 @@ class HeldCopies:
             self._add(_Copy(header, buffer), is_complete=True)
 
     def spare(self, num_bytes: int) -> np.ndarray[Any, Any]:
-        """A buffer for `put`: that of a dropped copy of the same size, or a new one."""
+        """A buffer for `put`: of a dropped copy of the same size, or new."""
         with self._lock:
             return self._buffer(num_bytes)
 
     def headers(self) -> tuple[ShardHeader, ...]:
-        """Of complete copies, by state and number."""
+        """Headers of complete copies, by state and device number."""
         with self._lock:
             held = [copy.header for copy in self._copies.values() if copy.is_complete]
         return tuple(sorted(held, key=lambda header: (header.state, header.number)))
 
     def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[np.ndarray[Any, Any]]:
-        """Each part as a contiguous array of the box's shape, of unsigned integers as large as the elements.
+        """Each part as a contiguous array of its box's shape, with unsigned integers of the elements' size.
 
         Raises:
             CopyGoneError: the copy is not held, or not complete.
@@ -153,7 +153,7 @@ class HeldCopies:
             return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
 
     def chunks(self, state: StateId, number: int, *, chunk_bytes: int) -> Iterator[tuple[int, memoryview, int]]:
-        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next one.
+        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next chunk.
 
         Raises:
             CopyGoneError: the copy is not held, not complete, or was dropped meanwhile.
@@ -167,13 +167,13 @@ class HeldCopies:
                 yield start, chunk, zlib.crc32(chunk)
 
     def drop_older(self, than: StateId) -> None:
-        """Forget all copies of states before `than`, complete or not."""
+        """Drop all copies of states before `than`, complete or not."""
         with self._lock:
             for state, number in [key for key in self._copies if key[0] < than]:
                 self._drop(self._copies.pop((state, number)))
 
     def drop_all(self) -> None:
-        """Forget all copies, complete or not."""
+        """Drop all copies, complete or not."""
         with self._lock:
             for copy in self._copies.values():
                 self._drop(copy)
@@ -181,7 +181,7 @@ class HeldCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of all buffers, spare ones included."""
+        """Bytes of all buffers, spare ones included."""
         with self._lock:
             return sum(len(copy.buffer) for copy in self._copies.values()) + sum(map(len, self._spare))
 
@@ -202,7 +202,7 @@ class HeldCopies:
                 self._recycle(copy)
 
     def _claim(self, copy: _Copy, offset: int, *, size: int) -> bool:
-        """Whether this chunk is still to be written."""
+        """Reserve the chunk's bytes; False if another call has written or is writing it."""
         with self._lock:
             if copy.claimed.get(offset) == size:
                 return False

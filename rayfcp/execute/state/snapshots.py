@@ -1,7 +1,4 @@
-"""What a device's shard consists of: its parts of parameters and of the optimizer's state.
-
-A device's shard of parameters and optimizer state: copied to host memory, and filled from such copies.
-"""
+"""A device's shard of parameters and optimizer state: copied to host memory, and filled from such copies."""
 
 import logging
 import threading
@@ -18,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from rayfcp.execute.parallel.groups import Place
+from rayfcp.execute.devices.backend import backend_of
+from rayfcp.execute.parallel.groups import MeshPosition
 from rayfcp.execute.state.copies import HeldCopies, Wanted, reading
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
@@ -28,8 +26,8 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A tensor of this device, its own memory."""
+class ShardTensor:
+    """This device's part of a parameter (`kind` is `PARAMETER`) or of its optimizer state; `tensor` shares memory."""
 
     name: str
     kind: str
@@ -39,8 +37,8 @@ class Part:
 
 def wanted_parts(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, kinds: dict[str, list[str]], scalars: dict[str, float]
-) -> Iterator[Part]:
-    """All parts that the device is to hold, with memory for them."""
+) -> Iterator[ShardTensor]:
+    """All parts that the device is to hold, with memory allocated for them."""
     optimizer.state.clear()
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in module.named_parameters():
@@ -51,15 +49,17 @@ def wanted_parts(
     yield from parts_of(module, optimizer, box_of=own_box)
 
 
-def parts_of(module: nn.Module, optimizer: torch.optim.Optimizer, *, box_of: Callable[[Tensor], Box]) -> Iterator[Part]:
-    """Tensors of the device, by parameter; those of which it has nothing are left out."""
+def parts_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, box_of: Callable[[Tensor], Box]
+) -> Iterator[ShardTensor]:
+    """Parts of the device, parameter by parameter; parameters of which it has nothing are skipped."""
     for name, parameter in module.named_parameters():
         box = box_of(parameter)
         if box.num_elements:
-            yield Part(name=name, kind=PARAMETER, box=box, tensor=_local(parameter))
+            yield ShardTensor(name=name, kind=PARAMETER, box=box, tensor=_local(parameter))
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if _is_shaped(value, parameter):
-                    yield Part(name=name, kind=kind, box=box, tensor=_local(value))
+                    yield ShardTensor(name=name, kind=kind, box=box, tensor=_local(value))
 
 
 def _is_shaped(value: object, parameter: Tensor) -> bool:
@@ -67,7 +67,11 @@ def _is_shaped(value: object, parameter: Tensor) -> bool:
 
 
 def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Numbers of the optimizer's state; all parameters have the same."""
+    """Scalars of the optimizer's state, which all parameters share.
+
+    Raises:
+        RuntimeError: they differ between parameters.
+    """
     found: dict[str, set[float]] = defaultdict(set)
     for parameter, state in optimizer.state.items():
         for kind, value in state.items():
@@ -81,8 +85,8 @@ def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {kind: values.pop() for kind, values in found.items()}
 
 
-def entries_of(parts: Iterable[Part]) -> tuple[tuple[ShardEntry, ...], int]:
-    """Where each part lies in the buffer, and the buffer's bytes."""
+def entries_of(parts: Iterable[ShardTensor]) -> tuple[tuple[ShardEntry, ...], int]:
+    """Offset of each part in the buffer, and the buffer's bytes."""
     entries, at = [], 0
     for part in parts:
         itemsize = part.tensor.element_size()
@@ -92,7 +96,7 @@ def entries_of(parts: Iterable[Part]) -> tuple[tuple[ShardEntry, ...], int]:
 
 
 def own_box(parameter: Tensor) -> Box:
-    """This device's part of a parameter."""
+    """Box of this device's part of a parameter."""
     if not isinstance(parameter, DTensor):
         return Box(offsets=(0,) * parameter.ndim, sizes=tuple(parameter.shape))
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -108,45 +112,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A copy of one device's shard, wherever it is. `pieces` is `HeldCopies.pieces` of this copy."""
+    """A copy of one device's shard, local or remote. `pieces` is `HeldCopies.pieces` of this copy."""
 
     header: ShardHeader
     pieces: Callable[[Sequence[Wanted]], Sequence[np.ndarray[Any, Any]]]
 
 
 class Snapshots:
-    """Takes copies of a sharded module and its optimizer, from between two updates.
+    """Copies a sharded module and its optimizer to `copies`, between two updates.
 
-    On accelerators a copy is made on a stream of its own, while the next step computes; `settle` ends it.
-
-    Args:
-        place: of this device.
-        copies: where copies go.
+    On accelerators a copy runs on its own stream beside the next step. That stream waits for the update before it, and
+    the next update waits for the copy (`hold_update`): the parameters must not change under it. `seconds`: time that
+    steps spent here since the caller last reset it.
     """
-
-    seconds: float
-    """That steps have spent here, until somebody sets it back."""
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        place: Place,
+        position: MeshPosition,
         copies: HeldCopies,
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
-        self._place = place
+        self._place = position
         self._boxes: dict[Tensor, Box] = {}
         self._laid_out: tuple[tuple[ShardEntry, ...], int] = ((), 0)
         self._lock = threading.Lock()
-        self._under_way: tuple[ShardHeader, np.ndarray[Any, Any], Any] | None = None
+        self._pending: tuple[ShardHeader, np.ndarray[Any, Any], Any] | None = None
         self._stream: Any = None
         self.seconds = 0.0
 
     @torch.no_grad()
     def take(self, state: StateId) -> ShardHeader:
-        """Copy what the device holds now, as `state`; on CPUs it is done when this returns, otherwise by `settle`.
+        """Copy the device's present contents as `state`; done when this returns on CPUs, by `settle` on accelerators.
 
         Raises:
             RuntimeError: numbers of the optimizer differ between parameters.
@@ -168,57 +167,56 @@ class Snapshots:
         return header
 
     def _box(self, parameter: Tensor) -> Box:
-        """Worked out once: parameters stay where they are as long as there is this generation."""
+        """`own_box`, computed once: shards do not move within a generation."""
         if parameter not in self._boxes:
             self._boxes[parameter] = own_box(parameter)
         return self._boxes[parameter]
 
-    def _lay_out(self, parts: Sequence[Part]) -> tuple[tuple[ShardEntry, ...], int]:
-        """`entries_of`, again only when the optimizer has got more to hold."""
+    def _lay_out(self, parts: Sequence[ShardTensor]) -> tuple[tuple[ShardEntry, ...], int]:
+        """`entries_of`, recomputed only when the optimizer has new state."""
         entries, _ = self._laid_out
         if [(part.name, part.kind) for part in parts] != [(entry.name, entry.kind) for entry in entries]:
             self._laid_out = entries_of(parts)
         return self._laid_out
 
-    def _copy(self, parts: Sequence[Part], *, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
+    def _copy(self, parts: Sequence[ShardTensor], *, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
         flat = torch.from_numpy(buffer)
         pairs = [
             (flat[entry.start_byte : entry.start_byte + entry.num_bytes].view(part.tensor.dtype), part.tensor)
             for entry, part in zip(header.entries, parts, strict=True)
         ]
-        kinds = {part.tensor.device.type for part in parts} - {"cpu"}
-        if not kinds:
+        streams = next((backend_of(part.tensor.device).streams for part in parts), None)
+        if streams is None:
             torch._foreach_copy_([view.view(tensor.shape) for view, tensor in pairs], [tensor for _, tensor in pairs])
             self._copies.put(header, buffer)
             return
-        accelerator = getattr(torch, kinds.pop())
-        self._stream = self._stream or accelerator.Stream()
-        self._stream.wait_stream(accelerator.current_stream())
-        with accelerator.stream(self._stream):
+        self._stream = self._stream or streams.Stream()
+        self._stream.wait_stream(streams.current_stream())
+        with streams.stream(self._stream):
             for view, tensor in pairs:
                 view.view(tensor.shape).copy_(tensor, non_blocking=True)
-            event = accelerator.Event()
+            event = streams.Event()
             event.record(self._stream)
         with self._lock:
-            self._under_way = (header, buffer, event)
+            self._pending = (header, buffer, event)
 
     def settle(self) -> None:
-        """Return when the last copy is in host memory, and seen in `copies`. Any thread may call it."""
+        """Wait until the last copy is in host memory and published in `copies`. Any thread may call it."""
         with self._lock:
-            if self._under_way is not None:
-                header, buffer, event = self._under_way
+            if self._pending is not None:
+                header, buffer, event = self._pending
                 event.synchronize()
                 self._copies.put(header, buffer)
-                self._under_way = None
+                self._pending = None
 
     def hold_update(self) -> None:
-        """`settle`, and count how long it took; to be called before anything is updated."""
+        """`settle`, and count how long it took; call it before each update."""
         start_s = time.perf_counter()
         self.settle()
         self.seconds += time.perf_counter() - start_s
 
     def abandon(self) -> None:
-        """Wait for the last copy, which an accelerator that was stopped may have lost."""
+        """Wait for the last copy, which may be lost if its accelerator was stopped."""
         try:
             self.settle()
         except RuntimeError:
@@ -229,36 +227,36 @@ class Snapshots:
 def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequence[Source]) -> None:
     """Set parameters and optimizer state from copies of one state, made on any number of devices.
 
-    Of parts that several copies hold, the first source's is taken: give those of this process first. State of the
-    optimizer that no copy has is cleared.
+    Parts that several copies hold are taken from the first source: pass those of this process first. Optimizer state
+    that no copy has is cleared.
 
     Raises:
-        ValueError: the copies are of different states, or together do not hold each element wanted exactly once.
-        CollectiveFailedError: a copy is gone from where it was; what the model holds now is no state.
+        ValueError: the copies are of different states, or do not cover each element exactly once.
+        CollectiveFailedError: a copy was dropped meanwhile; the model's contents are no state then.
     """
     states = {source.header.state for source in sources}
     if len(states) != 1:
         raise ValueError(f"copies are of {len(states)} states {sorted(states)}, must be of one; ask for one state only")
     held = _holders(sources)
     parts = list(wanted_parts(module, optimizer, kinds=_kinds(held), scalars=_common_scalars(sources)))
-    orders: dict[int, list[tuple[Part, Box]]] = defaultdict(list)
+    requests: dict[int, list[tuple[ShardTensor, Box]]] = defaultdict(list)
     for part in parts:
         for at, box in _cover(part, held.get((part.name, part.kind), {})):
-            orders[at].append((part, box))
-    with ThreadPoolExecutor(max_workers=max(1, min(8, len(orders)))) as pool:
-        asked = {
+            requests[at].append((part, box))
+    with ThreadPoolExecutor(max_workers=max(1, min(8, len(requests)))) as pool:
+        pending = {
             at: pool.submit(sources[at].pieces, [(part.name, part.kind, box) for part, box in wanted])
-            for at, wanted in orders.items()
+            for at, wanted in requests.items()
         }
-        for at, wanted in orders.items():
+        for at, wanted in requests.items():
             with reading(sources[at].header):
-                pieces = asked[at].result()
+                pieces = pending[at].result()
             for (part, box), piece in zip(wanted, pieces, strict=True):
                 _put(part, box, piece=piece)
 
 
 def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:
-    """Of devices that have any."""
+    """The optimizer's scalars, of the devices that have any."""
     found = {tuple(sorted(source.header.scalars.items())) for source in sources} - {()}
     if len(found) > 1:
         raise ValueError(
@@ -268,7 +266,7 @@ def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:
 
 
 Holders = dict[tuple[str, str], dict[Box, tuple[int, int]]]
-"""(name, kind) -> each part's index of its source and size of elements."""
+"""(name, kind) -> source index and element size of each part."""
 
 
 def _holders(sources: Sequence[Source]) -> Holders:
@@ -280,7 +278,7 @@ def _holders(sources: Sequence[Source]) -> Holders:
 
 
 def _kinds(held: Holders) -> dict[str, list[str]]:
-    """Kinds of optimizer state of each parameter."""
+    """Kinds of optimizer state by parameter name."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, kind in held:
         if kind != PARAMETER:
@@ -288,7 +286,7 @@ def _kinds(held: Holders) -> dict[str, list[str]]:
     return kinds
 
 
-def _cover(part: Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
+def _cover(part: ShardTensor, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
     found: list[tuple[int, Box]] = []
     itemsizes = set()
     for box, (at, itemsize) in boxes.items():
@@ -313,7 +311,7 @@ def _cover(part: Part, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box
 
 
 @torch.no_grad()
-def _put(part: Part, box: Box, *, piece: np.ndarray[Any, Any]) -> None:
+def _put(part: ShardTensor, box: Box, *, piece: np.ndarray[Any, Any]) -> None:
     ends = zip(box.offsets, part.box.offsets, box.sizes, strict=True)
     target = part.tensor[tuple(slice(at - start, at - start + size) for at, start, size in ends)]
     flat = torch.from_numpy(np.require(piece.reshape(-1), requirements="W").view(np.uint8))

@@ -1,168 +1,187 @@
-"""The block distributor: which tokens lie where (FCP with blocks, Zhao et al., section 4.1)."""
+"""The block distributor: which tokens each rank holds (FCP with blocks, Zhao et al., section 4.1)."""
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.config.models import BlockOptions
-from rayfcp.plan.blocks.kernels.distribute import (
-    Items,
-    Pieces,
-    Pool,
-    Rule,
-    Shares,
-    Sweep,
-    longest_first,
-    rows_of,
-    slices_of,
-    sweep,
-)
-from rayfcp.plan.blocks.kernels.improve import Placed, Search, improve
-from rayfcp.plan.blocks.kernels.traffic import cells_of, loads_of, sides_by_sequence
-from rayfcp.values.arrays import Floats, Ints
+from rayfcp.plan.blocks.kernels.distribute import Items, Line, Rule, Sweep, longest_first, sweep
+from rayfcp.values import Windows
+from rayfcp.values.arrays import Bools, Floats, Ints
+from rayfcp.values.sequence import visible_pairs
 
-PARTNERS = 12  # ranks with the least load that the fullest tries
-ENOUGH = 1e-3  # imbalance that need not be improved on
-CELLS_SHARE = 0.75  # of the tolerance that cells may use up so that seconds are level
-WEIGHTS = 3  # that are tried for it
+
+class Pool(NamedTuple):
+    """The sequences of a microbatch: tokens, and computed pairs per token in the mean; kinds of the model's layers."""
+
+    length: Ints
+    density: Floats
+    windows: Windows = ()
+
+
+class Pieces(NamedTuple):
+    """Blocks, ascending by (sequence, start): `[start, stop)` of sequence `owner` on rank `rank` of `num_ranks`; those
+    of sequence s are `first[s]` to `first[s + 1]`."""
+
+    owner: Ints
+    start: Ints
+    stop: Ints
+    rank: Ints
+    first: Ints
+    num_ranks: int
+
+
+class Shares(NamedTuple):
+    """Ascending by (sequence, rank): `tokens[i]` of sequence `owner[i]` on rank `rank[i]`, each pair once."""
+
+    owner: Ints
+    rank: Ints
+    tokens: Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Space:
-    """Ranks, the most tokens of each, the tokens of a block, and each rank's part of tokens and cells over the mean."""
+class RankLimits:
+    """The most tokens of a rank, the tokens of a block, and the part of tokens and pairs that is due to each rank over
+    the mean."""
 
-    num_ranks: int
     max_tokens: int
     block_tokens: int
     weights: Floats
 
 
-def shares_of(speeds: Floats, *, num_tokens: int, most: int) -> Floats:
-    """Parts in proportion to speed, mean 1; ranks that have no memory for theirs are full, and the others have more."""
-    room = most * len(speeds) / max(num_tokens, 1)
-    full = np.zeros(len(speeds), np.bool_)
+def weights_of(speeds: Floats, *, num_tokens: int, max_tokens: int) -> Floats:
+    """Parts in proportion to speed, mean 1; ranks without memory for theirs are full, and the others get more."""
+    most = max_tokens * len(speeds) / max(num_tokens, 1)
+    full: Bools = np.zeros(len(speeds), np.bool_)
     while True:
-        left = len(speeds) - room * full.sum()
-        weights = np.where(full, room, speeds * (left / speeds[~full].sum()) if not full.all() else room)
-        over = (weights > room) & ~full
-        if not over.any() or room <= 1.0:
-            return weights if room > 1.0 else np.ones(len(speeds))
+        left = len(speeds) - most * full.sum()
+        weights = np.where(full, most, speeds * (left / speeds[~full].sum()) if not full.all() else most)
+        over = (weights > most) & ~full
+        if not over.any() or most <= 1.0:
+            return weights if most > 1.0 else np.ones(len(speeds))
         full |= over
 
 
-def distribute(pool: Pool, *, space: Space, half_tokens: float, options: BlockOptions) -> Pieces:
-    """Blocks of a microbatch whose tokens all ranks together can hold; no rank holds more than `space.max_tokens`.
-
-    `half_tokens`: attention over pieces of n tokens takes 1 + that / n as long per cell.
-    """
+def distribute(pool: Pool, *, limits: RankLimits, options: BlockOptions) -> Pieces:
+    """Blocks of a microbatch whose tokens all ranks together can hold; no rank holds more than `limits.max_tokens`."""
     if options.placement == "lpt":
-        found = _by_algorithm_1(pool, space=space, options=options)
+        found = _by_algorithm_1(pool, limits=limits, options=options)
         if found is not None:
             return found
-    return _by_shares(pool, space=space, half_tokens=half_tokens, options=options)
+    return cut(pool, _shares(pool, limits=limits, tolerance=options.tolerance), limits=limits)
 
 
-def _by_shares(pool: Pool, *, space: Space, half_tokens: float, options: BlockOptions) -> Pieces:
-    """Equal tokens and equal seconds of attention (or in the parts that are due to ranks), as far as cells stay within
-    the tolerance.
-
-    Kernels take longer over a sequence that is cut into many pieces: that is counted on a first placement,
-    and added to its cells for the next.
-    """
-    pieces = _shared(pool, space=space, options=options)
-    if half_tokens == 0:
-        return pieces
-    extra = half_tokens * sides_by_sequence(pool, pieces) / pool.length
-    weight, most = 1.0, CELLS_SHARE * options.tolerance
-    for _ in range(WEIGHTS):
-        slowed = pool._replace(density=pool.density + weight * extra)
-        found = _shared(slowed, space=space, options=options)
-        cells = loads_of(pool, found)[1] / space.weights
-        imbalance = 1 - float(cells.mean() / cells.max())
-        if imbalance <= most:
-            return found
-        weight *= most / imbalance
-    return pieces
+def piece_pairs(pool: Pool, pieces: Pieces) -> Floats:
+    """Pairs of each block's queries with all keys of its sequence, in the mean over layers."""
+    kinds = pool.windows or ((0, 1),)
+    start, stop = pieces.start, pieces.stop
+    pairs = np.zeros(len(start))
+    for window, layers in kinds:
+        pairs += layers * (visible_pairs(stop, stop, window) - visible_pairs(start, start, window))
+    return pairs / sum(layers for _, layers in kinds)
 
 
-def _shared(pool: Pool, *, space: Space, options: BlockOptions) -> Pieces:
-    """Equal tokens and cells; sequences of up to a block are cut only where nothing else keeps to the tolerance."""
-    order = _line(pool, num_ranks=space.num_ranks)
-    line = pool._replace(length=pool.length[order], density=pool.density[order])
-    how = Sweep(
-        space.num_ranks,
-        space.max_tokens,
-        space.block_tokens,
-        max(space.block_tokens // 2, 1),
-        options.tolerance / 4,
-        space.weights,
+def loads_of(pool: Pool, pieces: Pieces) -> tuple[Floats, Floats]:
+    """Tokens and pairs of each rank."""
+    tokens, pairs = (
+        np.bincount(pieces.rank, each, minlength=pieces.num_ranks).astype(np.float64)
+        for each in (pieces.stop - pieces.start, piece_pairs(pool, pieces))
     )
-    at, rank, tokens = rows_of(line, sweep(line, how))
-    keys, row = np.unique(order[at] * space.num_ranks + rank, return_inverse=True)
-    total = np.bincount(row, tokens, minlength=len(keys)).astype(np.int64)
-    shares = Shares(keys // space.num_ranks, keys % space.num_ranks, total, space.num_ranks, space.block_tokens)
-    return slices_of(pool, shares)
+    return tokens, pairs
 
 
-def _line(pool: Pool, *, num_ranks: int) -> Ints:
+def _shares(pool: Pool, *, limits: RankLimits, tolerance: float) -> Shares:
+    """Equal tokens and pairs; sequences of up to a block are cut only where nothing else keeps to the tolerance."""
+    num_ranks = len(limits.weights)
+    order = _line_order(pool, num_ranks=num_ranks)
+    length, density = pool.length[order], pool.density[order]
+    line = Line(np.append(0, np.cumsum(length)), np.append(0.0, np.cumsum(length * density)), density)
+    how = Sweep(limits.max_tokens, limits.block_tokens, max(limits.block_tokens // 2, 1), tolerance / 4, limits.weights)
+    bounds = sweep(line, how)
+    cuts = np.union1d(bounds, line.tokens)
+    at = np.searchsorted(line.tokens, cuts[:-1], side="right") - 1
+    interval = np.searchsorted(bounds, cuts[:-1], side="right") - 1
+    rank = np.minimum(interval, 2 * num_ranks - 1 - interval)
+    keys, row = np.unique(order[at] * num_ranks + rank, return_inverse=True)
+    tokens = np.bincount(row, np.diff(cuts), minlength=len(keys)).astype(np.int64)
+    return Shares(keys // num_ranks, keys % num_ranks, tokens)
+
+
+def _line_order(pool: Pool, *, num_ranks: int) -> Ints:
     """The order in which sequences are swept: those denser than the mean, then the others, densest first.
 
     Among the denser ones any order will do, as what is left on that side stays denser than the mean. So those
     that need more than one rank are kept apart by those that do not: a rank that has the end of one and the
     beginning of the next would have to get the keys and values of both.
     """
-    cells = pool.length * pool.density
-    mean_density, mean_cells = cells.sum() / pool.length.sum(), cells.sum() / num_ranks
+    pairs = pool.length * pool.density
+    mean_density, mean_pairs = pairs.sum() / pool.length.sum(), pairs.sum() / num_ranks
     dense = pool.density > mean_density
-    long = np.flatnonzero(dense & (cells > mean_cells))
-    between = np.flatnonzero(dense & (cells <= mean_cells))
+    long = np.flatnonzero(dense & (pairs > mean_pairs))
+    between = np.flatnonzero(dense & (pairs <= mean_pairs))
     gap = np.arange(len(between)) % max(len(long), 1)
     key = np.concatenate([np.arange(len(long)), gap + 0.5])
     first = np.concatenate([long, between])[np.argsort(key, kind="stable")]
     return np.concatenate([first, np.flatnonzero(~dense)]).astype(np.int64)
 
 
-def _by_algorithm_1(pool: Pool, *, space: Space, options: BlockOptions) -> Pieces | None:
+def cut(pool: Pool, shares: Shares, *, limits: RankLimits) -> Pieces:
+    """Blocks of the shares. A sequence on several ranks is cut from the outside in: each rank gets the next slice from
+    both ends, equal but for an odd token, the last rank the middle. Slices are cut into blocks of about
+    `limits.block_tokens`, equal within one token; sequences on one rank stay whole."""
+    owner, rank, tokens = shares
+    count = np.bincount(owner, minlength=len(pool.length))
+    last = np.cumsum(count)[owner] - 1 == np.arange(len(owner))
+    before = np.cumsum(tokens) - tokens
+    before -= (np.cumsum(pool.length) - pool.length)[owner]
+    after, length = before + tokens, pool.length[owner]
+    start = np.concatenate([(before + 1) // 2, (length - after // 2)[~last]])
+    stop = np.concatenate([np.where(last, length - before // 2, (after + 1) // 2), (length - before // 2)[~last]])
+    owner, rank = (np.concatenate([each, each[~last]]) for each in (owner, rank))
+    order = np.lexsort((start, owner))
+    order = order[stop[order] > start[order]]
+    owner, rank, start, size = owner[order], rank[order], start[order], (stop - start)[order]
+    blocks = np.maximum((2 * size + limits.block_tokens) // (2 * limits.block_tokens), 1)
+    blocks[count[owner] == 1] = 1
+    at = np.repeat(np.arange(len(owner)), blocks)
+    number = np.arange(len(at)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    owner = owner[at]
+    return Pieces(
+        owner=owner,
+        start=start[at] + size[at] * number // blocks[at],
+        stop=start[at] + size[at] * (number + 1) // blocks[at],
+        rank=rank[at],
+        first=np.searchsorted(owner, np.arange(len(pool.length) + 1)),
+        num_ranks=len(limits.weights),
+    )
+
+
+def _by_algorithm_1(pool: Pool, *, limits: RankLimits, options: BlockOptions) -> Pieces | None:
     """Blocks of one size, and what is left at the end of a sequence; None if they do not fit in memory."""
-    pieces, item_of = _fixed(pool, space.block_tokens, paired=options.pairing == "zigzag")
-    items = _items(pool, pieces, item_of, num_ranks=space.num_ranks)
-    mean = math.ceil(int(pool.length.sum()) / space.num_ranks * space.weights.max())
-    for most in (min(int(mean * (1 + options.tolerance)), space.max_tokens), space.max_tokens):
-        rule = Rule(space.num_ranks, options.alpha, options.beta, most, space.weights)
-        rank_of = longest_first(items, rule)
+    num_ranks = len(limits.weights)
+    pieces, item_of = _of_one_size(pool, limits=limits, mirrored=options.pairing == "zigzag")
+    tokens = np.bincount(item_of, pieces.stop - pieces.start)
+    pairs = np.bincount(item_of, piece_pairs(pool, pieces))
+    items = Items(tokens.astype(np.int64), tokens * num_ranks / tokens.sum(), pairs * num_ranks / pairs.sum())
+    mean = math.ceil(int(pool.length.sum()) / num_ranks * limits.weights.max())
+    for max_tokens in (min(int(mean * (1 + options.tolerance)), limits.max_tokens), limits.max_tokens):
+        rank_of = longest_first(items, Rule(options.alpha, options.beta, max_tokens, limits.weights))
         if len(rank_of):
-            improve(Placed(items, rank_of), Search(rule, options.search_moves, PARTNERS, ENOUGH))
-            return pieces._replace(rank=rank_of[item_of], num_ranks=space.num_ranks)
+            return pieces._replace(rank=rank_of[item_of])
     return None
 
 
-def _fixed(pool: Pool, block_tokens: int, *, paired: bool) -> tuple[Pieces, Ints]:
-    """Blocks of `block_tokens`, sequences of at most that whole, and the item of each block: itself, or itself and
-    its mirror image under a causal mask."""
-    count = -(-pool.length // block_tokens)
-    first = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+def _of_one_size(pool: Pool, *, limits: RankLimits, mirrored: bool) -> tuple[Pieces, Ints]:
+    """Blocks of `limits.block_tokens`, sequences of at most that whole, and the item of each block: itself, or, if
+    `mirrored`, itself and its mirror image."""
+    count = -(-pool.length // limits.block_tokens)
+    first = np.append(0, np.cumsum(count))
     owner = np.repeat(np.arange(len(count)), count)
     at = np.arange(len(owner)) - first[owner]
-    start = at * block_tokens
-    stop = np.minimum(start + block_tokens, pool.length[owner])
-    mirrored = np.minimum(at, count[owner] - 1 - at)
-    item = np.where(pool.full[owner] | (not paired), at, mirrored)
+    start = at * limits.block_tokens
+    stop = np.minimum(start + limits.block_tokens, pool.length[owner])
+    item = np.minimum(at, count[owner] - 1 - at) if mirrored else at
     _, item_of = np.unique(first[owner] + item, return_inverse=True)
-    return Pieces(owner, start, stop, np.zeros(len(owner), np.int64), first, 1), item_of.astype(np.int64)
-
-
-def _items(pool: Pool, pieces: Pieces, item_of: Ints, *, num_ranks: int) -> Items:
-    tokens = np.bincount(item_of, pieces.stop - pieces.start)
-    cells = np.bincount(item_of, cells_of(pool, pieces))
-    owner = np.zeros(len(tokens), np.int64)
-    owner[item_of] = pieces.owner
-    several = np.bincount(owner, minlength=len(pool.length)) > 1
-    number = np.where(several, np.cumsum(several) - 1, int(several.sum()))
-    return Items(
-        tokens.astype(np.int64),
-        tokens * num_ranks / tokens.sum(),
-        cells * num_ranks / cells.sum(),
-        number[owner],
-        np.where(several, pool.length, 0)[owner],
-    )
+    return Pieces(owner, start, stop, np.zeros(len(owner), np.int64), first, len(limits.weights)), item_of

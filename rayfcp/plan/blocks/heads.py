@@ -36,7 +36,7 @@ def permitted(cluster: ClusterSpec, cost: CostModel, *, allowed: Iterable[Primit
 
 
 def _forbidden(heads: int, cluster: ClusterSpec, *, cost: CostModel) -> str:
-    """Why runs of so many ranks cannot be; empty if they can."""
+    """Reason why runs of `heads` ranks are impossible; empty if they are possible."""
     if cluster.num_ranks % heads:
         return f"must divide the {cluster.num_ranks} ranks; lower it"
     nodes = np.array(node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)).reshape(-1, heads)
@@ -48,8 +48,8 @@ def _forbidden(heads: int, cluster: ClusterSpec, *, cost: CostModel) -> str:
 
 
 def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[ClusterSpec, CostModel]:
-    """Runs of `heads` ranks as ranks. Keys and values of a token are shared by as many of them as there are key and
-    value heads; a run is as fast as its slowest rank."""
+    """Cluster and cost with each run of `heads` ranks as one rank, as fast as its slowest. As many ranks of a run share
+    the keys and values of a token as there are key and value heads."""
     nodes = node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     runs = ClusterSpec(
         num_ranks=cluster.num_ranks // heads,
@@ -60,7 +60,7 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
     moved = cost.kv_share(heads)
     return runs, dataclasses.replace(
         cost,
-        attention_s_per_cell=cost.attention_s_per_cell / heads,
+        attention_s_per_pair=cost.attention_s_per_pair / heads,
         linear_s_per_token=cost.linear_s_per_token / heads,
         ring_intra_s_per_token=cost.ring_intra_s_per_token * moved,
         ring_inter_s_per_token=cost.ring_inter_s_per_token * moved,
@@ -68,34 +68,34 @@ def as_runs(cluster: ClusterSpec, cost: CostModel, *, heads: int) -> tuple[Clust
 
 
 def split(blocks: list[Block], *, num_runs: int, heads: int) -> tuple[list[Block], list[range]]:
-    """The blocks of runs cut over the ranks of each run, equal tokens to each in the order of the blocks; and what
-    became of every block, as positions."""
+    """Cut the blocks of runs over the ranks of each run, equal tokens to each in the order of the blocks; also return
+    the positions of the parts of every block."""
     totals = [0] * num_runs
     for block in blocks:
         totals[block.rank] += block.num_tokens
-    seen = [0] * num_runs
+    done = [0] * num_runs
     cut: list[Block] = []
     became: list[range] = []
     for block in blocks:
         run, first = block.rank, len(cut)
         start = block.start
         while start < block.stop:
-            place, end = _place(seen[run], totals[run], heads)
-            stop = min(block.stop, start + end - seen[run])
+            place, end = _place(done[run], totals[run], heads)
+            stop = min(block.stop, start + end - done[run])
             cut.append(dataclasses.replace(block, start=start, stop=stop, rank=run * heads + place))
-            seen[run] += stop - start
+            done[run] += stop - start
             start = stop
         became.append(range(first, len(cut)))
     return cut, became
 
 
-def _place(seen: int, total: int, heads: int) -> tuple[int, int]:
-    """Which rank of a run of `total` tokens has token `seen`, and where its tokens end: the first ranks have one more
+def _place(done: int, total: int, heads: int) -> tuple[int, int]:
+    """Rank in a run of `total` tokens that has token `done`, and the end of its tokens: the first ranks have one more
     where the total does not divide."""
     share, more = divmod(total, heads)
     large = more * (share + 1)
-    if seen < large:
-        place = seen // (share + 1)
+    if done < large:
+        place = done // (share + 1)
         return place, (place + 1) * (share + 1)
-    place = more + (seen - large) // share
+    place = more + (done - large) // share
     return place, large + (place - more + 1) * share

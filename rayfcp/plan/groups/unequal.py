@@ -1,10 +1,10 @@
 """Flexible groups on ranks of unequal speed.
 
 A ring gives all its ranks equal work, so that a slow one makes all others wait. Ranks of about one speed, the pool, are
-shared out by groups of any degree, as if all were as slow as the slowest of them. The others are seats: groups of
+shared out by groups of any degree, as if all were as slow as the slowest of them. The others are in pinned groups: of
 fixed ranks in every microbatch, of one rank, or of several for longer sequences, which take what fits in the time. The
 search gives them sequences as it does to other groups, at their own speed, or leaves them empty. Sequences that the
-pool has no memory for go to microbatches of their own, with a larger pool. Several pools and sizes of seats are
+pool has no memory for go to microbatches of their own, with a larger pool. Several pools and sizes of pinned groups are
 planned, and the best of these plans is taken.
 """
 
@@ -18,26 +18,26 @@ from rayfcp.cost.bound import lower_bound
 from rayfcp.cost.model import CostModel, slowed, speeds_of
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
-from rayfcp.plan.groups.planner import Planner, Seat
+from rayfcp.plan.groups.planner import GroupPlanner, PinnedGroup
 from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats
 
-ALIKE = 0.05  # relative difference of speeds in a pool: waiting costs less than what seats cannot share
+ALIKE = 0.05  # relative difference of speeds in a pool: waiting costs less than what pinned groups cannot share
 POOLS = 2  # of ranks of about one speed that are tried, and as many of all ranks above some speed
 LEAST = 0.5  # of the speeds of the best pool: a smaller one can ring too little
 LEVELS = 16  # of speeds
-MOST_SEATS = 64
+MOST_PINNED = 64
 GOOD_ENOUGH = 1.02  # times the lower bound: nothing else is tried
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """Ranks that groups share out, the speed of the slowest, and seats, with speeds over that."""
+class RankPool:
+    """Ranks that groups share out, the speed of the slowest, and pinned groups, with speeds over that."""
 
     ranks: tuple[int, ...]
     speed: float
-    seats: tuple[Seat, ...] = ()
+    pinned: tuple[PinnedGroup, ...] = ()
 
 
 def propose_unequal(
@@ -71,8 +71,8 @@ def propose_unequal(
     return best
 
 
-def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[Pool]:
-    """Ranks of about one speed, most speed together first, each with seats of one rank, then larger ones; then the
+def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
+    """Ranks of about one speed, most speed together first, each with pinned groups of one rank, then larger; then the
     fastest ranks down to some speed, and all of them last."""
     speeds = speeds_of(cluster)
     alike = {
@@ -90,7 +90,7 @@ def _pools(cluster: ClusterSpec, *, cost: CostModel) -> list[Pool]:
     return list(dict.fromkeys([*found, nested[-1]]))
 
 
-def _nested(cluster: ClusterSpec, *, cost: CostModel) -> list[Pool]:
+def _nested(cluster: ClusterSpec, *, cost: CostModel) -> list[RankPool]:
     """The fastest ranks down to each speed, the slowest speed last; of very many speeds, some."""
     speeds = speeds_of(cluster)
     levels = np.unique(speeds)
@@ -98,33 +98,33 @@ def _nested(cluster: ClusterSpec, *, cost: CostModel) -> list[Pool]:
     return [_pool(np.flatnonzero(speeds >= least).tolist(), cluster=cluster, cost=cost) for least in levels[some][::-1]]
 
 
-def _pool(ranks: Sequence[int], *, cluster: ClusterSpec, cost: CostModel, size: int = 1) -> Pool:
-    """These ranks, and seats of `size` of the others."""
+def _pool(ranks: Sequence[int], *, cluster: ClusterSpec, cost: CostModel, size: int = 1) -> RankPool:
+    """These ranks, and pinned groups of `size` of the others."""
     speeds, nodes = speeds_of(cluster), node_of_ranks(cluster, ranks_per_node=cost.ranks_per_node)
     speed = float(speeds[list(ranks)].min())
     outside = set(range(cluster.num_ranks)) - set(ranks)
     ordered = sorted(outside, key=lambda rank: (nodes[rank], -speeds[rank], rank))
-    size = max(size, -(-len(ordered) // MOST_SEATS))
-    return Pool(ranks=tuple(ranks), speed=speed, seats=_seats(ordered, size, speeds=speeds / speed, nodes=nodes))
+    size = max(size, -(-len(ordered) // MOST_PINNED))
+    return RankPool(ranks=tuple(ranks), speed=speed, pinned=_pinned(ordered, size, speeds=speeds / speed, nodes=nodes))
 
 
 def _sizes(count: int) -> list[int]:
-    """Of seats for so many ranks: powers of two."""
+    """Sizes of pinned groups of so many ranks: powers of two."""
     return [2**each for each in range(max(count, 1).bit_length())]
 
 
-def _seats(ranks: Sequence[int], size: int, *, speeds: Floats, nodes: Sequence[int]) -> tuple[Seat, ...]:
-    """Ranks in a row together, the last seat with fewer."""
+def _pinned(ranks: Sequence[int], size: int, *, speeds: Floats, nodes: Sequence[int]) -> tuple[PinnedGroup, ...]:
+    """Ranks in a row together, the last group with fewer."""
     parts = [tuple(sorted(ranks[first : first + size])) for first in range(0, len(ranks), size)]
     return tuple(
-        Seat(ranks=part, speed=float(speeds[list(part)].min()), crosses=len({nodes[rank] for rank in part}) > 1)
+        PinnedGroup(ranks=part, speed=float(speeds[list(part)].min()), crosses=len({nodes[rank] for rank in part}) > 1)
         for part in parts
     )
 
 
 def _floor_s(
     sequences: Sequence[SequenceSpec],
-    pool: Pool,
+    pool: RankPool,
     *,
     cluster: ClusterSpec,
     cost: CostModel,
@@ -132,15 +132,15 @@ def _floor_s(
 ) -> float:
     """Lower bound on what the search can find, at the speeds that it assumes for the ranks."""
     speeds = np.full(cluster.num_ranks, pool.speed)
-    for seat in pool.seats:
-        speeds[list(seat.ranks)] = pool.speed * seat.speed
+    for group in pool.pinned:
+        speeds[list(group.ranks)] = pool.speed * group.speed
     slower = dataclasses.replace(cluster, speed_of_rank=tuple(speeds.tolist()))
     return lower_bound(sequences, cluster=slower, cost=cost, primitives=used)
 
 
 def _planned(
     sequences: Sequence[SequenceSpec],
-    pool: Pool,
+    pool: RankPool,
     *,
     batch: Columns,
     cluster: ClusterSpec,
@@ -148,11 +148,13 @@ def _planned(
     options: PlanConfig,
 ) -> tuple[list[list[Draft]], str]:
     """Drafts in the columns of the batch; what the pool cannot hold beside the rest, in another."""
-    room = len(pool.ranks) * cluster.max_tokens_per_rank
+    max_tokens = len(pool.ranks) * cluster.max_tokens_per_rank
     position = {number: at for at, number in enumerate(batch.ids)}
     drafts: list[list[Draft]] = []
     reasons = []
-    short, long = ([each for each in sequences if (each.num_tokens > room) == is_long] for is_long in (False, True))
+    short, long = (
+        [each for each in sequences if (each.num_tokens > max_tokens) == is_long] for is_long in (False, True)
+    )
     parts = [(short, pool)] if short else []
     if long:
         parts.append((long, _larger(long, cluster=cluster, cost=cost, options=options)))
@@ -160,7 +162,7 @@ def _planned(
         priced = slowed(cost, speed=here.speed)
         columns = columns_of(part, cost=priced)
         sub = _as_cluster(here.ranks, cluster=cluster, cost=cost)
-        found, reason = Planner(columns, cluster=sub, cost=priced, options=options, seats=here.seats).run()
+        found, reason = GroupPlanner(columns, cluster=sub, cost=priced, options=options, pinned=here.pinned).run()
         reasons.append(reason)
         drafts += [
             [
@@ -173,10 +175,12 @@ def _planned(
             ]
             for microbatch in found
         ]
-    return drafts, f"{reasons[0]}, {len(pool.ranks)} ranks shared out beside {len(pool.seats)} others"
+    return drafts, f"{reasons[0]}, {len(pool.ranks)} ranks shared out beside {len(pool.pinned)} others"
 
 
-def _larger(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig) -> Pool:
+def _larger(
+    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
+) -> RankPool:
     """Of the pools of the fastest ranks that hold each of the sequences, the one with the least bound for them."""
     used = tuple(Primitive(name) for name in options.primitives)
     longest = max(each.num_tokens for each in sequences)

@@ -10,34 +10,33 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 
 
 def pipeline_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> float:
-    """max over stages p of: work of p / S + fewest microbatches x fixed cost of p x N / S, and for p after the first,
-    one of these fixed costs less, that of one microbatch on the fastest rank of the first stage and twice the hops on
-    the way to p more. S is the sum of the speeds of the N ranks, of which each has one on all stages.
+    """Lower bound: max over stages p of (work of p + fewest microbatches x N x fixed cost of p) / S + fill of p. S is
+    the sum of the speeds of the N ranks, of which each has one on all stages. The fill of a stage after the first is
+    the fixed cost of a microbatch on the fastest rank of the first stage, less N / S times the fixed cost of p, and
+    twice the hops on the way to p.
 
     The work of a stage is its share of the layers' compute of all sequences, each in one piece and without
-    recomputation, the last one's the head's beside it; fixed costs are shared out likewise, less what of them may be
-    the head's (as much as of the linear seconds of a token), which only the last stage pays.
+    recomputation, and the head's on the last; fixed costs are shared likewise, less what of them may be the head's (as
+    much as of the linear seconds of a token), which only the last stage pays.
 
-    Proof, on a machine that has the seconds of `cost` for every piece (as in `lower_bound`; traffic, waiting and
-    recomputation only add).
+    Proof, on a machine with the seconds of `cost` (as in `lower_bound`; traffic, waiting, recomputation only add).
     (1) Computed seconds of a stage's ranks, each times the rank's speed, sum to at least its work, and fixed costs to N
-    of them a microbatch: some rank takes at least the S-th part of the sum. Slices compute every cell and token of
-    their sequence once, in more and smaller pieces, which takes no less. In each microbatch it pays the stage's
-    fixed cost, and there are at least ceil(tokens / room) microbatches, where the room of a microbatch is what
-    `cluster.max_tokens_per_rank` permits on N ranks, and what memory permits on each stage when all its layers
-    are recomputed. All of that, but the fixed cost of its first microbatch, whose load may come while others pass,
-    lies between the beginning of its first pass and the end of its last one.
-    (2) Before its first pass, a forward pass, some microbatch has passed forward all stages before p: it paid the fixed
-    cost of a forward pass on the first, for there nothing comes before its load, and a hop from each. After its
-    last pass, a backward pass, one passes backward all stages before p. Neither is a second of (1).
+    of them a microbatch: some rank takes at least the S-th part. Slices compute every pair and token of their sequence
+    once, in more and smaller pieces, which takes no less. There are at least ceil(tokens / budget) microbatches, where
+    the budget is what `cluster.max_tokens_per_rank` permits on N ranks, and what memory permits on each stage when all
+    its layers are recomputed. All of that, but the fixed cost of its first microbatch, whose load may come while others
+    pass, lies between the beginning of its first pass and the end of its last one.
+    (2) Before its first pass some microbatch has passed forward all stages before p: it paid the fixed cost of a
+    forward pass on the first, where nothing comes before its load, and a hop from each. After its last pass one passes
+    backward all stages before p. Neither is a second of (1).
     """
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     attention, linear = (1 + ATTENTION_BACKWARD) * cost.attention_forward, (1 + LINEAR_BACKWARD) * cost.linear_forward
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    cells = sum(sequence.attention_cells for sequence in sequences)
+    pairs = sum(sequence.attention_pairs for sequence in sequences)
     head_s = pipeline.head_s_per_token * num_tokens
-    attention_s = attention * cost.attention_s_per_cell * (cells + cost.attention_half_tokens * num_tokens / 2)
+    attention_s = attention * cost.attention_s_per_pair * (pairs + cost.attention_half_tokens * num_tokens / 2)
     layers_s = attention_s + linear * cost.linear_s_per_token * num_tokens - head_s
     share = np.array(pipeline.layers_of_stage) / pipeline.num_layers
     work_s = share * layers_s
@@ -60,7 +59,7 @@ def _rank_tokens(cluster: ClusterSpec, *, cost: CostModel) -> int:
     assert pipeline is not None
     each = pipeline.layer_bytes
     fits = [
-        room // (layers * each.kept + each.working)
-        for room, layers in zip(pipeline.room_bytes, pipeline.layers_of_stage, strict=True)
+        budget // (layers * each.kept + each.working)
+        for budget, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
     ]
     return min(cluster.max_tokens_per_rank, *fits)

@@ -1,7 +1,7 @@
 """FCP with blocks (Zhao et al., 2026): blocks of sequences anywhere on all ranks, rounds without congestion.
 
-Ours: sequences are shared out so that every rank has equal tokens and equal (query, key) cells with the fewest
-cuts, instead of blocks of one size by longest processing time first, which `placement: lpt` still is; parcels
+Ours: sequences are shared out so that every rank has equal tokens and equal (query, key) pairs with the fewest
+cuts, instead of blocks of one size by longest processing time first, which `placement: lpt` still is; messages
 between two ranks join small blocks; rounds come in the best of several orders by pacing over several buffers.
 The paper leaves microbatches open: as few as memory permits, each on all ranks.
 """
@@ -40,13 +40,13 @@ def propose_blocks(
     longest = max(sequence.num_tokens for sequence in sequences)
     in_parts = max(int(most * speeds.sum() / speeds.max()), longest)
     found = [
-        _of_room(sequences, room, cluster=cluster, cost=cost, options=options, allowed=allowed)
+        _of_budget(sequences, room, cluster=cluster, cost=cost, options=options, allowed=allowed)
         for room in dict.fromkeys((cluster.num_ranks * most, min(in_parts, cluster.num_ranks * most)))
     ]
     return min(found, key=lambda proposal: sum(each.predicted_s for each in proposal.microbatches))
 
 
-def _of_room(
+def _of_budget(
     sequences: Sequence[SequenceSpec],
     room: int,
     *,
@@ -61,7 +61,7 @@ def _of_room(
     batch, by_id = batch_of(sequences), {sequence.id: sequence for sequence in sequences}
     timed: list[Timed] = []
     sizes = set()
-    for members in microbatches_of(batch, room=room):
+    for members in microbatches_of(batch, max_tokens=room):
         found = plan_blocks(batch.pool(members), cluster=cluster, cost=cost, options=options, allowed=allowed)
         ids = batch.ids[members]
         layout = found.layout(ids)
@@ -86,7 +86,7 @@ def _of_room(
 
 INFO = StrategyInfo(
     name="flex-block",
-    propose=in_stages(propose, recompute="each", patience=1),
+    propose=in_stages(propose, recompute="adaptive", patience=1),
     primitive=Primitive.RING,
     is_baseline=False,
     places_blocks=True,

@@ -22,20 +22,20 @@ def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
     """The cheapest that was found, each microbatch with exact degrees."""
-    from rayfcp.plan.groups.planner import Planner
+    from rayfcp.plan.groups.planner import GroupPlanner
 
     if any(speed != 1.0 for speed in cluster.speed_of_rank):
         from rayfcp.plan.groups.unequal import propose_unequal
 
         return propose_unequal(sequences, cluster=cluster, cost=cost, options=options)
     batch = columns_of(sequences, cost=cost)
-    drafts, reason = Planner(batch, cluster=cluster, cost=cost, options=options).run()
+    drafts, reason = GroupPlanner(batch, cluster=cluster, cost=cost, options=options).run()
     return Proposal(microbatches=assemble(drafts, batch=batch, cluster=cluster, cost=cost), reason=reason)
 
 
 INFO = StrategyInfo(
     name="flex-ring",
-    propose=in_stages(propose, recompute="each"),
+    propose=in_stages(propose, recompute="adaptive"),
     is_baseline=False,
     spreads_images=True,
 )

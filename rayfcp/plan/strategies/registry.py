@@ -100,11 +100,11 @@ class StrategyInfo:
                 f"strategy {self.name} needs primitive {self.primitive.value}, plan.primitives is "
                 f"{', '.join(options.primitives)}; add {self.primitive.value} to plan.primitives"
             )
-        if cost.encoder is None or not any(sequence.pictures for sequence in sequences):
+        if cost.encoder is None or not any(sequence.images for sequence in sequences):
             return self.propose(sequences, cluster=cluster, cost=cost, options=options)
-        from rayfcp.plan.vision.encoding import with_pictures
+        from rayfcp.plan.vision.encoding import with_images
 
-        propose = with_pictures(self.propose, spread=self.spreads_images)
+        propose = with_images(self.propose, spread=self.spreads_images)
         return propose(sequences, cluster=cluster, cost=cost, options=options)
 
 

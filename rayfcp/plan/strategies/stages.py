@@ -1,8 +1,8 @@
 """Strategies that know of no stages, on several of them.
 
 A strategy makes the sum of its microbatches' seconds small. In a pipeline the longest one also counts while it fills
-and drains, so that more and smaller ones are better, up to a point. The strategy is asked for plans with less and less
-room for tokens, each is replayed exactly (`rayfcp.plan.pipeline.batch_level`), and the best is taken.
+and drains, so that more and smaller ones are better, up to a point. The strategy is asked for plans with smaller and
+smaller token budgets, each is replayed exactly (`rayfcp.plan.pipeline.batch_level`), and the best is taken.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from rayfcp.plan.strategies.registry import Proposal, Propose
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 
 if TYPE_CHECKING:
-    from rayfcp.plan.pipeline.schedule import Recompute
+    from rayfcp.plan.pipeline.recompute import Recompute
 
 
 COUNTS = 8
@@ -26,7 +26,7 @@ MANY = 16
 """Microbatches a stage: more do not make bubbles much smaller."""
 
 
-def in_stages(base: Propose, *, recompute: "Recompute" = "alike", patience: int = 2) -> Propose:
+def in_stages(base: Propose, *, recompute: "Recompute" = "uniform", patience: int = 2) -> Propose:
     """`base` with one stage; with several, batch-level 1F1B over the microbatches that it proposes."""
 
     def propose(
@@ -46,9 +46,9 @@ def in_stages(base: Propose, *, recompute: "Recompute" = "alike", patience: int 
 def _candidates(
     base: Propose, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Iterator[Proposal]:
-    """Of every room that has a plan; the first error if none has.
+    """Proposals for each token budget that has a plan; the first error if none has.
 
-    Sequences that do not fit a room, and all ranks together, have microbatches of their own, with the least room that
+    Sequences that exceed the budget of all ranks together have microbatches of their own, with the least budget that
     holds them.
     """
     whole, num_ranks = as_if_whole(cost, num_stages=cluster.num_stages), cluster.num_ranks
@@ -56,13 +56,13 @@ def _candidates(
     share = options.model_copy(update={"search_moves": max(options.search_moves // COUNTS, 1)})
     first: InfeasiblePlanError | None = None
     any_plan = False
-    for room in rooms(sequences, cluster=cluster):
-        long = [sequence for sequence in sequences if sequence.num_tokens > num_ranks * room]
-        rest = [sequence for sequence in sequences if sequence.num_tokens <= num_ranks * room]
+    for max_tokens in token_budgets(sequences, cluster=cluster):
+        long = [sequence for sequence in sequences if sequence.num_tokens > num_ranks * max_tokens]
+        rest = [sequence for sequence in sequences if sequence.num_tokens <= num_ranks * max_tokens]
         try:
             parts = [
                 base(part, cluster=replace(cluster, max_tokens_per_rank=tokens), cost=whole, options=share)
-                for part, tokens in ((rest, room), (long, needed))
+                for part, tokens in ((rest, max_tokens), (long, needed))
                 if part
             ]
         except InfeasiblePlanError as error:
@@ -74,7 +74,7 @@ def _candidates(
         raise first
 
 
-def rooms(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> list[int]:
+def token_budgets(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec) -> list[int]:
     """Tokens of a rank: what memory permits, and what makes about so many microbatches (`counts`)."""
     total, most = sum(sequence.num_tokens for sequence in sequences), cluster.max_tokens_per_rank
     fewer = {min(-(-total // (cluster.num_ranks * count)), most) for count in counts(sequences, cluster=cluster)}

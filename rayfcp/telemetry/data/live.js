@@ -5,26 +5,39 @@ const byId = (id) => document.getElementById(id);
 const set = (id, text) => { byId(id).textContent = text; };
 const plural = (count, one, many = `${one}s`) => `${number(count)} ${count === 1 ? one : many}`;
 
+// A line chart over the steps; `columns` of the state by the name of their line. `varies`: hidden while all values are equal.
+function liveChart(id, title, note, columns, { format = "number", zero = true, smooth = false, stepped = false, varies = false } = {}) {
+  const holder = figure(title, note);
+  holder.id = id;
+  byId("charts").append(holder);
+  let redraw = null;
+  return (state) => {
+    const series = Object.entries(columns).map(([name, column]) => ({ name, values: state[column] }))
+      .filter(({ values }) => values.some(isKnown));
+    const values = series.flatMap((each) => each.values);
+    holder.hidden = !series.length || (varies && values.every((value) => value === values[0]));
+    const chart = { kind: "lines", title, note, format, zero, smooth, stepped, series, x: state.step };
+    if (redraw) redraw(chart);
+    else redraw = mount(holder, chart);
+  };
+}
+
 const CHARTS = [
-  new LineChart("loss-chart", { title: "Loss", note: "Nats per target token", series: { loss: "loss" }, form: number,
-    fromZero: false }),
-  new LineChart("step-chart", { title: "Step time", note: "What the plan promised and what the clock said",
-    series: { measured: "step_s", predicted: "predicted_s" }, form: seconds }),
-  new LineChart("tokens-chart", { title: "Tokens per second", note: "Over all devices",
-    series: { "tokens per second": "tokens_per_s" }, form: number }),
-  new LineChart("mfu-chart", { title: "MFU", note: "Model FLOPs over time and peak",
-    series: { all: "mfu", attention: "attention_mfu" }, form: percent }),
-  new LineChart("imbalance-chart", { title: "Imbalance", note: "(max − mean) / max over ranks, by resource", form: percent,
-    series: { compute: "compute", attention: "attention", memory: "memory", communication: "communication",
-      encoder: "encoder" } }),
-  new LineChart("world-chart", { title: "World size", note: "Devices in use", series: { devices: "world_size" },
-    form: number }),
-  new LineChart("gap-chart", { title: "Gap", note: "Predicted step over its lower bound; 1 is perfect",
-    series: { gap: "gap" }, form: number, fromZero: false }),
-  new LineChart("planning-chart", { title: "Planning", note: "Time to plan a batch, and what the step waited for it",
-    series: { plan: "plan_s", wait: "plan_wait_s" }, form: seconds }),
+  liveChart("loss-chart", "Loss", "Nats per target token", { loss: "loss" }, { zero: false }),
+  liveChart("step-chart", "Step time", "Measured, and as the plan predicted it",
+    { measured: "step_s", predicted: "predicted_s" }, { format: "seconds" }),
+  liveChart("tokens-chart", "Tokens per second", "All devices together", { "tokens per second": "tokens_per_s" },
+    { smooth: true }),
+  liveChart("mfu-chart", "MFU", "Model FLOPs over step time and the devices' peak",
+    { all: "mfu", attention: "attention_mfu" }, { format: "percent", smooth: true }),
+  liveChart("imbalance-chart", "Imbalance", "(max − mean) / max over ranks, by resource",
+    { compute: "compute", attention: "attention", memory: "memory", communication: "communication", encoder: "encoder" },
+    { format: "percent" }),
+  liveChart("world-chart", "Devices", "In use at each step", { devices: "world_size" }, { stepped: true, varies: true }),
+  liveChart("gap-chart", "Gap", "Predicted step time over its lower bound; 1 is optimal", { gap: "gap" }, { zero: false }),
+  liveChart("planning-chart", "Planning", "Time to plan a batch, and how long the step was blocked on its plan",
+    { plan: "plan_s", blocked: "plan_wait_s" }, { format: "seconds" }),
 ];
-byId("charts").append(...CHARTS.map((chart) => chart.figure));
 
 function duration(value) {
   if (value === null) return "";
@@ -47,7 +60,7 @@ function showHead(state) {
   byId("bar").setAttribute("aria-valuenow", Math.round(100 * done));
   const last = state.last;
   const degrees = last && Object.entries(last.degrees).reverse()
-    .map(([degree, count]) => count > 1 ? `${degree} (x${count})` : degree).join(", ");
+    .map(([degree, count]) => count > 1 ? `${degree} (×${count})` : degree).join(", ");
   set("about", last ? [last.strategy, plural(state.devices.in_use, "device"), plural(last.num_microbatches, "microbatch",
     "microbatches"), `degrees ${degrees || "none"}`].join(" · ") : plural(state.devices.in_use, "device"));
   set("message", state.message);
@@ -71,25 +84,71 @@ function showTiles(state, now) {
   set("imbalance", percent(now.compute));
   set("gap", `gap to the bound ${number(now.gap)}`);
   set("goodput", percent(state.goodput));
-  set("goodput-note", `${plural(counts.recoveries_total ?? 0, "recovery", "recoveries")}, ` +
+  set("goodput-note", `of wall time in committed steps; ${plural(counts.recoveries_total ?? 0, "recovery", "recoveries")}, ` +
     `${plural(counts.lost_steps_total ?? 0, "step")} lost`);
 }
 
 function showRecoveries(state) {
   const rows = state.recoveries.map((each) => html("tr", {},
     ...[new Date(each.at * 1000).toLocaleTimeString(), String(each.step), each.cause, seconds(each.seconds)]
-      .map((text) => html("td", {}, text)))).reverse();
-  const head = html("tr", {}, ...["at", "after step", "cause", "took"].map((text) => html("th", { scope: "col" }, text)));
-  byId("recoveries").replaceChildren(rows.length ? html("table", {}, html("thead", {}, head), html("tbody", {}, ...rows))
-    : html("p", {}, "None since this controller started."));
+      .map((value) => html("td", {}, value)))).reverse();
+  const head = html("tr", {}, ...["at", "after step", "cause", "took"].map((value) => html("th", { scope: "col" }, value)));
+  byId("recoveries").hidden = !rows.length;
+  byId("recoveries").replaceChildren(html("h2", {}, "Recoveries"),
+    html("table", {}, html("thead", {}, head), html("tbody", {}, ...rows)));
+}
+
+const KINDS_OF_SPANS = { load: "--soft", encode: "--r6", forward: "--c1", attention: "--c4", backward: "--c3", transfer: "--c2",
+  reduce: "--c5", update: "--c6", wait: "--rule" };
+const rampOfDegree = (degree) => Math.min(6, 2 + Math.round(Math.log2(degree)));
+
+// The planned and the measured last step: colours mean degrees in the first, passes in the second.
+function timelineChart(picture) {
+  const kinds = [...new Set(picture.panels.flatMap(({ rows }) => rows.flatMap(({ bars }) => bars.map((bar) => bar[2]))))];
+  const degree = (kind) => (kind.startsWith("degree ") ? Number(kind.slice(7)) : 0);
+  const degrees = kinds.filter(degree).sort((one, two) => degree(one) - degree(two));
+  const passes = Object.keys(KINDS_OF_SPANS).filter((kind) => kinds.includes(kind));
+  const rows = picture.panels.flatMap((panel) => panel.rows);
+  const words = [], bars = rows.flatMap((row, index) => row.bars.map(([start, lasts, kind, label]) => {
+    words.push([label || kind]);
+    return [index, index, start, start + lasts, kinds.indexOf(kind), words.length - 1];
+  }));
+  return { kind: "timeline", title: "Time by rank", note: "Planned and measured, on one scale of time", bars, words,
+    groups: picture.panels.map(({ name, rows: own }) => ({ name, rows: own.map((row) => row.name) })),
+    colours: kinds.map((kind) => (degree(kind) ? `--r${rampOfDegree(degree(kind))}` : KINDS_OF_SPANS[kind] ?? "--rule")),
+    legends: [["planned:", degrees.map((kind) => [`ramp${rampOfDegree(degree(kind))}`, kind])],
+      ["measured:", passes.map((kind) => [`kind-${kind}`, kind])]]
+      .filter(([, entries]) => entries.length).map(([title, entries]) => ({ title, entries })),
+    views: [["step", 0, picture.duration_s]], inscribed: false };
+}
+
+function deviceChart(workers) {
+  const lines = (each) => [`device ${each.rank}`, `step\t${seconds(each.step_s)}`,
+    ...(each.busy_s === null ? [] : [`own work\t${seconds(each.busy_s)}`]),
+    ...(each.speed === null ? [] : [`speed\t${number(each.speed)}`])];
+  const series = [{ name: "with waiting", colour: "whole", values: workers.map((each) => each.step_s) },
+    { name: "own work", colour: "own", values: workers.map((each) => each.busy_s) }];
+  return { kind: "columns", title: "Busy time", note: "Seconds of the last step, by device", axis: "device", format: "seconds",
+    overlay: true, series, names: workers.map((each) => String(each.rank)), lines: workers.map(lines) };
+}
+
+const mounted = {};
+
+// Draws into the element `id`, whose figure is made once.
+function drawInto(id, chart) {
+  if (!mounted[id]) {
+    const holder = figure(chart.title, chart.note);
+    byId(id).replaceChildren(holder);
+    mounted[id] = mount(holder, chart);
+  } else mounted[id](chart);
 }
 
 function showPicture(state) {
   const { picture } = state;
-  set("picture-note", picture.panels.length ? `Step ${picture.step}. Point at a bar for its name and time.`
+  set("picture-note", picture.panels.length ? `Step ${picture.step}. Point at a bar for its name and time; click to zoom.`
     : "No step has ended yet.");
-  byId("plan-chart").replaceChildren(...(picture.panels.length ? [timeline(picture)] : []));
-  byId("rank-chart").replaceChildren(...(state.workers.length ? [rankChart(state.workers)] : []));
+  if (picture.panels.length) drawInto("plan-chart", timelineChart(picture));
+  if (state.workers.length) drawInto("rank-chart", deviceChart(state.workers));
 }
 
 let shown = null;
@@ -105,7 +164,7 @@ function show(state) {
   const key = `${state.started} ${state.step} ${state.history.length} ${state.picture.step}`;
   if (key === shown) return;
   shown = key;
-  if (now !== null) for (const chart of CHARTS) chart.update(columns);
+  if (now !== null) for (const update of CHARTS) update(columns);
   showPicture(state);
 }
 
@@ -119,14 +178,14 @@ function fail(text) {
 async function ask() {
   try {
     const answer = await fetch("/api/state", { cache: "no-store", signal: AbortSignal.timeout(10000) });
-    if (answer.status === 401) return fail("The run asks for its token: open /?token=TOKEN with the token of its folder.");
-    if (!answer.ok) return fail(`The run answers ${answer.status} ${answer.statusText}.`);
+    if (answer.status === 401) return fail("The run requires its token: open /?token=TOKEN with the token in its run directory.");
+    if (!answer.ok) return fail(`The run answered ${answer.status} ${answer.statusText}.`);
     show(await answer.json());
     answeredAt = new Date();
     byId("error").hidden = true;
   } catch (error) {
     const since = answeredAt ? ` since ${answeredAt.toLocaleTimeString()}` : "";
-    fail(`No answer from the run${since}: it has ended, or its controller is starting again.`);
+    fail(`No answer from the run${since}: it has ended, or its controller is restarting.`);
   }
 }
 

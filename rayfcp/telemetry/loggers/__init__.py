@@ -1,1 +1,1 @@
-"""Loggers for other dashboards, each through its own package: a small file each, loaded only where it is asked for."""
+"""Loggers for experiment trackers: one small file each, loaded only when configured."""

@@ -1,9 +1,4 @@
-"""What a logger is, and what it is told.
-
-Which loggers there are, and what each needs.
-
-Loggers in threads of their own: one that is slow or fails costs a run nothing but its values.
-"""
+"""Interface of loggers, and the threads that run them: a slow or failing logger never delays the run."""
 
 import logging
 import math
@@ -23,9 +18,8 @@ from rayfcp.values import StepReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """The run that a logger tells of. `config`: dotted key to value. `resume_step`: steps that were logged before, 0
-    for a run from its beginning."""
+class RunInfo:
+    """A run. `config`: dotted keys and values. `resume_step`: steps logged before, 0 for a new run."""
 
     name: str
     run_dir: Path
@@ -34,19 +28,19 @@ class About:
 
 
 class StepLogger(Protocol):
-    """Told of each step once, in order, from one thread of its own. It may raise: then it is told no more."""
+    """Receives each step once, in order, in its own thread. After it raises it is not called again."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """The values of a committed step, all finite."""
+        """Log the values of a committed step, all finite."""
 
     def close(self) -> None:
-        """Nothing comes after this; what was told is to be kept."""
+        """Flush what was logged; nothing follows."""
 
 
 def values_of(report: StepReport) -> dict[str, float]:
-    """All numbers of a step by the name `group/key`; what is not finite is left out.
+    """Return the finite numbers of a step by names `group/key`.
 
-    `train/`: the optimisation; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`.
+    `train/`: the optimization; `speed/`, `plan/`, `imbalance/`: seconds and ratios of `StepReport`.
     """
     groups = {
         "train": ("loss", "grad_norm", "learning_rate", "num_tokens", "num_sequences"),
@@ -61,7 +55,7 @@ def values_of(report: StepReport) -> dict[str, float]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Sections opened up.
+    """Return nested sections as one level of dotted keys.
 
     >>> flat({"train": {"steps": 3}, "x": (1, 2)})
     {'train.steps': 3, 'x': '(1, 2)'}
@@ -76,27 +70,27 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
-"""By name, also that of the extra of this package that brings it."""
+"""Package by name of the logger, which is also the name of the extra that installs it."""
 
 CLASSES = {"tensorboard": "TensorBoardLogger", "mlflow": "MLflowLogger", "wandb": "WandbLogger"}
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Whether their packages are there, without loading them.
+    """Check that the packages of loggers are installed, without loading them.
 
     Raises:
-        ConfigError: one is missing; names the extra.
+        ConfigError: A package is missing; the message names the extra.
     """
     for name in names:
         if find_spec(PACKAGES[name]) is None:
             raise ConfigError(
                 f"metrics.loggers has {name!r}, whose package {PACKAGES[name]} is not installed; "
-                f"pip install 'rayfcp[{name}]', on the machine of the controller too, or leave it out"
+                f"pip install 'rayfcp[{name}]', on the machine of the controller too, or remove it"
             )
 
 
-def open_logger(name: str, about: About) -> StepLogger:
-    """Whatever its package raises."""
+def open_logger(name: str, about: RunInfo) -> StepLogger:
+    """Return the logger; may raise whatever its package raises."""
     module = import_module(f"rayfcp.telemetry.loggers.{name}")
     logger: StepLogger = getattr(module, CLASSES[name])(about)
     return logger
@@ -105,59 +99,59 @@ def open_logger(name: str, about: About) -> StepLogger:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""Steps that wait for a slow logger; beyond, its steps are left out."""
+"""Steps that are queued for a slow logger; further ones are dropped, which bounds memory."""
 
 CLOSE_S = 30.0
-"""That the end of a run waits for its loggers, all together."""
+"""Time that the end of a run waits for all of its loggers together."""
 
-Told = tuple[int, Mapping[str, float]]
+QueuedStep = tuple[int, Mapping[str, float]]
 
 
 class Background:
-    """One logger. `open_it` is called in its thread; after an error nothing more is. `say` hears of an error, once."""
+    """A logger in its own thread, in which `open_it` is called too. The first error ends it and is passed to `log`."""
 
-    def __init__(self, name: str, open_it: Callable[[], StepLogger], *, say: Callable[[str], None]) -> None:
-        self._name, self._open, self._say = name, open_it, say
-        self._waiting: queue.Queue[Told | None] = queue.Queue(MAX_WAITING)
+    def __init__(self, name: str, open_it: Callable[[], StepLogger], *, log: Callable[[str], None]) -> None:
+        self._name, self._open, self._log = name, open_it, log
+        self._queue: queue.Queue[QueuedStep | None] = queue.Queue(MAX_WAITING)
         self._broken = threading.Event()
-        self._left_out = 0
+        self._num_dropped = 0
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
-    def tell(self, step: int, values: Mapping[str, float]) -> None:
-        """Never waits."""
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue a step without blocking."""
         if self._broken.is_set():
             return
         try:
-            self._waiting.put_nowait((step, values))
+            self._queue.put_nowait((step, values))
         except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                self._say(f"logger {self._name} is {MAX_WAITING} steps behind; steps are left out there")
+            self._num_dropped += 1
+            if self._num_dropped == 1:
+                self._log(f"logger {self._name} is {MAX_WAITING} steps behind; steps are dropped there")
 
     def close(self, *, timeout_s: float) -> None:
-        """Wait until it has written down what it was told."""
+        """Wait until the queued steps are logged."""
         try:
-            self._waiting.put(None, timeout=timeout_s)
+            self._queue.put(None, timeout=timeout_s)
         except queue.Full:
-            self._say(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps are missing")
+            self._log(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps are missing")
             return
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._say(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps may be missing")
+            self._log(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps may be missing")
 
     def _work(self) -> None:
         try:
             own = self._open()
-            while (told := self._waiting.get()) is not None:
-                own.log(told[0], told[1])
+            while (queued := self._queue.get()) is not None:
+                own.log(*queued)
             own.close()
         except BaseException as error:
             self._broken.set()
             logger.debug("logger %s", self._name, exc_info=True)
             line = " ".join(str(error).split())[:300]
-            self._say(f"logger {self._name} failed and is left out from here on: {type(error).__name__}: {line}")
-            while self._waiting.get() is not None:
+            self._log(f"logger {self._name} failed and is disabled: {type(error).__name__}: {line}")
+            while self._queue.get() is not None:
                 pass
 
 
@@ -167,21 +161,21 @@ class Loggers:
     def __init__(
         self,
         names: Iterable[str],
-        about: About,
+        about: RunInfo,
         *,
-        say: Callable[[str], None],
-        open_one: Callable[[str, About], StepLogger] = open_logger,
+        log: Callable[[str], None],
+        open_one: Callable[[str, RunInfo], StepLogger] = open_logger,
     ) -> None:
-        self._all = [Background(name, partial(open_one, name, about), say=say) for name in dict.fromkeys(names)]
+        self._all = [Background(name, partial(open_one, name, about), log=log) for name in dict.fromkeys(names)]
 
-    def tell(self, report: StepReport) -> None:
-        """Of a committed step."""
+    def put(self, report: StepReport) -> None:
+        """Log a committed step."""
         values = values_of(report) if self._all else {}
         for each in self._all:
-            each.tell(report.step, values)
+            each.put(report.step, values)
 
     def close(self) -> None:
-        """At most `CLOSE_S`."""
+        """Close all loggers within `CLOSE_S`."""
         end_s = time.monotonic() + CLOSE_S
         for each in self._all:
             each.close(timeout_s=max(0.1, end_s - time.monotonic()))

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from rayfcp.telemetry.loggers.interface import About
+from rayfcp.telemetry.loggers.interface import RunInfo
 
 EXPERIMENT = "rayfcp"
 ID_FILE = "mlflow_run_id"
@@ -11,7 +11,7 @@ MAX_PARAMETER = 500
 """Characters of a parameter; servers refuse longer ones."""
 
 
-def database(about: About) -> str:
+def database(about: RunInfo) -> str:
     """Where a run without a server is kept; look with `mlflow ui --backend-store-uri` and this."""
     return f"sqlite:///{about.run_dir.absolute() / 'mlflow.db'}"
 
@@ -19,7 +19,7 @@ def database(about: About) -> str:
 class MLflowLogger:
     """A run of the experiment `rayfcp` (or that of `MLFLOW_EXPERIMENT_NAME`); a resumed run goes on in its own."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunInfo) -> None:
         import mlflow
         from mlflow.entities import Metric, Param
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from rayfcp.telemetry.loggers.interface import About
+from rayfcp.telemetry.loggers.interface import RunInfo
 
 
 class TensorBoardLogger:
     """Look with `tensorboard --logdir RUNS`. After a resume, steps that run again replace the old ones."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunInfo) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(

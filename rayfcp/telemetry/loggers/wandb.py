@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rayfcp.telemetry.loggers.interface import About
+from rayfcp.telemetry.loggers.interface import RunInfo
 
 PROJECT = "rayfcp"
 ID_FILE = "wandb_run_id"
@@ -11,7 +11,7 @@ ID_FILE = "wandb_run_id"
 class WandbLogger:
     """A run of the project `rayfcp` (or that of `WANDB_PROJECT`); a resumed run goes on in its own."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: RunInfo) -> None:
         import wandb
 
         settings = wandb.Settings(console="off", silent=True)

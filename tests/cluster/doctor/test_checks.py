@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cluster.doctor import examine, is_well
+from rayfcp.cluster.doctor.checks import examine, is_well
 from rayfcp.cluster.doctor.facts import (
     GIB,
     PYTHON,
@@ -24,7 +24,7 @@ from rayfcp.cluster.doctor.facts import (
     Storage,
     Verdict,
 )
-from rayfcp.execute.kernels.cuda import CudaKernel
+from rayfcp.execute.devices.cuda import CudaKernel
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 
@@ -97,7 +97,7 @@ FAILS = {
     "devices unseen": (accelerators(count=0), "Ray offers 8 GPU, torch sees 0"),
     "no rights": (store(error="Permission denied"), "nothing can be written in /s: Permission denied"),
     "not shared": (store(sees_marker=False), "is not the same storage"),
-    "no data": (on_node(missing_paths=("/s/d",)), "/s/d is not there or may not be read"),
+    "no data": (on_node(missing_paths=("/s/d",)), "/s/d does not exist or may not be read"),
     "other Ray": (versions(ray="2.59.0"), "ray differs between nodes: 2.50.1 on a, 2.59.0 on b"),
     "other Python": (on_node(python=(3, 12, 0)), "Python differs between nodes: 3.11 on a, 3.12 on b"),
     "clock far off": (on_node(clock_ahead_s=-100.0), "the clock differs from the driver's by 100.0 s"),
@@ -163,6 +163,29 @@ def test_a_slow_answer_is_no_wrong_clock(ahead: float, within: float) -> None:
     """The node's clock is known but for half of the round trip."""
     clock_ahead_s = ahead + (within if ahead > 0 else -within)
     assert problems(on_node(clock_ahead_s=clock_ahead_s, clock_within_s=within)) == []
+
+
+def local(**needs: Any) -> Facts:
+    """Four cores and 8 GiB, without accelerators."""
+    node = replace(
+        NODE, devices=None, accelerators=Accelerators(kind="cpu", kernel="x"), num_cpus=4, memory_bytes=8 * GIB
+    )
+    wanted = replace(NEEDS, device="cpu", max_workers=64, **needs)
+    return Facts(nodes=(node,), access=ACCESS, needs=wanted)
+
+
+@pytest.mark.parametrize(
+    ("needs", "verdicts"),
+    [
+        ({"min_workers": 4}, []),
+        ({"min_workers": 8}, [Verdict.WARN]),
+        ({"min_workers": 64}, [Verdict.FAIL, Verdict.FAIL]),
+        ({"min_workers": 2, "state_bytes": 7 * GIB}, []),
+        ({"min_workers": 4, "state_bytes": 7 * GIB}, [Verdict.FAIL]),
+    ],
+)
+def test_workers_need_cores_and_memory(needs: dict[str, int], verdicts: list[Verdict]) -> None:
+    assert [each.verdict for each in problems(local(**needs))] == verdicts
 
 
 def test_a_head_without_devices_needs_no_kernel() -> None:

@@ -24,7 +24,7 @@ def test_storage(tmp_path: Path) -> None:
     assert found.free_bytes > 0 and [each.name for each in tmp_path.iterdir()] == ["marker"]
     assert storage_facts(str(tmp_path), marker=str(tmp_path / "absent")).sees_marker is False
     assert home_of(str(tmp_path / "x" / "y")) == tmp_path
-    assert "no folder above it" in storage_facts("/no-such-folder-here/run", marker=None).error
+    assert "no existing folder above it" in storage_facts("/no-such-folder-here/run", marker=None).error
     assert storage_facts("/proc/self/run", marker=None).error
 
 
@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"run.dir: files can be written in {tmp_path}" in [each["what"] for each in findings]
     assert main(["doctor", quickstart, f"run.dir={tmp_path}/run", "data.paths=/not/here"]) == 1
     captured = capsys.readouterr()
-    assert "fail  /not/here is not there or may not be read  ->  mount it" in captured.out
+    assert "fail  /not/here does not exist or may not be read  ->  mount it" in captured.out
     assert captured.err.startswith("rayfcp: error: ") and "fail" in captured.err
     for wrong in ([quickstart, "train.stpes=1"], [quickstart, "--address", "http://127.0.0.1:1"]):
         assert main(["doctor", *wrong]) == 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cli import main
-from rayfcp.cluster.jobs.jobs import STOP_WAIT, JobOptions, job_request, read_requirements
+from rayfcp.cluster.jobs import STOP_WAIT, JobOptions, job_request, read_requirements
 from rayfcp.config import ConfigError, load_config, parse_config
 from rayfcp.submit_command import ADDRESS
 
@@ -58,11 +58,11 @@ WRONG = {
     (str(QUICKSTART), "run.dir=/s/q", "--address", "localhost:8265"): "must be the URL of the cluster's dashboard",
     (str(QUICKSTART), "run.dir=/s/q"): "--address is missing",
     ("--address", NOWHERE): "CONFIG is missing",
-    (str(QUICKSTART), "--address", NOWHERE, "--stop", "x"): "stands beside --follow or --stop",
-    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", NOT_THERE): "is no folder",
+    (str(QUICKSTART), "--address", NOWHERE, "--stop", "x"): "cannot be combined with --follow or --stop",
+    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", NOT_THERE): "is not a directory",
     (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--working-dir", TESTS): "is not in the working directory",
     (str(QUICKSTART), "train.stpes=1", "--address", NOWHERE): "did you mean train.steps?",
-    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--env", "NO_SUCH_VARIABLE"): "has no value here",
+    (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--env", "NO_SUCH_VARIABLE"): "is not set",
     (str(QUICKSTART), "run.dir=/s/q", "--address", NOWHERE, "--env", "=x"): "must have the form KEY=VALUE",
 }
 

@@ -1,4 +1,4 @@
-"""Processors of two families, pictures as bytes, and rows with them."""
+"""Processors of two families, images as bytes, and rows with them."""
 
 import importlib.util
 import io
@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rayfcp.data.vision.processors import PictureTokenizer, load_processor
+from rayfcp.data.vision.processors import ImageTokenizer, load_processor
 
 ROOT = Path(__file__).resolve().parents[3]
 TILE = 28
@@ -30,15 +30,15 @@ def example() -> Any:
     return module
 
 
-def qwen(folder: Path, *, max_pixels: int = 64 * 64) -> PictureTokenizer:
-    """Qwen3-VL's processor with small pictures."""
+def qwen(folder: Path, *, max_pixels: int = 64 * 64) -> ImageTokenizer:
+    """Qwen3-VL's processor with small images."""
     if not (folder / "qwen").exists():
         (folder / "qwen").mkdir()
         example().write_processor(folder / "qwen", max_pixels=max_pixels)
     return load_processor(str(folder / "qwen"))
 
 
-def intern(folder: Path) -> PictureTokenizer:
+def intern(folder: Path) -> ImageTokenizer:
     """InternVL's processor with tiny tiles, at most 4 of an image and a small copy."""
     folder = folder / "intern"
     if not folder.exists():
@@ -71,10 +71,10 @@ def image(height: int, width: int, *, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def saved(picture: Image.Image, kind: str = "PNG", *, orientation: int = 1) -> bytes:
+def saved(image: Image.Image, kind: str = "PNG", *, orientation: int = 1) -> bytes:
     """The bytes of a file."""
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = orientation
-    picture.save(file, format=kind, exif=exif)
+    image.save(file, format=kind, exif=exif)
     return file.getvalue()

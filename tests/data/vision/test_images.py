@@ -1,4 +1,4 @@
-"""Sizes from headers are those of decoded pictures, whatever the format and however the camera was held."""
+"""Sizes from headers are those of decoded images, whatever the format and whatever the orientation."""
 
 import io
 
@@ -17,7 +17,7 @@ MANY = 1 << 20
 
 @few_examples
 @given(height=EDGES, width=EDGES, kind=st.sampled_from(["PNG", "JPEG", "WEBP"]), orientation=st.integers(1, 8))
-def test_a_header_says_the_upright_size(height: int, width: int, kind: str, orientation: int) -> None:
+def test_headers_give_the_upright_size(height: int, width: int, kind: str, orientation: int) -> None:
     data = saved(image(height, width), kind, orientation=orientation)
     found = header_size(io.BytesIO(data), max_pixels=MANY)
     assert found == ((width, height) if orientation >= 5 else (height, width))
@@ -33,11 +33,11 @@ def test_all_modes_become_rgb(mode: str) -> None:
 
 @few_examples
 @given(junk=st.binary(max_size=200), keep=st.integers(0, 24))
-def test_what_is_no_picture_is_told(junk: bytes, keep: int) -> None:
+def test_what_is_no_image_is_refused(junk: bytes, keep: int) -> None:
     data = saved(image(9, 9))[:keep] + junk
-    with pytest.raises(BadRowError) as told:
+    with pytest.raises(BadRowError) as caught:
         header_size(io.BytesIO(data), max_pixels=MANY)
-    assert told.value.reason is BadReason.PICTURE_UNREADABLE
+    assert caught.value.reason is BadReason.IMAGE_UNREADABLE
 
 
 def test_the_bound_on_pixels() -> None:
@@ -48,7 +48,7 @@ def test_the_bound_on_pixels() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_a_picture_that_breaks_off_has_a_size_but_no_pixels(kind: str) -> None:
+def test_an_image_that_breaks_off_has_a_size_but_no_pixels(kind: str) -> None:
     data = saved(image(64, 48), kind)
     cut = data[: len(data) // 2]
     assert header_size(io.BytesIO(cut), max_pixels=MANY) == (64, 48)

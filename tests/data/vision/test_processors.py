@@ -1,4 +1,4 @@
-"""Lengths from sizes, and tokens, are those of the library's own processor on decoded pictures."""
+"""Lengths from sizes, and tokens, are those of the library's own processor on decoded images."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,8 +11,8 @@ from transformers import AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from rayfcp.data.rows import BadReason, BadRowError
-from rayfcp.data.vision.layout import Grid
-from rayfcp.data.vision.processors import PictureTokenizer
+from rayfcp.data.vision.layout import MediaGrid
+from rayfcp.data.vision.processors import ImageTokenizer
 from tests.data.makers import few_examples
 from tests.data.vision.makers import image
 
@@ -22,11 +22,11 @@ FAMILIES = pytest.mark.parametrize("name", ["qwen", "intern"])
 
 
 @pytest.fixture(scope="module")
-def named(qwen: PictureTokenizer, intern: PictureTokenizer) -> Callable[[str], PictureTokenizer]:
+def named(qwen: ImageTokenizer, intern: ImageTokenizer) -> Callable[[str], ImageTokenizer]:
     return {"qwen": qwen, "intern": intern}.__getitem__
 
 
-def rows(grid: Grid, tokenizer: PictureTokenizer) -> int:
+def rows(grid: MediaGrid, tokenizer: ImageTokenizer) -> int:
     return grid.units * tokenizer.family.unit_shape(grid.height, grid.width)[0]
 
 
@@ -34,14 +34,14 @@ def rows(grid: Grid, tokenizer: PictureTokenizer) -> int:
 @few_examples
 @given(sizes=st.lists(SIZES, min_size=1, max_size=3), words=st.lists(WORDS, min_size=4, max_size=4))
 def test_images_are_as_in_the_librarys_processor(
-    named: Callable[[str], PictureTokenizer], name: str, sizes: Sequence[tuple[int, int]], words: list[str]
+    named: Callable[[str], ImageTokenizer], name: str, sizes: Sequence[tuple[int, int]], words: list[str]
 ) -> None:
     tokenizer = named(name)
     family = tokenizer.family
     text = "".join(word + family.image_marker for word in words[: len(sizes)]) + words[-1] + "."
     images = [image(*size, seed=number) for number, size in enumerate(sizes)]
     want = family.processor(text=text, images=images, return_tensors="np")
-    tokens, items, runs = tokenizer.encode_pictures(text, [family.image_grid(size) for size in sizes])
+    tokens, items, runs = tokenizer.encode_images(text, [family.image_grid(size) for size in sizes])
     assert tokens.tolist() == [*want["input_ids"][0].tolist(), tokenizer.eos_id]
     values = np.concatenate([family.image_values(each) for each in images])
     np.testing.assert_array_equal(values, want["pixel_values"])
@@ -64,7 +64,7 @@ def test_images_are_as_in_the_librarys_processor(
 @few_examples
 @given(size=SIZES, num_frames=st.integers(2, 7), fps=st.sampled_from([1.0, 2.0, 24.0]))
 def test_videos_have_the_length_that_sizes_say(
-    named: Callable[[str], PictureTokenizer], name: str, size: tuple[int, int], num_frames: int, fps: float
+    named: Callable[[str], ImageTokenizer], name: str, size: tuple[int, int], num_frames: int, fps: float
 ) -> None:
     tokenizer = named(name)
     family = tokenizer.family
@@ -72,7 +72,7 @@ def test_videos_have_the_length_that_sizes_say(
     frames = [image(*size, seed=number) for number in range(num_frames)]
     values = family.video_values(frames)
     assert values.shape == (rows(grid, tokenizer), *family.unit_shape(grid.height, grid.width)[1:])
-    tokens, (item,), _ = tokenizer.encode_pictures(f"x{family.video_marker}y", [grid], fps=fps)
+    tokens, (item,), _ = tokenizer.encode_images(f"x{family.video_marker}y", [grid], fps=fps)
     assert int(tokenizer.is_mark(tokens).sum()) == grid.units * grid.unit_tokens
     assert (item.units, item.parts) == (grid.units, num_frames)
     if name == "qwen":
@@ -83,7 +83,7 @@ def test_videos_have_the_length_that_sizes_say(
 @few_examples
 @given(size=SIZES, num_frames=st.integers(2, 7), fps=st.sampled_from([1.0, 2.0, 24.0]))
 def test_videos_are_as_in_the_librarys_processor(
-    qwen: PictureTokenizer, size: tuple[int, int], num_frames: int, fps: float
+    qwen: ImageTokenizer, size: tuple[int, int], num_frames: int, fps: float
 ) -> None:
     """Which needs torchvision; it resizes by its own rounding."""
     pytest.importorskip("torchvision")
@@ -93,27 +93,25 @@ def test_videos_are_as_in_the_librarys_processor(
     want = AutoProcessor.from_pretrained(qwen.name)(
         text=f"a{family.video_marker}b", videos=[frames], do_sample_frames=False, video_metadata=[metadata]
     )
-    tokens, (item,), _ = qwen.encode_pictures(
-        f"a{family.video_marker}b", [family.video_grid(size, num_frames)], fps=fps
-    )
+    tokens, (item,), _ = qwen.encode_images(f"a{family.video_marker}b", [family.video_grid(size, num_frames)], fps=fps)
     assert tokens.tolist() == [*want["input_ids"][0], qwen.eos_id]
     assert [[item.units, item.height, item.width]] == want["video_grid_thw"].tolist()
     np.testing.assert_allclose(family.video_values(frames), want["pixel_values_videos"].numpy(), atol=0.05)
 
 
-def test_frames_say_their_time(qwen: PictureTokenizer) -> None:
+def test_frames_say_their_time(qwen: ImageTokenizer) -> None:
     family = qwen.family
     grid = family.video_grid((32, 64), 5)
     marks = family.processor.video_token * grid.unit_tokens
     want = "".join(f"<{time} seconds><|vision_start|>{marks}<|vision_end|>" for time in ("0.2", "1.2", "2.0"))
     text = f"a{family.processor.video_token}b"
-    assert qwen.encode_pictures(text, [grid], fps=2.0)[0].tolist() == qwen.encode(f"a{want}b").tolist()
+    assert qwen.encode_images(text, [grid], fps=2.0)[0].tolist() == qwen.encode(f"a{want}b").tolist()
 
 
 @few_examples
 @given(num_frames=st.integers(2, 5), tall=st.integers(1, 2), wide=st.integers(1, 3))
 def test_frames_become_the_patches_of_the_librarys_video_processor(
-    qwen: PictureTokenizer, num_frames: int, tall: int, wide: int
+    qwen: ImageTokenizer, num_frames: int, tall: int, wide: int
 ) -> None:
     library = qwen.family.processor.video_processor
     frames = [image(32 * tall, 32 * wide, seed=number) for number in range(num_frames)]
@@ -124,12 +122,12 @@ def test_frames_become_the_patches_of_the_librarys_video_processor(
     np.testing.assert_allclose(qwen.family.video_values(frames), want[0].numpy(), atol=1e-6)
 
 
-def test_markers_and_pictures_must_match(qwen: PictureTokenizer) -> None:
+def test_markers_and_images_must_match(qwen: ImageTokenizer) -> None:
     family = qwen.family
     grid = family.image_grid((32, 32))
     for text in ("none", family.image_marker * 2, family.video_marker):
-        with pytest.raises(BadRowError) as told:
-            qwen.encode_pictures(text, [grid])
-        assert told.value.reason is BadReason.MARKERS_MISMATCH
+        with pytest.raises(BadRowError) as caught:
+            qwen.encode_images(text, [grid])
+        assert caught.value.reason is BadReason.MARKERS_MISMATCH
     with pytest.raises(BadRowError, match="do not lie apart"):
-        qwen.encode_pictures(family.processor.image_token * 2, [grid, grid])
+        qwen.encode_images(family.processor.image_token * 2, [grid, grid])

@@ -1,4 +1,4 @@
-"""Rows with pictures, from files to samples, tokens, positions and pixels."""
+"""Rows with images, from files to samples, tokens, positions and pixels."""
 
 import json
 from collections.abc import Sequence
@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from rayfcp.config import ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.data import LengthIndex, PreparedManifest, Sampler, TokenReader, cached_prepare, prepare_local, sources
-from rayfcp.data.rows import IGNORED, clear_pieces
-from rayfcp.data.vision.decoding import PictureDecoder, Positions
-from rayfcp.data.vision.processors import PictureTokenizer
+from rayfcp.data.rows import IGNORED
+from rayfcp.data.vision.decoding import ImageDecoder, RotaryPositions, read_part, sample_items
+from rayfcp.data.vision.layout import clear_pieces
+from rayfcp.data.vision.processors import ImageTokenizer
 from rayfcp.values import Sample
 from tests.data.makers import data_config, few_examples, write_rows
 from tests.data.vision.makers import image, saved
@@ -28,9 +29,9 @@ CHAT = [
 
 
 def prepared(
-    folder: Path, tokenizer: PictureTokenizer, rows: dict[str, list[Any]], *, kind: str = "parquet", **keys: Any
+    folder: Path, tokenizer: ImageTokenizer, rows: dict[str, list[Any]], *, kind: str = "parquet", **keys: Any
 ) -> PreparedManifest:
-    """`rows` written to a file and prepared; beside it lie two pictures."""
+    """`rows` written to a file and prepared; beside it lie two images."""
     (folder / "in").mkdir(exist_ok=True)
     (folder / "in" / "a.png").write_bytes(PNG)
     (folder / "in" / "wide.png").write_bytes(WIDE)
@@ -38,7 +39,7 @@ def prepared(
     return prepare_local(data, out_dir=str(folder / "out"))
 
 
-def config(path: object, tokenizer: PictureTokenizer, **keys: Any) -> DataConfig:
+def config(path: object, tokenizer: ImageTokenizer, **keys: Any) -> DataConfig:
     return data_config(path, processor=tokenizer.name, **keys)
 
 
@@ -48,7 +49,7 @@ def opened(manifest: PreparedManifest, **keys: Any) -> tuple[TokenReader, tuple[
     return TokenReader(manifest), index.samples(range(len(index)))
 
 
-def marked(tokenizer: PictureTokenizer, tokens: Sequence[int]) -> list[int]:
+def marked(tokenizer: ImageTokenizer, tokens: Sequence[int]) -> list[int]:
     return np.flatnonzero(tokenizer.is_mark(np.array(tokens))).tolist()
 
 
@@ -74,7 +75,7 @@ def test_all_forms_of_a_row_give_the_same(tmp_path: Path, request: pytest.Fixtur
     assert len(contents) == 1
 
 
-def test_messages_are_rendered_by_the_models_template(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_messages_are_rendered_by_the_models_template(tmp_path: Path, qwen: ImageTokenizer) -> None:
     rows = {"messages": [CHAT], "images": [["a.png", "wide.png"]], "videos": [[["a.png"] * 3]]}
     reader, (sample,) = opened(prepared(tmp_path, qwen, rows, kind="jsonl"))
     family = qwen.family
@@ -84,23 +85,23 @@ def test_messages_are_rendered_by_the_models_template(tmp_path: Path, qwen: Pict
     )
     grids = [family.image_grid((40, 40)), family.image_grid((40, 70)), family.video_grid((40, 40), 3)]
     tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
-    assert tokens.tolist() == qwen.encode_pictures(text, grids)[0].tolist()
+    assert tokens.tolist() == qwen.encode_images(text, grids)[0].tolist()
     hidden = [place - 1 for place in marked(qwen, tokens)]
     assert np.flatnonzero(targets == IGNORED).tolist() == [*hidden, sample.num_tokens - 1]
     assert sample.num_targets == sample.num_tokens - 1 - len(hidden)
-    assert [item.is_video for item, _ in reader.items(sample)] == [0, 1, 0]
+    assert [item.is_video for item, _ in sample_items(reader, sample)] == [0, 1, 0]
 
 
-def test_rows_without_pictures_are_as_ever(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_rows_without_images_are_as_ever(tmp_path: Path, qwen: ImageTokenizer) -> None:
     rows = {"text": ["plain", "<image>"], "images": [None, [PNG]]}
-    reader, (plain, seen) = opened(prepared(tmp_path, qwen, rows))
+    reader, (plain, shown) = opened(prepared(tmp_path, qwen, rows))
     tokens, targets = reader.read(plain, start=0, stop=plain.num_tokens)
     assert tokens.tolist() == qwen.encode("plain").tolist()
     assert targets.tolist() == [*tokens[1:].tolist(), IGNORED]
-    assert (plain.pictures, len(seen.pictures)) == ((), 1)
+    assert (plain.images, len(shown.images)) == ((), 1)
 
 
-def test_bad_pictures_are_counted_and_named(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_bad_images_are_counted_and_named(tmp_path: Path, qwen: ImageTokenizer) -> None:
     wrong = {
         "picture_missing": ["none.png"],
         "picture_unreadable": ["rows.jsonl"],
@@ -117,7 +118,7 @@ def test_bad_pictures_are_counted_and_named(tmp_path: Path, qwen: PictureTokeniz
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_pictures_beside_ready_tokens_are_refused(tmp_path: Path, qwen: PictureTokenizer, kind: str) -> None:
+def test_images_beside_ready_tokens_are_refused(tmp_path: Path, qwen: ImageTokenizer, kind: str) -> None:
     rows = {"input_ids": [[1, 2], [3, 4]], "images": [None, ["a.png"]]}
     made = prepared(tmp_path, qwen, rows, kind=kind)
     assert (made.num_rows, made.bad_rows) == (1, {"wrong_type": 1})
@@ -130,8 +131,8 @@ def test_pixels_are_read_in_any_parts(tmp_path: Path, request: pytest.FixtureReq
     made = prepared(tmp_path, tokenizer, rows)
     reader, (sample,) = opened(made)
     batch = Sampler(LengthIndex.open(made.folder, max_seqlen=10_000), seed=0, global_batch=1).batch(1)
-    count = sum(run.count for run in sample.pictures)
-    decoder = PictureDecoder(reader, tokenizer)
+    count = sum(run.count for run in sample.images)
+    decoder = ImageDecoder(reader, tokenizer)
     whole = decoder.decode(batch, [(0, 0, count)])[0, 0, count]
     assert whole.broken == ()
     assert len(whole.grids) == count
@@ -148,12 +149,12 @@ def test_pixels_are_read_in_any_parts(tmp_path: Path, request: pytest.FixtureReq
         np.testing.assert_array_equal(np.concatenate([part.grids for part in parts]), whole.grids)
 
 
-def test_a_picture_that_breaks_off_is_grey_and_named(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_an_image_that_breaks_off_is_grey_and_named(tmp_path: Path, qwen: ImageTokenizer) -> None:
     made = prepared(tmp_path, qwen, {"text": ["<image>a<image>"], "images": [[PNG, BROKEN]]})
     reader, (sample,) = opened(made)
     batch = Sampler(LengthIndex.open(made.folder, max_seqlen=10_000), seed=0, global_batch=1).batch(1)
-    found = PictureDecoder(reader, qwen).decode(batch, [(0, 0, 2), (0, 1, 2)])
-    first, second = sample.pictures[0].num_patches, sample.pictures[-1].num_patches
+    found = ImageDecoder(reader, qwen).decode(batch, [(0, 0, 2), (0, 1, 2)])
+    first, second = sample.images[0].num_patches, sample.images[-1].num_patches
     assert np.abs(found[0, 0, 2].values[:first]).max() > 0
     assert not found[0, 0, 2].values[first:].any()
     assert found[0, 1, 2].values.shape == (second, 1536)
@@ -161,22 +162,22 @@ def test_a_picture_that_breaks_off_is_grey_and_named(tmp_path: Path, qwen: Pictu
     assert ".arrow row 0: " in found[0, 1, 2].broken[0]
 
 
-def test_positions_are_three(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_positions_are_three(tmp_path: Path, qwen: ImageTokenizer) -> None:
     rows = {"text": ["ab<image>c<video>d", "plain"], "images": [[WIDE], None], "videos": [[[PNG] * 3], None]}
     reader, samples = opened(prepared(tmp_path, qwen, rows))
-    seen, plain = samples
-    positions = Positions(reader, qwen)
+    shown, plain = samples
+    positions = RotaryPositions(reader, qwen)
     np.testing.assert_array_equal(positions.of(plain, start=1, stop=3), [[1, 2]] * 3)
-    np.testing.assert_array_equal(positions.of(seen, start=3, stop=9), by_hand(reader, seen)[:, 3:9])
-    np.testing.assert_array_equal(positions.of(seen, start=0, stop=seen.num_tokens), by_hand(reader, seen))
+    np.testing.assert_array_equal(positions.of(shown, start=3, stop=9), by_hand(reader, shown)[:, 3:9])
+    np.testing.assert_array_equal(positions.of(shown, start=0, stop=shown.num_tokens), by_hand(reader, shown))
 
 
 def by_hand(reader: TokenReader, sample: Sample) -> np.ndarray:
-    """A picture of h x w tokens takes max(h, w) steps of the text's one axis; inside, rows and columns count."""
+    """An image of h x w tokens takes max(h, w) steps of the text's one axis; inside, rows and columns count."""
     grids = {
         run.start + index * run.stride: (item.height // 2, item.width // 2)
-        for item, _ in reader.items(sample)
-        for run in sample.pictures
+        for item, _ in sample_items(reader, sample)
+        for run in sample.images
         if item.start <= run.start < item.stop
         for index in range(run.count)
     }
@@ -194,7 +195,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9)), max_size=5)
 
 @few_examples
 @given(gaps=RANGES, tail=st.integers(0, 6), max_seqlen=st.integers(2, 12), split=st.booleans())
-def test_pieces_cut_no_picture(gaps: list[tuple[int, int]], tail: int, max_seqlen: int, split: bool) -> None:
+def test_pieces_cut_no_image(gaps: list[tuple[int, int]], tail: int, max_seqlen: int, split: bool) -> None:
     spans, at = [], 0
     for gap, size in gaps:
         spans.append((at + gap, at + gap + size))
@@ -207,7 +208,7 @@ def test_pieces_cut_no_picture(gaps: list[tuple[int, int]], tail: int, max_seqle
         assert behind <= start <= behind + 1
         assert 2 <= stop - start <= max_seqlen
         assert not {start, stop} & inside
-        # One picture more, or one token more, would have been too many.
+        # One image more, or one token more, would have been too many.
         longer = min((end for end in range(stop + 1, length + 1) if end not in inside), default=None)
         assert longer is None or longer - start > max_seqlen
         behind = stop
@@ -215,29 +216,27 @@ def test_pieces_cut_no_picture(gaps: list[tuple[int, int]], tail: int, max_seqle
         assert any(last - first > max_seqlen for first, last in spans if first == reached)
 
 
-def test_long_rows_end_before_a_picture(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_long_rows_end_before_an_image(tmp_path: Path, qwen: ImageTokenizer) -> None:
     rows = {"text": ["abcdef<image>ghi", "<image>"], "images": [[WIDE], [PNG]]}
     made = prepared(tmp_path, qwen, rows)
     reader, (first, second) = opened(made)
-    run = first.pictures[0]
+    run = first.images[0]
     for limit in range(run.start + 1, run.stop):
         index = LengthIndex.open(made.folder, max_seqlen=limit, long_sequences="cut")
         assert index.sample(0).num_tokens == run.start
-        assert index.sample(0).pictures == ()
-        if limit < second.pictures[0].stop:
-            assert index.counts["picture_too_long"] == 1  # only one token stands before its picture
+        assert index.sample(0).images == ()
+        if limit < second.images[0].stop:
+            assert index.counts["picture_too_long"] == 1  # only one token stands before its image
             assert len(index) == 1
     split = LengthIndex.open(made.folder, max_seqlen=first.num_tokens - 1, long_sequences="split")
-    assert sum(len(sample.pictures) for sample in split.samples(range(len(split)))) == 2
+    assert sum(len(sample.images) for sample in split.samples(range(len(split)))) == 2
     for sample in split.samples(range(len(split))):
         tokens, targets = reader.read(sample, start=0, stop=sample.num_tokens)
-        assert marked(qwen, tokens) == [place for run in sample.pictures for place in range(run.start, run.stop)]
+        assert marked(qwen, tokens) == [place for run in sample.images for place in range(run.start, run.stop)]
         assert sample.num_targets == int(np.count_nonzero(targets != IGNORED))
 
 
-def test_a_prepared_folder_is_of_one_processor(
-    tmp_path: Path, qwen: PictureTokenizer, intern: PictureTokenizer
-) -> None:
+def test_a_prepared_folder_is_of_one_processor(tmp_path: Path, qwen: ImageTokenizer, intern: ImageTokenizer) -> None:
     made = prepared(tmp_path, qwen, {"text": ["<image>"], "images": [[PNG]]})
     assert cached_prepare(config(made.folder, qwen), cache_dir=str(tmp_path / "c")) == made
     with pytest.raises(ConfigError, match=r"data.processor is .*intern', must be .*qwen'"):
@@ -248,14 +247,14 @@ def test_a_prepared_folder_is_of_one_processor(
         LengthIndex.open(made.folder, max_seqlen=100)
 
 
-def test_shards_of_another_file_system(tmp_path: Path, qwen: PictureTokenizer) -> None:
+def test_shards_of_another_file_system(tmp_path: Path, qwen: ImageTokenizer) -> None:
     root = f"memory://{tmp_path.name}-pictures"
     rows = {"text": ["<image>a"], "images": [[PNG]]}
     data = config(write_rows(tmp_path / "rows.parquet", rows), qwen)
     made = prepare_local(data, out_dir=root)
     reader, (sample,) = opened(made)
-    ((_, places),) = reader.items(sample)
-    assert [reader.part(sample, first=int(first), num_bytes=int(size)) for first, size in places] == [PNG]
+    ((_, places),) = sample_items(reader, sample)
+    assert [read_part(reader, sample, first=int(first), num_bytes=int(size)) for first, size in places] == [PNG]
 
 
 def test_a_processor_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
@@ -264,27 +263,27 @@ def test_a_processor_that_is_none_is_one_clear_line(tmp_path: Path) -> None:
         prepare_local(data_config(tmp_path, processor=str(tmp_path)), out_dir=str(tmp_path / "out"))
 
 
-def test_pieces_of_lines_that_name_pictures_give_the_same_rows(
-    tmp_path: Path, qwen: PictureTokenizer, monkeypatch: pytest.MonkeyPatch
+def test_pieces_of_lines_that_name_images_give_the_same_rows(
+    tmp_path: Path, qwen: ImageTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines are few bytes for much work, so that a file is cut into more pieces."""
     rows = {"text": [f"<image>{number}" for number in range(6)], "images": [["a.png"]] * 5 + [["none.png"]]}
     whole = prepared(tmp_path, qwen, rows, kind="jsonl")
-    monkeypatch.setattr(sources, "PIECE_BYTES", sources.PICTURE_WEIGHT * 60)
+    monkeypatch.setattr(sources, "PIECE_BYTES", sources.IMAGE_WEIGHT * 60)
     cut = prepare_local(config(tmp_path / "in" / "rows.jsonl", qwen), out_dir=str(tmp_path / "cut"))
     assert len(cut.shards) > len(whole.shards) == 1
     assert [row.row for row in cut.named_bad_rows] == [5]
-    seen = [
+    found = [
         [
             (
                 sample.num_tokens,
-                sample.pictures,
-                reader.part(sample, first=int(places[0][0]), num_bytes=int(places[0][1])),
+                sample.images,
+                read_part(reader, sample, first=int(places[0][0]), num_bytes=int(places[0][1])),
             )
         ]
         for made in (whole, cut)
         for reader, samples in [opened(made)]
         for sample in samples
-        for _, places in reader.items(sample)
+        for _, places in sample_items(reader, sample)
     ]
-    assert seen[:5] == seen[5:]
+    assert found[:5] == found[5:]

@@ -106,7 +106,7 @@ def test_no_runs_without_exchanges() -> None:
 @examples(15)
 @given(seed=st.integers(0, 10**6), num_ranks=st.sampled_from([2, 4, 6, 8, 16]), wanted=st.sampled_from([None, 1, 2]))
 def test_plans_of_runs_are_proved(seed: int, num_ranks: int, wanted: int | None) -> None:
-    """Tokens, cells, matchings, gradients, memory, buffers, progress: all of `check_plan`."""
+    """Tokens, pairs, matchings, gradients, memory, buffers, progress: all of `check_plan`."""
     sequences, cluster = small(seed, num_ranks=num_ranks)
     blocks = any_options(seed).model_copy(update={"heads": wanted})
     options = PlanConfig(primitives=("ring", "ulysses"), blocks=blocks)

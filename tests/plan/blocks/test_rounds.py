@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from rayfcp.config.models import BlockOptions
 from rayfcp.cost.kernels.flow import Flow, finish_s, phases_of
 from rayfcp.cost.layout import layout_s, round_tokens
-from rayfcp.plan.blocks.kernels.traffic import own_sides
 from rayfcp.plan.blocks.planner import block_tokens, plan_blocks, sizes
+from rayfcp.plan.blocks.rounds import own_sides
 from rayfcp.plan.strategies.flex_block import propose_blocks
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import ClusterSpec, Mask
+from rayfcp.values import ClusterSpec, Pacing
 from tests.examples import examples
 from tests.plan.blocks.helpers import any_options, drawn, pool_of, small
 from tests.plan.helpers import UNIT, batch_of, profiled
@@ -27,13 +27,12 @@ def test_every_need_is_met_once_in_as_many_matchings_as_the_degree(seed: int, nu
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
     found = plan_blocks(pool_of(sequences), cluster=cluster, cost=UNIT, options=any_options(seed))
     layout = found.layout(np.arange(len(sequences)))
-    full = pool_of(sequences).full
     due = {
         (query.rank, at)
         for query in layout.blocks
         for at, key in enumerate(layout.blocks)
         if key.sequence == query.sequence and key.rank != query.rank
-        if full[key.sequence] or key.start < query.start
+        if key.start < query.start
     }
     got = Counter((t.target, block) for step in layout.rounds for t in step.transfers for block in t.blocks)
     assert set(got) == due and set(got.values()) <= {1}
@@ -47,7 +46,7 @@ def test_every_need_is_met_once_in_as_many_matchings_as_the_degree(seed: int, nu
 
 @examples(60)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 6))
-def test_cells_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -> None:
+def test_pairs_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -> None:
     """Of unsplit programs: what is predicted of each rank is what it attends to."""
     sequences, _ = small(seed, num_ranks=num_ranks)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
@@ -55,26 +54,19 @@ def test_cells_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -
     found = plan_blocks(pool_of(sequences), cluster=cluster, cost=cost, options=BlockOptions(block_tokens=100))
     ids = np.arange(len(sequences))
     layout = found.layout(ids)
-    order = sorted(range(len(sequences)), key=lambda at: (-_density(sequences[at]), -sequences[at].num_tokens, at))
-    masks = {at: sequences[order[at]].mask for at in range(len(sequences))}
-    programs = lower_attention(layout, masks=masks, num_ranks=num_ranks)
+    programs = lower_attention(layout, num_ranks=num_ranks)
     for rank, program in enumerate(programs):
         held = any(block.rank == rank for block in layout.blocks)
-        cells = program.num_cells if held else 0
+        pairs = program.num_pairs if held else 0
         seconds = found.traffic.attention_s[rank]
-        assert seconds >= cost.attention_s_per_cell * cells * (1 - 1e-9)
+        assert seconds >= cost.attention_s_per_pair * pairs * (1 - 1e-9)
     port = np.maximum(*(_moved(found, side) for side in ("source", "target")))
     assert round_tokens(layout, num_ranks=num_ranks).tolist() == port.tolist()
 
 
-def _density(sequence: object) -> float:
-    tokens, mask = sequence.num_tokens, sequence.mask  # type: ignore[attr-defined]
-    return tokens if mask is Mask.FULL else (tokens + 1) / 2
-
-
 def _moved(found: object, side: str) -> np.ndarray:
-    parcels, count = found.traffic.parcels, found.traffic.num_ranks  # type: ignore[attr-defined]
-    return np.bincount(getattr(parcels, side), parcels.tokens, minlength=count)
+    messages, count = found.traffic.messages, found.traffic.num_ranks  # type: ignore[attr-defined]
+    return np.bincount(getattr(messages, side), messages.tokens, minlength=count)
 
 
 def test_seconds_of_two_ranks_in_closed_form() -> None:
@@ -102,17 +94,18 @@ def test_seconds_of_two_ranks_in_closed_form() -> None:
 
 def test_own_runs_of_blocks_count_as_one() -> None:
     cluster = ClusterSpec(num_ranks=1, max_tokens_per_rank=1000)
-    pool = pool_of(batch_of([300, 200], full=[False, True]))
+    pool = pool_of(batch_of([300, 200]))
     found = plan_blocks(pool, cluster=cluster, cost=UNIT, options=BlockOptions(block_tokens=50, placement="lpt"))
-    by_rank, by_sequence = own_sides(pool, found.pieces)
-    assert by_rank.tolist() == [150 + 200] and sorted(by_sequence.tolist()) == [150, 200]
+    assert own_sides(found.pieces).tolist() == [150 + 100]
 
 
 def flow(
     stages: list[int], ends: list[tuple[int, int]], *, moved: list[float], work: list[float], own: list[float]
 ) -> Flow:
     source, target = (np.array([pair[side] for pair in ends], np.int64) for side in (0, 1))
-    return Flow(np.array(stages, np.int64), source, target, np.array(moved), np.array(work), np.array(own), 3)
+    phase = np.array(stages, np.int64)
+    due = Pacing(coalesce=1, num_buffers=3).due_phase(phase)
+    return Flow(phase, source, target, np.array(moved), np.array(work), np.array(own), due)
 
 
 def test_communication_hides_behind_level_phases() -> None:
@@ -145,7 +138,7 @@ def test_three_rules_of_size() -> None:
     cost = profiled(64, hardware="gpu-x")
     assert block_tokens(cost, tokens_per_rank=32_768, crosses=True) == 2048
     assert block_tokens(cost, tokens_per_rank=4096, crosses=True) == 512
-    slow = cost.with_coefficients(ring_inter_s_per_token=4096 * cost.attention_s_per_cell)
+    slow = cost.with_coefficients(ring_inter_s_per_token=4096 * cost.attention_s_per_pair)
     assert block_tokens(slow, tokens_per_rank=65_536, crosses=True) == 4096
     assert block_tokens(slow, tokens_per_rank=65_536, crosses=False) == 2048
     assert block_tokens(cost, tokens_per_rank=3, crosses=False) == 128

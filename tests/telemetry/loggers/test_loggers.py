@@ -14,9 +14,9 @@ from rayfcp.config import ConfigError
 from rayfcp.telemetry.loggers import interface as known
 from rayfcp.telemetry.loggers.interface import (
     MAX_WAITING,
-    About,
     Background,
     Loggers,
+    RunInfo,
     check_loggers,
     open_logger,
     values_of,
@@ -27,8 +27,8 @@ from tests.waiting import PATIENCE_S
 STEPS = [report(step, loss=5.0 / step) for step in (1, 2, 3)]
 
 
-def about(folder: Path, *, resume_step: int = 0) -> About:
-    return About(name="run", run_dir=folder, config={"train.steps": 3, "run.name": "run"}, resume_step=resume_step)
+def about(folder: Path, *, resume_step: int = 0) -> RunInfo:
+    return RunInfo(name="run", run_dir=folder, config={"train.steps": 3, "run.name": "run"}, resume_step=resume_step)
 
 
 def log_all(name: str, folder: Path) -> None:
@@ -139,7 +139,7 @@ class Broken:
         raise AssertionError("a logger that failed is not closed")
 
 
-class Keeping:
+class Recorder:
     def __init__(self) -> None:
         self.seen: list[int] = []
         self.closed = False
@@ -153,24 +153,24 @@ class Keeping:
 
 def test_a_logger_that_fails_is_said_once_and_others_go_on(tmp_path: Path) -> None:
     said: list[str] = []
-    broken, keeping = Broken(), Keeping()
-    own = {"mlflow": broken, "wandb": keeping}
-    loggers = Loggers(own, about(tmp_path), say=said.append, open_one=lambda name, _: own[name])
+    broken, snapshot_stores = Broken(), Recorder()
+    own = {"mlflow": broken, "wandb": snapshot_stores}
+    loggers = Loggers(own, about(tmp_path), log=said.append, open_one=lambda name, _: own[name])
     for step in STEPS:
-        loggers.tell(step)
+        loggers.put(step)
     loggers.close()
-    assert broken.seen == [1, 2] and keeping.seen == [1, 2, 3] and keeping.closed
-    assert said == ["logger mlflow failed and is left out from here on: OSError: the server is gone"]
+    assert broken.seen == [1, 2] and snapshot_stores.seen == [1, 2, 3] and snapshot_stores.closed
+    assert said == ["logger mlflow failed and is disabled: OSError: the server is gone"]
 
 
 def test_a_logger_that_cannot_be_opened_is_no_error_of_the_run(tmp_path: Path) -> None:
     said: list[str] = []
 
-    def refuse(name: str, told: About) -> Keeping:
+    def refuse(name: str, told: RunInfo) -> Recorder:
         raise ModuleNotFoundError("No module named 'mlflow'")
 
-    loggers = Loggers(["mlflow"], about(tmp_path), say=said.append, open_one=refuse)
-    loggers.tell(STEPS[0])
+    loggers = Loggers(["mlflow"], about(tmp_path), log=said.append, open_one=refuse)
+    loggers.put(STEPS[0])
     loggers.close()
     assert len(said) == 1 and "logger mlflow failed" in said[0]
 
@@ -179,16 +179,16 @@ def test_a_slow_logger_costs_a_run_no_time_and_bounded_memory() -> None:
     said: list[str] = []
     go_on = threading.Event()
 
-    class Slow(Keeping):
+    class Slow(Recorder):
         def log(self, step: int, values: Mapping[str, float]) -> None:
             go_on.wait()
             super().log(step, values)
 
     slow = Slow()
-    logger = Background("wandb", lambda: slow, say=said.append)
+    logger = Background("wandb", lambda: slow, log=said.append)
     for step in range(MAX_WAITING + 50):
-        logger.tell(step, {})
-    assert said == [f"logger wandb is {MAX_WAITING} steps behind; steps are left out there"]
+        logger.put(step, {})
+    assert said == [f"logger wandb is {MAX_WAITING} steps behind; steps are dropped there"]
     go_on.set()
     logger.close(timeout_s=PATIENCE_S)
     assert slow.closed and MAX_WAITING <= len(slow.seen) <= MAX_WAITING + 1

@@ -1,4 +1,4 @@
-"""Sequences in packs of equal memory: by work, or by length where memory is scarce.
+"""Packs of equal memory, filled by work, or by length where memory is scarce; and cuts of a batch.
 
 A global batch into microbatches: `part[sequence]` is the microbatch of each; an empty array is no cut.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.plan.groups.kernels.state import MOVES, World, _sum_s
+from rayfcp.plan.groups.kernels.state import MOVES, SearchProblem, _sum_s
 from rayfcp.values.arrays import Floats, Ints
 
 CAPACITIES = 8  # tried between the mean and all of a pack's memory
@@ -20,32 +20,23 @@ class Packs(NamedTuple):
 
     owners: Ints
     tokens: Floats
-    cells: Floats
+    pairs: Floats
 
 
 @compiled
-def _packed(world: World, members: Ints, degree: int, count: int, by_length: bool) -> Packs:
+def _packed(problem: SearchProblem, members: Ints, degree: int, count: int, by_length: bool) -> Packs:
     """Into so many packs of `degree` ranks' memory, by work, or else by length."""
     if not by_length:
-        packs = _by_work(world, members, degree, count)
+        packs = _by_work(problem, members, degree, count)
         if len(packs.owners) == len(members):
             return packs
-    return _by_length(world, members, degree, count)
+    return _by_length(problem, members, degree, count)
 
 
 @compiled
-def _num_bins(world: World, members: Ints, degree: int) -> int:
-    """Packs of `degree` ranks' memory that hold all by length."""
-    tokens = world.batch.tokens[members]
-    owners = np.empty(len(members), np.int64)
-    _fits(tokens, np.argsort(-tokens, kind="mergesort"), world.prices.room * degree, owners, len(members))
-    return int(owners.max()) + 1
-
-
-@compiled
-def _by_length(world: World, members: Ints, degree: int, count: int) -> Packs:
+def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -> Packs:
     """First-fit decreasing, at about the least tokens a pack that suffice."""
-    tokens, most = world.batch.tokens[members], world.prices.room * degree
+    tokens, most = problem.batch.tokens[members], problem.prices.max_tokens * degree
     order = np.argsort(-tokens, kind="mergesort")
     least = max(tokens.sum() / count, tokens[order[0]])
     owners = np.full(len(members), -1)
@@ -59,44 +50,44 @@ def _by_length(world: World, members: Ints, degree: int, count: int) -> Packs:
             owners[:] = trial
         else:
             least = middle
-    world.state.counts[MOVES] += 2 * (1 + CAPACITIES) * len(members)
-    held, cells = np.zeros(count), np.zeros(count)
+    problem.state.counts[MOVES] += 2 * (1 + CAPACITIES) * len(members)
+    held, pairs = np.zeros(count), np.zeros(count)
     for number, at in enumerate(members):
-        held[owners[number]] += world.batch.tokens[at]
-        cells[owners[number]] += world.batch.cells[at]
-    return Packs(owners, held, cells)
+        held[owners[number]] += problem.batch.tokens[at]
+        pairs[owners[number]] += problem.batch.pairs[at]
+    return Packs(owners, held, pairs)
 
 
 @compiled
-def _fits(tokens: Floats, order: Ints, room: float, owners: Ints, count: int) -> bool:
+def _fits(tokens: Floats, order: Ints, max_tokens: float, owners: Ints, count: int) -> bool:
     """Each in this order goes to the first of so many packs with room for it; `owners` says to which."""
     leaves = 1
     while leaves < count:
         leaves *= 2
-    rooms = np.zeros(2 * leaves)  # a tournament: rooms[1] is that of the pack with the most left
-    rooms[leaves : leaves + count] = room
+    left_tokens = np.zeros(2 * leaves)  # a tournament: rooms[1] is that of the pack with the most left
+    left_tokens[leaves : leaves + count] = max_tokens
     for node in range(leaves - 1, 0, -1):
-        rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+        left_tokens[node] = max(left_tokens[2 * node], left_tokens[2 * node + 1])
     for number in order:
-        if rooms[1] < tokens[number]:
+        if left_tokens[1] < tokens[number]:
             return False
         node = 1
         while node < leaves:
-            node = 2 * node if rooms[2 * node] >= tokens[number] else 2 * node + 1
+            node = 2 * node if left_tokens[2 * node] >= tokens[number] else 2 * node + 1
         owners[number] = node - leaves
-        rooms[node] -= tokens[number]
+        left_tokens[node] -= tokens[number]
         while node > 1:
             node //= 2
-            rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
+            left_tokens[node] = max(left_tokens[2 * node], left_tokens[2 * node + 1])
     return True
 
 
 @compiled
-def _by_work(world: World, members: Ints, degree: int, count: int) -> Packs:
+def _by_work(problem: SearchProblem, members: Ints, degree: int, count: int) -> Packs:
     """The most work first, to the pack with the least that has room."""
-    batch, room = world.batch, world.prices.room * degree
+    batch, max_tokens = problem.batch, problem.prices.max_tokens * degree
     owners = np.zeros(len(members), np.int64)
-    tokens, cells = np.zeros(count), np.zeros(count)
+    tokens, pairs = np.zeros(count), np.zeros(count)
     loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
     winners[count:] = np.arange(count)
     for node in range(count - 1, 0, -1):
@@ -104,25 +95,25 @@ def _by_work(world: World, members: Ints, degree: int, count: int) -> Packs:
     for number in np.argsort(-batch.work_s[members], kind="mergesort"):
         at = members[number]
         best = winners[1] if count > 1 else 0
-        if tokens[best] + batch.tokens[at] > room:
-            best = _roomy(tokens, loads, room - batch.tokens[at])
+        if tokens[best] + batch.tokens[at] > max_tokens:
+            best = _least_loaded(tokens, loads, max_tokens - batch.tokens[at])
         if best < 0:
-            return Packs(owners[:0], tokens, cells)
+            return Packs(owners[:0], tokens, pairs)
         owners[number] = best
         tokens[best] += batch.tokens[at]
-        cells[best] += batch.cells[at]
+        pairs[best] += batch.pairs[at]
         loads[best] += batch.work_s[at]
         _replay(winners, loads, best)
-    world.state.counts[MOVES] += 2 * len(members)
-    return Packs(owners, tokens, cells)
+    problem.state.counts[MOVES] += 2 * len(members)
+    return Packs(owners, tokens, pairs)
 
 
 @inner
-def _roomy(tokens: Floats, loads: Floats, room: float) -> int:
-    """The pack with the least load of those with at most `room` tokens; -1 if there is none."""
+def _least_loaded(tokens: Floats, loads: Floats, max_tokens: float) -> int:
+    """The pack with the least load of those with at most `max_tokens` tokens; -1 if there is none."""
     best = -1
     for each in range(len(tokens)):
-        if tokens[each] <= room and (best < 0 or loads[each] < loads[best]):
+        if tokens[each] <= max_tokens and (best < 0 or loads[each] < loads[best]):
             best = each
     return best
 
@@ -137,14 +128,11 @@ def _replay(winners: Ints, loads: Floats, pack: int) -> None:
         node //= 2
 
 
-STEPS = 20_000  # of the search for the fewest microbatches: many sequences seldom need it
-
-
 class Cut(NamedTuple):
-    """At most `most` microbatches of at most `room` tokens; `spare_from_s`: see `cut_by_time`."""
+    """At most `most` microbatches of at most `max_tokens` tokens; `spare_from_s`: see `cut_by_time`."""
 
     most: int
-    room: float
+    max_tokens: float
     spare_from_s: float
 
 
@@ -156,36 +144,36 @@ class Bins(NamedTuple):
 
 
 @compiled
-def cut_by_time(world: World, order: Ints, how: Cut) -> Ints:
+def cut_by_time(problem: SearchProblem, order: Ints, how: Cut) -> Ints:
     """Each sequence, in `order`, to the microbatch with the least time that has room.
 
     A microbatch whose longest sequence takes more than `spare_from_s` even alone has ranks to spare: the
     excess is taken off its time, so that it fills up first; others may stay empty and are left out.
     """
-    batch = world.batch
+    batch = problem.batch
     part = np.full(len(order), -1)
     tokens, times, excess = np.zeros(how.most), np.zeros(how.most), np.zeros(how.most)
     for at in order:
         best = -1
         for each in range(how.most):
-            if tokens[each] + batch.tokens[at] <= how.room and (best < 0 or times[each] < times[best]):
+            if tokens[each] + batch.tokens[at] <= how.max_tokens and (best < 0 or times[each] < times[best]):
                 best = each
         if best < 0:
             return np.zeros(0, np.int64)
         part[at] = best
         tokens[best] += batch.tokens[at]
-        more_s = max(excess[best], batch.alone_s[at] - world.prices.fixed_s - how.spare_from_s)
-        times[best] += batch.work_s[at] / world.prices.capacity + excess[best] - more_s
+        more_s = max(excess[best], batch.alone_s[at] - problem.prices.fixed_s - how.spare_from_s)
+        times[best] += batch.work_s[at] / problem.prices.capacity + excess[best] - more_s
         excess[best] = more_s
     return _renumbered(part)
 
 
 @compiled
-def cut_by_length(world: World, how: Cut) -> Ints:
+def cut_by_length(problem: SearchProblem, how: Cut) -> Ints:
     """Runs of sequences of like length, the longest run as short in tokens as may be; where memory binds, these waste
     none of it."""
-    tokens = world.batch.tokens
-    low, high = max(tokens.max(), tokens.sum() / how.most), how.room
+    tokens = problem.batch.tokens
+    low, high = max(tokens.max(), tokens.sum() / how.most), how.max_tokens
     if len(_runs(tokens, how.most, high)) == 0:
         return np.zeros(0, np.int64)
     while high - low > 1.0:
@@ -198,12 +186,12 @@ def cut_by_length(world: World, how: Cut) -> Ints:
 
 
 @compiled
-def _runs(tokens: Floats, most: int, room: float) -> Ints:
+def _runs(tokens: Floats, most: int, max_tokens: float) -> Ints:
     """The run of each; nothing if more than `most` would be needed."""
     part = np.zeros(len(tokens), np.int64)
     held, number = 0.0, 0
     for at in range(len(tokens)):
-        if held + tokens[at] > room:
+        if held + tokens[at] > max_tokens:
             held, number = 0.0, number + 1
             if number == most:
                 return np.zeros(0, np.int64)
@@ -213,85 +201,40 @@ def _runs(tokens: Floats, most: int, room: float) -> Ints:
 
 
 @compiled
-def bins_by_tokens(world: World, room: float) -> Ints:
+def bins_by_tokens(problem: SearchProblem, max_tokens: float) -> Ints:
     """Best-fit decreasing by tokens, into as many microbatches as that takes: it always fits."""
-    return best_fit(world.batch.tokens, Bins(room, len(world.batch.tokens)))
-
-
-@compiled
-def tight_bins(world: World, room: float, most: int) -> Ints:
-    """At most so many microbatches, by search in depth: each sequence, longest first, in each microbatch with room for
-    it, until as much room is lost as may be. Nothing if there are none, or none was found in `STEPS`."""
-    tokens = world.batch.tokens
-    size, free = len(tokens), most * room - tokens.sum()
-    part, held, at = np.full(size, -1), np.zeros(most), 0
-    for _ in range(STEPS):
-        if part[at] >= 0:
-            held[part[at]] -= tokens[at]
-        part[at] = _next_bin(held, room, tokens[at], part[at])
-        if part[at] < 0:
-            if at == 0:
-                break
-            at -= 1
-            continue
-        held[part[at]] += tokens[at]
-        if at == size - 1:
-            return part
-        if _lost(held, room, tokens[size - 1]) <= free:
-            at += 1
-    return part[:0]
-
-
-@inner
-def _next_bin(held: Floats, room: float, tokens: float, before: int) -> int:
-    """The first after `before` with room, of those that hold as much only the first of all; -1 if there is none."""
-    for each in range(before + 1, len(held)):
-        if held[each] + tokens <= room:
-            new = True
-            for other in range(each):
-                new = new and held[other] != held[each]
-            if new:
-                return each
-    return -1
-
-
-@inner
-def _lost(held: Floats, room: float, shortest: float) -> float:
-    """Room that nothing fits in any more."""
-    lost = 0.0
-    for each in range(len(held)):
-        if room - held[each] < shortest:
-            lost += room - held[each]
-    return lost
+    return best_fit(problem.batch.tokens, Bins(max_tokens, len(problem.batch.tokens)))
 
 
 @compiled
 def best_fit(lengths: Floats, bins: Bins) -> Ints:
     """`rayfcp.plan.assembly.best_fit_decreasing`; nothing if too many bins would open."""
     owners = np.zeros(len(lengths), np.int64)
-    rooms, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
+    left_tokens, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
     count = 0
     for at in range(len(lengths)):
-        best = np.searchsorted(rooms[:count], lengths[at])
+        best = np.searchsorted(left_tokens[:count], lengths[at])
         if best < count:
-            name, room = names[best], rooms[best] - lengths[at]
+            name, max_tokens = names[best], left_tokens[best] - lengths[at]
         else:
             if count == bins.max_bins:
                 return np.zeros(0, np.int64)
-            name, room = count, math.ceil(lengths[at] / bins.capacity) * bins.capacity - lengths[at]
+            name, max_tokens = count, math.ceil(lengths[at] / bins.capacity) * bins.capacity - lengths[at]
             count += 1
         owners[at] = name
-        while best > 0 and (rooms[best - 1] > room or (rooms[best - 1] == room and names[best - 1] > name)):
-            rooms[best], names[best] = rooms[best - 1], names[best - 1]
+        while best > 0 and (
+            left_tokens[best - 1] > max_tokens or (left_tokens[best - 1] == max_tokens and names[best - 1] > name)
+        ):
+            left_tokens[best], names[best] = left_tokens[best - 1], names[best - 1]
             best -= 1
-        rooms[best], names[best] = room, name
+        left_tokens[best], names[best] = max_tokens, name
     return owners
 
 
 @compiled
-def floor_s(world: World, part: Ints) -> float:
+def floor_s(problem: SearchProblem, part: Ints) -> float:
     """No plan of this cut takes less."""
-    batch, prices = world.batch, world.prices
+    batch, prices = problem.batch, problem.prices
     spans = np.zeros(part.max() + 1)
     alone = np.zeros(len(spans))
     for at in range(len(part)):
@@ -299,7 +242,7 @@ def floor_s(world: World, part: Ints) -> float:
         alone[part[at]] = max(alone[part[at]], batch.alone_s[at])
     for each in range(len(spans)):
         spans[each] = max(spans[each] + prices.fixed_s, alone[each])
-    return _sum_s(world, spans)
+    return _sum_s(problem, spans)
 
 
 @compiled

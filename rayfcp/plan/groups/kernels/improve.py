@@ -1,9 +1,4 @@
-"""What a change to the slowest group of a microbatch would bring: moves, swaps and unions.
-
-A group in two, on its own ranks: each part pays for fewer ranks, where both fit in memory.
-
-Local search: sequences move between groups and microbatches, or change places, while that helps.
-"""
+"""Local search on the slowest group of each microbatch: moves, swaps, unions, and splits on its own ranks."""
 
 import math
 from typing import NamedTuple
@@ -12,14 +7,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
-from rayfcp.plan.groups.kernels.price import SEAT, _price
+from rayfcp.plan.groups.kernels.price import PINNED, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     Links,
-    World,
+    SearchProblem,
     _beside_s,
     _open,
     _settle,
@@ -46,7 +41,7 @@ class Change(NamedTuple):
 
 class Bottleneck(NamedTuple):
     """The slowest group of a microbatch, its seconds, and those of the next two; `good_s` is a score that is good, the
-    mean being that of all ranks, those of seats too."""
+    mean being that of all ranks, those of pinned groups too."""
 
     group: int
     span_s: float
@@ -57,16 +52,16 @@ class Bottleneck(NamedTuple):
 
 
 @inner
-def _bottleneck(world: World, microbatch: int) -> Bottleneck:
-    state = world.state
-    group, second, ranks = -1, -1, world.prices.num_ranks
+def _bottleneck(problem: SearchProblem, microbatch: int) -> Bottleneck:
+    state = problem.state
+    group, second, ranks = -1, -1, problem.prices.num_ranks
     span_s = second_s = third_s = work_s = 0.0
     for each in range(state.counts[GROUPS]):
         if state.home[each] != microbatch:
             continue
         seconds = state.seconds[each]
         work_s += seconds * state.degree[each]
-        ranks += state.degree[each] if state.far[each] >= SEAT else 0
+        ranks += state.degree[each] if state.span_kind[each] >= PINNED else 0
         if group < 0 or seconds > span_s:
             group, second = each, group
             span_s, second_s, third_s = seconds, span_s, second_s
@@ -79,16 +74,18 @@ def _bottleneck(world: World, microbatch: int) -> Bottleneck:
 
 
 @inner
-def _value_s(world: World, span_s: float) -> float:
+def _value_s(problem: SearchProblem, span_s: float) -> float:
     """What a microbatch adds to the batch; nothing without sequences."""
-    return _beside_s(world, span_s, world.traffic_s) + world.extra_s if span_s > 0.0 else 0.0
+    return _beside_s(problem, span_s, problem.traffic_s) + problem.extra_s if span_s > 0.0 else 0.0
 
 
 @inner
-def _score_s(world: World, slow: Bottleneck, spans: Floats, source_s: float, target: int, target_s: float) -> float:
+def _score_s(
+    problem: SearchProblem, slow: Bottleneck, spans: Floats, source_s: float, target: int, target_s: float
+) -> float:
     """How slow the groups of a change are after it, plus what other microbatches lose; infinite if nothing is
     gained."""
-    state = world.state
+    state = problem.state
     microbatch, there = state.home[slow.group], state.home[target]
     if source_s >= slow.span_s * (1.0 - ENOUGH):
         return math.inf
@@ -96,39 +93,39 @@ def _score_s(world: World, slow: Bottleneck, spans: Floats, source_s: float, tar
         if target_s >= slow.span_s * (1.0 - ENOUGH):
             return math.inf
         return max(source_s, target_s)
-    loss_s = _value_s(world, max(spans[there], target_s)) - _value_s(world, spans[there])
+    loss_s = _value_s(problem, max(spans[there], target_s)) - _value_s(problem, spans[there])
     if loss_s > 0.0:
         after_s = max(source_s, slow.second_s)
-        gain_s = _value_s(world, slow.span_s) - _value_s(world, after_s)
+        gain_s = _value_s(problem, slow.span_s) - _value_s(problem, after_s)
         if gain_s <= loss_s + ENOUGH * slow.span_s:
             return math.inf
     return source_s + loss_s
 
 
 @inner
-def _moves(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Change) -> Change:
+def _moves(problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck, best: Change) -> Change:
     """Every sequence of the slowest group to every other group, which may take spare ranks."""
-    state, batch, prices = world.state, world.batch, world.prices
+    state, batch, prices = problem.state, problem.batch, problem.prices
     source = slow.group
     pace = state.pace[state.home[source]]
     at = links.head[source]
     while at >= 0 and best.score_s > slow.good_s:
-        tokens, cells = state.tokens[source] - batch.tokens[at], state.cells[source] - batch.cells[at]
+        tokens, pairs = state.tokens[source] - batch.tokens[at], state.pairs[source] - batch.pairs[at]
         left_s = 0.0
         if tokens > 0.0:
-            left_s = _price(prices, cells, tokens, state.degree[source], state.far[source], pace)
+            left_s = _price(prices, pairs, tokens, state.degree[source], state.span_kind[source], pace)
         for target in range(state.counts[GROUPS]):
             if target == source or state.home[target] < 0:
                 continue
-            tokens, cells = state.tokens[target] + batch.tokens[at], state.cells[target] + batch.cells[at]
+            tokens, pairs = state.tokens[target] + batch.tokens[at], state.pairs[target] + batch.pairs[at]
             degree, spare = state.degree[target], state.spare[state.home[target]]
-            for more in range(2 if spare > 0 and state.far[target] < SEAT else 1):
+            for more in range(2 if spare > 0 and state.span_kind[target] < PINNED else 1):
                 ranks = degree + more * spare
-                if tokens > ranks * prices.room:
+                if tokens > ranks * prices.max_tokens:
                     continue
                 there = state.pace[state.home[target]]
-                seconds = _price(prices, cells, tokens, ranks, state.far[target], there)
-                score_s = _score_s(world, slow, spans, left_s, target, seconds)
+                seconds = _price(prices, pairs, tokens, ranks, state.span_kind[target], there)
+                score_s = _score_s(problem, slow, spans, left_s, target, seconds)
                 if score_s < best.score_s:
                     best = Change(score_s, at, target, -1, ranks)
         state.counts[MOVES] += state.counts[GROUPS]
@@ -137,9 +134,9 @@ def _moves(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Ch
 
 
 @inner
-def _swaps(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Change) -> Change:
+def _swaps(problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck, best: Change) -> Change:
     """Every sequence of the slowest group against every one of less work in other groups."""
-    state, size = world.state, world.state.counts[GROUPS]
+    state, size = problem.state, problem.state.counts[GROUPS]
     for step in range(1, size):
         if best.score_s <= slow.good_s:
             break
@@ -148,16 +145,16 @@ def _swaps(world: World, links: Links, spans: Floats, slow: Bottleneck, best: Ch
             there = state.home[target] == state.home[slow.group]
             limit_s = slow.span_s if there else spans[state.home[target]] + slow.span_s - slow.second_s
             if state.seconds[target] < limit_s:
-                best = _swaps_with(world, links, spans, slow, best, target, limit_s)
+                best = _swaps_with(problem, links, spans, slow, best, target, limit_s)
     return best
 
 
 @inner
 def _swaps_with(
-    world: World, links: Links, spans: Floats, slow: Bottleneck, best: Change, target: int, limit_s: float
+    problem: SearchProblem, links: Links, spans: Floats, slow: Bottleneck, best: Change, target: int, limit_s: float
 ) -> Change:
-    state, batch, prices = world.state, world.batch, world.prices
-    source, room = slow.group, prices.room
+    state, batch, prices = problem.state, problem.batch, problem.prices
+    source, max_tokens = slow.group, prices.max_tokens
     degree, ranks = state.degree[source], state.degree[target]
     pace, there = state.pace[state.home[source]], state.pace[state.home[target]]
     slack_s = (limit_s - state.seconds[target]) * ranks
@@ -169,19 +166,19 @@ def _swaps_with(
             state.counts[MOVES] += 1
             if 0.0 < more_s < slack_s:
                 tokens = batch.tokens[at] - batch.tokens[other]
-                cells = batch.cells[at] - batch.cells[other]
+                pairs = batch.pairs[at] - batch.pairs[other]
                 held = state.tokens[target] + tokens
-                if held <= ranks * room and state.tokens[source] - tokens <= degree * room:
+                if held <= ranks * max_tokens and state.tokens[source] - tokens <= degree * max_tokens:
                     left_s = _price(
                         prices,
-                        state.cells[source] - cells,
+                        state.pairs[source] - pairs,
                         state.tokens[source] - tokens,
                         degree,
-                        state.far[source],
+                        state.span_kind[source],
                         pace,
                     )
-                    seconds = _price(prices, state.cells[target] + cells, held, ranks, state.far[target], there)
-                    score_s = _score_s(world, slow, spans, left_s, target, seconds)
+                    seconds = _price(prices, state.pairs[target] + pairs, held, ranks, state.span_kind[target], there)
+                    score_s = _score_s(problem, slow, spans, left_s, target, seconds)
                     if score_s < best.score_s:
                         best = Change(score_s, at, target, other, ranks)
             other = links.after[other]
@@ -192,18 +189,18 @@ def _swaps_with(
 
 
 @inner
-def _unions(world: World, slow: Bottleneck, best: Change) -> Change:
+def _unions(problem: SearchProblem, slow: Bottleneck, best: Change) -> Change:
     """The slowest group with every other of its microbatch, on the ranks of both and the spare ones."""
-    state, prices = world.state, world.prices
+    state, prices = problem.state, problem.prices
     source = slow.group
-    if state.far[source] >= SEAT:
+    if state.span_kind[source] >= PINNED:
         return best
     for target in range(state.counts[GROUPS]):
-        if target == source or state.home[target] != state.home[source] or state.far[target] >= SEAT:
+        if target == source or state.home[target] != state.home[source] or state.span_kind[target] >= PINNED:
             continue
-        tokens, cells = state.tokens[source] + state.tokens[target], state.cells[source] + state.cells[target]
+        tokens, pairs = state.tokens[source] + state.tokens[target], state.pairs[source] + state.pairs[target]
         ranks = state.degree[source] + state.degree[target]
-        seconds = _price(prices, cells, tokens, ranks, 0, state.pace[state.home[source]])
+        seconds = _price(prices, pairs, tokens, ranks, 0, state.pace[state.home[source]])
         if seconds < slow.span_s * (1.0 - ENOUGH) and seconds < best.score_s:
             best = Change(seconds, -1, target, -1, ranks)
     state.counts[MOVES] += state.counts[GROUPS]
@@ -227,33 +224,33 @@ class Split(NamedTuple):
 
 
 @compiled
-def split_rings(world: World, spans: Floats) -> None:
+def split_rings(problem: SearchProblem, spans: Floats) -> None:
     """Split every microbatch that is one ring as long as its slowest group gets faster by that; every sequence has a
     group. A ring over all ranks always fits: that walks found nothing else does not show that there is nothing."""
-    state = world.state
+    state = problem.state
     groups = np.zeros(len(spans), np.int64)
     for group in range(state.counts[GROUPS]):
         if state.home[group] >= 0 and state.tokens[group] > 0.0:
             groups[state.home[group]] += 1
     if not (groups == 1).any():
         return
-    links = links_of(world)
+    links = links_of(problem)
     for microbatch in range(len(spans)):
         if groups[microbatch] == 1:
-            while _split(world, links, _bottleneck(world, microbatch).group):
-                spans[microbatch] = _allocate(world, microbatch, 0)
+            while _split(problem, links, _bottleneck(problem, microbatch).group):
+                spans[microbatch] = _allocate(problem, microbatch, 0)
 
 
 @compiled
-def _split(world: World, links: Links, group: int) -> bool:
+def _split(problem: SearchProblem, links: Links, group: int) -> bool:
     """Split a group so that the slower part takes less than the whole; False if that cannot be."""
-    state = world.state
+    state = problem.state
     size, degree = 0, state.degree[group]
     at = links.head[group]
     while at >= 0:
         size += 1
         at = links.after[at]
-    if size < 2 or degree < 2 or state.far[group] >= SEAT or state.counts[GROUPS] >= len(state.home) - 1:
+    if size < 2 or degree < 2 or state.span_kind[group] >= PINNED or state.counts[GROUPS] >= len(state.home) - 1:
         return False
     members = np.empty(size, np.int64)
     at = links.head[group]
@@ -262,71 +259,71 @@ def _split(world: World, links: Links, group: int) -> bool:
         at = links.after[at]
     members.sort()
     first = np.zeros(size, np.bool_)
-    best = _best_split(world, group, members, first)
+    best = _best_split(problem, group, members, first)
     if best.seconds >= state.seconds[group] * (1.0 - SPLIT_ENOUGH):
         return False
-    _part(world, group, members, first, best.ranks, best.start)
+    _part(problem, group, members, first, best.ranks, best.start)
     home = state.home[group]
     state.degree[group] -= best.ranks
     state.spare[home] += best.ranks
-    other = _open(world, home, best.ranks)
+    other = _open(problem, home, best.ranks)
     for number in range(size):
         if first[number]:
-            _shift(world, links, members[number], other)
-    _settle(world, links, group)
-    _settle(world, links, other)
+            _shift(problem, links, members[number], other)
+    _settle(problem, links, group)
+    _settle(problem, links, other)
     return True
 
 
 @inner
-def _best_split(world: World, group: int, members: Ints, first: Marks) -> Split:
+def _best_split(problem: SearchProblem, group: int, members: Ints, first: Marks) -> Split:
     """Of several sizes and ways to fill them; the longest sequences come first in `members`."""
-    best, degree, ranks = Split(math.inf, 0, 0), world.state.degree[group], 1
+    best, degree, ranks = Split(math.inf, 0, 0), problem.state.degree[group], 1
     while 2 * ranks <= degree or (ranks < degree <= 4):
         for start in range(LEVELLED, min(STARTS, len(members))):
-            seconds = _part(world, group, members, first, ranks, start)
+            seconds = _part(problem, group, members, first, ranks, start)
             if seconds < best.seconds:
                 best = Split(seconds, ranks, start)
-        world.state.counts[MOVES] += len(members)
+        problem.state.counts[MOVES] += len(members)
         ranks += max(ranks // 2, 1)
     return best
 
 
 @inner
-def _part(world: World, group: int, members: Ints, first: Marks, ranks: int, start: int) -> float:
+def _part(problem: SearchProblem, group: int, members: Ints, first: Marks, ranks: int, start: int) -> float:
     """Marks the sequences of the first part; returns the seconds of the slower one, infinite out of memory."""
-    state, batch, prices = world.state, world.batch, world.prices
+    state, batch, prices = problem.state, problem.batch, problem.prices
     other = state.degree[group] - ranks
-    tokens = cells = work_s = rest_tokens = rest_cells = rest_s = 0.0
+    tokens = pairs = work_s = rest_tokens = rest_pairs = rest_s = 0.0
     for step in range(len(members)):
         number = step if start == LEVELLED else (step + start) % len(members)
         at = members[number]
-        fits = tokens + batch.tokens[at] <= ranks * prices.room
-        if start == LEVELLED and rest_tokens + batch.tokens[at] <= other * prices.room:
+        fits = tokens + batch.tokens[at] <= ranks * prices.max_tokens
+        if start == LEVELLED and rest_tokens + batch.tokens[at] <= other * prices.max_tokens:
             fits = fits and work_s * other <= rest_s * ranks
         first[number] = fits
         if fits:
-            tokens, cells, work_s = tokens + batch.tokens[at], cells + batch.cells[at], work_s + batch.work_s[at]
+            tokens, pairs, work_s = tokens + batch.tokens[at], pairs + batch.pairs[at], work_s + batch.work_s[at]
         else:
-            rest_tokens, rest_cells = rest_tokens + batch.tokens[at], rest_cells + batch.cells[at]
+            rest_tokens, rest_pairs = rest_tokens + batch.tokens[at], rest_pairs + batch.pairs[at]
             rest_s += batch.work_s[at]
-    if rest_tokens > other * prices.room or tokens == 0.0 or rest_tokens == 0.0:
+    if rest_tokens > other * prices.max_tokens or tokens == 0.0 or rest_tokens == 0.0:
         return math.inf
     pace = state.pace[state.home[group]]
-    return max(_price(prices, cells, tokens, ranks, 0, pace), _price(prices, rest_cells, rest_tokens, other, 0, pace))
+    return max(_price(prices, pairs, tokens, ranks, 0, pace), _price(prices, rest_pairs, rest_tokens, other, 0, pace))
 
 
 @compiled
-def improve(world: World, max_moves: int) -> float:
-    """Better the slowest group of every microbatch until none can be, or `State.counts` reaches so many moves.
+def improve(problem: SearchProblem, max_moves: int) -> float:
+    """Better the slowest group of every microbatch until none can be, or `GroupState.counts` reaches so many moves.
 
     Each change makes a slowest group faster and the batch no slower. Returns the seconds of the batch.
     """
-    state = world.state
-    links = links_of(world)
+    state = problem.state
+    links = links_of(problem)
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):
-        spans[microbatch] = _allocate(world, microbatch, 0)
+        spans[microbatch] = _allocate(problem, microbatch, 0)
     stuck = np.zeros(len(spans), np.bool_)
     while state.counts[MOVES] < max_moves:
         slowest = -1
@@ -335,47 +332,47 @@ def improve(world: World, max_moves: int) -> float:
                 slowest = microbatch
         if slowest < 0:
             break
-        if _step(world, links, spans, slowest):
+        if _step(problem, links, spans, slowest):
             stuck[:] = False
         else:
             stuck[slowest] = True
-    return total_s(world)
+    return total_s(problem)
 
 
 @compiled
-def _step(world: World, links: Links, spans: Floats, microbatch: int) -> bool:
+def _step(problem: SearchProblem, links: Links, spans: Floats, microbatch: int) -> bool:
     """The best change of the slowest group of a microbatch; False if there is none."""
-    slow = _bottleneck(world, microbatch)
+    slow = _bottleneck(problem, microbatch)
     if slow.group < 0:
         return False
-    best = _moves(world, links, spans, slow, Change(math.inf, -1, -1, -1, 0))
-    best = _unions(world, slow, best)
-    best = _swaps(world, links, spans, slow, best)
+    best = _moves(problem, links, spans, slow, Change(math.inf, -1, -1, -1, 0))
+    best = _unions(problem, slow, best)
+    best = _swaps(problem, links, spans, slow, best)
     if best.target < 0:
-        if not _split(world, links, slow.group):
+        if not _split(problem, links, slow.group):
             return False
-        spans[microbatch] = _allocate(world, microbatch, 0)
+        spans[microbatch] = _allocate(problem, microbatch, 0)
         return True
-    there = world.state.home[best.target]
-    _apply(world, links, slow.group, best)
-    spans[microbatch] = _allocate(world, microbatch, 0)
+    there = problem.state.home[best.target]
+    _apply(problem, links, slow.group, best)
+    spans[microbatch] = _allocate(problem, microbatch, 0)
     if there != microbatch:
-        spans[there] = _allocate(world, there, 0)
+        spans[there] = _allocate(problem, there, 0)
     return True
 
 
 @inner
-def _apply(world: World, links: Links, source: int, change: Change) -> None:
-    state = world.state
+def _apply(problem: SearchProblem, links: Links, source: int, change: Change) -> None:
+    state = problem.state
     target = change.target
     if change.at < 0:
         while links.head[source] >= 0:
-            _shift(world, links, links.head[source], target)
+            _shift(problem, links, links.head[source], target)
     else:
-        _shift(world, links, change.at, target)
+        _shift(problem, links, change.at, target)
         if change.other >= 0:
-            _shift(world, links, change.other, source)
-    _settle(world, links, source)
+            _shift(problem, links, change.other, source)
+    _settle(problem, links, source)
     state.spare[state.home[target]] -= change.degree - state.degree[target]
     state.degree[target] = change.degree
-    _settle(world, links, target)
+    _settle(problem, links, target)

@@ -1,9 +1,4 @@
-"""The 2D dynamic programme (Flexible Context Parallelism, Eq. 11, Algorithm 1).
-
-Whole batches: pack a given cut, or fill one microbatch after the other with what is left.
-
-The paper's two stages on a given cut: best-fit decreasing makes groups, exact degrees give them ranks.
-"""
+"""Groups for a given cut into microbatches: by walks, or by the paper's two stages and its dynamic programme."""
 
 import math
 
@@ -12,11 +7,20 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.plan.groups.kernels.cut import Bins, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
-from rayfcp.plan.groups.kernels.fill import Fill, _fill
+from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
 from rayfcp.plan.groups.kernels.improve import split_rings
 from rayfcp.plan.groups.kernels.price import _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
-from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, World, _forget, _join, _open, _open_seats, _sum_s
+from rayfcp.plan.groups.kernels.state import (
+    GROUPS,
+    MICROBATCHES,
+    SearchProblem,
+    _forget,
+    _join,
+    _open,
+    _open_pinned,
+    _sum_s,
+)
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -45,29 +49,29 @@ LIMIT = 1.1  # of the makespan to beat: a group that takes so long ends the walk
 
 
 @compiled
-def pack(world: World, part: Ints) -> float:
+def pack(problem: SearchProblem, part: Ints) -> float:
     """Groups for the cut `part[sequence]`; returns the seconds of the batch."""
-    state = world.state
+    state = problem.state
     state.owner[:] = -1
     state.counts[GROUPS] = 0
     state.counts[MICROBATCHES] = part.max() + 1
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(state.counts[MICROBATCHES]):
         members, first = np.flatnonzero(part == microbatch), state.counts[GROUPS]
-        degree, even_s = _best_even(world, members, microbatch)
-        spans[microbatch] = _pack_one(world, members, microbatch)
+        degree, even_s = _best_even(problem, members, microbatch)
+        spans[microbatch] = _pack_one(problem, members, microbatch)
         if even_s < spans[microbatch]:
-            _forget(world, first, microbatch)
-            spans[microbatch] = _even_part(world, members, microbatch, degree)
+            _forget(problem, first, microbatch)
+            spans[microbatch] = _even_part(problem, members, microbatch, degree)
     if np.isfinite(spans).all():
-        split_rings(world, spans)
-    return _sum_s(world, spans)
+        split_rings(problem, spans)
+    return _sum_s(problem, spans)
 
 
 @inner
-def _floor_s(world: World, members: Ints) -> float:
+def _floor_s(problem: SearchProblem, members: Ints) -> float:
     """No plan of these sequences in one microbatch takes less."""
-    batch, prices = world.batch, world.prices
+    batch, prices = problem.batch, problem.prices
     work_s = alone_s = 0.0
     for at in members:
         work_s += batch.work_s[at]
@@ -76,119 +80,119 @@ def _floor_s(world: World, members: Ints) -> float:
 
 
 @compiled
-def _pack_one(world: World, members: Ints, microbatch: int) -> float:
+def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     """The best of a few walks, or one ring over all ranks, which fits whenever the microbatch does; infinite where that
-    needs seats and no walk found how."""
-    first, prices = world.state.counts[GROUPS], world.prices
-    floor_s = max(_floor_s(world, members), world.traffic_s)
-    tokens = world.batch.tokens[members].sum()
+    needs pinned groups and no walk found how."""
+    first, prices = problem.state.counts[GROUPS], problem.prices
+    floor_s = max(_floor_s(problem, members), problem.traffic_s)
+    tokens = problem.batch.tokens[members].sum()
     tight = tokens > 0.8 * prices.holds
     pools = (8, 0, 1) if tight else (1, 0, 0)
     factors = (1.0, 1.02, 1.0) if tight else (1.0, 1.02, 1.1)
-    cells = world.batch.cells[members].sum()
-    pace = _pace_of(prices, cells, tokens)
+    pairs = problem.batch.pairs[members].sum()
+    pace = _pace_of(prices, pairs, tokens)
+    queue = _queue(problem, members)
     best, least_s = -1, math.inf
-    if tokens <= prices.room * prices.num_ranks:
-        least_s = _price(prices, cells, tokens, prices.num_ranks, 0, 0.0)
+    if tokens <= prices.max_tokens * prices.num_ranks:
+        least_s = _price(prices, pairs, tokens, prices.num_ranks, 0, 0.0)
     last = -1
     for walk in range(3):
         if least_s <= FIRST_ENOUGH * floor_s:
             break
-        _forget(world, first, microbatch)
-        world.state.pace[microbatch] = pace
+        _forget(problem, first, microbatch)
+        problem.state.pace[microbatch] = pace
         limit_s = LIMIT * least_s
         last = walk
-        if _fill(
-            world, members, microbatch, Fill(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks))
-        ):
-            span_s = _allocate(world, microbatch, first)
+        how = Walk(factors[walk] * floor_s, limit_s, min(pools[walk], prices.num_ranks), 0)
+        if _walk(problem, queue, microbatch, how):
+            span_s = _allocate(problem, microbatch, first)
             if span_s < least_s:
                 best, least_s = walk, span_s
         else:
             last = -1
     if best >= 0 and best == last:
         return least_s
-    _forget(world, first, microbatch)
+    _forget(problem, first, microbatch)
     if best < 0:
-        return _one_ring(world, members, microbatch)
-    world.state.pace[microbatch] = pace
-    _fill(world, members, microbatch, Fill(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks)))
-    return _allocate(world, microbatch, first)
+        return _one_ring(problem, members, microbatch)
+    problem.state.pace[microbatch] = pace
+    _walk(problem, queue, microbatch, Walk(factors[best] * floor_s, math.inf, min(pools[best], prices.num_ranks), 0))
+    return _allocate(problem, microbatch, first)
 
 
 @compiled
-def _one_ring(world: World, members: Ints, microbatch: int) -> float:
+def _one_ring(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     """All sequences in one group; infinite if they do not fit there."""
-    first, num_ranks = world.state.counts[GROUPS], world.prices.num_ranks
-    world.state.spare[microbatch], world.state.pace[microbatch] = num_ranks, 0.0
-    group = _open(world, microbatch, num_ranks)
+    first, num_ranks = problem.state.counts[GROUPS], problem.prices.num_ranks
+    problem.state.spare[microbatch], problem.state.pace[microbatch] = num_ranks, 0.0
+    group = _open(problem, microbatch, num_ranks)
     for at in members:
-        _join(world, at, group, num_ranks)
-    if world.state.tokens[group] > world.prices.room * num_ranks:
+        _join(problem, at, group, num_ranks)
+    if problem.state.tokens[group] > problem.prices.max_tokens * num_ranks:
         return math.inf
-    _open_seats(world, microbatch)
-    return _allocate(world, microbatch, first)
+    _open_pinned(problem, microbatch)
+    return _allocate(problem, microbatch, first)
 
 
 GOOD_ENOUGH = 1.002  # of a microbatch's own lower bound: no further capacity is tried
 
 
 @compiled
-def stage(world: World, part: Ints, factors: Floats) -> float:
+def stage(problem: SearchProblem, part: Ints, factors: Floats) -> float:
     """Groups for the cut, each microbatch with the best of several capacities of bins, in multiples of its mean
     tokens per rank, cut at the memory bound; returns the seconds of the batch."""
-    state = world.state
+    state = problem.state
     state.owner[:] = -1
     state.counts[GROUPS] = 0
     state.counts[MICROBATCHES] = part.max() + 1
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):
-        spans[microbatch] = _stage_one(world, np.flatnonzero(part == microbatch), microbatch, factors)
-    return _sum_s(world, spans)
+        spans[microbatch] = _stage_one(problem, np.flatnonzero(part == microbatch), microbatch, factors)
+    return _sum_s(problem, spans)
 
 
 @compiled
-def _stage_one(world: World, members: Ints, microbatch: int, factors: Floats) -> float:
+def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: Floats) -> float:
     """One ring over all ranks comes last: it fits whenever the microbatch does, and moves the most."""
-    first, prices = world.state.counts[GROUPS], world.prices
-    mean = world.batch.tokens[members].sum() / prices.num_ranks
-    enough_s = GOOD_ENOUGH * _floor_s(world, members)
+    first, prices = problem.state.counts[GROUPS], problem.prices
+    mean = problem.batch.tokens[members].sum() / prices.num_ranks
+    enough_s = GOOD_ENOUGH * _floor_s(problem, members)
     best, least_s, last = 0.0, math.inf, 0.0
     for factor in factors:
-        capacity = math.floor(min(mean * factor + 1, prices.room))
+        capacity = math.floor(min(mean * factor + 1, prices.max_tokens))
         if capacity == last:
             continue
         last = capacity
-        span_s = _bins(world, members, microbatch, capacity)
+        span_s = _bins(problem, members, microbatch, capacity)
         if span_s < least_s:
             best, least_s = capacity, span_s
-        _forget(world, first, microbatch)
+        _forget(problem, first, microbatch)
         if least_s <= enough_s:
             break
     if least_s > enough_s:
-        ring_s = _one_ring(world, members, microbatch)
+        ring_s = _one_ring(problem, members, microbatch)
         if ring_s <= least_s:
             return ring_s
-        _forget(world, first, microbatch)
-    return _bins(world, members, microbatch, best)
+        _forget(problem, first, microbatch)
+    return _bins(problem, members, microbatch, best)
 
 
 @compiled
-def _bins(world: World, members: Ints, microbatch: int, capacity: float) -> float:
+def _bins(problem: SearchProblem, members: Ints, microbatch: int, capacity: float) -> float:
     """Bins of a capacity as groups with exact degrees; infinite if they need more ranks than there are."""
-    state, prices = world.state, world.prices
+    state, prices = problem.state, problem.prices
     first = state.counts[GROUPS]
     state.spare[microbatch], state.pace[microbatch] = prices.num_ranks, 0.0  # the paper's T(g, d)
-    owners = best_fit(world.batch.tokens[members], Bins(capacity, prices.num_ranks))
+    owners = best_fit(problem.batch.tokens[members], Bins(capacity, prices.num_ranks))
     if len(owners) == 0:
         return math.inf
     for number in range(len(owners)):
         if first + owners[number] == state.counts[GROUPS]:
-            _open(world, microbatch, 0)
+            _open(problem, microbatch, 0)
         group = first + owners[number]
-        tokens = state.tokens[group] + world.batch.tokens[members[number]]
-        if tokens > prices.room * prices.num_ranks:
+        tokens = state.tokens[group] + problem.batch.tokens[members[number]]
+        if tokens > prices.max_tokens * prices.num_ranks:
             return math.inf
-        _join(world, members[number], group, math.ceil(tokens / prices.room))
-    _open_seats(world, microbatch)
-    return _allocate(world, microbatch, first) if state.spare[microbatch] >= 0 else math.inf
+        _join(problem, members[number], group, math.ceil(tokens / prices.max_tokens))
+    _open_pinned(problem, microbatch)
+    return _allocate(problem, microbatch, first) if state.spare[microbatch] >= 0 else math.inf

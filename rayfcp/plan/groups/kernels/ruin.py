@@ -1,7 +1,5 @@
 """Ruin and recreate: take a few groups apart and place their sequences anew for a shorter makespan; or dissolve a
 microbatch into another, whose groups unite where memory asks for it.
-
-Iterated local search: disturb a few groups at random, improve what that touched, keep what is faster.
 """
 
 from typing import NamedTuple
@@ -11,21 +9,21 @@ import numpy as np
 from rayfcp.cost.compiled import compiled, inner
 from rayfcp.plan.groups.kernels.fill import _force, _level, _place
 from rayfcp.plan.groups.kernels.improve import _step
-from rayfcp.plan.groups.kernels.price import SEAT, SLACK, _least_degree
+from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _least_degree
 from rayfcp.plan.groups.kernels.ranks import _allocate, _lay, _lay_all
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     Links,
+    SearchProblem,
     Trials,
-    World,
     _compact,
     _copy,
     _empty,
     _join,
     _open,
-    _open_seats,
+    _open_pinned,
     _settle,
     _shift,
     _sum_s,
@@ -54,37 +52,37 @@ class Aim(NamedTuple):
 
 
 @compiled
-def ruin(world: World, trials: Trials) -> float:
+def ruin(problem: SearchProblem, trials: Trials) -> float:
     """Try again and again, first whether two microbatches may be one, groups priced where they lie; a try that does not
     make the batch faster is undone.
 
     Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
     seconds of the batch.
     """
-    state, saved, max_moves = world.state, trials.saved, trials.max_moves
+    state, saved, max_moves = problem.state, trials.saved, trials.max_moves
     spans = np.zeros(len(state.spare))
-    _lay_all(world, spans)
-    _compact(world)
-    total_s = _sum_s(world, spans)
+    _lay_all(problem, spans)
+    _compact(problem)
+    total_s = _sum_s(problem, spans)
     dice, number = np.array([12345]), 0
     while state.counts[MOVES] < max_moves:
         empty = _first_empty(spans)
-        aim = _aim(world, spans[: state.counts[MICROBATCHES]], empty, dice, number)
+        aim = _aim(problem, spans[: state.counts[MICROBATCHES]], empty, dice, number)
         number += 1
-        state.spare[empty], state.pace[empty] = world.prices.num_ranks, state.pace[aim.one]
+        state.spare[empty], state.pace[empty] = problem.prices.num_ranks, state.pace[aim.one]
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 8
         _copy(state, saved)
         if aim.other >= state.counts[MICROBATCHES]:
-            _open_seats(world, aim.other)
-        if _rebuild(world, aim, dice):
+            _open_pinned(problem, aim.other)
+        if _rebuild(problem, aim, dice):
             before = spans[aim.one], spans[aim.other]
             for microbatch in (aim.one, aim.other):
-                _allocate(world, microbatch, 0)
-                spans[microbatch] = _lay(world, microbatch)
-            after_s = _sum_s(world, spans)
+                _allocate(problem, microbatch, 0)
+                spans[microbatch] = _lay(problem, microbatch)
+            after_s = _sum_s(problem, spans)
             if after_s < total_s * (1.0 - SLACK):
                 total_s = after_s
-                _compact(world)
+                _compact(problem)
                 state.counts[MICROBATCHES] = max(state.counts[MICROBATCHES], aim.other + 1)
                 continue
             spans[aim.one], spans[aim.other] = before
@@ -111,31 +109,31 @@ def _first_empty(spans: Floats) -> int:
 
 
 @compiled
-def _aim(world: World, spans: Floats, empty: int, dice: Ints, number: int) -> Aim:
+def _aim(problem: SearchProblem, spans: Floats, empty: int, dice: Ints, number: int) -> Aim:
     """Of the first numbers the unions that may save the most, then any change."""
     if number < UNIONS * len(HOPES):
-        aim = _union(world, spans, number // len(HOPES), HOPES[number % len(HOPES)])
+        aim = _union(problem, spans, number // len(HOPES), HOPES[number % len(HOPES)])
         if aim.one_s > 0.0:
             return aim
     return _any(spans, empty, dice)
 
 
 @compiled
-def _union(world: World, spans: Floats, better: int, hope: float) -> Aim:
+def _union(problem: SearchProblem, spans: Floats, better: int, hope: float) -> Aim:
     """One microbatch of two that one has room for, of the pair than which so many may save more; of 0 seconds if there
     is none."""
-    state, count = world.state, len(spans)
+    state, count = problem.state, len(spans)
     tokens, least_s = np.zeros(count), np.zeros(count)
     for at in range(len(state.owner)):
         home = state.home[state.owner[at]]
-        tokens[home] += world.batch.tokens[at]
-        least_s[home] += world.batch.work_s[at] / world.prices.capacity
+        tokens[home] += problem.batch.tokens[at]
+        least_s[home] += problem.batch.work_s[at] / problem.prices.capacity
     saved = np.zeros(count * count)
     for one in range(count):
         for other in range(count):
-            fits = tokens[one] + tokens[other] <= world.prices.holds
+            fits = tokens[one] + tokens[other] <= problem.prices.holds
             if fits and one != other and spans[one] >= spans[other] > 0.0:
-                most_s = spans[one] + spans[other] + world.extra_s - world.prices.fixed_s
+                most_s = spans[one] + spans[other] + problem.extra_s - problem.prices.fixed_s
                 saved[one * count + other] = most_s - least_s[one] - least_s[other]
     for _ in range(better):
         saved[np.argmax(saved)] = 0.0
@@ -143,7 +141,7 @@ def _union(world: World, spans: Floats, better: int, hope: float) -> Aim:
     if saved[best] <= 0.0:
         return Aim(0, 0, 0.0, 0.0, 0)
     one, other = best // count, best % count
-    both_s = least_s[one] + least_s[other] + world.prices.fixed_s
+    both_s = least_s[one] + least_s[other] + problem.prices.fixed_s
     return Aim(one, other, both_s + hope * saved[best], 0.0, ANY)
 
 
@@ -166,12 +164,12 @@ def _any(spans: Floats, empty: int, dice: Ints) -> Aim:
 
 
 @compiled
-def _rebuild(world: World, aim: Aim, dice: Ints) -> bool:
+def _rebuild(problem: SearchProblem, aim: Aim, dice: Ints) -> bool:
     """False if some sequence found no place, or if too much would have to be taken apart."""
-    state = world.state
-    if aim.other_s == 0.0 and _tokens(world, aim) > world.prices.holds:
+    state = problem.state
+    if aim.other_s == 0.0 and _tokens(problem, aim) > problem.prices.holds:
         return False
-    ruined = _ruined(world, aim, dice)
+    ruined = _ruined(problem, aim, dice)
     if len(ruined) == 0:
         return False
     for at in range(len(state.owner)):
@@ -183,15 +181,15 @@ def _rebuild(world: World, aim: Aim, dice: Ints) -> bool:
             continue
         turn = first if fixed else _roll(dice, 2)
         level = loose and _roll(dice, 2) == 0
-        if not _anew(world, at, aim, turn, level):
+        if not _anew(problem, at, aim, turn, level):
             return False
     return True
 
 
 @inner
-def _tokens(world: World, aim: Aim) -> float:
+def _tokens(problem: SearchProblem, aim: Aim) -> float:
     """Of both microbatches."""
-    state, tokens = world.state, 0.0
+    state, tokens = problem.state, 0.0
     for group in range(state.counts[GROUPS]):
         if state.home[group] in (aim.one, aim.other):
             tokens += state.tokens[group]
@@ -199,40 +197,40 @@ def _tokens(world: World, aim: Aim) -> float:
 
 
 @inner
-def _anew(world: World, at: int, aim: Aim, turn: int, level: bool) -> bool:
+def _anew(problem: SearchProblem, at: int, aim: Aim, turn: int, level: bool) -> bool:
     """Into the first microbatch (turn 0) or the other, else into the one that is left; in what takes another in,
     groups unite for it."""
     here, here_s, there, there_s = aim.one, aim.one_s, aim.other, aim.other_s
     if turn == 1:
         here, here_s, there, there_s = there, there_s, here, here_s
-    placed = _settle_rest(world, at, here, here_s, level)
+    placed = _settle_rest(problem, at, here, here_s, level)
     if not placed and aim.one != aim.other:
-        placed = _settle_rest(world, at, there, there_s, level)
+        placed = _settle_rest(problem, at, there, there_s, level)
         if not placed and aim.other_s == 0.0:
-            placed = _force(world, at, aim.one, 0, aim.one_s)
+            placed = _force(problem, at, aim.one, 0, aim.one_s)
     return placed
 
 
 @inner
-def _settle_rest(world: World, at: int, microbatch: int, target_s: float, level: bool) -> bool:
+def _settle_rest(problem: SearchProblem, at: int, microbatch: int, target_s: float, level: bool) -> bool:
     """Into a group of a microbatch within the target: the emptiest or a new one, or as walks do."""
-    batch = world.batch
-    least = _least_degree(world.prices, batch.cells[at], batch.tokens[at], target_s, world.state.pace[microbatch])
+    batch = problem.batch
+    least = _least_degree(problem.prices, batch.pairs[at], batch.tokens[at], target_s, problem.state.pace[microbatch])
     if least == 0:
         return False
     if level:
-        if least <= world.state.spare[microbatch]:
-            _join(world, at, _open(world, microbatch, least), least)
+        if least <= problem.state.spare[microbatch]:
+            _join(problem, at, _open(problem, microbatch, least), least)
             return True
-        if _level(world, at, microbatch, 0, target_s):
+        if _level(problem, at, microbatch, 0, target_s):
             return True
-    return _place(world, at, microbatch, 0, least, target_s)
+    return _place(problem, at, microbatch, 0, least, target_s)
 
 
 @compiled
-def _ruined(world: World, aim: Aim, dice: Ints) -> Floats:
+def _ruined(problem: SearchProblem, aim: Aim, dice: Ints) -> Floats:
     """Marks the groups that are too slow, and a few others, and gives their ranks back; empty if they are too many."""
-    state = world.state
+    state = problem.state
     marks = np.zeros(state.counts[GROUPS])
     slow, ones, others = 0, 0, 0
     for group in range(len(marks)):
@@ -253,41 +251,42 @@ def _ruined(world: World, aim: Aim, dice: Ints) -> Floats:
             if _roll(dice, ones if home == aim.one else others) < more:
                 marks[group] = 1.0
             if marks[group] > 0.0:
-                _empty(world, group)
+                _empty(problem, group)
     return marks
 
 
-KICKS = 3  # at most, at a time
-TRIES = 8  # to draw what can be disturbed
+MAX_PERTURBED = 3  # sequences moved at random before local search
+TRIES = 8  # draws of a sequence and a group that may take it
 
 
 @compiled
-def kick(world: World, trials: Trials) -> float:
-    """Try again and again; a try that does not make the batch faster is undone.
+def perturb(problem: SearchProblem, trials: Trials) -> float:
+    """Iterated local search: move a few sequences at random, improve the microbatches that this touched, undo what does
+    not make the batch faster.
 
     Tries follow a fixed sequence of pseudo-random numbers. Returns the seconds of the batch.
     """
-    state, saved, max_moves = world.state, trials.saved, trials.max_moves
+    state, saved, max_moves = problem.state, trials.saved, trials.max_moves
     count = state.counts[MICROBATCHES]
     spans, before = np.zeros(count), np.zeros(count)
-    _lay_all(world, spans)
-    total_s = _sum_s(world, spans)
+    _lay_all(problem, spans)
+    total_s = _sum_s(problem, spans)
     dice, stuck = np.array([54321]), np.zeros(count, np.bool_)
     while state.counts[MOVES] < max_moves:
-        _compact(world)
+        _compact(problem)
         _copy(state, saved)
         before[:] = spans
-        links = links_of(world)
+        links = links_of(problem)
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 4
         stuck[:] = True
-        for _ in range(1 + _roll(dice, KICKS)):
-            _disturb(world, links, stuck, dice)
+        for _ in range(1 + _roll(dice, MAX_PERTURBED)):
+            _perturb_one(problem, links, stuck, dice)
         for microbatch in range(count):
             if not stuck[microbatch]:
-                spans[microbatch] = _allocate(world, microbatch, 0)
-        _calm(world, links, spans, stuck, max_moves)
-        _lay_all(world, spans)
-        after_s = _sum_s(world, spans)
+                spans[microbatch] = _allocate(problem, microbatch, 0)
+        _improve_touched(problem, links, spans, stuck, max_moves)
+        _lay_all(problem, spans)
+        after_s = _sum_s(problem, spans)
         if after_s < total_s * (1.0 - SLACK):
             total_s = after_s
         else:
@@ -299,23 +298,23 @@ def kick(world: World, trials: Trials) -> float:
 
 
 @inner
-def _calm(world: World, links: Links, spans: Floats, stuck: Ints, max_moves: int) -> None:
+def _improve_touched(problem: SearchProblem, links: Links, spans: Floats, stuck: Ints, max_moves: int) -> None:
     """Improve the slowest groups of the microbatches that are not stuck."""
-    while world.state.counts[MOVES] < max_moves:
+    while problem.state.counts[MOVES] < max_moves:
         slowest = -1
         for microbatch in range(len(spans)):
             if not stuck[microbatch] and (slowest < 0 or spans[microbatch] > spans[slowest]):
                 slowest = microbatch
         if slowest < 0:
             return
-        if not _step(world, links, spans, slowest):
+        if not _step(problem, links, spans, slowest):
             stuck[slowest] = True
 
 
 @inner
-def _disturb(world: World, links: Links, stuck: Ints, dice: Ints) -> None:
+def _perturb_one(problem: SearchProblem, links: Links, stuck: Ints, dice: Ints) -> None:
     """Move a sequence to another group or to a new one, which takes ranks from its group."""
-    state, batch, room = world.state, world.batch, world.prices.room
+    state, batch, max_tokens = problem.state, problem.batch, problem.prices.max_tokens
     for _ in range(TRIES):
         at = _roll(dice, len(state.owner))
         source = state.owner[at]
@@ -323,29 +322,29 @@ def _disturb(world: World, links: Links, stuck: Ints, dice: Ints) -> None:
         if _roll(dice, 3) == 0:
             ranks = state.degree[source] - 1
             if (
-                state.far[source] >= SEAT
+                state.span_kind[source] >= PINNED
                 or ranks < 1
                 or state.spare[home] + ranks < 1
                 or state.counts[GROUPS] >= len(state.home) - 1
             ):
                 continue
             ranks = 1 + _roll(dice, ranks)
-            if state.tokens[source] - batch.tokens[at] > (state.degree[source] - ranks) * room:
+            if state.tokens[source] - batch.tokens[at] > (state.degree[source] - ranks) * max_tokens:
                 continue
-            if batch.tokens[at] > ranks * room:
+            if batch.tokens[at] > ranks * max_tokens:
                 continue
             state.degree[source] -= ranks
             state.spare[home] += ranks
-            target = _open(world, home, ranks)
+            target = _open(problem, home, ranks)
         else:
             target = _roll(dice, state.counts[GROUPS])
             if target == source or state.home[target] < 0:
                 continue
-            if state.tokens[target] + batch.tokens[at] > state.degree[target] * room:
+            if state.tokens[target] + batch.tokens[at] > state.degree[target] * max_tokens:
                 continue
-        _shift(world, links, at, target)
+        _shift(problem, links, at, target)
         stuck[home] = False
         stuck[state.home[target]] = False
-        _settle(world, links, source)
-        _settle(world, links, target)
+        _settle(problem, links, source)
+        _settle(problem, links, target)
         return

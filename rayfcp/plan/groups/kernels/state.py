@@ -1,54 +1,52 @@
-"""A plan in the making: which group each sequence is in, which microbatch and ranks each group has.
-
-Which sequences a group holds, as linked lists, so that they can change places in no time.
-"""
+"""A plan in the making: group of each sequence, microbatch and ranks of each group, members as linked lists."""
 
 from typing import NamedTuple
 
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inlined, inner
-from rayfcp.plan.groups.kernels.price import SEAT, Prices, _price
+from rayfcp.plan.groups.kernels.price import PINNED, Prices, _price
 from rayfcp.values.arrays import Floats, Ints
 
-GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `State.counts` counts: groups ever opened, microbatches, work done
+GROUPS, MICROBATCHES, MOVES = 0, 1, 2  # what `GroupState.counts` counts: groups ever opened, microbatches, work done
 
 
-class Batch(NamedTuple):
+class SearchBatch(NamedTuple):
     """Sequences, longest first; `work_s` is the compute on one rank, `alone_s` the seconds at the best degree."""
 
     tokens: Floats
-    cells: Floats
+    pairs: Floats
     work_s: Floats
     alone_s: Floats
 
 
-class State(NamedTuple):
+class GroupState(NamedTuple):
     """`owner[sequence]` is a group or -1; `home[group]` a microbatch, or -1 for a group that is no more.
-    `far[group]` is 1 where it spans nodes although it would fit in one, `SEAT` and above for a seat, whose ranks no
-    other group may have, and which stays when it is empty. `spare[microbatch]`: ranks in no group, seats apart;
+    `span_kind[group]` is 1 where it spans nodes although it would fit in one, `PINNED` and above for a pinned group,
+    whose ranks no other group may have, and which stays when it is empty. `spare[microbatch]`: ranks in no group,
+    pinned ones apart;
     `pace[microbatch]`: the share of forward at which its groups' `seconds` are priced (`_price`)."""
 
     owner: Ints
     home: Ints
     degree: Ints
-    far: Ints
+    span_kind: Ints
     tokens: Floats
-    cells: Floats
+    pairs: Floats
     seconds: Floats
     spare: Ints
     pace: Floats
     counts: Ints
 
 
-class World(NamedTuple):
+class SearchProblem(NamedTuple):
     """All that a kernel needs. `nodes`: ranks of each. `traffic_s` of shards goes beside a microbatch,
     `last_traffic_s` beside the last one, and the share `overlap` of the shorter hides; `extra_s` is added to each
     (`CostModel.microbatch_s`)."""
 
-    batch: Batch
+    batch: SearchBatch
     prices: Prices
-    state: State
+    state: GroupState
     nodes: Ints
     traffic_s: float
     last_traffic_s: float
@@ -57,22 +55,22 @@ class World(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """How long to try (`State.counts`), and where to keep what a try may have to be undone to."""
+    """How long to try (`GroupState.counts`), and where to keep what a try may have to be undone to."""
 
     max_moves: int
-    saved: State
+    saved: GroupState
 
 
-def empty_state(num_sequences: int, *, num_seats: int = 0) -> State:
-    """Room for every sequence to open a group, and for as many to be opened later, and for all seats."""
-    groups = 2 * num_sequences + 8 + num_seats * (num_sequences + 2)
-    return State(
+def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
+    """Room for every sequence to open a group, and for as many to be opened later, and for all pinned groups."""
+    groups = 2 * num_sequences + 8 + num_pinned * (num_sequences + 2)
+    return GroupState(
         owner=np.full(num_sequences, -1),
         home=np.full(groups, -1),
         degree=np.zeros(groups, np.int64),
-        far=np.zeros(groups, np.int64),
+        span_kind=np.zeros(groups, np.int64),
         tokens=np.zeros(groups),
-        cells=np.zeros(groups),
+        pairs=np.zeros(groups),
         seconds=np.zeros(groups),
         spare=np.zeros(num_sequences + 2, np.int64),
         pace=np.zeros(num_sequences + 2),
@@ -80,94 +78,94 @@ def empty_state(num_sequences: int, *, num_seats: int = 0) -> State:
     )
 
 
-def copied(state: State) -> State:
+def copied(state: GroupState) -> GroupState:
     """A snapshot."""
-    return State._make(column.copy() for column in state)
+    return GroupState._make(column.copy() for column in state)
 
 
-def load(world: World, state: State) -> None:
+def load(problem: SearchProblem, state: GroupState) -> None:
     """Go on from a snapshot; what was spent stays spent."""
-    spent = world.state.counts[MOVES]
-    for column, saved in zip(world.state, state, strict=True):
+    spent = problem.state.counts[MOVES]
+    for column, saved in zip(problem.state, state, strict=True):
         column[:] = saved
-    world.state.counts[MOVES] = spent
+    problem.state.counts[MOVES] = spent
 
 
 @inner
-def _open(world: World, microbatch: int, degree: int) -> int:
+def _open(problem: SearchProblem, microbatch: int, degree: int) -> int:
     """An empty group of so many spare ranks."""
-    state = world.state
+    state = problem.state
     group = state.counts[GROUPS]
     state.counts[GROUPS] = group + 1
     state.home[group] = microbatch
     state.degree[group] = degree
-    state.far[group] = 0
+    state.span_kind[group] = 0
     state.tokens[group] = 0.0
-    state.cells[group] = 0.0
+    state.pairs[group] = 0.0
     state.seconds[group] = 0.0
     state.spare[microbatch] -= degree
     return int(group)
 
 
 @inner
-def _open_seats(world: World, microbatch: int) -> None:
-    """All seats, empty."""
-    state, seats = world.state, world.prices.seats
-    for at in range(0, len(seats), 2):
-        group = _open(world, microbatch, 0)
-        state.degree[group], state.far[group] = seats[at], seats[at + 1]
+def _open_pinned(problem: SearchProblem, microbatch: int) -> None:
+    """Open all pinned groups, empty."""
+    state, pinned = problem.state, problem.prices.pinned
+    for at in range(0, len(pinned), 2):
+        group = _open(problem, microbatch, 0)
+        state.degree[group], state.span_kind[group] = pinned[at], pinned[at + 1]
 
 
 @inlined
-def _far(world: World, group: int) -> int:
+def _span_kind(problem: SearchProblem, group: int) -> int:
     """As if the group lay in one node if it can."""
-    far = world.state.far[group]
-    return int(far) if far >= SEAT else 0
+    span_kind = problem.state.span_kind[group]
+    return int(span_kind) if span_kind >= PINNED else 0
 
 
 @inlined
-def _join(world: World, at: int, group: int, degree: int) -> None:
+def _join(problem: SearchProblem, at: int, group: int, degree: int) -> None:
     """Put a sequence into a group that then has `degree` ranks."""
-    state, batch = world.state, world.batch
+    state, batch = problem.state, problem.batch
     state.spare[state.home[group]] -= degree - state.degree[group]
     state.degree[group] = degree
     state.tokens[group] += batch.tokens[at]
-    state.cells[group] += batch.cells[at]
+    state.pairs[group] += batch.pairs[at]
     state.owner[at] = group
-    _reprice(world, group)
+    _reprice(problem, group)
 
 
 @inlined
-def _reprice(world: World, group: int) -> None:
-    state = world.state
-    if state.far[group] >= SEAT and state.tokens[group] == 0.0:
+def _reprice(problem: SearchProblem, group: int) -> None:
+    state = problem.state
+    if state.span_kind[group] >= PINNED and state.tokens[group] == 0.0:
         state.seconds[group] = 0.0
         return
     state.seconds[group] = _price(
-        world.prices,
-        state.cells[group],
+        problem.prices,
+        state.pairs[group],
         state.tokens[group],
         state.degree[group],
-        state.far[group],
+        state.span_kind[group],
         state.pace[state.home[group]],
     )
 
 
 @inner
-def _empty(world: World, group: int) -> None:
-    """The group is no more, unless it is a seat; its ranks are spare."""
-    state = world.state
-    if state.far[group] < SEAT:
+def _empty(problem: SearchProblem, group: int) -> None:
+    """The group is no more, unless it is pinned; its ranks are spare."""
+    state = problem.state
+    if state.span_kind[group] < PINNED:
         state.spare[state.home[group]] += state.degree[group]
         state.home[group] = -1
         state.degree[group] = 0
     state.tokens[group] = 0.0
-    state.cells[group] = 0.0
+    state.pairs[group] = 0.0
     state.seconds[group] = 0.0
 
 
 @inner
-def _copy(source: State, target: State) -> None:
+def _copy(source: GroupState, target: GroupState) -> None:
     """Of groups, as many as were ever opened."""
     for at in range(len(source.owner)):
         target.owner[at] = source.owner[at]
@@ -179,16 +177,16 @@ def _copy(source: State, target: State) -> None:
     for group in range(source.counts[GROUPS]):
         target.home[group] = source.home[group]
         target.degree[group] = source.degree[group]
-        target.far[group] = source.far[group]
+        target.span_kind[group] = source.span_kind[group]
         target.tokens[group] = source.tokens[group]
-        target.cells[group] = source.cells[group]
+        target.pairs[group] = source.pairs[group]
         target.seconds[group] = source.seconds[group]
 
 
 @compiled
-def _compact(world: World) -> None:
+def _compact(problem: SearchProblem) -> None:
     """Number the groups anew, without those that are no more."""
-    state = world.state
+    state = problem.state
     names = np.full(state.counts[GROUPS], -1)
     count = 0
     for group in range(len(names)):
@@ -196,9 +194,9 @@ def _compact(world: World) -> None:
             names[group] = count
             state.home[count] = state.home[group]
             state.degree[count] = state.degree[group]
-            state.far[count] = state.far[group]
+            state.span_kind[count] = state.span_kind[group]
             state.tokens[count] = state.tokens[group]
-            state.cells[count] = state.cells[group]
+            state.pairs[count] = state.pairs[group]
             state.seconds[count] = state.seconds[group]
             count += 1
     for at in range(len(state.owner)):
@@ -208,9 +206,9 @@ def _compact(world: World) -> None:
 
 
 @inner
-def _forget(world: World, first: int, microbatch: int) -> None:
+def _forget(problem: SearchProblem, first: int, microbatch: int) -> None:
     """Undo all groups from `first` on."""
-    state = world.state
+    state = problem.state
     for at in range(len(state.owner)):
         if state.owner[at] >= first:
             state.owner[at] = -1
@@ -218,13 +216,13 @@ def _forget(world: World, first: int, microbatch: int) -> None:
         state.home[group] = -1
         state.degree[group] = 0
     state.counts[GROUPS] = first
-    state.spare[microbatch] = world.prices.num_ranks
+    state.spare[microbatch] = problem.prices.num_ranks
 
 
 @inner
-def _span_s(world: World, microbatch: int, first: int) -> float:
+def _span_s(problem: SearchProblem, microbatch: int, first: int) -> float:
     """Seconds of the slowest group of a microbatch, whose groups start at `first` or later."""
-    state = world.state
+    state = problem.state
     span_s = 0.0
     for group in range(first, state.counts[GROUPS]):
         if state.home[group] == microbatch:
@@ -233,25 +231,25 @@ def _span_s(world: World, microbatch: int, first: int) -> float:
 
 
 @inner
-def _beside_s(world: World, span_s: float, traffic_s: float) -> float:
+def _beside_s(problem: SearchProblem, span_s: float, traffic_s: float) -> float:
     """Groups and traffic of shards at the same time."""
-    return span_s + traffic_s - world.overlap * min(span_s, traffic_s)
+    return span_s + traffic_s - problem.overlap * min(span_s, traffic_s)
 
 
 @compiled
-def total_s(world: World) -> float:
+def total_s(problem: SearchProblem) -> float:
     """`CostModel.batch_s` of the state."""
-    state = world.state
+    state = problem.state
     spans = np.zeros(state.counts[MICROBATCHES])
     for group in range(state.counts[GROUPS]):
         home = state.home[group]
         if home >= 0:
             spans[home] = max(spans[home], state.seconds[group])
-    return _sum_s(world, spans)
+    return _sum_s(problem, spans)
 
 
 @inner
-def _sum_s(world: World, spans: Floats) -> float:
+def _sum_s(problem: SearchProblem, spans: Floats) -> float:
     """Microbatches without sequences count nothing; the longest comes last. Infinite if one has no groups that hold
     its sequences."""
     longest, seconds = 0.0, 0.0
@@ -260,10 +258,10 @@ def _sum_s(world: World, spans: Floats) -> float:
         if span_s == np.inf:
             return float(np.inf)
         if span_s > 0.0:
-            seconds += _beside_s(world, span_s, world.traffic_s) + world.extra_s
+            seconds += _beside_s(problem, span_s, problem.traffic_s) + problem.extra_s
             longest = max(longest, span_s)
-    last_s = _beside_s(world, longest, world.last_traffic_s)
-    return seconds - _beside_s(world, longest, world.traffic_s) + last_s
+    last_s = _beside_s(problem, longest, problem.last_traffic_s)
+    return seconds - _beside_s(problem, longest, problem.traffic_s) + last_s
 
 
 class Links(NamedTuple):
@@ -275,9 +273,9 @@ class Links(NamedTuple):
 
 
 @compiled
-def links_of(world: World) -> Links:
+def links_of(problem: SearchProblem) -> Links:
     """Members of every group, ascending."""
-    state = world.state
+    state = problem.state
     size = len(state.owner)
     head, after, before = np.full(len(state.home), -1), np.full(size, -1), np.full(size, -1)
     for at in range(size - 1, -1, -1):
@@ -290,9 +288,9 @@ def links_of(world: World) -> Links:
 
 
 @inner
-def _shift(world: World, links: Links, at: int, group: int) -> None:
+def _shift(problem: SearchProblem, links: Links, at: int, group: int) -> None:
     """Move a sequence to another group; the seconds of both are the caller's (`_settle`)."""
-    state, batch = world.state, world.batch
+    state, batch = problem.state, problem.batch
     source = state.owner[at]
     before, after = links.before[at], links.after[at]
     if before >= 0:
@@ -307,16 +305,16 @@ def _shift(world: World, links: Links, at: int, group: int) -> None:
         links.before[first] = at
     state.owner[at] = group
     state.tokens[source] -= batch.tokens[at]
-    state.cells[source] -= batch.cells[at]
+    state.pairs[source] -= batch.pairs[at]
     state.tokens[group] += batch.tokens[at]
-    state.cells[group] += batch.cells[at]
+    state.pairs[group] += batch.pairs[at]
 
 
 @inner
-def _settle(world: World, links: Links, group: int) -> None:
+def _settle(problem: SearchProblem, links: Links, group: int) -> None:
     """Its seconds anew; a group without sequences gives its ranks back."""
-    state = world.state
+    state = problem.state
     if links.head[group] >= 0:
-        _reprice(world, group)
+        _reprice(problem, group)
     elif state.home[group] >= 0:
-        _empty(world, group)
+        _empty(problem, group)

@@ -1,8 +1,7 @@
-"""Passes of all stages, event by event. Orders name forward of microbatch m as m, its backward as -1 - m.
+"""Passes of all stages, event by event: when each ends, forward passes as early as memory permits, and a local search
+over the order of microbatches.
 
-Forward passes as early as memory has room for what they keep.
-
-Local search over the order in which microbatches pass a pipeline.
+Orders name the forward pass of microbatch m as m, its backward pass as -1 - m.
 """
 
 from typing import NamedTuple
@@ -10,16 +9,20 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.microbatches import StageBytes
+from rayfcp.plan.pipeline.kernels.recompute import peak_bytes
 from rayfcp.values.arrays import Floats, Ints
+
+SLACK = 1e-9
+"""Relative: less is no improvement, but rounding."""
 
 
 @compiled
 def finish_s(order: Ints, forward_s: Floats, backward_s: Floats, transfer_s: Floats, ends: Floats) -> bool:
-    """Fills `ends[way, stage, microbatch]` with when each pass ends, way 0 forward, 1 backward.
+    """Fill `ends[way, stage, microbatch]` with the end of each pass, way 0 forward, 1 backward; false on a deadlock.
 
-    A pass begins when its stage is done with the pass before and what it needs has come from the neighbour: a
+    A pass begins when its stage has finished the pass before and its input has arrived from the neighbour: a
     neighbour sends as soon as it has computed, and each way between two stages carries one microbatch at a time.
-    False if stages wait for each other.
     """
     num_stages, num_passes = order.shape
     count = num_passes // 2
@@ -55,55 +58,18 @@ def finish_s(order: Ints, forward_s: Floats, backward_s: Floats, transfer_s: Flo
 
 
 @compiled
-def peak_bytes(
-    order: Ints, kept: Floats, working: Floats, whole: Floats, summed: Floats, begun: Floats, peaks: Floats
-) -> None:
-    """Fills `peaks[stage]` with the most bytes at a time.
-
-    `kept[stage, m]` from forward to the end of backward; `working[stage, m]` during either; `whole[stage, m]`, what is
-    recomputed at a time, during backward; `begun[stage, m]` from backward of m on, `summed[stage, m]` up to its end.
-    """
-    num_stages, num_passes = order.shape
-    for stage in range(num_stages):
-        held, most = 0.0, 0.0
-        for at in range(num_passes):
-            code = order[stage, at]
-            m = code if code >= 0 else -1 - code
-            if code >= 0:
-                held += kept[stage, m]
-                most = max(most, held + working[stage, m])
-            else:
-                held += begun[stage, m]
-                most = max(most, held + working[stage, m] + whole[stage, m])
-                held -= kept[stage, m] + summed[stage, m]
-        peaks[stage] = most
-
-
-@compiled
-def eager_leads(
-    least: Ints,
-    most: Ints,
-    backward: Ints,
-    kept: Floats,
-    working: Floats,
-    whole: Floats,
-    begun: Floats,
-    summed: Floats,
-    room: Floats,
-) -> Ints:
+def eager_leads(least: Ints, most: Ints, backward: Ints, held: StageBytes, layers: Ints) -> Ints:
     """Forward passes of each stage before each of its backward passes: between `least` and `most`, both [stage, i] and
-    rising, no stage fewer than the next one, as many as its room permits beside those that must come.
+    rising, no stage fewer than the next one, as many as memory permits beside those that must come.
 
-    `backward[i]`: microbatch of the i-th backward pass. By [stage, m]: `kept`, `working`, `whole` (in backward),
-    `begun`, `summed` as in `peak_bytes`.
+    `backward[i]`: microbatch of the i-th backward pass; `layers[stage, m]`: recomputed.
     """
     num_stages, count = least.shape
     leads = least.copy()
-    held, work = np.empty(count), np.empty(count)
+    base, work = np.empty(count), np.empty(count)
     for stage in range(num_stages):
-        _slots(
-            least[stage], backward, kept[stage], working[stage], whole[stage], begun[stage], summed[stage], held, work
-        )
+        kept = held.kept[stage] - layers[stage] * held.freed
+        _slots(least[stage], backward, held, stage, layers[stage], kept, base, work)
         done = 0
         for at in range(count):
             done = max(done, least[stage, at])
@@ -111,25 +77,25 @@ def eager_leads(
             if stage > 0 and leads[stage - 1, at] < count:
                 limit = min(limit, leads[stage - 1, at] - 1)
             while done < limit and _fits(
-                least[stage], at, done, kept[stage, done], working[stage, done], held, work, room[stage]
+                least[stage], at, done, kept[done], held.working[done], base, work, held.budget[stage]
             ):
                 slot = at
                 while slot < count and least[stage, slot] <= done:
-                    held[slot] += kept[stage, done]
+                    base[slot] += kept[done]
                     slot += 1
-                work[at] = max(work[at], working[stage, done])
+                work[at] = max(work[at], held.working[done])
                 done += 1
             leads[stage, at] = done
-    _meet(leads)
+    _avoid_deadlock(leads)
     return leads
 
 
 @inner
-def _meet(leads: Ints) -> None:
-    """Lower what stages could wait for each other for ever by, where hand-overs of one flow complete in order on both
-    sides: a stage takes the next microbatch when its successor has taken the one before, and goes on with backward
-    when its predecessor has taken the last gradient. So before its i-th backward pass a stage between others has at
-    most one forward pass more than its successor has before its backward pass i + 1. The first stage takes no
+def _avoid_deadlock(leads: Ints) -> None:
+    """Lower the leads by which stages could wait for each other, where transfers of one direction complete in order on
+    both sides: a stage takes the next microbatch when its successor has taken the one before, and goes on with
+    backward when its predecessor has taken the last gradient. So before its i-th backward pass a stage between others
+    has at most one forward pass more than its successor has before its backward pass i + 1. The first stage takes no
     microbatches, the last one no gradients."""
     num_stages, count = leads.shape
     for stage in range(num_stages - 3, 0, -1):
@@ -141,42 +107,41 @@ def _meet(leads: Ints) -> None:
 def _slots(
     least: Ints,
     backward: Ints,
+    held: StageBytes,
+    stage: int,
+    layers: Ints,
     kept: Floats,
-    working: Floats,
-    whole: Floats,
-    begun: Floats,
-    summed: Floats,
-    held: Floats,
+    base: Floats,
     work: Floats,
 ) -> None:
-    """The most that is held, and the most that is worked with, from one backward pass to the end of the next one."""
+    """The most bytes that are kept (`base`), and the largest working set, from one backward pass to the end of the
+    next."""
     now, done = 0.0, 0
     for at in range(len(backward)):
         m = backward[at]
-        work[at] = working[m] + whole[m]
+        work[at] = held.working[m]
+        if layers[m] >= held.layers[stage]:
+            work[at] += held.again[m]
         while done < least[at]:
             now += kept[done]
-            work[at] = max(work[at], working[done])
+            work[at] = max(work[at], held.working[done])
             done += 1
-        now += begun[m]
-        held[at] = now
-        now -= kept[m] + summed[m]
+        now += held.layers[stage] * held.begun[m]
+        base[at] = now
+        now -= kept[m] + held.layers[stage] * held.summed[m]
 
 
 @inner
-def _fits(least: Ints, at: int, m: int, kept: float, working: float, held: Floats, work: Floats, room: float) -> bool:
+def _fits(least: Ints, at: int, m: int, kept: float, working: float, base: Floats, work: Floats, budget: float) -> bool:
     """Microbatch m may be kept from the slot of backward pass `at` on, up to the slot in which it must come."""
-    if held[at] + kept + max(work[at], working) > room:
+    if base[at] + kept + max(work[at], working) > budget:
         return False
     slot = at + 1
     while slot < len(least) and least[slot] <= m:
-        if held[slot] + kept + work[slot] > room:
+        if base[slot] + kept + work[slot] > budget:
             return False
         slot += 1
     return True
-
-
-SLACK = 1e-9  # relative: less is no improvement
 
 
 class Timed(NamedTuple):
@@ -190,18 +155,9 @@ class Timed(NamedTuple):
     transfer_s: Floats
 
 
-class Held(NamedTuple):
-    """Bytes by [stage, microbatch], as `peak_bytes` has them; `room` by stage."""
-
-    kept: Floats
-    working: Floats
-    again: Floats
-    room: Floats
-
-
 @compiled
 def makespan_s(order: Ints, timed: Timed, turns: Ints) -> float:
-    """Microbatch `turns[i]` is the i-th that passes; infinite if stages wait for each other."""
+    """Seconds of the pipeline in which microbatch `turns[i]` is the i-th; infinite on a deadlock."""
     forward, backward = timed.forward_s[:, turns], timed.backward_s[:, turns]
     forward[:, 0] = timed.gathering_s[:, turns[0]]
     backward[:, -1] = timed.reducing_s[:, turns[-1]]
@@ -212,17 +168,24 @@ def makespan_s(order: Ints, timed: Timed, turns: Ints) -> float:
 
 
 @compiled
-def fits(order: Ints, held: Held, turns: Ints) -> bool:
-    """Whether every stage keeps to its room."""
-    peaks, none = np.zeros(len(held.room)), np.zeros_like(held.kept)
-    peak_bytes(order, held.kept[:, turns], held.working[:, turns], held.again[:, turns], none, none, peaks)
-    return bool((peaks <= held.room).all())
+def in_turns(held: StageBytes, turns: Ints) -> StageBytes:
+    """Columns in the order in which microbatches pass."""
+    return StageBytes(
+        held.kept[:, turns],
+        held.freed[turns],
+        held.working[turns],
+        held.again[turns],
+        held.summed[turns],
+        held.begun[turns],
+        held.layers,
+        held.budget,
+    )
 
 
 @compiled
-def reorder(order: Ints, timed: Timed, held: Held, turns: Ints, max_trials: int) -> float:
-    """Take a microbatch out and put it in elsewhere, as long as that makes the pipeline shorter and memory permits;
-    `turns` is changed. Returns the makespan."""
+def reorder(order: Ints, timed: Timed, held: StageBytes, recomputed: Ints, turns: Ints, max_trials: int) -> float:
+    """Take a microbatch out and insert it elsewhere, as long as that makes the pipeline shorter and memory permits, in
+    place; return the makespan. `recomputed[stage, microbatch]` layers."""
     count, trials = len(turns), 0
     best_s = makespan_s(order, timed, turns)
     better = True
@@ -237,14 +200,17 @@ def reorder(order: Ints, timed: Timed, held: Held, turns: Ints, max_trials: int)
                 trials += 1
                 _move(turns, source, target)
                 seconds = makespan_s(order, timed, turns)
-                if seconds < best_s * (1 - SLACK) and fits(order, held, turns):
+                if (
+                    seconds < best_s * (1 - SLACK)
+                    and (peak_bytes(order, in_turns(held, turns), recomputed[:, turns]) <= held.budget).all()
+                ):
                     best_s, better = seconds, True
                 else:
                     _move(turns, target, source)
     return best_s
 
 
-@compiled
+@inner
 def _move(turns: Ints, source: int, target: int) -> None:
     moved, step = turns[source], 1 if source < target else -1
     at = source

@@ -1,4 +1,4 @@
-"""Pictures to ranks, longest first (Graham's LPT), and as many of each kind to whom their tokens are."""
+"""Images to ranks, longest first (Graham's LPT); of equal images, as many as possible to the ranks of their tokens."""
 
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ TIE = 1e-12
 """Relative difference of loads that counts as none."""
 
 
-class Pictures(NamedTuple):
+class ImageItems(NamedTuple):
     """Longest first, of equal ones in the order of their tokens: seconds on a rank of speed 1, patches, the rank that
-    holds the first token. Equal pictures have one number in `kind`, kinds ascend."""
+    holds the first token. Equal images have one number in `kind`, kinds ascend."""
 
     seconds: Floats
     patches: Floats
@@ -21,47 +21,40 @@ class Pictures(NamedTuple):
     kind: Ints
 
 
-class Ranks(NamedTuple):
-    """Speed, and patches for which there is memory."""
-
-    speed: Floats
-    room: Floats
-
-
 @compiled
-def longest_first(pictures: Pictures, ranks: Ranks) -> Ints:
-    """The rank of each picture; -1 for those that no rank has memory for.
+def longest_first(images: ImageItems, speed: Floats, max_patches: Floats) -> Ints:
+    """The rank of each image; -1 for those that fit on no rank. `speed` and `max_patches`: of each rank.
 
-    A picture goes to the rank with room that is done with it first, among equals to the one that holds its tokens, else
-    to the first. Equal pictures then change places, so that each rank keeps those whose tokens it holds, and gets what
-    is left in long runs.
+    An image goes to the rank with memory for it that is done with it first, among equals to the one that holds its
+    tokens, else to the first. Equal images then change places, so that each rank keeps those whose tokens it holds,
+    and gets the remaining ones in long runs.
     """
-    loads, left, slowness = np.zeros(len(ranks.speed)), ranks.room.copy(), 1.0 / ranks.speed
-    found = np.full(len(pictures.seconds), -1)
+    loads, left, slowness = np.zeros(len(speed)), max_patches.copy(), 1.0 / speed
+    found = np.full(len(images.seconds), -1)
     for at in range(len(found)):
-        found[at] = best = _earliest(pictures, slowness, loads, left, at)
+        found[at] = best = _earliest(images, slowness, loads, left, at)
         if best >= 0:
-            loads[best] += pictures.seconds[at]
-            left[best] -= pictures.patches[at]
+            loads[best] += images.seconds[at]
+            left[best] -= images.patches[at]
     first = 0
     while first < len(found):
         stop = first + 1
-        while stop < len(found) and pictures.kind[stop] == pictures.kind[first]:
+        while stop < len(found) and images.kind[stop] == images.kind[first]:
             stop += 1
-        _exchange(found[first:stop], pictures.holder[first:stop], len(loads))
+        _exchange(found[first:stop], images.holder[first:stop], len(loads))
         first = stop
     return found
 
 
 @inlined
-def _earliest(pictures: Pictures, slowness: Floats, loads: Floats, left: Floats, at: int) -> int:
+def _earliest(images: ImageItems, slowness: Floats, loads: Floats, left: Floats, at: int) -> int:
     best, best_s, below_s = -1, np.inf, np.inf
-    seconds, patches = pictures.seconds[at], pictures.patches[at]
+    seconds, patches = images.seconds[at], images.patches[at]
     for rank in range(len(loads)):
         end_s = (loads[rank] + seconds) * slowness[rank]
         if end_s < below_s and left[rank] >= patches:
             best, best_s, below_s = rank, end_s, end_s * (1 - TIE)
-    holder = pictures.holder[at]
+    holder = images.holder[at]
     if best >= 0 and left[holder] >= patches:
         end_s = (loads[holder] + seconds) * slowness[holder]
         if end_s <= best_s * (1 + TIE):
@@ -71,7 +64,7 @@ def _earliest(pictures: Pictures, slowness: Floats, loads: Floats, left: Floats,
 
 @compiled
 def _exchange(found: Ints, holder: Ints, num_ranks: int) -> None:
-    """Of equal pictures, `found` anew with as many for each rank."""
+    """Reassign equal images, as many to each rank as before."""
     counts = np.zeros(num_ranks + 1, np.int64)  # the last one: of those without a rank
     for rank in found:
         counts[rank] += 1

@@ -1,0 +1,297 @@
+"""What each part of planning is worth: simulated step time with one part switched off against everything on.
+
+    python jobs/bench/ablation.py --cases 200 --moves 300000,3000000 --json ablation.json
+
+A case is a model, hardware, number of ranks, memory, primitives and a batch of one length distribution, drawn from its
+number. One case in eight has ranks of unequal speed. Every plan is lowered and simulated as `rayfcp compare` does; a
+plan that equals the one of everything on is not simulated again. Switches patch this process only:
+
+- starts and moves of the joint search (Python level names of `rayfcp.plan.groups`);
+- coefficients of the cost model: zero while planning, in place while simulating;
+- options of the block and pipeline planners (`plan.blocks`, `plan.pipeline`), on a quarter and a tenth of the cases.
+
+`mean` and `worst` are the relative change of simulated seconds: above zero, the part helps.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rayfcp.compare.distributions import DISTRIBUTIONS
+from rayfcp.config.models import PlanConfig
+from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
+from rayfcp.program import lower
+from rayfcp.simulate import simulate
+from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
+
+PLANNER = "rayfcp.plan.groups.planner"
+Patch = tuple[str, str, Any]  # module (and class), attribute, value or a function of the present value
+
+MODELS = ("qwen3-1.7b", "llama3-8b", "qwen3-8b", "gpt-13b", "gpt-30b")
+HARDWARE = ("h100", "ascend-910c", "a800", "gpu-x")
+RANKS = (8, 12, 16, 32, 32, 64, 64, 128, 256)
+FILLS = (0.7, 1.5, 3.0, 6.0)  # tokens of the batch over those that all ranks hold
+SEQUENCES_PER_RANK = (3, 6, 10, 16)
+ESSENTIAL = ("attention_s_per_pair", "linear_s_per_token")  # without them nothing is left to plan
+
+BLOCKS: Mapping[str, Mapping[str, Any]] = {
+    "shares placement": {"placement": "lpt"},
+    "pacing": {"paced": False},
+    "heads shared": {"heads": 1},
+    "coalesced rounds": {"coalesce": 1},
+    "third buffer": {"num_buffers": 2},
+}
+PIPELINE: Mapping[str, Mapping[str, Any]] = {
+    "balanced chunks": {"chunking": "fixed"},
+    "adaptive recomputation": {"recompute": "uniform"},
+    "elastic order": {"order": "1f1b"},
+    "several pipelines": {"pipelines": 1},
+    "several pipelines of more than the best": {"candidates": 1},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One batch on one cluster."""
+
+    number: int
+    model: ModelProfile
+    hardware: HardwareProfile
+    cluster: ClusterSpec
+    cost: CostModel
+    sequences: tuple[SequenceSpec, ...]
+    primitives: tuple[str, ...]
+
+    def simulated_s(self, plan: BatchPlan) -> float:
+        timeline = simulate(
+            lower(plan, self.sequences),
+            model=self.model,
+            hardware=self.hardware,
+            speed_of_rank=self.cluster.speed_of_rank,
+        )
+        return float(timeline.iteration_s)
+
+
+def case_of(number: int, *, stages: int = 1) -> Case:
+    """The case of that number; the same in any process."""
+    rng = np.random.default_rng(number)
+    names = list(DISTRIBUTIONS)
+    ranks = int(rng.choice(RANKS if stages == 1 else RANKS[:4]))
+    model, hardware = model_profile(str(rng.choice(MODELS))), hardware_profile(str(rng.choice(HARDWARE)))
+    lengths = DISTRIBUTIONS[names[number % len(names)]].sample(ranks * int(rng.choice(SEQUENCES_PER_RANK)), seed=number)
+    lengths = lengths.clip(2, 131_072)
+    held = int(lengths.sum() / float(rng.choice(FILLS)) / ranks)
+    speeds = tuple(float(each) for each in rng.choice((1.0, 1.0, 1.0, 0.8, 0.6), ranks)) if number % 8 == 7 else ()
+    sizes: dict[str, Any] = {"num_ranks": ranks, "bytes_per_element": hardware.dtype_bytes}
+    if stages > 1:
+        room = max_tokens_per_rank(
+            model,
+            num_devices=ranks * stages,
+            recomputed_layers=0,
+            memory_bytes=hardware.memory_bytes,
+            bytes_per_element=hardware.dtype_bytes,
+            reduce_every="step",
+        )
+    else:
+        room = max(held, -(-int(lengths.max()) // ranks))
+    return Case(
+        number=number,
+        model=model,
+        hardware=hardware,
+        cluster=ClusterSpec(
+            num_ranks=ranks, num_stages=stages, max_tokens_per_rank=room, speed_of_rank=speeds if stages == 1 else ()
+        ),
+        cost=CostModel.from_profiles(model, hardware, reduce_every="step", num_stages=stages, **sizes),
+        sequences=tuple(
+            SequenceSpec(id=at, num_tokens=int(each), num_targets=int(each) - 1) for at, each in enumerate(lengths)
+        ),
+        primitives=(("ring",), ("ring", "ulysses"))[number % 2],
+    )
+
+
+def group_switches() -> dict[str, list[Patch]]:
+    """Parts of the joint search, each with what replaces it."""
+
+    def none(*_: object, **__: object) -> tuple[()]:
+        return ()
+
+    cuts, search = "rayfcp.plan.groups.two_stage.Cuts", f"{PLANNER}.JointSearch"
+    total_s = importlib.import_module("rayfcp.plan.groups.kernels.state").total_s
+    perturb, ruin = (getattr(importlib.import_module(PLANNER), name) for name in ("perturb", "ruin"))
+    return {
+        "fill in turn": [(PLANNER, "FORCED", math.inf), (PLANNER, "SCARCE", math.inf)],
+        "fill rounded to node": [(PLANNER, "fill_in_turn", lambda old: lambda world, _: old(world, 0))],
+        "pack cuts": [(search, "_pack_cuts", lambda _: none)],
+        "even start": [(PLANNER, "even", lambda _: lambda *_: math.inf)],
+        "round starts": [(cuts, "rounds", lambda _: none)],
+        "cuts by length": [(cuts, "_by_length", lambda _: none)],
+        "improve": [(PLANNER, "improve", lambda _: lambda world, _moves: total_s(world))],
+        "staged starts": [(PLANNER, "STAGED_CUTS", 0)],
+        "perturb": [(PLANNER, "perturb", lambda _: ruin)],
+        "ruin": [(PLANNER, "ruin", lambda _: perturb)],
+        "perturb and ruin": [(PLANNER, "TURNS", 0)],
+        "pinned groups": [("rayfcp.plan.groups.unequal", "_seats", lambda _: none)],
+    }
+
+
+@contextmanager
+def patched(patches: list[Patch]) -> Iterator[None]:
+    """Set attributes for a while; a function as value is given the present one."""
+    with ExitStack() as stack:
+        for path, name, value in patches:
+            owner = _owner(path)
+            old = getattr(owner, name)
+            stack.callback(setattr, owner, name, old)
+            setattr(owner, name, value(old) if callable(value) else value)
+        yield
+
+
+def _owner(path: str) -> Any:
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, name = path.rsplit(".", 1)
+        return getattr(importlib.import_module(module), name)
+
+
+def zeroed(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
+    """The cost model without each of its coefficients that is not zero."""
+    for field in dataclasses.fields(CostModel):
+        value = getattr(cost, field.name)
+        if isinstance(value, float) and value > 0 and field.name not in ESSENTIAL:
+            yield f"cost: {field.name}", cost.with_coefficients(**{field.name: 0.0})
+
+
+Plan = Callable[[], BatchPlan]
+
+
+def ways(
+    case: Case, *, moves: int, terms: bool = True, switches: bool = True
+) -> Iterator[tuple[str, list[Patch], Plan]]:
+    """Each switch of a case: its name, what to patch, and the planning."""
+
+    def planned(cost: CostModel) -> Plan:
+        options = PlanConfig.model_validate({"primitives": case.primitives, "search_moves": moves})
+        return lambda: plan_batch(case.sequences, cluster=case.cluster, cost=cost, options=options)
+
+    yield "", [], planned(case.cost)
+    for name, patches in group_switches().items() if switches else ():
+        if name != "pinned groups" or case.cluster.speed_of_rank:
+            yield f"groups: {name}", patches, planned(case.cost)
+    for name, cost in zeroed(case.cost) if terms else ():
+        yield name, [], planned(cost)
+
+
+def planner_ways(
+    case: Case, *, strategy: str, section: str, table: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, list[Patch], Plan]]:
+    """Options of the block or the pipeline planner."""
+
+    def planned(update: Mapping[str, Any]) -> Plan:
+        options = PlanConfig.model_validate({"primitives": case.primitives, section: update})
+        return lambda: plan_batch(
+            case.sequences, cluster=case.cluster, cost=case.cost, options=options, strategy=strategy
+        )
+
+    yield "", [], planned({})
+    for name, update in table.items():
+        yield f"{section}: {name}", [], planned(update)
+
+
+Changes = dict[str, list[float]]
+
+
+def add_changes(case: Case, offered: Iterator[tuple[str, list[Patch], Plan]], changes: Changes) -> None:
+    """Append the relative change of each switch; nothing where a plan is infeasible."""
+    whole: tuple[BatchPlan, float] | None = None
+    for name, patches, plan_of in offered:
+        with patched(patches):
+            try:
+                plan = plan_of()
+            except InfeasiblePlanError:
+                if not name:
+                    return
+                changes.setdefault(name, []).append(math.inf)
+                continue
+        if whole is None:
+            whole = plan, case.simulated_s(plan)
+            continue
+        same = (plan.microbatches, plan.pipelines) == (whole[0].microbatches, whole[0].pipelines)
+        seconds = whole[1] if same else case.simulated_s(plan)
+        changes.setdefault(name, []).append(seconds / whole[1] - 1.0)
+
+
+def summary(changes: Changes) -> dict[str, dict[str, float]]:
+    """Mean, worst, best and number of cases by switch."""
+    return {
+        name: {
+            "mean": statistics.fmean(each),
+            "worst": max(each),
+            "best": min(each),
+            "cases": len(each),
+            "over_1_percent": sum(x > 0.01 for x in each),
+        }
+        for name, each in changes.items()
+    }
+
+
+def main() -> None:
+    """Run all cases for each number of moves; print a table and write JSON."""
+    args = _parser().parse_args()
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for moves in [int(each) for each in args.moves.split(",")]:
+        changes: Changes = {}
+        begin_s = time.monotonic()
+        for number in range(args.first, args.first + args.cases):
+            case = case_of(number)
+            add_changes(case, ways(case, moves=moves, terms=not args.no_terms), changes)
+            if number % 4 == 0 and not args.groups_only:
+                offered = planner_ways(case, strategy="flex-block", section="blocks", table=BLOCKS)
+                add_changes(case, offered, changes)
+            if number % 10 == 0 and not args.groups_only:
+                staged = case_of(number, stages=2 + 2 * (number % 20 == 0))
+                offered = planner_ways(staged, strategy="elastic-pipeline", section="pipeline", table=PIPELINE)
+                add_changes(staged, offered, changes)
+            if (number + 1) % 10 == 0:
+                sys.stderr.write(f"{moves} moves: case {number + 1}, {time.monotonic() - begin_s:.0f} s\n")
+                found[str(moves)] = summary(changes)
+                if args.json:
+                    args.json.write_text(json.dumps(found, indent=1))
+        found[str(moves)] = summary(changes)
+        _print(moves, found[str(moves)])
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+def _print(moves: int, table: Mapping[str, Mapping[str, float]]) -> None:
+    sys.stdout.write(f"{moves} moves{'':40} mean %  worst %   best %  cases\n")
+    for name, row in table.items():
+        figures = f"{100 * row['mean']:8.3f} {100 * row['worst']:8.2f} {100 * row['best']:8.2f} {row['cases']:6}"
+        sys.stdout.write(f"{name:46} {figures}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--moves", default="300000,3000000", help="search budgets, comma-separated")
+    parser.add_argument("--groups-only", action="store_true", help="no block and pipeline planners")
+    parser.add_argument("--no-terms", action="store_true", help="no coefficients of the cost model")
+    parser.add_argument("--json", type=Path, default=None, metavar="OUT")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Devices of a run through its generations: which exist, which are in use, and how a new generation is formed."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from rayfcp.cluster.dataset import Dataset
+from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
+from rayfcp.cluster.recovery.losses import RanksLostError
+from rayfcp.cluster.recovery.restoring import ANSWER_S, Restorable, restorable
+from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.runtime import Flag, RendezvousServer, Runtime
+from rayfcp.cluster.workers.facts import with_stages
+from rayfcp.cluster.workers.group import WorkerGroup, join_devices, loss_of
+from rayfcp.cluster.workers.members import WorkerStart
+from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.config import Config
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.size import decide
+from rayfcp.execute.reports import Joined
+from rayfcp.values import ClusterSpec, Decision, Move, StateId
+
+logger = logging.getLogger(__name__)
+
+
+class NodeWatch:
+    """Polls the nodes every `every_s` until closed; `view` is the last result."""
+
+    def __init__(self, runtime: Runtime, *, every_s: float) -> None:
+        self._runtime = runtime
+        self.view = runtime.nodes()
+        self._timer = runtime.every(every_s, self._look, name="node watch")
+
+    def close(self) -> None:
+        self._timer.close()
+
+    def _look(self) -> None:
+        self.view = self._runtime.nodes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A generation whose devices have joined, with initial weights unless they were restored."""
+
+    cluster: ClusterSpec
+    joined: tuple[Joined, ...]
+    ids: tuple[str, ...]
+
+
+class ClusterState:
+    """Workers in use and standing by, pending workers, snapshot stores and nodes. Ended by `end`."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: Dataset,
+        *,
+        start: WorkerStart,
+        worker_group: WorkerGroup,
+        snapshot_stores: SnapshotStores,
+        log: Callable[[str], None],
+    ) -> None:
+        self._config, self._data, self._log = config, data, log
+        self._runtime, self.worker_group = start.runtime, worker_group
+        self._watch = NodeWatch(start.runtime, every_s=config.elastic.look_every_s)
+        self._pending = PendingWorkers(start)
+        self._limits = Limits.of(config)
+        self.snapshot_stores = snapshot_stores
+        worker_group.kill_process = snapshot_stores.kill
+        self._rendezvous: RendezvousServer | None = None
+        self._generation: Generation | None = None
+        self._setbacks = Setbacks()
+        self._losses: tuple[Loss, ...] = ()
+        self._warned: set[str] = set()
+        self._place_of: dict[str, str] = {}
+        self._newest_number = -1
+
+    def newest_state(self, *, up_to: int) -> Restorable:
+        """Newest state in memory of at most `up_to` steps: a step that is not in the log has to run again."""
+        found = restorable(
+            self.worker_group.all,
+            self.snapshot_stores,
+            runtime=self._runtime,
+            up_to=up_to,
+            patience_s=self._config.elastic.hang_min_s,
+        )
+        self._newest_number = max(self._newest_number, found.generation)
+        return found
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """Cluster of the current generation."""
+        assert self._generation is not None
+        return self._generation.cluster
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Ids of the generation's devices, in the order of their numbers."""
+        assert self._generation is not None
+        return self._generation.ids
+
+    def decide(self, *, failure: Failure | None = None, waiting_since_s: float | None = None) -> Decision:
+        """Decide what to do about the devices now; new ones stand by from here on. More are requested, but not during a
+        recovery, which needs the CPUs that starting processes would take."""
+        self._take_pending()
+        if self._config.elastic.grow and failure is None and self._setbacks == Setbacks():
+            self._request(self._limits.max_devices)
+        now_s = self._runtime.now_s()
+        if failure is None and waiting_since_s is None and self._generation is not None and self._is_quiet():
+            return Decision(what=Move.GO_ON, reason="the devices are unchanged")
+        return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
+
+    def decide_for_any(self, failure: Failure) -> Decision:
+        """Decision after a loss if the fewest devices that hold the model were enough."""
+        facts = self._facts(failure=failure, waiting_since_s=None)
+        least = replace(facts.limits, min_devices=facts.limits.tensor_parallel)
+        return decide(replace(facts, limits=least, setbacks=Setbacks()), now_s=self._runtime.now_s())
+
+    def await_devices(self, failure: Failure | None, *, stopping: Flag) -> Decision:
+        """Decision after a loss, or before the first generation, once it is not to wait."""
+        since_s: float | None = None
+        logged = ""
+        while True:
+            decision = self.decide(failure=failure, waiting_since_s=since_s)
+            if decision.what is not Move.WAIT or stopping.is_set():
+                return decision
+            if since_s is None:
+                since_s = self._runtime.now_s()
+                self._log(decision.reason)
+            elif logged != decision.reason:
+                logger.info(decision.reason)
+            logged = decision.reason
+            self._request(self._limits.max_devices)
+            stopping.wait(self._config.elastic.look_every_s)
+
+    def spec(self, decision: Decision) -> ClusterSpec:
+        """Cluster of the generation that a decision asks for."""
+        member_of = {member.id: member for member in self.worker_group.all}
+        return cluster_spec(
+            with_stages(self._config, decision.num_stages),
+            self._data.model,
+            facts=[member_of[each].facts for each in decision.devices],
+            generation=self._newest_number + 1,
+        )
+
+    def select(self, decision: Decision) -> None:
+        """Use the decision's devices, which have not joined yet; all others stand by."""
+        self.worker_group.form(self.spec(decision), decision.devices)
+
+    def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> Generation:
+        """Join the decision's devices; those in use before have left or been aborted. `empty`: without weights, which
+        will be filled.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        self._newest_number = cluster.generation
+        self.worker_group.form(cluster, decision.devices)
+        self._generation = Generation(cluster=cluster, joined=(), ids=decision.devices)
+        self._rendezvous, joined = join_devices(self.worker_group, cluster, empty=empty)
+        self._generation = Generation(cluster=cluster, joined=tuple(joined), ids=decision.devices)
+        return self._generation
+
+    def leave(self) -> None:
+        """Make all devices leave the generation in order; each keeps its copies.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        self.worker_group.call(lambda _, worker: worker.leave.remote())
+
+    def restore(self, found: Restorable) -> None:
+        """Make all devices take up a state from copies.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        sources = self._runtime.put(found.sources)
+        self.worker_group.call(lambda _, worker: worker.fill.remote(sources))
+
+    def take_snapshot(self, state: StateId) -> None:
+        """Make all devices copy their shards and send them to snapshot stores, in the background.
+
+        Raises:
+            RanksLostError: a device was lost meanwhile.
+        """
+        self.worker_group.call(lambda _, worker: worker.take_snapshot.remote(state))
+
+    def assign_stores(self) -> None:
+        """Give every device a store on another node that stays, and one on its own node that kills it if it hangs."""
+        self.snapshot_stores.assign(self.worker_group.all, avoid=self._watch.view.draining)
+
+    def end_draining_standbys(self) -> None:
+        """End the devices that stand by on draining nodes."""
+        draining = self._watch.view.draining
+        self.worker_group.drop([each.id for each in self.worker_group.standby if each.facts.node_id in draining])
+
+    def drop_copies(self) -> None:
+        """Drop all copies in workers and stores."""
+        calls = [member.handle.drop_copies.remote() for member in self.worker_group.all]
+        self._runtime.wait_all(calls, timeout_s=ANSWER_S)
+        self.snapshot_stores.drop_copies()
+
+    def replace_stores(self, numbers: Iterable[int]) -> None:
+        """Replace the lost snapshot stores of these devices' copies, on nodes with living workers."""
+        self._drop_dead()
+        self.snapshot_stores.end_lost({self.worker_group.members[number].facts.node_id for number in numbers})
+        self.assign_stores()
+        self.snapshot_stores.await_assigned(timeout_s=ANSWER_S)
+
+    def on_loss(self, error: RanksLostError) -> Failure:
+        """Record a loss and drop dead members and stores."""
+        now_s = self._runtime.now_s()
+        self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
+        gone = {each.node_id for each in error.lost if each.cause == "node"}
+        for node in sorted(gone - self._runtime.nodes().alive) if gone else ():
+            self.snapshot_stores.forget(node)
+        self._drop_dead()
+        return Failure(
+            cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
+        )
+
+    def on_recovery(self, failure: Failure) -> None:
+        self._setbacks = self._setbacks.after(failure)
+
+    def on_step_finished(self) -> None:
+        self._setbacks = self._setbacks.after_step()
+
+    def newly_draining(self) -> tuple[str, ...]:
+        """Draining nodes with devices in use, each returned once."""
+        nodes = {member.facts.node_id for member in self.worker_group.members} & self._watch.view.draining.keys()
+        new = tuple(sorted(nodes - self._warned))
+        self._warned |= nodes
+        return new
+
+    def end(self) -> None:
+        """End all workers and snapshot stores."""
+        for end in (self._pending.end, self._watch.close, self.worker_group.end, self.snapshot_stores.end):
+            try:
+                end()
+            except Exception:
+                logger.exception("ending devices")
+
+    def _drop_dead(self) -> None:
+        """End the dead among the members that stand by."""
+        beats = {member.handle.beat.remote(): member.id for member in self.worker_group.standby}
+        done = self._runtime.wait_all(list(beats), timeout_s=ANSWER_S)
+        self.worker_group.drop([beats[ref] for ref in done if loss_of(self._runtime, ref) is not None])
+
+    def _take_pending(self) -> None:
+        """Let pending workers that are ready stand by."""
+        self.worker_group.add(self._pending.ready())
+        # Accelerators that often lose their worker are avoided; CPU workers have no such place.
+        self._place_of |= {member.id: member.facts.slot or member.id for member in self.worker_group.all}
+
+    def _request(self, num_devices: int) -> None:
+        """Request the devices that are missing; those on draining nodes do not count."""
+        staying = [each for each in self.worker_group.all if each.facts.node_id not in self._watch.view.draining]
+        self._pending.want(max(0, num_devices - len(staying)), in_use=len(staying))
+
+    def _is_quiet(self) -> bool:
+        """True if no device stands by and no node in use is draining."""
+        drained = {member.facts.node_id for member in self.worker_group.members} & self._watch.view.draining.keys()
+        return not drained and not self.worker_group.standby
+
+    def _facts(self, *, failure: Failure | None, waiting_since_s: float | None) -> Facts:
+        epoch_s, now_s = self._runtime.epoch_s(), self._runtime.now_s()
+        current = self._generation
+        return Facts(
+            limits=self._limits,
+            devices=tuple(
+                Device(id=member.id, node_id=member.facts.node_id, place=self._place_of[member.id])
+                for member in self.worker_group.all
+            ),
+            fits=layouts_that_fit(
+                self._config,
+                self._data.model,
+                facts=[member.facts for member in self.worker_group.all],
+                longest_tokens=int(self._data.index.lengths.max()),
+            ),
+            active=current.ids if current else (),
+            num_stages=current.cluster.num_stages if current else 1,
+            leaving=tuple(
+                Leaving(node_id=node, deadline_s=now_s + (at_s or epoch_s) - epoch_s)
+                for node, at_s in self._watch.view.draining.items()
+            ),
+            starting=tuple(Starting(since_s=each) for each in self._pending.requested_s),
+            losses=self._losses,
+            failure=failure,
+            setbacks=self._setbacks,
+            waiting_since_s=waiting_since_s,
+        )

@@ -1,0 +1,111 @@
+"""Seconds of one pass, forward or backward, of a group: the one definition that cost model and searches share.
+
+Plain arithmetic over named columns: Python calls `pass_s` with arrays that broadcast, compiled searches compile it for
+the records of a table (`TERMS`). The derivation is in docs/cost_model.md.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rayfcp.values.arrays import Floats
+
+
+class Terms(NamedTuple):
+    """Coefficients of one pass of groups, arrays by degree, in s per pair, s per token of the whole group, and s.
+
+    Infinite `moved_s`: the primitive cannot have that degree.
+    """
+
+    attention_s_per_pair: Floats
+    attention_s_per_token: Floats
+    linear_s_per_token: Floats
+    fixed_s: Floats
+    moved_s_per_token: Floats
+    moved_s: Floats
+    tail_s_per_token: Floats
+    tail_s: Floats
+    cover: Floats
+    steady: Floats
+    edges_s_per_token: Floats
+    edges_s: Floats
+    overlap: Floats
+
+    def at_speed(self, speed: npt.ArrayLike) -> "Terms":
+        """Terms on a rank of `speed` times the usual speed: attention, linear layers and the fixed seconds take it
+        1 / speed as long, what moves as long as ever."""
+        per = np.asarray(speed, np.float64)
+        computed = self[: self._fields.index("moved_s_per_token")]
+        return Terms(*(column / per for column in computed), *self[len(computed) :])
+
+    def seconds(
+        self, pairs: npt.ArrayLike, num_tokens: npt.ArrayLike, *, moved_tokens: npt.ArrayLike | None = None
+    ) -> Floats:
+        """Seconds of groups with `pairs` and `num_tokens`, of which keys and values of `moved_tokens` (absent: of all)
+        travel; arguments broadcast against the degrees."""
+        tokens = np.asarray(num_tokens, np.float64)
+        moved = tokens if moved_tokens is None else np.asarray(moved_tokens, np.float64)
+        return np.asarray(pass_s(self, np.asarray(pairs, np.float64), tokens, moved))
+
+    def lines(self) -> tuple[tuple[Floats, Floats, Floats], ...]:
+        """The three planes (s per pair, s per token, s) of which `pass_s` is the largest where all tokens move."""
+        pair, token, overlap = self.attention_s_per_pair, self.attention_s_per_token, self.overlap
+        computed = token + self.linear_s_per_token
+        moved = computed + self.moved_s_per_token
+        alone_s = self.fixed_s + self.moved_s
+        covered, steady = overlap * self.cover, overlap * self.steady
+        return (
+            (
+                pair,
+                computed + (1 - overlap) * self.moved_s_per_token + overlap * self.tail_s_per_token,
+                self.fixed_s + (1 - overlap) * self.moved_s + overlap * self.tail_s,
+            ),
+            ((1 - covered) * pair, moved - covered * token, alone_s),
+            (
+                (1 - steady) * pair,
+                moved - steady * token - overlap * self.edges_s_per_token,
+                alone_s - overlap * self.edges_s,
+            ),
+        )
+
+
+TERMS = np.dtype([(name, np.float64) for name in Terms._fields])
+"""A record of `Terms` in a table for kernels."""
+
+
+def table_of(passes: Sequence[Terms]) -> npt.NDArray[np.void]:
+    """Records [degree, pass] of terms by pass, whose columns have one entry a degree."""
+    table = np.zeros((len(passes[0].cover), len(passes)), TERMS)
+    for number, terms in enumerate(passes):
+        for name, column in zip(Terms._fields, terms, strict=True):
+            table[name][:, number] = column
+    return table
+
+
+def pass_s(terms: Any, pairs: Any, tokens: Any, moved_tokens: Any) -> Any:
+    """Seconds of a pass over `pairs` and `tokens` of which the keys and values of `moved_tokens` travel.
+
+    attention = pairs x `attention_s_per_pair` + tokens x `attention_s_per_token`, moved = tokens x `moved_s_per_token`
+    + `moved_s`. The pass takes attention + tokens x `linear_s_per_token` + `fixed_s` + moved - `overlap` x hidden, and
+    hidden is the least of
+
+    - moved - tail, tail = tokens x `tail_s_per_token` + `tail_s`: the last hop has no attention left to hide behind;
+    - `cover` x attention: the first piece is computed when nothing moves yet, or the last when nothing moves any more;
+    - `steady` x attention + edges, edges = tokens x `edges_s_per_token` + `edges_s`: first and last rounds move less
+      than those between, beside attention that they do not fill.
+    """
+    attention_s = terms.attention_s_per_pair * pairs + terms.attention_s_per_token * tokens
+    moved_s = terms.moved_s_per_token * moved_tokens + terms.moved_s
+    can_hide_s = moved_s - (terms.tail_s_per_token * moved_tokens + terms.tail_s)
+    steady_s = terms.steady * attention_s + terms.edges_s_per_token * moved_tokens + terms.edges_s
+    hidden_s = np.minimum(can_hide_s, np.minimum(terms.cover * attention_s, steady_s))
+    return attention_s + terms.linear_s_per_token * tokens + terms.fixed_s + moved_s - terms.overlap * hidden_s
+
+
+def overlapped_s(computed_s: Any, traffic_s: Any, exposed_s: Any, overlap: Any) -> Any:
+    """Seconds of computation beside traffic: `exposed_s` of the traffic comes before or after it, the share `overlap`
+    of the shorter of the rest and the computation hides."""
+    rest_s = np.maximum(traffic_s - exposed_s, 0.0)
+    return computed_s + rest_s - overlap * np.minimum(rest_s, computed_s) + exposed_s

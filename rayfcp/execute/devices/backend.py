@@ -1,0 +1,208 @@
+"""What executing programs needs from torch for one kind of device: kernels, streams, clocks, memory, collectives.
+
+Each device has a module with a `BACKEND` (`cpu`, `cuda`, `npu`); `rayfcp.values.devices.DEVICES` names it.
+"""
+
+import functools
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayfcp.config import ConfigError
+from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
+
+if TYPE_CHECKING:
+    from rayfcp.execute.kernels.interface import AttentionKernel
+
+Mark = Any
+"""A point in time of one clock."""
+
+
+class Clock(Protocol):
+    """Marks points between computations; marks are read once everything is done."""
+
+    def mark(self) -> Mark:
+        """The point at which everything enqueued so far is done on the device; the host does not wait."""
+        ...
+
+    def between(self, start: Mark, stop: Mark) -> float:
+        """Seconds from `start` to `stop`."""
+        ...
+
+    def times(self, *marks: Mark) -> tuple[float, ...]:
+        """Seconds since the epoch."""
+        ...
+
+
+class HostClock:
+    """Clock of devices whose calls return when the work is done."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+
+    def mark(self) -> Mark:
+        return self._clock()
+
+    def between(self, start: Mark, stop: Mark) -> float:
+        seconds: float = stop - start
+        return seconds
+
+    def times(self, *marks: Mark) -> tuple[float, ...]:
+        return marks
+
+
+class EventClock:
+    """Clock of devices whose host only enqueues work.
+
+    Events carry the device's own time. It is set against the host's when marks are read: by then all work is done, so
+    one more event completes at a time that the host knows.
+    """
+
+    def __init__(self, streams: Any, clock: Callable[[], float] = time.time) -> None:
+        self._streams, self._clock = streams, clock
+
+    def mark(self) -> Mark:
+        event = self._streams.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Mark, stop: Mark) -> float:
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    def times(self, *marks: Mark) -> tuple[float, ...]:
+        now = self.mark()
+        now.synchronize()
+        now_s = self._clock()
+        return tuple(now_s - self.between(mark, now) for mark in marks)
+
+
+class DeviceBackend:
+    """One kind of device; the methods here fit accelerators whose torch module resembles `torch.cuda`."""
+
+    sum_dtype = torch.float64
+    """Dtype of sums of losses and squared gradients, also over devices."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+
+    def kernels(self, *, sm_margin: int) -> "Iterator[AttentionKernel]":
+        """Attention kernels that can run here, in order of preference. `sm_margin`: multiprocessors of a GPU that they
+        leave to communication, if they can.
+
+        Raises:
+            KernelUnavailableError: there is none; the message says what to install.
+        """
+        raise NotImplementedError
+
+    @property
+    def streams(self) -> Any | None:
+        """`Stream`, `Event`, `stream()` and `current_stream()`, as in `torch.cuda`; None where calls are synchronous.
+        Looked up anew each time: an extension that is loaded later brings its module then."""
+        return getattr(torch, self.info.name)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that torch sees in this process."""
+        module = getattr(torch, self.info.name, None)
+        return module.device_count() if module is not None and module.is_available() else 0
+
+    def is_available(self) -> bool:
+        module = getattr(torch, self.info.name, None)
+        return module is not None and bool(module.is_available())
+
+    def device_name(self, device: torch.device | int) -> str:
+        """The device's name, as its driver gives it."""
+        return str(getattr(torch, self.info.name).get_device_name(device))
+
+    def peak_flops(self, device: torch.device) -> float | None:
+        """Dense bf16 peak; None for a device that is not present, or that the table does not have."""
+        return self.info.peak_flops_of(self.device_name(device)) if self.is_available() else None
+
+    def total_memory_bytes(self, device: torch.device | str) -> int:
+        """Memory of the device; 0 if it is not present."""
+        if not self.is_available():
+            return 0
+        return int(getattr(torch, self.info.name).get_device_properties(device).total_memory)
+
+    def memory_bytes(self, device: torch.device) -> dict[str, int]:
+        """Bytes in use by kind."""
+        module = getattr(torch, self.info.name)
+        return {"allocated": module.memory_allocated(device), "peak": module.max_memory_allocated(device)}
+
+    def allocate_host(self, num_bytes: int) -> np.ndarray[Any, Any]:
+        """Host memory, uint8, for copies of the device's memory. Pinned on accelerators: only then do copies run beside
+        computation."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.streams is not None).numpy()
+
+    def synchronize(self) -> None:
+        """Wait until everything enqueued is done."""
+        getattr(torch, self.info.name).synchronize()
+
+    def clock(self, host_clock: Callable[[], float] = time.time) -> Clock:
+        return EventClock(self.streams, host_clock)
+
+    def group_options(self, *, communication_sms: int) -> Any | None:  # noqa: ARG002  an option of NCCL
+        """Options for `dist.new_group` on `info.group_backend`; None where there is nothing to choose."""
+        return None
+
+    def reserve_sms(self, communication_sms: int) -> None:
+        """Keep matrix products off that many multiprocessors from now on (0: none), if the library can. Attention
+        kernels are told when they are made."""
+
+    def abort_collectives(self, device: torch.device) -> None:  # noqa: ARG002  an option of Ascend
+        """End collectives that the device executes or has queued.
+
+        Raises:
+            RuntimeError: the device did not stop.
+        """
+        dist.distributed_c10d._abort_process_group()
+
+    def restart(self, device: torch.device) -> None:
+        """Make the device usable again after `abort_collectives`."""
+
+
+@functools.cache
+def _load(name: str) -> DeviceBackend:
+    backend: DeviceBackend = importlib.import_module(DEVICES[name].backend_module).BACKEND
+    return backend
+
+
+def backend_of(device: torch.device | str) -> DeviceBackend:
+    """The backend of a device or of a kind of device; tensors without memory ("meta") count as the host's."""
+    kind = device if isinstance(device, str) else device.type
+    return _load(kind if kind in DEVICES else CPU.name)
+
+
+def device_kind(kind: str) -> str:
+    """`kind`, or for "auto" the first of `DEVICES` that is present."""
+    return kind if kind != AUTO else next(name for name in DEVICES if backend_of(name).is_available())
+
+
+def resolve_device(kind: str) -> torch.device:
+    """The torch device of a kind, or of "auto".
+
+    Raises:
+        ConfigError: torch does not know the kind; `pick_kernel` loads the extension that makes it known.
+    """
+    kind = device_kind(kind)
+    try:
+        return torch.device(kind)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cluster.device is {kind}, unknown to torch here; install its extension, or set cluster.device=cpu"
+        ) from error
+
+
+def to_device(numbers: Sequence[int] | np.ndarray, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host on a device. Pinned first on accelerators: copies from pageable memory make the host wait."""
+    host = torch.as_tensor(numbers, dtype=dtype)
+    if backend_of(device).streams is None:
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

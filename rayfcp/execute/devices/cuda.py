@@ -1,0 +1,118 @@
+"""NVIDIA GPUs through `torch.cuda` and NCCL.
+
+Attention runs on torch's memory-efficient kernel in fp32, and on the best kernel available in fp16 and bf16. Order of
+preference: flash-attn 3 (Hopper), flash-attn 2, torch's cuDNN kernels (Hopper, datacenter Blackwell), torch's own flash
+kernels. All take all pairs of a call in one launch.
+"""
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rayfcp.execute.devices.backend import DeviceBackend
+from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
+from rayfcp.execute.kernels.cutlass import CutlassKernel
+from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
+from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
+from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs, padded
+from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
+from rayfcp.values.devices import CUDA
+
+logger = logging.getLogger(__name__)
+
+FLASH_ATTN_2 = ("flash_attn.flash_attn_interface",)
+FLASH_ATTN_3 = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")
+"""Modules of the packages; builds differ."""
+
+MAX_COMMUNICATION_SMS = 64
+"""NCCL has no more channels, and a channel has one thread block."""
+
+
+class CudaKernel:
+    """Chooses a kernel by dtype and pads head_dim for it; see `AttentionKernel`."""
+
+    def __init__(self, *, half: AttentionKernel, single: AttentionKernel) -> None:
+        self._kernels = {torch.float16: half, torch.bfloat16: half, torch.float32: single}
+        self.name = f"{half.name}, {single.name} in fp32"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        out, lse = self._of(query.dtype).forward(padded(query), padded(key), padded(value), pairs=pairs)
+        return out[..., : query.shape[-1]], lse
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        head_dim, kernel = query.shape[-1], self._of(query.dtype)
+        grad_out, query, key, value, out = (padded(each) for each in (grad_out, query, key, value, out))
+        dq, dk, dv = kernel.backward(grad_out, query, key, value, out, lse, pairs=pairs)
+        return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
+
+    def _of(self, dtype: torch.dtype) -> AttentionKernel:
+        if dtype not in self._kernels:
+            raise KernelUnavailableError(
+                f"model.dtype is {str(dtype).removeprefix('torch.')}, cuda computes attention in float32 and bfloat16; "
+                "set model.dtype to one of them"
+            )
+        return self._kernels[dtype]
+
+
+def half_kernels(capability: tuple[int, int], sm_margin: int) -> Iterator[AttentionKernel]:
+    """Kernels for fp16 and bf16 on a device of this compute capability, in order of preference."""
+    if capability[0] == 9 and (library := _library(FLASH_ATTN_3)):
+        yield FlashAttn3Kernel(library, sm_margin=sm_margin)
+    if library := _library(FLASH_ATTN_2):
+        yield FlashAttn2Kernel(library)
+    flash = TorchFlashKernel()
+    if capability[0] in (9, 10) and keeps_plans():
+        cudnn = CudnnKernel(short=flash)
+        if agrees(cudnn, flash, device="cuda"):
+            yield cudnn
+    yield flash
+
+
+def _library(names: tuple[str, ...]) -> Any | None:
+    """The first of these modules that can be imported; a warning names an installed one that cannot."""
+    for name in names:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            continue
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            logger.warning("%s is installed but cannot be imported: %s", name, " ".join(str(error).split())[:300])
+    return None
+
+
+class CudaBackend(DeviceBackend):
+    """See `DeviceBackend`."""
+
+    def kernels(self, *, sm_margin: int) -> Iterator[AttentionKernel]:
+        if not torch.cuda.is_available():
+            raise KernelUnavailableError(
+                "cluster.device is cuda, but torch sees no CUDA device; install torch's CUDA build and a driver, "
+                "or set cluster.device=cpu"
+            )
+        for half in half_kernels(torch.cuda.get_device_capability(), sm_margin):
+            yield CudaKernel(half=half, single=CutlassKernel())
+
+    def group_options(self, *, communication_sms: int) -> Any:
+        """Messages run in a stream of high priority, so that their blocks start as soon as a multiprocessor is free,
+        on at most `communication_sms` of them (0: as many as the library likes)."""
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if communication_sms:
+            options.config.max_ctas = min(communication_sms, MAX_COMMUNICATION_SMS)
+        return options
+
+    def reserve_sms(self, communication_sms: int) -> None:
+        """cuBLAS leaves them alone, in releases of torch that can tell it to."""
+        set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
+        if set_carveout is not None:
+            set_carveout(communication_sms or None)
+
+
+BACKEND = CudaBackend(CUDA)

@@ -1,0 +1,207 @@
+"""Vision inputs of a rank: decoded images, their encoder features, and the positions of their tokens.
+
+Only runs with images come here. Features are encoded on the ranks that the plan says and exchanged for those of each
+rank's own tokens, differentiably.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rayfcp.data import TokenReader
+from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions
+from rayfcp.data.vision.processors import load_processor
+from rayfcp.execute.attention.reshuffle import copy_kept, exchange, kept_rows
+from rayfcp.execute.attention.schedule import ScheduledExchange, rows_of
+from rayfcp.execute.parallel.transport import AttentionStats, Transport
+from rayfcp.program import Encode, Range, RankProgram, ReshuffleProgram
+from rayfcp.program.instructions import wanted_images
+from rayfcp.values import GlobalBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """Images as the library's processor makes them, one after the other.
+
+    `values`: `[patches, patch_values]` where images differ in size (Qwen3-VL), `[images, channels, height, width]`
+    where all are tiles (InternVL). `grids`: `[images, 2]`, height and width in patches.
+    """
+
+    values: npt.NDArray[np.float32]
+    grids: npt.NDArray[np.int64]
+
+
+class ImageSource(Protocol):
+    """Images of the sequences of one global batch, and the rotary positions of its tokens."""
+
+    def pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
+        """Images `[first, last)` of a sequence, counted over all its runs (`SequenceSpec.images`)."""
+        ...
+
+    def positions(self, sequence: int, /, *, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Positions of tokens `[start, stop)`: `[3, tokens]` (time, height, width) where the model's positions have
+        three axes, also in sequences without images; else `[tokens]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedFeatures:
+    """Image features on the rank of their tokens: `features`, `[rows, num_mergers x hidden]`, belong at `rows`,
+    ascending, of the loaded tokens."""
+
+    features: Tensor
+    rows: Tensor
+
+
+def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
+    """Pixels of the images that a rank encodes, in order; None if it encodes none.
+
+    Raises:
+        ValueError: there is no source of images.
+    """
+    if images is None:
+        raise ValueError("encode: the program encodes images, but there is no source of them; give images=")
+    read = [images.pixels(each.sequence, first=each.first, last=each.last) for each in item.images]
+    if not read:
+        return None
+    return Pixels(
+        values=np.concatenate([each.values for each in read]), grids=np.concatenate([each.grids for each in read])
+    )
+
+
+def place_features(
+    features: Tensor, item: Encode, *, transport: Transport, stats: AttentionStats, device: torch.device
+) -> PlacedFeatures:
+    """Exchange encoded features for those of this rank's tokens."""
+    return PlacedFeatures(
+        features=exchange_features(features, item.features, transport=transport, stats=stats),
+        rows=row_numbers(item.rows, device),
+    )
+
+
+def row_numbers(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
+    """Numbers of all rows of `ranges`, int64."""
+    return rows_of(ranges, device) if ranges else torch.empty(0, dtype=torch.int64, device=device)
+
+
+def exchange_features(
+    features: Tensor, program: ReshuffleProgram, *, transport: Transport, stats: AttentionStats
+) -> Tensor:
+    """Send rows of `features`, `[tokens encoded, width]`, to the ranks of their tokens; returns those of this rank's
+    tokens, `[tokens placed, width]`. Differentiable: gradients take the same way back. Every rank must call it, and its
+    result must stand in the graph of every rank or, with frozen encoders, of none.
+
+    Raises:
+        ValueError: the encoder gave another number of rows than the program has.
+    """
+    if len(features) != program.num_tokens:
+        raise ValueError(
+            f"encode: rank {program.rank} has features of {len(features)} tokens, its program {program.num_tokens}; "
+            "give the images that were planned, in the sizes that were planned"
+        )
+    return _ExchangeFeatures.apply(features, program, transport, stats)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ExchangeFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, features: Tensor, program: ReshuffleProgram, transport: Transport, stats: AttentionStats
+    ) -> Tensor:
+        ctx.program, ctx.transport, ctx.stats = program, transport, stats
+        source = (features.unsqueeze(1),)
+        placed = kept_rows(program, source)
+        steps = [ScheduledExchange(send=step.send, receive=step.receive, calls=()) for step in program.rounds]
+        exchange(steps, lambda: source, targets=placed, compute=_no_calls, transport=transport, stats=stats)
+        return placed[0][: program.num_placed].squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        program: ReshuffleProgram = ctx.program
+        placed = (gradient.unsqueeze(1),)
+        target = (gradient.new_zeros(program.num_tokens, 1, gradient.shape[1]),)
+        steps = [ScheduledExchange(send=step.receive, receive=step.send, calls=()) for step in program.rounds]
+        exchange(steps, lambda: placed, targets=target, compute=_no_calls, transport=ctx.transport, stats=ctx.stats)
+        copy_kept(program, placed, targets=target)
+        return target[0].squeeze(1), None, None, None
+
+
+def _no_calls(_: object) -> None:
+    """Attention computes nothing while features travel."""
+
+
+class BatchImages:
+    """See `ImageSource`."""
+
+    def __init__(
+        self, batch: GlobalBatch, *, decoded: Mapping[ImageRange, DecodedImages], positions: RotaryPositions
+    ) -> None:
+        self._batch, self._decoded, self._positions = batch, decoded, positions
+
+    def pixels(self, sequence: int, *, first: int, last: int) -> Pixels:
+        images = self._decoded[sequence, first, last]
+        return Pixels(values=images.values, grids=images.grids)
+
+    def positions(self, sequence: int, *, start: int, stop: int) -> npt.NDArray[np.int64]:
+        return self._positions.of(self._batch.samples[sequence], start=start, stop=stop)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionBatch:
+    """A batch whose rows with broken images have no targets, its images, and this device's own broken images with the
+    reasons."""
+
+    batch: GlobalBatch
+    images: BatchImages
+    broken: tuple[str, ...] = ()
+
+
+class VisionLoader:
+    """Prepares the images of batches by the library's `processor`.
+
+    An image that cannot be decoded is grey, and no target of its row counts: all devices agree on these rows, whichever
+    found them.
+    """
+
+    def __init__(self, reader: TokenReader, processor: str, *, device: torch.device) -> None:
+        loaded = load_processor(processor)
+        self._device = device
+        self._decoder, self._positions = ImageDecoder(reader, loaded), RotaryPositions(reader, loaded)
+
+    def prepare(
+        self,
+        program: RankProgram,
+        batch: GlobalBatch,
+        *,
+        decoded: Mapping[ImageRange, DecodedImages] | None,
+        sum_over: Callable[[Tensor], Tensor],
+    ) -> VisionBatch:
+        """Prepare one batch; every device must call it. `decoded`: what the program encodes, decoded elsewhere; None:
+        it is decoded here. `sum_over` sums a tensor of this device over all."""
+        if decoded is None:
+            decoded = self._decoder.decode(batch, wanted_images(program.instructions))
+        images = BatchImages(batch, decoded=decoded, positions=self._positions)
+        if not any(sample.images for sample in batch.samples):
+            return VisionBatch(batch=batch, images=images)
+        flags = torch.zeros(len(batch.samples))
+        flags[[sequence for (sequence, *_), found in decoded.items() if found.broken]] = 1.0
+        broken = frozenset(sum_over(flags.to(self._device)).nonzero().flatten().tolist())
+        names = dict.fromkeys(name for found in decoded.values() for name in found.broken)
+        return VisionBatch(batch=_without_targets(batch, broken), images=images, broken=tuple(names))
+
+
+def _without_targets(batch: GlobalBatch, sequences: frozenset[int]) -> GlobalBatch:
+    if not sequences:
+        return batch
+    samples = (
+        dataclasses.replace(sample, num_targets=0) if number in sequences else sample
+        for number, sample in enumerate(batch.samples)
+    )
+    return dataclasses.replace(batch, samples=tuple(samples))

@@ -1,0 +1,115 @@
+"""Kinds of decoder layers that a configuration describes: attention windows, and MLPs of experts."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from rayfcp.config import ConfigError
+from rayfcp.values import Windows
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys of the number of experts, by family."""
+
+
+def check_layer_types(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        ConfigError: A layer's attention is neither full nor over a window of known size.
+    """
+    types = getattr(config, "layer_types", None) or []
+    unknown = sorted(set(types) - {_FULL, _SLIDING})
+    if unknown:
+        raise ConfigError(
+            f"model: layers are of types {unknown}, only {_FULL} and {_SLIDING} run; choose another model"
+        )
+    window = getattr(config, "sliding_window", None)
+    if (_SLIDING in types and not window) or (window or 0) < 0:
+        raise ConfigError(
+            f"model: sliding_window is {window}, must be at least 1 where layers slide; set it in the model's config"
+        )
+
+
+def layer_windows(config: PreTrainedConfig) -> tuple[int, ...]:
+    """Keys that a query of each layer attends to, itself included (0: all before it); empty if no layer has a window.
+
+    Configurations without types of layers mean all layers.
+    """
+    window = getattr(config, "sliding_window", None) or 0
+    types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
+    found = tuple(window if each == _SLIDING else 0 for each in types[: config.num_hidden_layers])
+    return found if any(found) else ()
+
+
+def windows_of(config: PreTrainedConfig) -> Windows:
+    """Number of layers by window, as plans take it."""
+    return tuple(sorted(Counter(layer_windows(config)).items()))
+
+
+def layers_of_each_type(config: PreTrainedConfig) -> int:
+    """Number of the first layers that contain one of each type."""
+    types = getattr(config, "layer_types", None) or [_FULL]
+    return max(types.index(each) for each in set(types)) + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """MLP of `count` experts of width `ffn_size`, of which each token passes `per_token`. `num_parameters`: of all
+    experts and their router."""
+
+    count: int
+    per_token: int
+    ffn_size: int
+    num_parameters: int
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Experts of a layer, 0 if the model has none."""
+    return max(int(getattr(config, name, None) or 0) for name in _EXPERT_COUNTS)
+
+
+def check_experts(config: PreTrainedConfig) -> None:
+    """
+    Raises:
+        ConfigError: A loss of the router is requested, or the number of experts per token is absent.
+    """
+    if num_experts(config) and getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"model: {config.model_type} asks for an auxiliary loss of its router (output_router_logits=True), which "
+            "is not computed; set output_router_logits to false in its config.json"
+        )
+    if num_experts(config) and not getattr(config, "num_experts_per_tok", None):
+        raise ConfigError(f"model: {config.model_type} has no num_experts_per_tok, from which costs are computed")
+
+
+def experts_of(config: PreTrainedConfig, layers: Iterable[Mapping[str, Tensor]]) -> Experts | None:
+    """Experts of `layers`, each the parameters of one by name; None if there are none.
+
+    Raises:
+        ConfigError: Layers differ, or experts are modules of their own and not slices of one parameter.
+    """
+    count = num_experts(config)
+    if not count:
+        return None
+    first, *others = ({name: tuple(each.shape) for name, each in layer.items()} for layer in layers)
+    if any(other != first for other in others):
+        raise ConfigError(
+            f"model: {config.model_type} has layers with experts and layers without, only equal layers run; choose "
+            "another model"
+        )
+    stacked = {name: shape for name, shape in first.items() if len(shape) == 3 and shape[0] == count}
+    if not stacked:
+        raise ConfigError(
+            f"model: {config.model_type} has no layers of {count} stacked experts, only such run; choose another, "
+            "such as qwen3_moe"
+        )
+    each = sum(rows * columns for _, rows, columns in stacked.values())
+    return Experts(
+        count=count,
+        per_token=config.num_experts_per_tok,
+        ffn_size=round(each / (3 * config.hidden_size)),
+        num_parameters=count * (each + config.hidden_size),
+    )

@@ -1,0 +1,174 @@
+"""The instructions of one rank on one stage, in the order of the plan's actions, and when stages post their sends.
+
+Channels between stages complete operations in the order in which they are posted. A stage that sends as soon as it has
+passed may have sends posted before a receive that the next stage takes only later, while that stage waits for something
+behind this receive. Orders in which stages run further ahead than one microbatch come to that
+(`rayfcp.program.progress` refuses them). It cannot happen where all hand-overs of a channel follow one order of which
+that of each stage is a part: the order in which their receivers reach them.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rayfcp.program.instructions import (
+    Backward,
+    Encode,
+    Forward,
+    Free,
+    Instruction,
+    LayerKind,
+    Load,
+    Piece,
+    RankProgram,
+    Receive,
+    Send,
+    StageFlow,
+)
+from rayfcp.program.progress import hand_overs_end
+from rayfcp.values import Action, BatchPlan
+
+PassOrder = Mapping[tuple[int, Action], int]
+"""(stage, pass) -> position among the passes of all stages, by start."""
+
+_FORWARD_SHARE = 1 / 3
+"""Share of a microbatch's seconds: a backward pass takes about two forward passes."""
+
+
+def stage_instructions(
+    plan: BatchPlan,
+    stage: int,
+    *,
+    pieces: Sequence[tuple[Piece, ...]],
+    attention: Sequence[Sequence[LayerKind]],
+    reduce_every: str,
+    encodes: Sequence[Encode | None] = (),
+) -> tuple[Instruction, ...]:
+    """Instructions of one rank on a stage.
+
+    `pieces[m]`, `encodes[m]` and `attention[m]` (one program per layer kind of the stage) are those of microbatch m.
+
+    A forward pass follows its load, its encoding, and the activations of the stage before; a backward pass follows the
+    gradients of the stage after. What a microbatch kept for later slices is freed after its backward pass.
+    """
+    actions = _actions(plan, stage)
+    last = [action.microbatch for action, _ in actions if action.backward][-1]
+    neighbours = (stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None)
+    instructions: list[Instruction] = []
+    for action, recomputed_layers in actions:
+        at, kinds = action.microbatch, attention[action.microbatch]
+        num_tokens = kinds[0].attention.num_tokens
+        flow = StageFlow.GRADIENT if action.backward else StageFlow.ACTIVATION
+        source, target = reversed(neighbours) if action.backward else neighbours
+        if not action.backward:
+            instructions.append(Load(microbatch=at, pieces=pieces[at]))
+            instructions += [each for each in encodes[at : at + 1] if each]
+        if source is not None:
+            instructions.append(Receive(microbatch=at, flow=flow, stage=source, num_tokens=num_tokens))
+        if action.backward:
+            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
+        else:
+            instructions.append(_forward(at, kinds, recomputed_layers=recomputed_layers))
+        if target is not None:
+            instructions.append(Send(microbatch=at, flow=flow, stage=target, num_tokens=num_tokens))
+        if action.backward and any(each.attention.inner.kept for each in kinds):
+            instructions.append(Free(microbatch=at))
+    return tuple(instructions)
+
+
+def _forward(microbatch: int, kinds: Sequence[LayerKind], *, recomputed_layers: int) -> Forward:
+    first, *others = kinds
+    return Forward(
+        microbatch=microbatch,
+        attention=first.attention,
+        recomputed_layers=recomputed_layers,
+        window=first.window,
+        others=tuple(others),
+    )
+
+
+def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
+    """Passes in order, with the layers that their microbatch recomputes. Without stages, microbatch by microbatch."""
+    if not plan.pipelines:
+        return [
+            (Action(microbatch=at, backward=backward), plan.recomputed_layers)
+            for at in range(len(plan.microbatches))
+            for backward in (False, True)
+        ]
+    return [
+        (action, pipeline.recomputed_layers[stage][action.microbatch - pipeline.start])
+        for pipeline in plan.pipelines
+        for action in pipeline.actions[stage]
+    ]
+
+
+def with_sends_in_order(programs: Sequence[RankProgram], plan: BatchPlan) -> tuple[RankProgram, ...]:
+    """The programs, with sends later where stages would otherwise wait for each other; unchanged where they do so
+    however sends are posted."""
+    if hand_overs_end(programs[:: plan.num_ranks]):
+        return tuple(programs)
+    order = pass_order(plan)
+    num_passes = sum(isinstance(item, Forward | Backward) for item in programs[0].instructions)
+    if len(order) < plan.num_stages * num_passes:
+        return tuple(programs)
+    return tuple(
+        replace(each, instructions=_delayed(each.instructions, stage=each.stage, order=order)) for each in programs
+    )
+
+
+def pass_order(plan: BatchPlan) -> PassOrder:
+    """The order of passes by start when every stage begins each as soon as it can, hand-overs taking no time.
+
+    Passes that would wait for each other forever are missing.
+    """
+    actions = [
+        [each for pipeline in plan.pipelines for each in pipeline.actions[stage]] for stage in range(plan.num_stages)
+    ]
+    place = {action: at for at, action in enumerate(actions[0])}
+    ends: dict[tuple[int, Action], float] = {}
+    order: dict[tuple[int, Action], int] = {}
+    at, free = [0] * plan.num_stages, [0.0] * plan.num_stages
+    while True:
+        ready = []
+        for stage, done in enumerate(at):
+            if done == len(actions[stage]):
+                continue
+            action = actions[stage][done]
+            source = stage + 1 if action.backward else stage - 1
+            came = ends.get((source, action)) if 0 <= source < plan.num_stages else 0.0
+            if came is not None:
+                ready.append((max(free[stage], came), place[action], stage))
+        if not ready:
+            return order
+        start, _, stage = min(ready)
+        action = actions[stage][at[stage]]
+        share = 1 - _FORWARD_SHARE if action.backward else _FORWARD_SHARE
+        free[stage] = ends[stage, action] = start + share * plan.microbatches[action.microbatch].predicted_s
+        order[stage, action] = len(order)
+        at[stage] += 1
+
+
+def _delayed(instructions: Sequence[Instruction], *, stage: int, order: PassOrder) -> tuple[Instruction, ...]:
+    """A stage's instructions with each send right behind the receives of its channel that come before it in `order`."""
+    held: dict[StageFlow, deque[Send]] = {flow: deque() for flow in StageFlow}
+    coming: dict[StageFlow, deque[int]] = {flow: deque() for flow in StageFlow}
+    for item in instructions:
+        if isinstance(item, Receive):
+            coming[item.flow].append(order[stage, _pass_of(item)])
+    found: list[Instruction] = []
+    for item in instructions:
+        if isinstance(item, Send):
+            held[item.flow].append(item)
+        else:
+            found.append(item)
+        if isinstance(item, Receive):
+            coming[item.flow].popleft()
+        for flow, sends in held.items():
+            while sends and (not coming[flow] or order[sends[0].stage, _pass_of(sends[0])] < coming[flow][0]):
+                found.append(sends.popleft())
+    return tuple(found)
+
+
+def _pass_of(item: Send | Receive) -> Action:
+    """The pass that needs what is handed over."""
+    return Action(microbatch=item.microbatch, backward=item.flow is StageFlow.GRADIENT)

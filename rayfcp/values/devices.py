@@ -1,0 +1,121 @@
+"""Kinds of device, as far as they can be described without torch.
+
+Adding one: its `DeviceInfo` in `DEVICES`, and the module that this names, with a `BACKEND`
+(`rayfcp.execute.devices.backend.DeviceBackend`).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceInfo:
+    """One kind of device and everything that packages without torch need to know about it."""
+
+    name: str
+    """As in `cluster.device`, and torch's own device type."""
+    backend_module: str
+    """Holds the device's `BACKEND`; imported where torch is needed."""
+    resource: str | None
+    """Ray's resource for one device; None if the workers compute on CPUs, which Ray counts anyway."""
+    group_backend: str
+    """Of torch.distributed."""
+    hardware: tuple[str, ...]
+    """Named hardware profiles of such devices."""
+    start_tokens: int
+    """Tokens of the largest pass of one rank that is timed before a run starts: more are predicted better, and take
+    longer."""
+    install: str
+    """Remedy if torch does not see the device."""
+    peak_flops: Mapping[str, float] = field(default_factory=dict)
+    """Dense bf16 peak of one device by a pattern of whole words of its name, from the vendors' data sheets."""
+
+    @property
+    def base_hardware(self) -> str:
+        """The named profile that stands in for devices without one."""
+        return self.hardware[0]
+
+    @property
+    def is_host(self) -> bool:
+        """Workers compute on the host's CPUs: they share its memory, and calls return when the work is done."""
+        return self.resource is None
+
+    def peak_flops_of(self, name: str) -> float | None:
+        """Peak of the device with this name, as its driver gives it; the longest matching pattern counts. None if the
+        table does not have it.
+
+        >>> DEVICES["cuda"].peak_flops_of("NVIDIA H100 PCIe")
+        756000000000000.0
+        """
+        matches = [
+            (len(match.group()), peak)
+            for pattern, peak in self.peak_flops.items()
+            if (match := re.search(rf"\b{pattern}\b", name, re.IGNORECASE))
+        ]
+        return max(matches)[1] if matches else None
+
+
+CUDA = DeviceInfo(
+    name="cuda",
+    backend_module="rayfcp.execute.devices.cuda",
+    resource="GPU",
+    group_backend="nccl",
+    hardware=("h100", "h200", "a800", "gpu-x", "gpu-y"),
+    start_tokens=16384,
+    install="install the driver and torch's CUDA build; in a container, run it with the GPUs (--gpus all)",
+    peak_flops={  # without a suffix: the SXM module
+        "B200": 2250e12,
+        "H200": 989e12,
+        "H200 NVL": 835e12,
+        "H100": 989e12,
+        "H100 PCIe": 756e12,
+        "H100 NVL": 835e12,
+        "H20": 148e12,
+        "A100": 312e12,
+        "A800": 312e12,
+        "A10": 125e12,
+        "L40S": 362e12,
+        "L4": 121e12,
+    },
+)
+NPU = DeviceInfo(
+    name="npu",
+    backend_module="rayfcp.execute.devices.npu",
+    resource="NPU",
+    group_backend="hccl",
+    hardware=("ascend-910c",),
+    start_tokens=16384,
+    install="install the driver, CANN and torch-npu of torch's version; in a container, mount its devices and driver",
+    # A 910C package, which names itself 910_93.., has two dies and shows as two devices.
+    peak_flops={r"Ascend910(C|_93)\w*": 376e12, r"Ascend910B\w*": 376e12},
+)
+CPU = DeviceInfo(
+    name="cpu",
+    backend_module="rayfcp.execute.devices.cpu",
+    resource=None,
+    group_backend="gloo",
+    hardware=("cpu",),
+    start_tokens=1024,
+    install="reinstall torch and rayfcp",
+)
+
+DEVICES: dict[str, DeviceInfo] = {info.name: info for info in (CUDA, NPU, CPU)}
+"""By name, in the order in which `cluster.device=auto` looks for them."""
+
+AUTO = "auto"
+
+
+def device_in(resources: Mapping[str, float]) -> DeviceInfo:
+    """The kind of device that `cluster.device=auto` takes of these Ray resources."""
+    return next((info for info in DEVICES.values() if info.resource and resources.get(info.resource, 0) >= 1), CPU)
+
+
+def device_of_hardware(profile: str) -> DeviceInfo | None:
+    """The kind of device that a named hardware profile is of; None for profiles from files."""
+    return next((info for info in DEVICES.values() if profile in info.hardware), None)
+
+
+def device_of_group_backend(name: str) -> DeviceInfo:
+    """The kind of device whose tensors process groups of this torch.distributed backend carry."""
+    return next((info for info in DEVICES.values() if info.group_backend == name), CPU)
