@@ -1,4 +1,4 @@
-"""A linear programme put together block by block, for the scripts of bounds."""
+"""A linear program put together block by block, for the scripts of bounds."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a kind of microbatches permits, as a block of rows of a linear programme: (1) to (3) of `spans`."""
+"""What a kind of microbatches permits, as a block of rows of a linear program: (1) to (3) of `spans`."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from ahead import Ahead
 from items import FIRST, PAIRS, Items
-from programme import Block, Rows
+from milp import Block, Rows
 from scipy import sparse
 
 from rayfcp.values.arrays import Bools, Floats, Ints

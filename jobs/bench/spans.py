@@ -60,7 +60,7 @@ import numpy as np
 from ahead import Ahead
 from bounds import parser, print_ratios
 from items import items_of
-from programme import Block, least
+from milp import Block, least
 from spanned import Kind, Setting, block_of
 
 from rayfcp.plan import CostModel

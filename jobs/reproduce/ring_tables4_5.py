@@ -6,7 +6,7 @@
 Each coefficient is multiplied by 1 + its own Gaussian draw of standard deviation 5 to 50 %. A plan is made with that
 cost model and priced with the true one, on the same batches under the same draws, by
 
-    letter   the paper's two stages to the letter: memory alone fills the bins, the dynamic programme gives degrees
+    letter   the paper's two stages to the letter: memory alone fills the bins, the dynamic program gives degrees
     stages   flex-ring with `packing: bfd`, `degrees: dp`, which searches capacities of bins and cuts as well
     joint    flex-ring as it plans by default
 

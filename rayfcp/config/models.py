@@ -226,7 +226,7 @@ class PlanConfig(Section):
         default="joint", description="cut, groups and degrees together, or the paper's best-fit decreasing"
     )
     degrees: Literal["exact", "dp"] = Field(
-        default="exact", description="least degrees of the least makespan, or the paper's dynamic programme"
+        default="exact", description="least degrees of the least makespan, or the paper's dynamic program"
     )
     primitives: Annotated[tuple[Literal["ring", "ulysses"], ...], BeforeValidator(as_list)] = Field(
         default=("ring",), min_length=1, description="how groups may exchange what attention needs"

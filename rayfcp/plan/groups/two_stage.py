@@ -110,7 +110,7 @@ Table = npt.NDArray[np.float64]
 
 
 def dynamic_program(table: Table) -> list[int]:
-    """Degrees that minimise the makespan, by the 2D dynamic programme (Eq. 11, Algorithm 1).
+    """Degrees that minimise the makespan, by the 2D dynamic program (Eq. 11, Algorithm 1).
 
     `table[g, d - 1]` is T(group g, degree d) in seconds, infinite where memory forbids d; columns are
     degrees 1..N. `best[j]` is the least makespan of the groups so far on exactly j ranks. Backtracking

@@ -2,7 +2,7 @@
 
 `packing: joint`, ours: how many microbatches, which sequences in each, groups and degrees searched together.
 `packing: bfd`, `degrees: dp`: the paper's two stages. Best-fit decreasing makes atomic groups (section
-4.4, stage 1), the dynamic programme gives them ranks (stage 2). The paper leaves open how a batch becomes
+4.4, stage 1), the dynamic program gives them ranks (stage 2). The paper leaves open how a batch becomes
 microbatches and lets memory alone fill the bins; we search over the number of microbatches and, in each,
 over the capacity of the bins. Groups use the fastest of the primitives that are allowed. Ranks of unequal speeds get
 work in proportion (`rayfcp.plan.groups.unequal`).

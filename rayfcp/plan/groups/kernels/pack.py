@@ -1,4 +1,4 @@
-"""Groups for a given cut into microbatches: by walks, or by the paper's two stages and its dynamic programme."""
+"""Groups for a given cut into microbatches: by walks, or by the paper's two stages and its dynamic program."""
 
 import math
 
