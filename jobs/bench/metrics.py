@@ -32,7 +32,8 @@ from urllib.request import urlopen
 
 from clusters import Ground
 
-from rayfcp.cluster.controller.training import TrainingRun, reporting
+from rayfcp.cluster.controller import reporting
+from rayfcp.cluster.controller.training import TrainingRun
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
