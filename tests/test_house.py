@@ -16,9 +16,8 @@ ALL_FILES = sorted(
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 600, 40, 2
 # Signatures that others fix: autograd, context managers, and `rayfcp.attention(q, k, v, program)`.
 FIXED_BY_OTHERS = {"forward", "backward", "__exit__", "__call__", "attention"}
-# Compiled by numba where plans are made; compiled code has no keyword-only arguments.
-COMPILED_TOO = {"visible_pairs", "phase_share", "replay"}
-COMPILED = "kernels"  # folders of numba kernels, which have no keyword-only arguments
+# Decorators of `rayfcp.cost.compiled`: numba has no keyword-only arguments. Then functions that Python calls too.
+COMPILED, COMPILED_ELSEWHERE = {"compiled", "inner", "inlined"}, {"overlapped_s", "pass_s", "phase_share"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -68,9 +67,9 @@ def test_public_functions_take_few_positional_arguments() -> None:
         place(path, function)
         for path in SOURCES
         for function, is_method in functions(path)
-        if not (path.parent.name == COMPILED and "execute" not in path.parts)
+        if not COMPILED & {mark.id for mark in function.decorator_list if isinstance(mark, ast.Name)}
         and (not function.name.startswith("_") or function.name == "__init__")
-        and function.name not in FIXED_BY_OTHERS | COMPILED_TOO
+        and function.name not in FIXED_BY_OTHERS | COMPILED_ELSEWHERE
         and len(function.args.posonlyargs) + len(function.args.args) - is_method > MAX_POSITIONAL
     ]
     assert not wide

@@ -14,14 +14,15 @@ from numba.core.caching import FunctionCache
 F = TypeVar("F", bound=Callable[..., object])
 
 
-_SHARED = Path(__file__).parent / "kernels"
+_PACKAGE = Path(__file__).parents[1]
 
 
 @functools.cache
 def _sources(folder: Path) -> str:
-    """Hash of all kernels of a folder and of those that all folders share: numba looks at a function's own file only,
-    and kernels use those of other files."""
-    text = b"".join(path.read_bytes() for each in (_SHARED, folder) for path in sorted(each.glob("*.py")))
+    """Hash of all kernels of a folder and of what all folders share: numba looks at a function's own file only, and
+    kernels use those of other files, `phase_share` of `values/plan.py` among them."""
+    shared = [_PACKAGE / "values" / "plan.py", *sorted((_PACKAGE / "cost" / "kernels").glob("*.py"))]
+    text = b"".join(path.read_bytes() for path in (*shared, *sorted(folder.glob("*.py"))))
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 

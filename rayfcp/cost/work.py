@@ -151,8 +151,8 @@ class _Held:
 
 def _rectangle(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], window: int) -> Ints:
     """Visible pairs of queries and keys `[start, stop)`."""
-    until = visible_pairs(queries[1], keys[1], window) - visible_pairs(queries[1], keys[0], window)
-    return until - visible_pairs(queries[0], keys[1], window) + visible_pairs(queries[0], keys[0], window)
+    until = visible_pairs(queries[1], keys[1], window=window) - visible_pairs(queries[1], keys[0], window=window)
+    return until - visible_pairs(queries[0], keys[1], window=window) + visible_pairs(queries[0], keys[0], window=window)
 
 
 def _sides(queries: Floats, keys: Floats, *, group: Ints) -> Floats:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rayfcp.cost.memory import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.interpreter import IGNORED
-from rayfcp.execute.parallel.sharding import StageModule, StageRunner
+from rayfcp.execute.parallel.sharding import StageModule
 from rayfcp.models.attention_hook import KEYWORD, follow_context
 from rayfcp.models.stages import Stage, cut, decoder_layers, enter, is_tied
 
@@ -179,10 +179,3 @@ class CausalLM(StageModule):
     def _decoder_inputs(self, inputs: Tensor, placed: "PlacedFeatures | None") -> dict[str, Any]:
         assert placed is None
         return {"input_ids": inputs.unsqueeze(0)} if self.stage.is_first else enter(self.decoder, inputs)
-
-
-class WholeModel(StageRunner):
-    """Runs a model that is not sharded; the caller sums gradients over ranks."""
-
-    def set_reduce(self, reduce: bool) -> None:
-        """Do nothing: there is nothing to reduce."""

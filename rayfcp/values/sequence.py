@@ -95,21 +95,21 @@ class SequenceSpec:
 
     def pairs(self, start: int, stop: int, *, window: int = 0) -> int:
         """Pairs of the queries `[start, stop)` in a layer of this window (0: none)."""
-        return visible_pairs(stop, stop, window) - visible_pairs(start, start, window)
+        return visible_pairs(stop, stop, window=window) - visible_pairs(start, start, window=window)
 
 
 Positions = TypeVar("Positions", int, "Ints")
 
 
-def visible_pairs(queries: Positions, keys: Positions, window: int = 0) -> Positions:
+def visible_pairs(queries: Positions, keys: Positions, *, window: int = 0) -> Positions:
     """Visible (query, key) pairs of the queries `[0, queries)` and keys `[0, keys)` of a sequence, in a layer of this
     window (0: none).
 
     The definition that cost, plan, program, simulation and checks share: pairs of a rectangle are sums and differences
-    of these. Plain arithmetic, so that arrays broadcast and kernels can compile it.
+    of these. Plain arithmetic, so that arrays broadcast.
 
-    >>> [visible_pairs(5, 5, window) for window in (0, 1, 2, 5, 9)], visible_pairs(5, 3), visible_pairs(5, 3, 2)
-    ([15, 5, 9, 15, 15], 12, 6)
+    >>> [visible_pairs(5, 5, window=each) for each in (0, 1, 2, 5, 9)], visible_pairs(5, 3, window=2)
+    ([15, 5, 9, 15, 15], 6)
     """
     pairs = _causal_pairs(queries, keys)
     if window == 0:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from rayfcp.plan.pipeline.schedule import one_forward_one_backward, run_lengths
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward
 from rayfcp.values import Action, BatchPlan, Group, MicrobatchPlan, PipelinePlan, SequenceSpec, Slice
+from tests.plan.pipeline.runs import run_lengths
 
 MOST_TOKENS = 48
 """Of a slice."""

@@ -15,7 +15,7 @@ from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, Pipes
 from rayfcp.models.build import DTYPES, random_model
-from rayfcp.models.causal_lm import CausalLM, WholeModel
+from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.models.stages import stages_of
 from rayfcp.program import RankProgram, lower
@@ -23,6 +23,7 @@ from rayfcp.values import BatchPlan, Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
 from tests.execute.live import UncountedTransport
+from tests.execute.whole import WholeModel
 from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
 
 HIDDEN_SIZE = 32

@@ -8,7 +8,6 @@ import pytest
 from rayfcp.cost.memory import layer_bytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import model_config, profile_of
 from rayfcp.program import Backward, Forward, RankProgram
 from rayfcp.program.ledger import Ledger
@@ -17,6 +16,7 @@ from tests.execute.cases import VOCAB, CaseTokens
 from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
+from tests.execute.whole import WholeModel
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}

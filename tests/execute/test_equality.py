@@ -11,7 +11,6 @@ from rayfcp.execute.interpreter import Execution, Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
-from rayfcp.models.causal_lm import WholeModel
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.program import Forward, HeadProgram, RankProgram, lower
 from rayfcp.simulate.simulate import simulate
@@ -31,6 +30,7 @@ from tests.execute.cases import (
 )
 from tests.execute.dense import run_ranks
 from tests.execute.gloo import run_on_gloo
+from tests.execute.whole import WholeModel
 
 PROFILE = ModelProfile(
     name="cases",

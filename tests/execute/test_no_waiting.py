@@ -12,10 +12,10 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
-from rayfcp.models.causal_lm import WholeModel
 from rayfcp.program import lower
 from tests.execute.cases import CASES, SEED, Case, CaseTokens, library_config
 from tests.execute.dense import run_ranks
+from tests.execute.whole import WholeModel
 
 WAITING = ("_local_scalar_dense", "nonzero", "item", "masked_select", "is_nonzero", "equal", "unique", "_to_cpu")
 """Operators whose results, or their shapes, the host reads from the device."""

@@ -15,10 +15,11 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
-from rayfcp.models.causal_lm import CausalLM, WholeModel
+from rayfcp.models.causal_lm import CausalLM
 from rayfcp.program import Load, RankProgram, lower
 from tests.execute.cases import SEED, Case, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
+from tests.execute.whole import WholeModel
 
 DTYPE = "float64"
 BOUND = 1e-10

@@ -20,7 +20,6 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.execute.vision import VisionBatch, VisionLoader
 from rayfcp.models.build import random_model
-from rayfcp.models.causal_lm import WholeModel
 from rayfcp.models.describe import model_config
 from rayfcp.models.library import make_library_model
 from rayfcp.program import RankProgram, lower
@@ -30,6 +29,7 @@ from tests.data.vision.test_rows import BROKEN, prepared
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
+from tests.execute.whole import WholeModel
 from tests.models.families import disturb
 
 SIZES = ((40, 70), (64, 33), (30, 90))

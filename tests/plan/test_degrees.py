@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.groups.two_stage import dynamic_program, least_makespan
+from rayfcp.plan.groups.two_stage import dynamic_program
 from rayfcp.values import InfeasiblePlanError
+from tests.plan.degrees import least_makespan
 
 ENTRIES = st.one_of(st.integers(0, 12).map(float), st.just(float("inf")))
 

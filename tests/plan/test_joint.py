@@ -12,10 +12,11 @@ from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.groups.planner import JointSearch, problem_of
-from rayfcp.plan.groups.two_stage import Cuts, dynamic_program, least_degrees
+from rayfcp.plan.groups.two_stage import Cuts, dynamic_program
 from rayfcp.values import ClusterSpec, Primitive, SequenceSpec
 from tests.cost.test_bound import best_plan_s
 from tests.examples import examples
+from tests.plan.degrees import least_degrees
 from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, batches, profiled
 from tests.plan.test_batch import check
 

@@ -28,9 +28,9 @@ from rayfcp.plan.groups.kernels.state import (
     total_s,
 )
 from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, table_of
-from rayfcp.plan.groups.two_stage import least_makespan
 from rayfcp.values import ClusterSpec, Primitive
 from tests.examples import examples
+from tests.plan.degrees import least_makespan
 from tests.plan.helpers import RUN_AHEAD, UNIT, batch_of, profiled
 
 BOTH = (Primitive.RING, Primitive.ULYSSES)

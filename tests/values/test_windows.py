@@ -71,5 +71,5 @@ def test_visible_pairs_of_a_rectangle_are_counted_alike_for_numbers_and_arrays(
     queries: int, keys: int, window: int
 ) -> None:
     due = sum(sees(row, key, window=window) for row in range(queries) for key in range(keys))
-    assert visible_pairs(queries, keys, window) == due
-    assert visible_pairs(np.array([queries]), np.array([keys]), window).tolist() == [due]
+    assert visible_pairs(queries, keys, window=window) == due
+    assert visible_pairs(np.array([queries]), np.array([keys]), window=window).tolist() == [due]

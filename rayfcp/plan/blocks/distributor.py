@@ -79,7 +79,7 @@ def piece_pairs(pool: Pool, pieces: Pieces) -> Floats:
     start, stop = pieces.start, pieces.stop
     pairs = np.zeros(len(start))
     for window, layers in kinds:
-        pairs += layers * (visible_pairs(stop, stop, window) - visible_pairs(start, start, window))
+        pairs += layers * (visible_pairs(stop, stop, window=window) - visible_pairs(start, start, window=window))
     return pairs / sum(layers for _, layers in kinds)
 
 

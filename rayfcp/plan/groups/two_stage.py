@@ -134,36 +134,6 @@ def dynamic_program(table: Table) -> list[int]:
     return degrees[::-1]
 
 
-def least_makespan(table: Table) -> float:
-    """The least makespan that `dynamic_program` can reach, in O(K N); infinite if no degrees fit.
-
-    With E(g, d) = min of T(g, 1..d), the ranks needed for makespan T are the sum over groups of the
-    least d with E(g, d) <= T, that is K + the number of entries of E above T. They fit in N exactly
-    when at most N - K entries lie above T, so the least T is the (N - K + 1)-th largest entry of E, or
-    the largest of the groups' own minima E(g, N) where that is more.
-    """
-    num_groups, num_ranks = table.shape
-    if num_groups > num_ranks:
-        return float("inf")
-    least = np.minimum.accumulate(table, axis=1)
-    rank = least.size - 1 - (num_ranks - num_groups)
-    threshold = np.partition(least, rank, axis=None)[rank]
-    return float(max(threshold, least[:, -1].max()))
-
-
-def least_degrees(table: Table) -> list[int]:
-    """The least degrees that reach `least_makespan`: what is left over would not help, and stays unused.
-
-    Raises:
-        InfeasiblePlanError: the groups' least degrees need more than N ranks.
-    """
-    makespan_s = least_makespan(table)
-    if not np.isfinite(makespan_s):
-        raise _infeasible(table)
-    degrees: list[int] = ((table <= makespan_s).argmax(axis=1) + 1).tolist()
-    return degrees
-
-
 def _infeasible(table: Table) -> InfeasiblePlanError:
     allowed = np.isfinite(table)
     num_groups, num_ranks = table.shape

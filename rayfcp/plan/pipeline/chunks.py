@@ -60,7 +60,7 @@ class ChunkWork:
         kinds = self.windows or ((0, 1),)
         pairs = np.zeros(len(stop))
         for window, layers in kinds:
-            pairs += layers * visible_pairs(stop, stop, window)
+            pairs += layers * visible_pairs(stop, stop, window=window)
         return pairs / sum(layers for _, layers in kinds)
 
     def pairs(self, start: int, stop: int) -> float:

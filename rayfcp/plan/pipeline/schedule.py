@@ -13,25 +13,11 @@ import numpy.typing as npt
 from rayfcp.cost.microbatches import StageBytes
 from rayfcp.plan.pipeline.kernels import recompute as kernels
 from rayfcp.plan.pipeline.kernels.passes import finish_s
-from rayfcp.values import Action, MicrobatchPlan, PipelinePlan
+from rayfcp.values import Action, PipelinePlan
 from rayfcp.values.arrays import Floats
 
 Order = npt.NDArray[np.int64]
 """[stage, pass]: forward of microbatch m is m, its backward is ~m (-1 - m)."""
-
-
-def run_lengths(microbatches: Sequence[MicrobatchPlan]) -> tuple[int, ...]:
-    """Lengths of the runs of microbatches, in order: the shortest stretches that no sequence leaves."""
-    last: dict[int, int] = {}
-    for at, microbatch in enumerate(microbatches):
-        last |= {each.sequence: at for each in microbatch.slices}
-    lengths, start, reach = [], 0, 0
-    for at, microbatch in enumerate(microbatches):
-        reach = max([at, reach, *(last[each.sequence] for each in microbatch.slices)])
-        if reach == at:
-            lengths.append(at + 1 - start)
-            start = at + 1
-    return tuple(lengths)
 
 
 def one_forward_one_backward(

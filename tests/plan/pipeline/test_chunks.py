@@ -18,10 +18,10 @@ from rayfcp.plan.pipeline.chunks import (
 )
 from rayfcp.plan.pipeline.kernels.packing import pack_balanced
 from rayfcp.plan.pipeline.planner import microbatches_of
-from rayfcp.plan.pipeline.schedule import run_lengths
 from rayfcp.values import Primitive, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import batches
+from tests.plan.pipeline.runs import run_lengths
 
 works = st.builds(
     ChunkWork,

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.plan.pipeline.schedule import one_forward_one_backward, order_of, pipeline_plan, run, run_lengths
+from rayfcp.plan.pipeline.schedule import one_forward_one_backward, order_of, pipeline_plan, run
 from rayfcp.values import Group, MicrobatchPlan, Slice
 from tests.plan.pipeline.helpers import descending, replay, runs_of_chunks
+from tests.plan.pipeline.runs import run_lengths
 
 stages = st.integers(1, 5)
 
