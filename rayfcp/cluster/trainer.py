@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_intact
+from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_intact, step_of
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.lock import check_free, check_writable
@@ -157,7 +157,7 @@ def export_run(
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
     if step is not None and candidates:
-        steps = {int(each.name.rsplit("-", 1)[-1]): each for each in candidates}
+        steps = {step_of(each): each for each in candidates}
         if step not in steps:
             raise ConfigError(f"--step is {step}, must be one of {', '.join(map(str, sorted(steps)))} in {folder}")
         candidates = [steps[step]]

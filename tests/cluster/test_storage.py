@@ -1,13 +1,15 @@
 """A run whose newest checkpoint was changed after it was written."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from rayfcp.cluster import FlexTrainer, export_run
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from tests.cluster.recovering import Trouble
 from tests.cluster.runs import run_config, steps_of, write_texts
 from tests.waiting import PATIENCE_S
@@ -39,6 +41,16 @@ def again(trained: Config, *, name: str, steps: int) -> Config:
 
 def checkpoints_of(config: Config) -> CheckpointFolder:
     return CheckpointFolder(Path(config.run_dir) / "checkpoints", keep=1)
+
+
+def test_a_step_and_a_precision_can_be_exported(trained: Config, folder: Path) -> None:
+    out = folder / "exported step 3"
+    assert export_run(trained.run_dir, out_dir=out, step=3, dtype="bfloat16") == checkpoints_of(trained).complete()[0]
+    with safe_open(out / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ConfigError, match="--step is 5, must be one of 3, 6 in"):
+        export_run(trained.run_dir, out_dir=folder / "exported step 5", step=5)
 
 
 def test_a_changed_checkpoint_is_refused_and_the_one_before_taken(trained: Config, folder: Path) -> None:

@@ -166,37 +166,7 @@ class TrainingRun:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> "_Training":
-        stepper = self._stepper(cluster_state, initial, saver=saver, journal=journal, plans=plans, costs=costs)
-        transitions = Transitions(
-            cluster_state,
-            stepper,
-            saver=saver,
-            journal=journal,
-            stopping=self._stopping,
-            began_s=self._began_s,
-            log=self._log,
-        )
-        return _Training(
-            self._config,
-            stepper=stepper,
-            transitions=transitions,
-            initial=initial,
-            plans=plans,
-            costs=costs,
-            announce=self._announce,
-        )
-
-    def _stepper(
-        self,
-        cluster_state: ClusterState,
-        initial: InitialGeneration,
-        *,
-        saver: Saver,
-        journal: Journal,
-        plans: PlanQueue,
-        costs: StartCosts,
-    ) -> Stepper:
-        return Stepper(
+        stepper = Stepper(
             self._config,
             cluster_state,
             plans=plans,
@@ -207,6 +177,15 @@ class TrainingRun:
             version=initial.version,
             log=self._log,
             on_report=self._reports.append,
+        )
+        return _Training(
+            self._config,
+            stepper=stepper,
+            transitions=Transitions(stepper, stopping=self._stopping, began_s=self._began_s, log=self._log),
+            initial=initial,
+            plans=plans,
+            costs=costs,
+            announce=self._announce,
         )
 
     def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:

@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rayfcp.cluster.checkpoints.saving import Saver
-from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import Stepper
 from rayfcp.cluster.recovery.losses import RanksLostError
 from rayfcp.cluster.recovery.restoring import Restorable
 from rayfcp.cluster.runtime import Flag
-from rayfcp.cluster.workers.cluster_state import ClusterState, Generation
+from rayfcp.cluster.workers.cluster_state import Generation
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.elastic.facts import Failure
 from rayfcp.telemetry.events import Event, EventKind
@@ -42,18 +40,16 @@ class Transitions:
 
     def __init__(
         self,
-        cluster_state: ClusterState,
         stepper: Stepper,
         *,
-        saver: Saver,
-        journal: Journal,
         stopping: Flag,
         began_s: float,
         log: Callable[[str], None],
     ) -> None:
-        self._state, self._stepper, self._saver, self._journal = cluster_state, stepper, saver, journal
+        self._stepper, self._state = stepper, stepper.cluster_state
+        self._saver, self._journal = stepper.saver, stepper.journal
         self.stopping, self._log, self._began_s = stopping, log, began_s
-        self._runtime = cluster_state.worker_group.runtime
+        self._runtime = self._state.worker_group.runtime
         self._lost_steps = 0
         """Finished steps that have to run again, since the last event."""
 
