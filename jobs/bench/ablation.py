@@ -44,6 +44,7 @@ HARDWARE = ("h100", "ascend-910c", "a800", "gpu-x")
 RANKS = (8, 12, 16, 32, 32, 64, 64, 128, 256)
 FILLS = (0.7, 1.5, 3.0, 6.0)  # tokens of the batch over those that all ranks hold
 SEQUENCES_PER_RANK = (3, 6, 10, 16)
+DIVIDING = ("_forward", "_share")  # shares that divide coefficients between passes or heads, no terms of their own
 ESSENTIAL = ("attention_s_per_pair", "linear_s_per_token")  # without them nothing is left to plan
 
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
@@ -96,7 +97,7 @@ def case_of(number: int, *, stages: int = 1) -> Case:
     speeds = tuple(float(each) for each in rng.choice((1.0, 1.0, 1.0, 0.8, 0.6), ranks)) if number % 8 == 7 else ()
     sizes: dict[str, Any] = {"num_ranks": ranks, "bytes_per_element": hardware.dtype_bytes}
     if stages > 1:
-        room = max_tokens_per_rank(
+        budget = max_tokens_per_rank(
             model,
             num_devices=ranks * stages,
             recomputed_layers=0,
@@ -105,13 +106,13 @@ def case_of(number: int, *, stages: int = 1) -> Case:
             reduce_every="step",
         )
     else:
-        room = max(held, -(-int(lengths.max()) // ranks))
+        budget = max(held, -(-int(lengths.max()) // ranks))
     return Case(
         number=number,
         model=model,
         hardware=hardware,
         cluster=ClusterSpec(
-            num_ranks=ranks, num_stages=stages, max_tokens_per_rank=room, speed_of_rank=speeds if stages == 1 else ()
+            num_ranks=ranks, num_stages=stages, max_tokens_per_rank=budget, speed_of_rank=speeds if stages == 1 else ()
         ),
         cost=CostModel.from_profiles(model, hardware, reduce_every="step", num_stages=stages, **sizes),
         sequences=tuple(
@@ -142,7 +143,7 @@ def group_switches() -> dict[str, list[Patch]]:
         "perturb": [(PLANNER, "perturb", lambda _: ruin)],
         "ruin": [(PLANNER, "ruin", lambda _: perturb)],
         "perturb and ruin": [(PLANNER, "TURNS", 0)],
-        "pinned groups": [("rayfcp.plan.groups.unequal", "_seats", lambda _: none)],
+        "pinned groups": [("rayfcp.plan.groups.unequal", "_pinned", lambda _: none)],
     }
 
 
@@ -170,7 +171,7 @@ def zeroed(cost: CostModel) -> Iterator[tuple[str, CostModel]]:
     """The cost model without each of its coefficients that is not zero."""
     for field in dataclasses.fields(CostModel):
         value = getattr(cost, field.name)
-        if isinstance(value, float) and value > 0 and field.name not in ESSENTIAL:
+        if isinstance(value, float) and value > 0 and field.name not in ESSENTIAL and not field.name.endswith(DIVIDING):
             yield f"cost: {field.name}", cost.with_coefficients(**{field.name: 0.0})
 
 
@@ -233,6 +234,15 @@ def add_changes(case: Case, offered: Iterator[tuple[str, list[Patch], Plan]], ch
         changes.setdefault(name, []).append(seconds / whole[1] - 1.0)
 
 
+def add_staged(number: int, changes: Changes) -> None:
+    """Append what the pipeline planner's options change; nothing where the model does not fit these devices."""
+    try:
+        case = case_of(number, stages=2 + 2 * (number % 20 == 0))
+    except InfeasiblePlanError:
+        return
+    add_changes(case, planner_ways(case, strategy="elastic-pipeline", section="pipeline", table=PIPELINE), changes)
+
+
 def summary(changes: Changes) -> dict[str, dict[str, float]]:
     """Mean, worst, best and number of cases by switch."""
     return {
@@ -261,9 +271,7 @@ def main() -> None:
                 offered = planner_ways(case, strategy="flex-block", section="blocks", table=BLOCKS)
                 add_changes(case, offered, changes)
             if number % 10 == 0 and not args.groups_only:
-                staged = case_of(number, stages=2 + 2 * (number % 20 == 0))
-                offered = planner_ways(staged, strategy="elastic-pipeline", section="pipeline", table=PIPELINE)
-                add_changes(staged, offered, changes)
+                add_staged(number, changes)
             if (number + 1) % 10 == 0:
                 sys.stderr.write(f"{moves} moves: case {number + 1}, {time.monotonic() - begin_s:.0f} s\n")
                 found[str(moves)] = summary(changes)
