@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.values import SequenceSpec
+from rayfcp.values import LayerKind, SequenceSpec
 
 
 def sees(query: int, key: int, *, window: int = 0) -> bool:
@@ -19,9 +19,14 @@ def specs(lengths: Sequence[int]) -> list[SequenceSpec]:
     return [SequenceSpec(id=at, num_tokens=each, num_targets=each - 1) for at, each in enumerate(lengths)]
 
 
+def kinds(*windows: int) -> tuple[LayerKind, ...]:
+    """Kinds of layers with these windows (0: none)."""
+    return tuple(LayerKind(window=each) for each in windows)
+
+
 def with_windows(sequences: Sequence[SequenceSpec], windows: Sequence[int]) -> list[SequenceSpec]:
     """As of a model with two layers of each window."""
-    return [replace(each, windows=tuple((window, 2) for window in windows)) for each in sequences]
+    return [replace(each, layer_kinds=tuple((kind, 2) for kind in kinds(*windows))) for each in sequences]
 
 
 def seen(sequence: SequenceSpec, *, window: int = 0) -> npt.NDArray[np.bool_]:

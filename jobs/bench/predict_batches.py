@@ -35,7 +35,7 @@ def text_batches(data: Dataset, *, data_dir: str, count: int) -> list[Batch]:
     reader, found = TokenReader.open(data_dir), []
     for number in range(1, count + 1):
         batch = data.sampler.batch(number)
-        sequences = sequences_of(batch, windows=data.model.windows)
+        sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
         found.append(Batch(sequences=sequences, tokens=BatchTokens(reader, batch)))
     return found
 

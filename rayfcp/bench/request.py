@@ -161,7 +161,7 @@ def attention_only(model: ModelProfile) -> ModelProfile:
         num_experts=1,
         experts_per_token=1,
         shared_ffn_size=0,
-        layer_windows=(),
+        kind_of_layer=(),
     )
 
 

@@ -15,7 +15,7 @@ from rayfcp.compare.image_lengths import Row, WrongRowsError, check_seen, cut, i
 from rayfcp.compare.videos import IMAGES_PER_SECOND, VIDEOS, frames_of
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
-from rayfcp.values import ModelProfile, SequenceSpec, Windows
+from rayfcp.values import LayerKinds, ModelProfile, SequenceSpec
 
 Lengths = npt.NDArray[np.int64]
 Batch = tuple[SequenceSpec, ...]
@@ -67,9 +67,9 @@ def draw_batches(
             )
         rows = [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))[:needed]]
         check_seen(rows, source=source, model=model)
-    windows = model.windows if model else ()
+    kinds = model.layer_kinds if model else ()
     return tuple(
-        sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + global_batch]], windows=windows)
+        sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + global_batch]], layer_kinds=kinds)
         for first in range(0, needed, global_batch)
     )
 
@@ -79,12 +79,12 @@ def lengths_of(batches: Sequence[Batch]) -> list[int]:
     return [sequence.num_tokens for batch in batches for sequence in batch]
 
 
-def sequences_of_rows(rows: Sequence[Row], *, windows: Windows = ()) -> Batch:
+def sequences_of_rows(rows: Sequence[Row], *, layer_kinds: LayerKinds = ()) -> Batch:
     """Causal sequences whose ids are their positions, for a model with these kinds of layers."""
     return tuple(
-        SequenceSpec(id=index, num_tokens=row, num_targets=row - 1, windows=windows)
+        SequenceSpec(id=index, num_tokens=row, num_targets=row - 1, layer_kinds=layer_kinds)
         if isinstance(row, int)
-        else dataclasses.replace(row, id=index, windows=windows)
+        else dataclasses.replace(row, id=index, layer_kinds=layer_kinds)
         for index, row in enumerate(rows)
     )
 

@@ -157,7 +157,7 @@ def plan_lengths(
     family = family_of(strategy, inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
     if family.why_none:
         raise InfeasiblePlanError(family.why_none)
-    sequences = sequences_of_rows(list(lengths), windows=profile.windows)
+    sequences = sequences_of_rows(list(lengths), layer_kinds=profile.layer_kinds)
     setting = best_setting(strategy, sequences, settings=family.settings, options=options)
     plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}

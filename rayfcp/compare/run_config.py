@@ -72,7 +72,7 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
     named = not ("/" in inputs.model or inputs.model.endswith((".yaml", ".yml")))
     if named and not inputs.model.startswith(WITHOUT_FAMILY):
         return {"name": inputs.model, **dtype}
-    if model.layer_windows or model.shared_ffn_size or model.vision is not None:
+    if model.layer_kinds or model.shared_ffn_size or model.vision is not None:
         return {"path": MODEL, **dtype}
     family = "qwen3" if model.head_norms or model.has_experts else "llama"
     shape = {

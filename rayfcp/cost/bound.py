@@ -108,7 +108,7 @@ def _extra_s(
     as Ulysses does. Zero where layers have windows, through which few pieces are visible."""
     max_tokens = cluster.max_tokens_per_rank
     tokens = np.array([each.num_tokens for each in sequences if each.num_tokens > max_tokens], np.float64)
-    if not len(tokens) or cost.attention_half_tokens == 0.0 or sequences[0].windows:
+    if not len(tokens) or cost.attention_half_tokens == 0.0 or sequences[0].layer_kinds:
         return 0.0
     used, degrees = tuple(primitives), np.arange(1, cluster.num_ranks + 1)
     whole = np.isfinite(cost.terms(degrees, primitive=Primitive.ULYSSES)[0].moved_s) & (Primitive.ULYSSES in used)
@@ -164,7 +164,7 @@ def _rings_s(
     """
     slowest, together = fastest[degrees - 1], np.cumsum(fastest)[degrees - 1]
     computed_s = cost.compute_s(sequence.attention_pairs, sequence.num_tokens) / together + cost.fixed_s / fastest[0]
-    if sequence.windows:
+    if sequence.layer_kinds:
         return np.asarray(computed_s)
     even = sequence.num_tokens // (2 * degrees) * (2 * degrees)
     even = np.where(degrees == 1, sequence.num_tokens, even)

@@ -20,11 +20,11 @@ from rayfcp.values import (
     EncoderShare,
     Group,
     Images,
+    LayerKinds,
     MicrobatchPlan,
     Primitive,
     SequenceSpec,
     VisionProfile,
-    Windows,
 )
 from rayfcp.values.arrays import Floats
 
@@ -139,7 +139,7 @@ class PassShape:
     degree: int
     lengths: tuple[int, ...]
     primitive: Primitive = Primitive.RING
-    windows: Windows = ()
+    layer_kinds: LayerKinds = ()
     images: Images | None = None
 
     @property
@@ -166,7 +166,9 @@ class PassShape:
         """Sequences of one group."""
         images = (self.images,) if self.images else ()
         return tuple(
-            SequenceSpec(id=index, num_tokens=length, num_targets=length - 1, windows=self.windows, images=images)
+            SequenceSpec(
+                id=index, num_tokens=length, num_targets=length - 1, layer_kinds=self.layer_kinds, images=images
+            )
             for index, length in enumerate(self.lengths)
         )
 

@@ -17,7 +17,7 @@ from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.stages import split_layers
 from rayfcp.cost.work import visible_ring_share
-from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, Primitive, Windows
+from rayfcp.values import ClusterSpec, HardwareProfile, LayerKind, LayerKinds, ModelProfile, Primitive
 from rayfcp.values.arrays import Bools, Floats
 from rayfcp.values.profile import exact_fields
 
@@ -30,7 +30,7 @@ def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Ter
     d - 1 rounds of forward once more.
     """
     each_s = np.where(crosses, cost.ring_inter_s_per_token, cost.ring_intra_s_per_token)
-    hop_s = each_s * visible_ring_share(cost.windows, ranks) / ranks
+    hop_s = each_s * visible_ring_share(cost.layer_kinds, ranks) / ranks
     latency_s = np.where(ranks == 1, 0.0, cost.ring_s_per_round)
     once_s = cost.passes_forward * latency_s
     again_s = max(1 - 2 * cost.passes_forward, 0.0) * latency_s
@@ -69,7 +69,7 @@ def _backward_rounds(
     again = max(1 - (1 + ATTENTION_BACKWARD) * cost.attention_forward, 0.0) / (1 - cost.attention_forward)
     kept, returned = cost.ring_forward, cost.ring_returned
     cover = np.where(ranks > 2, 1 - again / ranks, (ranks - 1) / ranks)
-    by_round = (ranks > 2) & (not cost.windows)
+    by_round = (ranks > 2) & (not cost.layer_kinds)
     edges_s = ((ranks - 1) * (1 - 2 * kept - returned) + 2 * kept + returned) * hop_s
     return {
         "cover": cover,
@@ -128,7 +128,7 @@ class CostModel:
     """Coefficients of forward and backward together, analytic or measured; all finite and at least 0.
 
     Computation: `attention_s_per_pair` (alpha1 of Eq. 8) for a (query, key) pair that is computed, in the mean over
-    kinds of layers (`windows`); `linear_s_per_token` (alpha2); `fixed_s` (beta1) for a microbatch.
+    `layer_kinds`; `linear_s_per_token` (alpha2); `fixed_s` (beta1) for a microbatch.
     `attention_half_tokens`: attention over pieces of n tokens takes 1 + that / n as long per pair. A sequence of L
     tokens is one piece on one rank or under Ulysses, L x that / 2 pairs more, shared by the ranks; a ring of degree d
     cuts it, L x that x (1 - 1 / 2d) pairs more on every rank.
@@ -185,13 +185,13 @@ class CostModel:
     ahead: float = 0.0
     ahead_s: float = 0.0
     pipeline: PipelineCost | None = None
-    windows: Windows = ()
+    layer_kinds: LayerKinds = ()
     encoder: EncoderCost | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("pipeline", "windows", "encoder") and not (math.isfinite(value) and value >= 0):
+            if field.name not in ("pipeline", "layer_kinds", "encoder") and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field.name} is {value}, must be finite and at least 0; measure it again")
         if self.overlap > 1.0:
             raise ValueError(f"overlap is {self.overlap}, must be at most 1; nothing hides more than all of it")
@@ -239,7 +239,7 @@ class CostModel:
                 **sizes,
                 **traffic,
             )
-        return cls(**found, windows=model.windows)
+        return cls(**found, layer_kinds=model.layer_kinds)
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> "CostModel":
@@ -251,8 +251,8 @@ class CostModel:
         known = exact_fields(cls, fields, source="cost model")
         pipeline = known["pipeline"] and PipelineCost.of_fields(known["pipeline"])
         encoder = known["encoder"] and EncoderCost.of_fields(known["encoder"])
-        windows = tuple(map(tuple, known["windows"]))
-        return cls(**{**known, "pipeline": pipeline, "encoder": encoder, "windows": windows})
+        kinds = tuple((LayerKind(**kind), layers) for kind, layers in known["layer_kinds"])
+        return cls(**{**known, "pipeline": pipeline, "encoder": encoder, "layer_kinds": kinds})
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear

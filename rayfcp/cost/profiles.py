@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from rayfcp.config import ConfigError
 from rayfcp.config.loading import read_mapping, read_yaml
-from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
+from rayfcp.values import HardwareProfile, LayerKind, ModelProfile, VisionProfile
 
 
 def pick(name: str, known: Iterable[str], *, what: str) -> str:
@@ -33,7 +33,8 @@ MAY_BE_ZERO = {"latency_s", "microbatch_overhead_s", "overlap", "node_uplink_ban
 MAY_BE_ZERO |= {"attention_half_tokens", "linear_half_tokens", "shared_ffn_size"}
 SHARES = {"linear_efficiency", "attention_efficiency", "overlap"}
 TEXTS = {"name", "source"}
-LISTS = {"layer_windows"}
+WINDOWS = "layer_windows"
+"""Key of files for the field `kind_of_layer`: keys that a query sees in each layer, itself included; 0 for all."""
 SECTIONS = {"vision": VisionProfile}
 
 
@@ -89,12 +90,14 @@ class Shipped(Mapping[str, P], Generic[P]):
         if self._kind is HardwareProfile and sources:
             values["source"] = "; ".join(f"{name}: {text}" for name, text in sources.items())
         _check(values, where=where)
+        if WINDOWS in values:
+            values["kind_of_layer"] = tuple(LayerKind(window=each) for each in values.pop(WINDOWS))
         return self._kind(**values), sources
 
 
 def _fields(kind: type[Any], raw: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Values of fields, those of sections as profiles, and sources by field (`vision.num_layers`)."""
-    fields = {field.name: field for field in dataclasses.fields(kind)}
+    fields = {WINDOWS if field.name == "kind_of_layer" else field.name: field for field in dataclasses.fields(kind)}
     given = dict(raw)
     sources = _sources(given.pop("sources", {}), fields, where=where)
     for key in given:
@@ -132,11 +135,9 @@ def _check(values: Mapping[str, Any], *, where: str) -> None:
     experts, each = values.get("num_experts", 1), values.get("experts_per_token", 1)
     if each > experts:
         raise ConfigError(f"{where}: experts_per_token is {each}, must be at most num_experts ({experts}); change one")
-    windows, layers = values.get("layer_windows") or (), values.get("num_layers")
+    windows, layers = values.get(WINDOWS) or (), values.get("num_layers")
     if windows and len(windows) != layers:
-        raise ConfigError(
-            f"{where}: layer_windows has {len(windows)} entries, must have num_layers ({layers}); correct it"
-        )
+        raise ConfigError(f"{where}: {WINDOWS} has {len(windows)} entries, must have num_layers ({layers}); correct it")
 
 
 def _sources(raw: object, fields: Mapping[str, Any], *, where: str) -> dict[str, str]:
@@ -157,7 +158,7 @@ def _value(key: str, value: object, *, field: Any, where: str) -> object:
     kind: Callable[[Any], object] = field.type
     if key in TEXTS:
         return str(value)
-    if key in LISTS:
+    if key == WINDOWS:
         if not isinstance(value, list) or not all(isinstance(each, int) and each >= 0 for each in value):
             raise ConfigError(f"{where}: {key} is {value!r}, must be a list of whole numbers of at least 0; correct it")
         return tuple(value)

@@ -6,31 +6,31 @@ from itertools import chain
 
 import numpy as np
 
-from rayfcp.values import Layout, SequenceSpec, Windows
+from rayfcp.values import LayerKind, LayerKinds, Layout, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
-from rayfcp.values.sequence import visible_pairs
+from rayfcp.values.sequence import POSITIONS
 
 RING_TOKENS = 8192
 """Tokens of a sequence that a rank of a ring is taken to hold, for how much of a window reaches other ranks."""
 
 
-def visible_ring_share(windows: Windows, ranks: Floats) -> Floats:
-    """Share of the traffic of rings of `ranks` ranks that a model with these windows needs, in the mean over layers.
+def visible_ring_share(kinds: LayerKinds, ranks: Floats) -> Floats:
+    """Share of the traffic of rings of `ranks` ranks that layers of these kinds need, in the mean.
 
     Where each rank has two slices of a sequence, `RING_TOKENS` together, it gets of each slice's predecessors what the
     window reaches, instead of the slices of all others. That is close where rings hold about one sequence that long;
     what a layout's transfers carry is counted instead (`layout_work`), and so is what programs send.
 
-    >>> visible_ring_share(((0, 1), (1024, 1)), np.array([1.0, 2.0, 5.0]))
+    >>> visible_ring_share(((LayerKind(), 1), (LayerKind(window=1024), 1)), np.array([1.0, 2.0, 5.0]))
     array([1.     , 0.625  , 0.53125])
     """
-    if not windows:
+    if not kinds:
         return np.ones_like(ranks)
     share = np.zeros_like(ranks)
-    for window, layers in windows:
-        reached = 2 * window / (np.maximum(ranks - 1, 1) * RING_TOKENS)
-        share += layers * np.where((window == 0) | (ranks <= 1), 1.0, np.minimum(reached, 1.0))
-    return share / sum(layers for _, layers in windows)
+    for kind, layers in kinds:
+        reached = 2 * kind.work(0, POSITIONS).state_tokens / (np.maximum(ranks - 1, 1) * RING_TOKENS)
+        share += layers * np.where(ranks <= 1, 1.0, np.minimum(reached, 1.0))
+    return share / sum(layers for _, layers in kinds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,8 @@ def layout_work(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks:
     """The work of every run of ranks and every transfer.
 
     A run's blocks of a sequence are queries. Its own keys lie as they do: one causal square. Keys of one transfer lie
-    together; neighbouring query blocks that attend to the same ones of them are one attend. Where layers have windows,
-    only what is visible counts.
+    together; neighbouring query blocks that attend to the same ones of them are one attend. Only what is
+    visible counts.
     """
     num_runs = num_ranks // layout.heads
     held = _Held(layout, by_id=by_id, num_runs=num_runs)
@@ -73,8 +73,8 @@ def layout_work(layout: Layout, *, by_id: Mapping[int, SequenceSpec], num_ranks:
     pairs, moved = keys * queries, keys
     runs, tokens = held.totals()
     own_pairs = _sums(runs, tokens * (tokens + 1) / 2, num_runs)
-    if windows := next(iter(by_id.values())).windows:
-        pairs, moved = held.visible(target[owner], carried, windows=windows)
+    if kinds := next(iter(by_id.values())).layer_kinds:
+        pairs, moved = held.visible(target[owner], carried, kinds=kinds)
         sides *= np.divide(moved, keys)
         of_blocks = [by_id[block.sequence].block_pairs(block.start, block.stop) for block in layout.blocks]
         own_pairs = _sums(held.run, np.array(of_blocks), num_runs) - _sums(target[owner], pairs, num_runs)
@@ -115,7 +115,7 @@ class _Held:
         first, stop = self._later(run, block, since=self.start[block])
         return np.asarray(self._before[stop] - self._before[first])
 
-    def visible(self, run: Ints, block: Ints, *, windows: Windows) -> tuple[Floats, Floats]:
+    def visible(self, run: Ints, block: Ints, *, kinds: LayerKinds) -> tuple[Floats, Floats]:
         """In the mean over layers: pairs that `run` computes with `block`, and tokens of the block that travel there,
         those that its queries see; all tokens in layers whose window does not cut the sequence."""
         start, stop = self.start[block], self.stop[block]
@@ -125,13 +125,13 @@ class _Held:
         nearest = np.full(len(block), np.iinfo(np.int64).max // 2)
         np.minimum.at(nearest, entry, self.start[queries])
         pairs, tokens = np.zeros(len(block)), np.zeros(len(block))
-        for window, layers in windows:
-            computed = _rectangle((self.start[queries], self.stop[queries]), (start[entry], stop[entry]), window)
+        for kind, layers in kinds:
+            computed = _rectangle((self.start[queries], self.stop[queries]), (start[entry], stop[entry]), kind)
             pairs += layers * np.bincount(entry, computed, minlength=len(block))
-            cuts = (window > 0) & (window < self._lengths[self.sequence[block]])
-            reached = np.maximum(stop - np.maximum(start, nearest - window + 1), 0)
+            cuts = kind.hides(self._lengths[self.sequence[block]])
+            reached = np.maximum(stop - np.maximum(start, kind.first_visible(nearest)), 0)
             tokens += layers * np.where(cuts, reached, stop - start)
-        num_layers = sum(layers for _, layers in windows)
+        num_layers = sum(layers for _, layers in kinds)
         return pairs / num_layers, tokens / num_layers
 
     def totals(self) -> tuple[Ints, Floats]:
@@ -149,10 +149,10 @@ class _Held:
         return np.asarray((sequence * self._num_runs + run) * (self._end + 1) + start)
 
 
-def _rectangle(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], window: int) -> Ints:
+def _rectangle(queries: tuple[Ints, Ints], keys: tuple[Ints, Ints], kind: LayerKind) -> Ints:
     """Visible pairs of queries and keys `[start, stop)`."""
-    until = visible_pairs(queries[1], keys[1], window=window) - visible_pairs(queries[1], keys[0], window=window)
-    return until - visible_pairs(queries[0], keys[1], window=window) + visible_pairs(queries[0], keys[0], window=window)
+    until = kind.visible_pairs(queries[1], keys[1]) - kind.visible_pairs(queries[1], keys[0])
+    return until - kind.visible_pairs(queries[0], keys[1]) + kind.visible_pairs(queries[0], keys[0])
 
 
 def _sides(queries: Floats, keys: Floats, *, group: Ints) -> Floats:

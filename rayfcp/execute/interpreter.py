@@ -302,14 +302,14 @@ class Interpreter:
     def _context(self, item: Forward, stats: AttentionStats, store: ContextStore) -> AttentionContext:
         schedules = make_schedules(item)
         return AttentionContext(
-            program=schedules.pop(item.window),
+            program=schedules.pop(item.kind),
             transport=self._transport,
             kernel=self._kernel,
             recomputed_layers=item.recomputed_layers,
             store=store,
             microbatch=item.microbatch,
             stats=stats,
-            window=item.window,
+            kind=item.kind,
             others=schedules,
         )
 

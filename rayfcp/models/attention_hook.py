@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from rayfcp.execute.attention.function import AttentionContext, attention
+from rayfcp.values import LayerKind
 
 IMPLEMENTATION = "rayfcp"
 """Name under which the library finds our attention; it builds no mask for names that it does not know."""
@@ -38,7 +39,7 @@ def _attend(
         raise ValueError(
             f"{type(module).__name__}: softcap={keywords['softcap']} is not supported; use a model without it"
         )
-    context = context.of_window(keywords.get("sliding_window") or 0)
+    context = context.of_kind(LayerKind(window=keywords.get("sliding_window") or 0))
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     return attention(query, key, value, context, scale=scaling).unsqueeze(0), None
 

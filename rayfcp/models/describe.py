@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import VISION_FAMILIES, ArchitectureConfig, ModelConfig, VisionConfig
 from rayfcp.data.hub import locate
-from rayfcp.models.layers import check_experts, check_layer_types, experts_of, layer_windows, num_experts
+from rayfcp.models.layers import check_experts, check_layer_types, experts_of, kinds_of_layers, num_experts
 from rayfcp.models.library import make_language_model, text_of, vision_family, with_layers
 from rayfcp.plan import model_profile
 from rayfcp.values import ModelProfile
@@ -228,7 +228,7 @@ def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = Fal
         ffn_size=experts.ffn_size if experts else plain_size,
         vocab_size=config.vocab_size,
         tied_embeddings=is_tied,
-        layer_windows=layer_windows(config),
+        kind_of_layer=kinds_of_layers(config),
         head_norms=any(re.search(r"\b(q|k|query|key)_(layer)?norm\b", name) for name in layer),
         num_experts=experts.count if experts else 1,
         experts_per_token=experts.per_token if experts else 1,

@@ -1,6 +1,5 @@
 """Kinds of decoder layers that a configuration describes: attention windows, and MLPs of experts."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -8,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from rayfcp.config import ConfigError
-from rayfcp.values import Windows
+from rayfcp.values import FULL, LayerKind
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -33,20 +32,15 @@ def check_layer_types(config: PreTrainedConfig) -> None:
         )
 
 
-def layer_windows(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Keys that a query of each layer attends to, itself included (0: all before it); empty if no layer has a window.
+def kinds_of_layers(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
+    """Kind of each layer, by its type; empty where all have full attention.
 
-    Configurations without types of layers mean all layers.
+    Configurations without types of layers mean all layers with `sliding_window`.
     """
     window = getattr(config, "sliding_window", None) or 0
     types = getattr(config, "layer_types", None) or [_SLIDING] * config.num_hidden_layers
-    found = tuple(window if each == _SLIDING else 0 for each in types[: config.num_hidden_layers])
-    return found if any(found) else ()
-
-
-def windows_of(config: PreTrainedConfig) -> Windows:
-    """Number of layers by window, as plans take it."""
-    return tuple(sorted(Counter(layer_windows(config)).items()))
+    kinds = tuple(LayerKind(window=window) if each == _SLIDING else FULL for each in types[: config.num_hidden_layers])
+    return kinds if set(kinds) != {FULL} else ()
 
 
 def layers_of_each_type(config: PreTrainedConfig) -> int:

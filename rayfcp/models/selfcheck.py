@@ -24,11 +24,12 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.build import random_model
 from rayfcp.models.causal_lm import CausalLM
-from rayfcp.models.layers import windows_of
+from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import VOCAB_SIZE, make_library_model, narrowed, text_of, vision_family
 from rayfcp.models.stages import stages_of
 from rayfcp.program import Forward, lower
-from rayfcp.values import Windows
+from rayfcp.values import LayerKinds
+from rayfcp.values.layers import count_kinds
 
 if TYPE_CHECKING:
     from rayfcp.models.vision import ImageExample
@@ -91,14 +92,14 @@ def _both_ways(config: PreTrainedConfig, *, num_stages: int) -> tuple[dict[str, 
     family = vision_family(own)
     example = family.example(own, generator) if family else None
     buffers = _kept_buffers(ours)
-    windows = windows_of(text_of(own))
-    found = {"packed sequences": _result(_packed([ours], rows, windows=windows, example=example), [ours])}
+    kinds = count_kinds(kinds_of_layers(text_of(own)))
+    found = {"packed sequences": _result(_packed([ours], rows, layer_kinds=kinds, example=example), [ours])}
     for name, value in _kept_buffers(ours).items():
         if not torch.equal(value, buffers[name]):
             raise ValueError(f"buffer {name} changes in training, but copies of the state hold parameters only")
     if num_stages > 1:
         stages = _cut(own, ours, num_stages=min(num_stages, own.num_hidden_layers))
-        found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows, windows=windows), stages)
+        found[f"{len(stages)} pipeline stages"] = _result(_packed(stages, rows, layer_kinds=kinds), stages)
     given = [{"input_ids": row[None]} for row in rows] + ([example.library_inputs] if example else [])
     alone = [
         F.cross_entropy(theirs(**each, use_cache=False).logits[0], _shifted(each["input_ids"][0]), reduction="sum")
@@ -125,7 +126,11 @@ def _cut(config: PreTrainedConfig, whole: CausalLM, *, num_stages: int) -> list[
 
 
 def _packed(
-    stages: Sequence[CausalLM], rows: Sequence[Tensor], *, windows: Windows, example: "ImageExample | None" = None
+    stages: Sequence[CausalLM],
+    rows: Sequence[Tensor],
+    *,
+    layer_kinds: LayerKinds,
+    example: "ImageExample | None" = None,
 ) -> Tensor:
     """Loss of packed sequences, passed from stage to stage; the last one has an image if `example` is given."""
     positions, placed = [torch.arange(len(row)) for row in rows], None
@@ -133,7 +138,7 @@ def _packed(
         model: Any = stages[0]
         placed = example.placed(model, start=sum(len(row) for row in rows))
         positions, rows = [*positions, example.positions(model.model)], [*rows, example.ids]
-    shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), windows=windows)
+    shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
     context = _one_rank(shape)
     passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
     axes = positions[-1].shape[:-1]
@@ -164,11 +169,11 @@ def _one_rank(shape: PassShape) -> AttentionContext:
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
     ready = make_schedules(forward)
     return AttentionContext(
-        program=ready.pop(forward.window),
+        program=ready.pop(forward.kind),
         transport=InProcessTransport(Fabric(1), 0),
         kernel=pick_kernel("cpu"),
         recomputed_layers=_RECOMPUTED_LAYERS,
-        window=forward.window,
+        kind=forward.kind,
         others=ready,
     )
 

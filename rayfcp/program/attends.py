@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rayfcp.program.columns import CAUSAL, FLIPPED, WHOLE, Attends, Column, expanded, merged
 from rayfcp.program.instructions import Range
-from rayfcp.values import Block
+from rayfcp.values import Block, LayerKind
 from rayfcp.values.sequence import POSITIONS
 
 _NO_ROWS: Column = np.empty((0, 6), np.int64)
@@ -234,10 +234,10 @@ class WindowedQueries:
     """A rank's own tokens as queries of layers with a window. Attends to one slot come squares first, by kind, then by
     query."""
 
-    def __init__(self, own: SlotBlocks, window: int) -> None:
-        self._window = window
+    def __init__(self, own: SlotBlocks, kind: LayerKind) -> None:
+        self._kind = kind
         self._own = Pieces.of(own)
-        self._reaching = self._own.part(np.flatnonzero((self._own.start > 0) & (window > 1)))
+        self._reaching = self._own.part(np.flatnonzero((self._own.start > 0) & (kind.first_visible(1) < 1)))
 
     def within(self) -> Attends:
         """Attends to own keys."""
@@ -257,14 +257,14 @@ class WindowedQueries:
     def _meet(self, queries: Pieces, keys: Pieces | SlotBlocks) -> tuple[Column, Column]:
         """The first entry of `keys` that each piece of queries sees a part of, and the one behind the last."""
         base = queries.sequence * POSITIONS
-        low = base + np.maximum(queries.start - self._window + 1, 0)
+        low = base + np.maximum(self._kind.first_visible(queries.start), 0)
         first = np.searchsorted(keys.sequence * POSITIONS + keys.stop, low, side="right")
         return first, np.searchsorted(keys.sequence * POSITIONS + keys.start, base + queries.stop)
 
     def _attends(self, queries: Pieces, keys: Pieces, *, slot: int) -> Attends:
         first, last = self._meet(queries, keys)
         query, step = expanded(np.maximum(last - first, 0))
-        parts = decomposed(queries.part(query), keys.part(first[query] + step), window=self._window)
+        parts = decomposed(queries.part(query), keys.part(first[query] + step), window=self._kind.window)
         columns = np.empty((len(parts), 6), np.int64)
         columns[:, :2], columns[:, 2], columns[:, 3:5], columns[:, 5] = parts[:, :2], slot, parts[:, 2:4], parts[:, 4]
         return Attends(columns)

@@ -37,7 +37,7 @@ from rayfcp.program.instructions import (
     Range,
 )
 from rayfcp.program.paced import Brought, paced
-from rayfcp.values import Block, Layout, Pacing, Transfer
+from rayfcp.values import FULL, Block, LayerKind, Layout, Pacing, Transfer
 
 Order = Mapping[tuple[int, int], int]
 """Row of a slot 0 at which each block, named by (sequence, start), begins."""
@@ -59,12 +59,12 @@ def lower_attention(
     layout: Layout,
     *,
     num_ranks: int,
-    window: int = 0,
+    kind: LayerKind = FULL,
     own: Sequence[Sequence[int]] | None = None,
     earlier: Orders | None = None,
     needed: Needed = (),
 ) -> tuple[AttentionProgram, ...]:
-    """The attention program of each rank for one microbatch, in layers with a `window` (0: none), for which keys and
+    """The attention program of each rank for one microbatch, in layers of a `kind`, for which keys and
     values that no query sees need not travel (`rayfcp.program.windows`). `own`: the blocks of each rank in the order of
     its slot 0, that of the layout if absent. `earlier`: for the microbatches of the layout's context.
 
@@ -88,7 +88,7 @@ def lower_attention(
                 _add_transfer(ranks, transfer, part=part, sets=sets, index=index // coalesce)
     for rank in ranks:
         held = rank.slots[0].held
-        queries = WindowedQueries(held, window) if window else Queries(held)
+        queries = WindowedQueries(held, kind) if kind != FULL else Queries(held)
         _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)

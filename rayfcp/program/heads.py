@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rayfcp.program.attention import Needed, Order, Orders, lower_attention, order_of
 from rayfcp.program.instructions import AttentionProgram, AttentionRound, HeadProgram, Message, Payload, Range
-from rayfcp.values import Block, Layout, Round
+from rayfcp.values import FULL, Block, LayerKind, Layout, Round
 
 Run = tuple[int, ...]
 """Ranks that exchange tokens for heads, by position."""
@@ -27,10 +27,10 @@ def padding_number(rank: int) -> int:
 
 
 def lower_heads(
-    layout: Layout, runs: Sequence[Run], *, window: int = 0, earlier: Orders | None = None, needed: Needed = ()
+    layout: Layout, runs: Sequence[Run], *, kind: LayerKind = FULL, earlier: Orders | None = None, needed: Needed = ()
 ) -> dict[int, HeadProgram]:
     """The programs of all ranks of `runs`, wherever the layout puts its blocks. `earlier`: a rank's order is that of
-    its run. `window`, `needed`: as in `lower_attention`.
+    its run. `kind`, `needed`: as in `lower_attention`.
 
     `source` and `target` of the layout's transfers number runs: the ranks at one position of two runs exchange keys
     and values of their heads. A Ulysses group is one run without transfers.
@@ -44,7 +44,7 @@ def lower_heads(
     programs = lower_attention(
         joined,
         num_ranks=len(runs),
-        window=window,
+        kind=kind,
         own=own,
         earlier={
             at: {number: orders[run[0]] for number, run in enumerate(runs)} for at, orders in (earlier or {}).items()

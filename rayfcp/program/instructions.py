@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rayfcp.values import FULL, LayerKind
+
 Range = tuple[int, int]
 
 RowPair = tuple[Range, Range]
@@ -319,10 +321,10 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKind:
-    """The attention of layers whose queries see `window` keys at most, themselves included (0: no window)."""
+class LayerAttention:
+    """The attention of a stage's layers of one kind."""
 
-    window: int
+    kind: LayerKind
     attention: AttentionProgram | HeadProgram
 
 
@@ -331,20 +333,20 @@ class Forward:
     """Run all layers of the stage: the first stage embeds before, the last one takes the loss after. The first
     `recomputed_layers` layers of the stage keep only their input.
 
-    Layers with window `window` run `attention`; `others` are the stage's other kinds of layers, windows ascending from
-    there. All kinds have the same tokens, shared out by heads alike.
+    Layers of `kind` run `attention`; `others` are the stage's other kinds of layers, ascending from there. All kinds
+    have the same tokens, shared out by heads alike.
     """
 
     microbatch: int
     attention: AttentionProgram | HeadProgram
     recomputed_layers: int
-    window: int = 0
-    others: tuple[LayerKind, ...] = ()
+    kind: LayerKind = FULL
+    others: tuple[LayerAttention, ...] = ()
 
     @property
-    def kinds(self) -> tuple[LayerKind, ...]:
+    def kinds(self) -> tuple[LayerAttention, ...]:
         """All kinds of layers of the stage."""
-        return (LayerKind(window=self.window, attention=self.attention), *self.others)
+        return (LayerAttention(kind=self.kind, attention=self.attention), *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

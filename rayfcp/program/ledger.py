@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from rayfcp.cost.memory import LayerBytes
 from rayfcp.program.instructions import AttentionProgram, Forward, HeadProgram, Payload
+from rayfcp.values import LayerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Ledger:
     A layer keeps all that backward needs; recomputed layers, the first ones, keep their input and the keys and values
     that later slices need. Backward frees layer by layer, so that a recomputed layer adds to the total only where all
     layers are recomputed. Gradients of kept keys and values exist from the first backward pass that adds to them to the
-    end of their own microbatch's. `windows`: of the layers, in order; unknown ones are taken to keep as much as the
+    end of their own microbatch's. `kinds`: of the layers, in order; unknown ones are taken to keep as much as the
     kind of layers that keeps most.
     """
 
@@ -43,7 +44,7 @@ class Ledger:
     is_last: bool
     layer: LayerBytes
     num_kv_heads: int
-    windows: tuple[int, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
     microbatches: dict[int, _Held] = field(default_factory=dict)
     gradients: dict[int, int] = field(default_factory=dict)
 
@@ -98,9 +99,9 @@ class Ledger:
         return max(1.0 / attention.degree, 1.0 / self.num_kv_heads)
 
     def _of_layers(self, item: Forward, *, share: float) -> list[_Layer]:
-        kinds = {kind.window: _layer(kind.attention.inner, share=share) for kind in item.kinds}
-        if self.windows:
-            return [kinds[window] for window in self.windows]
+        kinds = {each.kind: _layer(each.attention.inner, share=share) for each in item.kinds}
+        if self.kinds:
+            return [kinds[kind] for kind in self.kinds]
         microbatches = {microbatch for kind in kinds.values() for microbatch in kind.context}
         most = _Layer(
             kept=max(kind.kept for kind in kinds.values()),

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import Needed, Order, Orders, lower_attention
 from rayfcp.program.heads import lower_heads, slot_order
-from rayfcp.program.instructions import AttentionProgram, Encode, HeadProgram, LayerKind, Piece, RankProgram
+from rayfcp.program.instructions import AttentionProgram, Encode, HeadProgram, LayerAttention, Piece, RankProgram
 from rayfcp.program.schedule import stage_instructions, with_sends_in_order
-from rayfcp.values import BatchPlan, Block, Group, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.values import FULL, BatchPlan, Block, Group, LayerKind, Layout, MicrobatchPlan, Primitive, SequenceSpec
 
 Attention = tuple[AttentionProgram | HeadProgram, ...]
 """The attention of one microbatch, by rank."""
@@ -24,7 +24,7 @@ def lower(
     *,
     layouts: Sequence[Layout] | None = None,
     reduce_every: str = "step",
-    windows_of_stage: Sequence[Sequence[int]] = (),
+    kinds_of_stage: Sequence[Sequence[LayerKind]] = (),
 ) -> tuple[RankProgram, ...]:
     """One program per stage and rank, that of rank r on stage p at index p x num_ranks + r.
 
@@ -32,19 +32,19 @@ def lower(
     where the caller has them. Gradients are reduced in the last backward pass (`reduce_every="step"`) or in each
     (`"microbatch"`). All ranks run the same number of passes: a rank without tokens in a microbatch runs one padding
     token. A group of one rank exchanges nothing, so that its primitive does not matter. The planner sees to it that
-    degrees divide heads. All stages run the same attention in layers of one window; only which of the sequences'
-    `windows` their layers have (`windows_of_stage`, all if absent), the layers that they recompute, the order of their
+    degrees divide heads. All stages run the same attention in layers of one kind; only which of the sequences'
+    `layer_kinds` they have (`kinds_of_stage`, all if absent), the layers that they recompute, the order of their
     passes and their neighbours differ. Sends follow their pass, or come somewhat later where stages would otherwise
     wait for each other.
 
     Raises:
-        ValueError: a stage names a window that the sequences do not; sequences disagree on these; a layout cannot be
-            run (`lower_attention`, `lower_heads`), or an encoding (`lower_encoding`).
+        ValueError: a stage names a kind of layers that the sequences do not; sequences disagree on these; a layout
+            cannot be run (`lower_attention`, `lower_heads`), or an encoding (`lower_encoding`).
     """
     layouts = layouts_of(plan, sequences) if layouts is None else layouts
     _check_sequences(layouts, sequences)
-    of_stage = _windows(plan, sequences, windows_of_stage)
-    attention = _attention(plan, layouts, sequences=sequences, windows={each for own in of_stage for each in own})
+    of_stage = _kinds(plan, sequences, kinds_of_stage)
+    attention = _attention(plan, layouts, sequences=sequences, kinds={each for own in of_stage for each in own})
     encodes = _encodes(plan, layouts, sequences)
     loads = [_pieces(layout, num_ranks=plan.num_ranks) for layout in layouts]
     plan_hash = plan.plan_hash
@@ -61,7 +61,7 @@ def lower(
                 pieces=[each[rank] for each in loads],
                 encodes=[each[rank] if each else None for each in encodes],
                 attention=[
-                    [LayerKind(window=window, attention=attention[window][at][rank]) for window in of_stage[stage]]
+                    [LayerAttention(kind=kind, attention=attention[kind][at][rank]) for kind in of_stage[stage]]
                     for at in range(len(layouts))
                 ],
                 reduce_every=reduce_every,
@@ -80,19 +80,19 @@ def _check_sequences(layouts: Sequence[Layout], sequences: Sequence[SequenceSpec
         raise ValueError(f"blocks name sequences {unknown}, which the batch does not have; plan the batch again")
 
 
-def _windows(
-    plan: BatchPlan, sequences: Sequence[SequenceSpec], of_stage: Sequence[Sequence[int]]
-) -> list[tuple[int, ...]]:
-    """The windows of each stage, ascending; a stage without layers has those of all."""
-    if len(kinds := {sequence.windows for sequence in sequences}) > 1:
+def _kinds(
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], of_stage: Sequence[Sequence[LayerKind]]
+) -> list[tuple[LayerKind, ...]]:
+    """The kinds of layers of each stage, ascending; a stage without layers has those of all."""
+    if len(kinds := {sequence.layer_kinds for sequence in sequences}) > 1:
         raise ValueError(
-            f"sequences have windows {sorted(kinds)}, must all have those of one model; give them the same"
+            f"sequences have layer_kinds {sorted(kinds)}, must all have those of one model; give them the same"
         )
-    known = tuple(window for each in kinds for window, _ in each) or (0,)
+    known = tuple(kind for each in kinds for kind, _ in each) or (FULL,)
     found = [tuple(sorted(set(own))) or known for own in of_stage] or [known] * plan.num_stages
-    if len(found) != plan.num_stages or not {window for own in found for window in own} <= set(known):
+    if len(found) != plan.num_stages or not {kind for own in found for kind in own} <= set(known):
         raise ValueError(
-            f"windows_of_stage is {tuple(of_stage)}, must name for each of {plan.num_stages} stages some of {known}, "
+            f"kinds_of_stage is {tuple(of_stage)}, must name for each of {plan.num_stages} stages some of {known}, "
             "which the sequences have; take both from one model"
         )
     return found
@@ -116,37 +116,37 @@ def _pieces(layout: Layout, *, num_ranks: int) -> list[tuple[Piece, ...]]:
 
 
 def _attention(
-    plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], windows: Collection[int]
-) -> dict[int, list[Attention]]:
-    """The attention of all microbatches in layers with each window (0: none).
+    plan: BatchPlan, layouts: Sequence[Layout], *, sequences: Sequence[SequenceSpec], kinds: Collection[LayerKind]
+) -> dict[LayerKind, list[Attention]]:
+    """The attention of all microbatches in layers of each kind.
 
-    Where no sequence is longer than the window, it is that of layers without one.
+    Where a kind hides nothing of any sequence, it is that of full attention.
 
     Raises:
         ValueError: a layout cannot be run (`lower_attention`, `lower_heads`).
     """
     longest = max((sequence.num_tokens for sequence in sequences), default=0)
-    found: dict[int, list[Attention]] = {}
-    for window in sorted(windows):
-        effective = window if window < longest else 0
+    found: dict[LayerKind, list[Attention]] = {}
+    for kind in sorted(kinds):
+        effective = kind if kind.hides(longest) else FULL
         if effective not in found:
-            mine = _windowed(plan, layouts, sequences, window=effective) if effective else layouts
+            mine = _cut(plan, layouts, sequences, kind=effective) if effective != FULL else layouts
             found[effective] = _Microbatches(plan, mine, effective).lowered()
-        found[window] = found[effective]
+        found[kind] = found[effective]
     return found
 
 
-def _windowed(
-    plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, window: int
+def _cut(
+    plan: BatchPlan, layouts: Sequence[Layout], sequences: Sequence[SequenceSpec], *, kind: LayerKind
 ) -> Sequence[Layout]:
     from rayfcp.program.windows import windowed
 
-    uncut = {sequence.id for sequence in sequences if sequence.num_tokens <= window}
+    uncut = {sequence.id for sequence in sequences if not kind.hides(sequence.num_tokens)}
     units = [
         _units(layout, microbatch, num_ranks=plan.num_ranks)
         for layout, microbatch in zip(layouts, plan.microbatches, strict=True)
     ]
-    return windowed(layouts, window=window, uncut=uncut, units=units)
+    return windowed(layouts, kind=kind, uncut=uncut, units=units)
 
 
 def _units(layout: Layout, microbatch: MicrobatchPlan, *, num_ranks: int) -> dict[int, int]:
@@ -168,7 +168,7 @@ class _Microbatches:
 
     plan: BatchPlan
     layouts: Sequence[Layout]
-    window: int
+    kind: LayerKind
 
     def lowered(self) -> list[Attention]:
         needed: list[set[tuple[int, int]]] = [set() for _ in self.layouts]
@@ -193,16 +193,16 @@ class _Microbatches:
         _check_heads(layout, self.plan.microbatches[number], num_ranks=num_ranks)
         if layout.heads > 1:
             runs = layout.runs(num_ranks)
-            by_rank = lower_heads(layout, runs, window=self.window, earlier=orders, needed=needed)
+            by_rank = lower_heads(layout, runs, kind=self.kind, earlier=orders, needed=needed)
             return tuple(by_rank[rank] for rank in range(num_ranks))
         rest = _rest(layout, groups) if groups else layout
         programs: list[AttentionProgram | HeadProgram] = [
-            *lower_attention(rest, num_ranks=num_ranks, window=self.window, earlier=orders, needed=needed)
+            *lower_attention(rest, num_ranks=num_ranks, kind=self.kind, earlier=orders, needed=needed)
         ]
         for group in groups:
             _check_rounds(group, layout)
             held = _part(layout, group.ranks)
-            by_rank = lower_heads(held, [group.ranks], window=self.window, earlier=orders, needed=needed)
+            by_rank = lower_heads(held, [group.ranks], kind=self.kind, earlier=orders, needed=needed)
             for rank, program in by_rank.items():
                 programs[rank] = program
         return tuple(programs)

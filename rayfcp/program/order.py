@@ -30,6 +30,7 @@ from rayfcp.program.instructions import (
     StageFlow,
 )
 from rayfcp.program.matching import Channel
+from rayfcp.values import LayerKind
 
 Attention = AttentionProgram | HeadProgram
 Kind = TypeVar("Kind", bound=Instruction)
@@ -40,23 +41,23 @@ def of_kind(program: RankProgram, kind: type[Kind]) -> list[Kind]:
     return [item for item in program.instructions if isinstance(item, kind)]
 
 
-def windows_of(program: RankProgram) -> tuple[int, ...]:
-    """The windows of the stage's layers, ascending."""
-    return tuple(kind.window for kind in of_kind(program, Forward)[0].kinds)
+def kinds_of(program: RankProgram) -> tuple[LayerKind, ...]:
+    """The kinds of the stage's layers, ascending."""
+    return tuple(each.kind for each in of_kind(program, Forward)[0].kinds)
 
 
-def attention_by_window(programs: Sequence[RankProgram]) -> dict[int, list[list[Attention]]]:
-    """The attention of the layers of each window, by rank, then microbatch; `check_order` holds.
+def attention_by_kind(programs: Sequence[RankProgram]) -> dict[LayerKind, list[list[Attention]]]:
+    """The attention of the layers of each kind, by rank, then microbatch; `check_order` holds.
 
-    All stages that have layers of a window run the same attention in them.
+    All stages that have layers of a kind run the same attention in them.
     """
     num_ranks = programs[0].num_ranks
-    found: dict[int, list[list[Attention]]] = {}
+    found: dict[LayerKind, list[list[Attention]]] = {}
     for first in range(0, len(programs), num_ranks):
         forwards = [of_kind(program, Forward) for program in programs[first : first + num_ranks]]
-        for at, kind in enumerate(forwards[0][0].kinds):
-            if kind.window not in found:
-                found[kind.window] = [[item.kinds[at].attention for item in each] for each in forwards]
+        for at, layers in enumerate(forwards[0][0].kinds):
+            if layers.kind not in found:
+                found[layers.kind] = [[item.kinds[at].attention for item in each] for each in forwards]
     return dict(sorted(found.items()))
 
 
@@ -66,7 +67,7 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in one order on all ranks and
     stages, in which no microbatch precedes one that reads its keys and values; passes of different microbatches may
     interleave. The last backward pass reduces, so that no gradient stays on its rank. All stages load alike, and attend
-    alike in layers of one window. Program p x num_ranks + r is that of rank r on stage p.
+    alike in layers of one kind. Program p x num_ranks + r is that of rank r on stage p.
 
     Raises:
         ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
@@ -77,16 +78,16 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     num_microbatches = len(of_kind(first, Load))
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
-    known: dict[tuple[int, int], RankProgram] = {}
+    known: dict[tuple[int, LayerKind], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
         _check_passes(program, num_microbatches)
-        _check_windows(program, programs[index - program.rank])
-        if any((program.rank, window) not in known for window in windows_of(program)):
+        _check_kinds(program, programs[index - program.rank])
+        if any((program.rank, kind) not in known for kind in kinds_of(program)):
             _check_attention(program)
             _check_reuse(program)
-        for window in windows_of(program):
-            check_likeness(program, known.setdefault((program.rank, window), program), window=window)
+        for kind in kinds_of(program):
+            check_likeness(program, known.setdefault((program.rank, kind), program), kind=kind)
         _check_alike(program, programs[program.rank], first=first)
         _check_neighbours(program)
         _check_frees(program)
@@ -144,34 +145,34 @@ def _check_passes(program: RankProgram, num_microbatches: int) -> None:
             )
 
 
-def _check_windows(program: RankProgram, first: RankProgram) -> None:
-    """Every Forward has the kinds of layers of the stage's first rank, windows ascending, with the same exchange of
+def _check_kinds(program: RankProgram, first: RankProgram) -> None:
+    """Every Forward has the kinds of layers of the stage's first rank, ascending, with the same exchange of
     tokens for heads."""
-    due = windows_of(first)
+    due = kinds_of(first)
     for item in of_kind(program, Forward):
-        where, found = f"{program.place}, microbatch {item.microbatch}", tuple(kind.window for kind in item.kinds)
-        if found != due or list(found) != sorted(set(found)) or found[0] < 0:
+        where, found = f"{program.place}, microbatch {item.microbatch}", tuple(each.kind for each in item.kinds)
+        if found != due or list(found) != sorted(set(found)):
             raise ValueError(
-                f"{where}: windows of layers are {found}, must ascend from 0 or more and be those of {first.place}, "
+                f"{where}: kinds of layers are {found}, must ascend and be those of {first.place}, "
                 f"{due}; lower one plan for all"
             )
         if item.others and len({_heads_of(kind.attention) for kind in item.kinds}) > 1:
-            raise ValueError(f"{where}: layers of windows {found} share out heads differently; lower the plan again")
+            raise ValueError(f"{where}: layers of kinds {found} share out heads differently; lower the plan again")
 
 
 def _heads_of(attention: Attention) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (attention.ranks, attention.tokens) if isinstance(attention, HeadProgram) else ((), ())
 
 
-def check_likeness(program: RankProgram, other: RankProgram, *, window: int) -> None:
-    """A rank runs the same attention in layers of a window on both stages.
+def check_likeness(program: RankProgram, other: RankProgram, *, kind: LayerKind) -> None:
+    """A rank runs the same attention in layers of a kind on both stages.
 
     Raises:
         ValueError: names the rank and the microbatch.
     """
     if program is other:
         return
-    at, there = windows_of(program).index(window), windows_of(other).index(window)
+    at, there = kinds_of(program).index(kind), kinds_of(other).index(kind)
     for mine, theirs in zip(of_kind(program, Forward), of_kind(other, Forward), strict=True):
         value, due = mine.kinds[at].attention, theirs.kinds[there].attention
         if value is not due and value != due:
@@ -243,7 +244,7 @@ def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) ->
 
 
 def _check_reuse(program: RankProgram) -> None:
-    """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each window. The
+    """A context is of an earlier microbatch, which keeps just what later ones read, in layers of each kind. The
     backward pass of every reader comes before that microbatch's own: only then are its gradients whole."""
     turn = {item.microbatch: at for at, item in enumerate(of_kind(program, Backward))}
     forwards = of_kind(program, Forward)

@@ -30,7 +30,7 @@ from rayfcp.program.instructions import (
     StageFlow,
 )
 from rayfcp.program.matching import attention_channel, in_step, stuck_at
-from rayfcp.program.order import attention_by_window, check_order
+from rayfcp.program.order import attention_by_kind, check_order
 
 
 def check_progress(programs: Sequence[RankProgram]) -> None:
@@ -44,7 +44,7 @@ def check_progress(programs: Sequence[RankProgram]) -> None:
     hashes = {program.plan_hash for program in programs}
     if len(hashes) > 1:
         raise ValueError(f"plan_hash differs between ranks ({', '.join(sorted(hashes))}); lower one plan for all ranks")
-    for of_ranks in attention_by_window(programs).values():
+    for of_ranks in attention_by_kind(programs).values():
         for microbatch, parts in enumerate(zip(*of_ranks, strict=True)):
             for backward, kind in ((False, "forward"), (True, "backward")):
                 _check_pass(parts, backward=backward, name=f"the {kind} pass of microbatch {microbatch}")

@@ -17,7 +17,7 @@ from rayfcp.program.instructions import (
     Forward,
     Free,
     Instruction,
-    LayerKind,
+    LayerAttention,
     Load,
     Piece,
     RankProgram,
@@ -40,7 +40,7 @@ def stage_instructions(
     stage: int,
     *,
     pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[Sequence[LayerKind]],
+    attention: Sequence[Sequence[LayerAttention]],
     reduce_every: str,
     encodes: Sequence[Encode | None] = (),
 ) -> tuple[Instruction, ...]:
@@ -76,13 +76,13 @@ def stage_instructions(
     return tuple(instructions)
 
 
-def _forward(microbatch: int, kinds: Sequence[LayerKind], *, recomputed_layers: int) -> Forward:
+def _forward(microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int) -> Forward:
     first, *others = kinds
     return Forward(
         microbatch=microbatch,
         attention=first.attention,
         recomputed_layers=recomputed_layers,
-        window=first.window,
+        kind=first.kind,
         others=tuple(others),
     )
 

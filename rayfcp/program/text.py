@@ -63,6 +63,7 @@ from rayfcp.program.instructions import (
     ReshuffleRound,
     Send,
 )
+from rayfcp.values import FULL
 
 
 def to_text(program: RankProgram) -> str:
@@ -111,13 +112,13 @@ def _feature_round(step: ReshuffleRound) -> str:
 def _forward_lines(item: Forward) -> Iterator[str]:
     attention = item.attention
     head = f"forward {item.microbatch} tokens={attention.num_tokens} recompute={item.recomputed_layers}"
-    if item.window:
-        head += f" window={item.window}"
+    if item.kind != FULL:
+        head += f" {item.kind}".replace(" window ", " window=")
     if isinstance(attention, HeadProgram):
         head += f" heads={_ranges(zip(attention.ranks, attention.tokens, strict=True))}"
     yield from _attention_lines(head, attention.inner)
     for kind in item.others:
-        yield from _attention_lines(f"window {kind.window}", kind.attention.inner)
+        yield from _attention_lines(str(kind.kind), kind.attention.inner)
 
 
 def _attention_lines(head: str, attention: AttentionProgram) -> Iterator[str]:

@@ -13,40 +13,41 @@ from itertools import pairwise
 
 from rayfcp.program.columns import union
 from rayfcp.program.instructions import Range
-from rayfcp.values import Block, Layout, Round, Transfer
+from rayfcp.values import Block, LayerKind, Layout, Round, Transfer
 
 Units = Mapping[int, int]
 """The unit of each rank, as transfers number them: the ranks that attend together to keys that lie together."""
 
 
 def windowed(
-    layouts: Sequence[Layout], *, window: int, uncut: Collection[int], units: Sequence[Units]
+    layouts: Sequence[Layout], *, kind: LayerKind, uncut: Collection[int], units: Sequence[Units]
 ) -> tuple[Layout, ...]:
-    """The layouts of all microbatches; `units[m]` of microbatch m. `uncut`: sequences no longer than the window.
+    """The layouts of all microbatches in layers of a kind; `units[m]` of microbatch m. `uncut`: sequences of which the
+    kind hides nothing.
 
     Invariant: ranks hold the same tokens in the same order, and all keys of other ranks that a query sees still come to
     its rank, or lie in its context.
     """
-    cuts = _cuts(layouts, window, uncut=uncut)
+    cuts = _cuts(layouts, kind, uncut=uncut)
     return tuple(
-        _Cut(layout, cuts, window=window, uncut=uncut, units=unit).layout()
+        _Cut(layout, cuts, kind=kind, uncut=uncut, units=unit).layout()
         for layout, unit in zip(layouts, units, strict=True)
     )
 
 
-def _cuts(layouts: Sequence[Layout], window: int, *, uncut: Collection[int]) -> dict[int, list[int]]:
+def _cuts(layouts: Sequence[Layout], kind: LayerKind, *, uncut: Collection[int]) -> dict[int, list[int]]:
     """The positions of each sequence at which what a block sees begins or ends, ascending."""
     found: dict[int, set[int]] = defaultdict(set)
     for layout in layouts:
         for block in layout.blocks:
             if block.sequence not in uncut:
-                found[block.sequence].update(_seen(block, window))
+                found[block.sequence].update(_seen(block, kind))
     return {sequence: sorted(places) for sequence, places in found.items()}
 
 
-def _seen(block: Block, window: int) -> Range:
+def _seen(block: Block, kind: LayerKind) -> Range:
     """The keys that the queries of a block see; positions below 0 do not exist."""
-    return block.start - window + 1, block.stop
+    return kind.first_visible(block.start), block.stop
 
 
 def _pieces(block: Block, places: Sequence[int]) -> list[Block]:
@@ -66,7 +67,7 @@ class _Cut:
         layout: Layout,
         cuts: Mapping[int, Sequence[int]],
         *,
-        window: int,
+        kind: LayerKind,
         uncut: Collection[int],
         units: Units,
     ) -> None:
@@ -75,7 +76,7 @@ class _Cut:
         self.parts: list[range] = []
         seen: dict[tuple[int, int], list[Range]] = defaultdict(list)
         for block in layout.blocks:
-            seen[units[block.rank], block.sequence].append(_seen(block, window))
+            seen[units[block.rank], block.sequence].append(_seen(block, kind))
         self.seen = {key: union(ranges) for key, ranges in seen.items()}
         for block in layout.all_blocks:
             first = len(self.blocks)

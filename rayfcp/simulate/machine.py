@@ -8,7 +8,7 @@ import numpy as np
 
 from rayfcp.cost.analytic import REDUCED_BYTES
 from rayfcp.cost.stages import check_layers, outer_parameters, split_layers
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import FULL, HardwareProfile, LayerKind, ModelProfile
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -52,23 +52,23 @@ class Machine:
         )
 
     @cached_property
-    def windows(self) -> tuple[int, ...]:
-        """The windows of the model's kinds of layers, ascending."""
-        return tuple(window for window, _ in self.model.windows) or (0,)
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The model's kinds of layers, ascending."""
+        return tuple(kind for kind, _ in self.model.layer_kinds) or (FULL,)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
         """The number of the kind of each layer of the model."""
-        return tuple(map(self.windows.index, self.model.layer_windows or (0,) * self.model.num_layers))
+        return tuple(map(self.layer_kinds.index, self.model.kind_of_layer or (FULL,) * self.model.num_layers))
 
     def number(self, microbatch: int, *, backward: bool) -> int:
         """The number of a pass through the layers of the first kind; those of other kinds follow. Microbatch by
         microbatch, forward, then backward."""
-        return (2 * microbatch + backward) * len(self.windows)
+        return (2 * microbatch + backward) * len(self.layer_kinds)
 
     def features_number(self, microbatch: int, *, num_microbatches: int, backward: bool) -> int:
         """The number of an exchange of features, or of their gradients, behind the passes of all microbatches."""
-        return 2 * num_microbatches * len(self.windows) + 2 * microbatch + backward
+        return 2 * num_microbatches * len(self.layer_kinds) + 2 * microbatch + backward
 
     @property
     def features_bytes_per_token(self) -> int:

@@ -117,7 +117,7 @@ def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes
         is_last=stage + 1 == machine.num_stages,
         layer=layer_bytes(machine.model, bytes_per_element=machine.bytes_per_element),
         num_kv_heads=machine.model.num_kv_heads,
-        windows=tuple(machine.windows[kind] for kind in machine.part(stage).kinds),
+        kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
     )
     samples: list[Sample] = [(0.0, base_bytes)]
     for each in passes:

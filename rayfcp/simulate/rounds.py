@@ -20,7 +20,7 @@ from rayfcp.program import (
 )
 from rayfcp.program.columns import WHOLE, Attends
 from rayfcp.program.matching import Channel, RankPair
-from rayfcp.program.order import attention_by_window, check_likeness, of_kind, windows_of
+from rayfcp.program.order import attention_by_kind, check_likeness, kinds_of, of_kind
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey
@@ -53,17 +53,17 @@ def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> AttentionTr
     builder = _Builder(machine=machine)
     if len({len(of_kind(program, Forward)) for program in programs}) != 1:
         raise ValueError("programs have different numbers of microbatches; lower one plan for all ranks")
-    found = attention_by_window(programs)
+    found = attention_by_kind(programs)
     for program in programs if machine.num_stages > 1 else ():
-        for window in windows_of(program):
-            first = next(each for each in programs[program.rank :: machine.num_ranks] if window in windows_of(each))
-            check_likeness(program, first, window=window)
-    if not set(machine.windows) <= found.keys():
+        for kind in kinds_of(program):
+            first = next(each for each in programs[program.rank :: machine.num_ranks] if kind in kinds_of(each))
+            check_likeness(program, first, kind=kind)
+    if not set(machine.layer_kinds) <= found.keys():
         raise ValueError(
-            f"programs are of layers with windows {list(found)} (0: none), the model has {list(machine.windows)}; give "
-            "sequences the model's windows (SequenceSpec.windows) and lower again"
+            f"programs are of layers with {list(map(str, found))}, the model has "
+            f"{list(map(str, machine.layer_kinds))}; give sequences the model's layer_kinds and lower again"
         )
-    for of_microbatch in zip(*(zip(*found[window], strict=True) for window in machine.windows), strict=True):
+    for of_microbatch in zip(*(zip(*found[kind], strict=True) for kind in machine.layer_kinds), strict=True):
         for backward in (False, True):
             for parts in of_microbatch:
                 builder.add_pass(parts, backward=backward)

@@ -152,7 +152,7 @@ class ScriptWriter:
                 self.reduce(machine.layer_parameters, after=reduced)
 
         def again(number: int, recorded: bool) -> None:
-            self._forward_layer(microbatch, number=number - len(machine.windows), recorded=False)
+            self._forward_layer(microbatch, number=number - len(machine.layer_kinds), recorded=False)
             one(number, recorded)
 
         if plain:

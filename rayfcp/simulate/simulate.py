@@ -155,11 +155,11 @@ def _passes(machine: Machine, again: Ints) -> Ints:
     """`[pass, device]`: how many layers of the device's stage run a pass, recomputed ones (the first `again[microbatch,
     device]` layers) twice forward."""
     kinds, ends = np.array(machine.kinds), np.cumsum(machine.layers_of_stage)
-    found = np.zeros((len(again), 2, len(machine.windows), machine.num_devices), np.int64)
+    found = np.zeros((len(again), 2, len(machine.layer_kinds), machine.num_devices), np.int64)
     for device in range(machine.num_devices):
         stage = device // machine.num_ranks
         own = kinds[ends[stage] - machine.layers_of_stage[stage] : ends[stage]]
-        before = np.cumsum(own[:, None] == np.arange(len(machine.windows)), axis=0)
+        before = np.cumsum(own[:, None] == np.arange(len(machine.layer_kinds)), axis=0)
         before = np.concatenate((np.zeros_like(before[:1]), before))
         found[:, :, :, device] = before[-1]
         found[:, 0, :, device] += before[again[:, device]]
@@ -224,7 +224,7 @@ def _loads(programs: Sequence[RankProgram], *, machine: Machine, traffic: Attent
     linear_s = machine.linear_s_per_token * times + last * machine.head_s_per_token * (1 + LINEAR_BACKWARD)
     compute_s = attend_s + linear_s * (held + machine.hardware.linear_half_tokens) * machine.slowness
     moved = traffic.message_bytes * np.concatenate((passes, exchanges))[traffic.message_pass, traffic.messages.source]
-    in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.windows))
+    in_attention = np.repeat(np.arange(len(again)), 2 * len(machine.layer_kinds))
     in_exchanges = np.arange(len(exchanges)) // 2
     place = np.concatenate((in_attention, in_exchanges))[traffic.message_pass] * machine.num_devices
     ends = (traffic.messages.source, traffic.messages.target)

@@ -2,6 +2,7 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec, Decision, Move
+from rayfcp.values.layers import FULL, LayerKind, LayerKinds, Work
 from rayfcp.values.plan import (
     Action,
     BatchPlan,
@@ -21,10 +22,11 @@ from rayfcp.values.plan import (
 )
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
-from rayfcp.values.sequence import Images, SequenceSpec, Windows
+from rayfcp.values.sequence import Images, SequenceSpec
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 __all__ = [
+    "FULL",
     "Action",
     "BatchPlan",
     "Block",
@@ -39,6 +41,8 @@ __all__ = [
     "Images",
     "Imbalance",
     "InfeasiblePlanError",
+    "LayerKind",
+    "LayerKinds",
     "Layout",
     "MicrobatchPlan",
     "ModelProfile",
@@ -58,5 +62,5 @@ __all__ = [
     "StepReport",
     "Transfer",
     "VisionProfile",
-    "Windows",
+    "Work",
 ]

@@ -1,12 +1,11 @@
 """Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rayfcp.values.sequence import Windows
+from rayfcp.values.layers import FULL, LayerKind, LayerKinds, count_kinds
 
 
 def exact_fields(kind: type[Any], fields: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -83,8 +82,7 @@ class ModelProfile:
 
     `vision`: the encoder of a VLM; parameters, FLOPs and bytes are of the language model alone.
 
-    `layer_windows`: keys that a query sees in each layer, itself included (0: all before it); empty if no layer has a
-    window.
+    `kind_of_layer`: the kind of each layer; empty where all have full attention.
     """
 
     name: str
@@ -100,28 +98,26 @@ class ModelProfile:
     num_experts: int = 1
     experts_per_token: int = 1
     shared_ffn_size: int = 0
-    layer_windows: tuple[int, ...] = ()
+    kind_of_layer: tuple[LayerKind, ...] = ()
     vision: VisionProfile | None = None
 
     def __post_init__(self) -> None:
-        windows = self.layer_windows
-        if windows and (len(windows) != self.num_layers or min(windows) < 0):
+        if len(self.kind_of_layer) not in (0, self.num_layers):
             raise ValueError(
-                f"layer_windows is {windows}, must be none or one of at least 0 for each of {self.num_layers} layers; "
-                "correct the model's profile"
+                f"kind_of_layer has {len(self.kind_of_layer)} entries, must be empty or name the kind of each of "
+                f"{self.num_layers} layers; correct the model's profile"
             )
 
     @property
-    def windows(self) -> Windows:
-        """Kinds of layers and their numbers."""
-        return tuple(sorted(Counter(self.layer_windows).items())) if any(self.layer_windows) else ()
+    def layer_kinds(self) -> LayerKinds:
+        """Number of layers by kind; empty where all have full attention."""
+        return () if set(self.kind_of_layer) <= {FULL} else count_kinds(self.kind_of_layer)
 
-    def stage_windows(self, layers_of_stage: Sequence[int]) -> tuple[Windows, ...]:
-        """Kinds of layers of each stage, as `windows`, also where no layer has a window."""
+    def stage_kinds(self, layers_of_stage: Sequence[int]) -> tuple[LayerKinds, ...]:
+        """Number of layers by kind in each stage, also where all have full attention."""
         found, first = [], 0
         for count in layers_of_stage:
-            own = self.layer_windows[first : first + count] or (0,) * count
-            found.append(tuple(sorted(Counter(own).items())))
+            found.append(count_kinds(self.kind_of_layer[first : first + count] or [FULL] * count))
             first += count
         return tuple(found)
 

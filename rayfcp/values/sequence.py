@@ -1,19 +1,9 @@
-"""Sequences as a planner knows them: lengths, targets, images, and which keys each query sees.
-
-Every sequence is causal. In a layer with a window w, query q sees keys `[q - w + 1, q + 1)`, itself included, as in the
-transformers library.
-"""
+"""Sequences as a planner knows them: lengths, targets, images, and the kinds of layers that they pass."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
 
-if TYPE_CHECKING:  # without numpy, the values import fast
-    from rayfcp.values.arrays import Ints
-
-Windows = tuple[tuple[int, int], ...]
-"""Kinds of a model's layers, ascending: (keys that a query sees, itself included; number of layers). A window of 0 sees
-all keys before it. Empty: no layer has a window."""
+from rayfcp.values.layers import LayerKinds, layers_work
 
 POSITIONS = 2**40
 """More than any position: sequence x this + position orders tokens by sequence, then position."""
@@ -60,7 +50,7 @@ class SequenceSpec:
     """One sequence of a global batch, lengths only.
 
     `id` is the position of the sequence in its global batch, `[0, B)`. `num_targets` counts the tokens that enter the
-    loss; it is `num_tokens - 1` for plain language modelling. `windows`: the kinds of layers that attend to it.
+    loss; it is `num_tokens - 1` for plain language modelling. `layer_kinds`: the kinds of layers that it passes.
     `images`: the images that the vision encoder turns into tokens of the sequence, ascending.
 
     Raises:
@@ -70,7 +60,7 @@ class SequenceSpec:
     id: int
     num_tokens: int
     num_targets: int
-    windows: Windows = ()
+    layer_kinds: LayerKinds = ()
     images: tuple[Images, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,40 +78,9 @@ class SequenceSpec:
 
     def block_pairs(self, start: int, stop: int) -> float:
         """Pairs of the queries `[start, stop)`, in the mean over layers."""
-        if len(self.windows) <= 1:
-            return self.pairs(start, stop, window=self.windows[0][0] if self.windows else 0)
-        layers = sum(count for _, count in self.windows)
-        return sum(self.pairs(start, stop, window=window) * count for window, count in self.windows) / layers
-
-    def pairs(self, start: int, stop: int, *, window: int = 0) -> int:
-        """Pairs of the queries `[start, stop)` in a layer of this window (0: none)."""
-        return visible_pairs(stop, stop, window=window) - visible_pairs(start, start, window=window)
-
-
-Positions = TypeVar("Positions", int, "Ints")
-
-
-def visible_pairs(queries: Positions, keys: Positions, *, window: int = 0) -> Positions:
-    """Visible (query, key) pairs of the queries `[0, queries)` and keys `[0, keys)` of a sequence, in a layer of this
-    window (0: none).
-
-    The definition that cost, plan, program, simulation and checks share: pairs of a rectangle are sums and differences
-    of these. Plain arithmetic, so that arrays broadcast.
-
-    >>> [visible_pairs(5, 5, window=each) for each in (0, 1, 2, 5, 9)], visible_pairs(5, 3, window=2)
-    ([15, 5, 9, 15, 15], 6)
-    """
-    pairs = _causal_pairs(queries, keys)
-    if window == 0:
-        return pairs
-    hidden: Positions = _causal_pairs((queries - window + abs(queries - window)) // 2, keys)  # of max(0, queries - w)
-    return pairs - hidden
-
-
-def _causal_pairs(queries: Positions, keys: Positions) -> Positions:
-    shared = (queries + keys - abs(queries - keys)) // 2  # the smaller of both
-    pairs: Positions = shared * (shared + 1) // 2 + (queries - shared) * keys
-    return pairs
+        return (
+            float(pairs) if isinstance(pairs := layers_work(self.layer_kinds, start, stop).pairs, float) else int(pairs)
+        )
 
 
 def _check_images(images: Iterable[Images], *, sequence: int, num_tokens: int) -> None:

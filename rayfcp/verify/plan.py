@@ -16,13 +16,14 @@ from rayfcp.program.columns import Column
 from rayfcp.program.heads import padding_number
 from rayfcp.program.instructions import Load, Piece, RankProgram
 from rayfcp.program.lower import lower
-from rayfcp.program.order import attention_by_window
+from rayfcp.program.order import attention_by_kind
 from rayfcp.program.progress import check_progress
 from rayfcp.values import (
     Action,
     BatchPlan,
     ClusterSpec,
     Group,
+    LayerKind,
     Layout,
     MicrobatchPlan,
     PipelinePlan,
@@ -359,7 +360,7 @@ def _check_tokens(programs: Sequence[RankProgram], sequences: Sequence[SequenceS
 
 
 def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
-    """In layers of each window: each pair once in each direction; each partial dK, dV home once; forward and backward
+    """In layers of each kind: each pair once in each direction; each partial dK, dV home once; forward and backward
     agree.
 
     Pairs of slices of a sequence add up over microbatches to those of the sequence. The partial of a context goes home
@@ -369,13 +370,15 @@ def _check_attention(programs: Sequence[RankProgram], sequences: Sequence[Sequen
     loads = [
         [item for item in each.instructions if isinstance(item, Load)] for each in programs[: programs[0].num_ranks]
     ]
-    for window, of_ranks in attention_by_window(programs).items():
+    for kind, of_ranks in attention_by_kind(programs).items():
         rows = zip(zip(*of_ranks, strict=True), zip(*loads, strict=True), strict=True)
         microbatches = [list(zip(parts, loaded, strict=True)) for parts, loaded in rows]
-        _check_kind(microbatches, sequences, window=window)
+        _check_kind(microbatches, sequences, kind=kind)
 
 
-def _check_kind(microbatches: Sequence[Sequence[RankPart]], sequences: Sequence[SequenceSpec], *, window: int) -> None:
+def _check_kind(
+    microbatches: Sequence[Sequence[RankPart]], sequences: Sequence[SequenceSpec], *, kind: LayerKind
+) -> None:
     computed: dict[bool, list[Column]] = {False: [], True: []}
     earlier: list[Past] = []
     for parts in microbatches:
@@ -391,9 +394,9 @@ def _check_kind(microbatches: Sequence[Sequence[RankPart]], sequences: Sequence[
         if wrong or replay.lost_partials():
             raise ValueError(f"dK, dV of attends {wrong[:1]} (rank, round, slot) do not reach their owner exactly once")
     forward, backward_too = (np.concatenate(pairs) for pairs in computed.values())
-    check_pairs(forward, sequences, window=window, direction="forward")
+    check_pairs(forward, sequences, kind=kind, direction="forward")
     if not np.array_equal(forward, backward_too):
-        check_pairs(backward_too, sequences, window=window, direction="backward")
+        check_pairs(backward_too, sequences, kind=kind, direction="backward")
 
 
 def _check_padding(pairs: Column, parts: Sequence[RankPart]) -> None:

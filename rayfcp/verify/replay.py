@@ -17,13 +17,13 @@ import numpy as np
 from rayfcp.program.columns import CAUSAL, FLIPPED, Attends, Column, expanded
 from rayfcp.program.instructions import Attend, AttentionProgram, AttentionRound, Message, Payload
 from rayfcp.program.matching import Match, attention_channel
-from rayfcp.values import SequenceSpec
+from rayfcp.values import FULL, LayerKind, SequenceSpec
 from rayfcp.verify.tokens import Tokens, pairs_of
 
 
-def check_pairs(pairs: Column, sequences: Sequence[SequenceSpec], *, window: int = 0, direction: str) -> None:
-    """Every visible (query, key) pair of every sequence is computed exactly once, and no other pair, in layers with
-    `window` (0: none).
+def check_pairs(pairs: Column, sequences: Sequence[SequenceSpec], *, kind: LayerKind = FULL, direction: str) -> None:
+    """Every visible (query, key) pair of every sequence is computed exactly once, and no other pair, in layers of
+    a kind.
 
     `pairs`: sequence, query start and stop, key start and stop, kind (`tokens.pairs_of`).
 
@@ -34,11 +34,11 @@ def check_pairs(pairs: Column, sequences: Sequence[SequenceSpec], *, window: int
     unknown = np.setdiff1d(pairs[:, 0], ids)
     if len(unknown):
         raise ValueError(f"{direction}: pairs of sequences {unknown.tolist()} that the batch does not have")
-    due = [piece for sequence in sequences for piece in _edges_of_mask(sequence, window=window)]
+    due = [piece for sequence in sequences for piece in _edges_of_mask(sequence, kind=kind)]
     left = _left(np.concatenate((_edges_of(pairs), np.array(due, np.int64).reshape(-1, 6))))
     for sequence, row in _suspects(left).tolist():
         spec = sequences[int(np.flatnonzero(ids == sequence)[0])]
-        _check_row(pairs, spec, row=row, window=window, direction=direction)
+        _check_row(pairs, spec, row=row, mask=kind, direction=direction)
 
 
 _STILL, _MOVING = 0, 1
@@ -72,10 +72,10 @@ def _edges_of(pairs: Column) -> Column:
     )
 
 
-def _edges_of_mask(sequence: SequenceSpec, *, window: int) -> list[tuple[int, ...]]:
+def _edges_of_mask(sequence: SequenceSpec, *, kind: LayerKind) -> list[tuple[int, ...]]:
     """The same for the mask, with the opposite sign: row q sees keys [max(q - window + 1, 0), q + 1)."""
-    number, last = sequence.id, sequence.num_tokens
-    inside = min(window or last, last)  # rows that see keys from 0 on
+    number, last, window = sequence.id, sequence.num_tokens, kind.window
+    inside = window if kind.hides(last) else last  # rows that see keys from 0 on
     edges: list[tuple[int, ...]] = [(number, _STILL, 0, 0, inside, -1), (number, _MOVING, 1, 0, last, 1)]
     if inside < last:
         edges.append((number, _MOVING, 1 - window, inside, last, -1))
@@ -113,7 +113,7 @@ def _suspects(left: _Left) -> Column:
     return found[total != 0, :2]
 
 
-def _check_row(pairs: Column, sequence: SequenceSpec, *, row: int, window: int, direction: str) -> None:
+def _check_row(pairs: Column, sequence: SequenceSpec, *, row: int, mask: LayerKind, direction: str) -> None:
     """The keys of one query, compared at each key where anything begins or ends."""
     mine = pairs[(pairs[:, 0] == sequence.id) & (pairs[:, 1] <= row) & (row < pairs[:, 2])]
     start, low, high, kind = mine[:, 1], mine[:, 3], mine[:, 4], mine[:, 5]
@@ -121,15 +121,14 @@ def _check_row(pairs: Column, sequence: SequenceSpec, *, row: int, window: int, 
         np.where(kind == FLIPPED, low + row - start, low),
         np.where(kind == CAUSAL, low + row - start + 1, high),
     )
-    first, last = max(row - window + 1, 0) if window else 0, row + 1
-    mask = f" with window {window}" if window else ""
+    first, last = max(mask.first_visible(row), 0), row + 1
     for key in np.unique(np.concatenate((low, high, (first, last)))).tolist():
         times = int(((low <= key) & (key < high)).sum())
         due = int(first <= key < last)
         if times != due:
             raise ValueError(
                 f"{direction}: sequence {sequence.id}, query {row} on key {key} is computed {times} times, must be "
-                f"{due}; each pair of the causal mask{mask} exactly once"
+                f"{due}; each pair of the causal mask ({mask}) exactly once"
             )
 
 

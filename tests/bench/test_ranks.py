@@ -16,7 +16,7 @@ from rayfcp.bench.results import TOLERANCE
 from rayfcp.bench.serial import SerialTransport, Stopwatch, run_serially
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.plan import model_profile
-from rayfcp.values import InfeasiblePlanError
+from rayfcp.values import InfeasiblePlanError, LayerKind
 from tests.examples import examples
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_errors_are_found_wherever_they_are(model: str, tokens: int, rows: int, 
 def test_windows_and_experts_do_not_count() -> None:
     """The bench asks what attention over all keys takes."""
     plain = model_profile("qwen3-8b")
-    other = replace(plain, layer_windows=(64,) * plain.num_layers, num_experts=8, experts_per_token=2)
+    other = replace(plain, kind_of_layer=(LayerKind(window=64),) * plain.num_layers, num_experts=8, experts_per_token=2)
     assert attention_only(other) == attention_only(plain)
 
 

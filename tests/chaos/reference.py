@@ -80,7 +80,7 @@ def _steps(config: Config) -> Generator[Wanted, None, None]:
     try:
         for step in count(1):
             batch = data.sampler.batch(step)
-            sequences = sequences_of(batch, windows=data.model.windows)
+            sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
             plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring", options=one.plan)
             (program,) = lower(plan, sequences, reduce_every=one.train.reduce_every)
             report = engine.run_step(program, batch, plan_hash=program.plan_hash)

@@ -78,7 +78,7 @@ def programs_of(config: Config, *, data_dir: str) -> tuple[GlobalBatch, list[Ran
     """The first step on two ranks."""
     data = open_dataset(config, data_dir=data_dir)
     batch = data.sampler.batch(1)
-    sequences = sequences_of(batch, windows=data.model.windows)
+    sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
     cluster = ClusterSpec(num_ranks=2, max_tokens_per_rank=1 << 16)
     cost = analytic_cost(config, data.model, device="cpu", cluster=cluster)
     plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy="flex-ring")

@@ -24,6 +24,7 @@ from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.values import ClusterSpec
 from rayfcp.values.devices import DEVICES
 from tests.cost.test_fit import timings_of
+from tests.masks import kinds
 
 MODEL = model_profile("qwen3-1.7b")
 
@@ -173,7 +174,7 @@ def test_a_profile_holds_for_the_same_model_on_the_same_ranks(tmp_path: Path) ->
 
 def test_what_a_profile_depends_on_is_the_same_in_its_file() -> None:
     """Also where layers have windows."""
-    model = dataclasses.replace(MODEL, layer_windows=(64,) * MODEL.num_layers)
+    model = dataclasses.replace(MODEL, kind_of_layer=kinds(64) * MODEL.num_layers)
     found = about_run(config_of(), model, device="cpu", cluster=ClusterSpec(num_ranks=2, max_tokens_per_rank=64))
     assert json.loads(json.dumps(found)) == found
     assert found["model"] != about()["model"]

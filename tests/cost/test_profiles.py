@@ -9,6 +9,7 @@ from rayfcp.config import ConfigError
 from rayfcp.config.loading import write_yaml
 from rayfcp.plan import HARDWARE, MODELS, hardware_profile, model_profile
 from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
+from tests.masks import kinds
 
 NAMED_MODELS = [
     *("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-30b-a3b", "llama3.2-1b", "llama3.2-3b", "llama3-8b", "llama3-70b"),
@@ -34,7 +35,7 @@ def test_all_profiles_are_there() -> None:
 def test_each_figure_of_a_model_has_a_source(name: str) -> None:
     sources = MODELS.sources(name)
     of_experts = {"num_experts", "experts_per_token", "shared_ffn_size"}
-    unnamed = {"layer_windows"} | (of_experts if not MODELS[name].has_experts else set())
+    unnamed = {"kind_of_layer"} | (of_experts if not MODELS[name].has_experts else set())
     of_vision = {f"vision.{field}" for field in figures(VisionProfile)} if name in SEEING else set()
     expected = (figures(ModelProfile) - unnamed) | of_vision
     assert set(sources) == expected, "no layer has a window where none is named"
@@ -150,6 +151,8 @@ def test_a_vision_encoder_is_a_section(tmp_path: Path) -> None:
 def written(folder: Path, profile: ModelProfile | HardwareProfile, **changes: object) -> str:
     path = folder / "mine.yaml"
     fields = dataclasses.asdict(profile) | changes
+    if kind_of_layer := fields.pop("kind_of_layer", ()):
+        fields["layer_windows"] = [kind["window"] for kind in kind_of_layer]
     path.write_text(write_yaml({key: value for key, value in fields.items() if value is not None}))
     return str(path)
 
@@ -197,7 +200,7 @@ def test_other_wrong_files(tmp_path: Path) -> None:
 
 
 def test_windows_of_layers_are_read(tmp_path: Path) -> None:
-    model = dataclasses.replace(MODELS["qwen3-1.7b"], name="mine", layer_windows=(0, *[4096] * 27))
+    model = dataclasses.replace(MODELS["qwen3-1.7b"], name="mine", kind_of_layer=kinds(0, *[4096] * 27))
     assert model_profile(written(tmp_path, model, layer_windows=[0, *[4096] * 27])) == model
 
 

@@ -69,7 +69,7 @@ def dense(tensors: Tensors, sequences: Sequence[SequenceSpec]) -> Tensors:
         q, k, v = (part.clone().requires_grad_() for part in tensors[sequence.id][:3])
         wide = [part.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for part in (k, v)]
         scores = q.transpose(0, 1) @ wide[0].transpose(1, 2) * q.shape[2] ** -0.5
-        window = sequence.windows[0][0] if sequence.windows else 0
+        window = sequence.layer_kinds[0][0].window if sequence.layer_kinds else 0
         scores = scores.masked_fill(~torch.from_numpy(seen(sequence, window=window)), float("-inf"))
         out = (scores.softmax(-1) @ wide[1]).transpose(0, 1)
         out.backward(tensors[sequence.id][3])

@@ -92,7 +92,7 @@ class Device:
 
     def step(self, number: int, **options: Any) -> RankReport:
         position, batch = self.position, self._data.sampler.batch(number)
-        sequences = sequences_of(batch, windows=self._data.model.windows)
+        sequences = sequences_of(batch, layer_kinds=self._data.model.layer_kinds)
         if position.num_stages == 1:
             plan = flat(sequences, num_ranks=position.num_ranks)
         else:

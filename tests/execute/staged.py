@@ -79,9 +79,9 @@ class StagedCase:
 
     @cached_property
     def programs(self) -> tuple[RankProgram, ...]:
-        windows = profile_of(self.library, name="case").stage_windows(self.layers_of_stage)
-        kinds = [[window for window, _ in each] for each in windows]
-        return lower(self.plan, self.sequences, reduce_every=self.reduce_every, windows_of_stage=kinds)
+        of_stage = profile_of(self.library, name="case").stage_kinds(self.layers_of_stage)
+        kinds = [[kind for kind, _ in each] for each in of_stage]
+        return lower(self.plan, self.sequences, reduce_every=self.reduce_every, kinds_of_stage=kinds)
 
 
 def random_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...]) -> StagedCase:
@@ -152,8 +152,8 @@ def typical_case(seed: int, *, num_ranks: int, layers_of_stage: tuple[int, ...],
 def with_windows(case: StagedCase, windows: tuple[int, ...]) -> StagedCase:
     """The case with a model whose layers have windows."""
     case = replace(case, windows=windows)
-    kinds = profile_of(case.library, name="case").windows
-    return replace(case, sequences=tuple(replace(each, windows=kinds) for each in case.sequences))
+    kinds = profile_of(case.library, name="case").layer_kinds
+    return replace(case, sequences=tuple(replace(each, layer_kinds=kinds) for each in case.sequences))
 
 
 def expected(case: StagedCase, dtype: str) -> tuple[float, Gradients]:

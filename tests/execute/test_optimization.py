@@ -137,7 +137,7 @@ class Alone:
 
     def step(self, number: int) -> RankReport:
         batch = self.data.sampler.batch(number)
-        sequences = sequences_of(batch, windows=self.data.model.windows)
+        sequences = sequences_of(batch, layer_kinds=self.data.model.layer_kinds)
         plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=4096), cost=UNIT)
         (program,) = lower(plan, sequences)
         return self.engine.run_step(program, batch, plan_hash=program.plan_hash)
@@ -182,7 +182,7 @@ def test_a_batch_with_targets_updates_everything(alone: Alone) -> None:
 @pytest.mark.parametrize("alone", [{"max_seqlen": 64}], indirect=True)
 def test_a_plan_that_was_not_dispatched_is_refused(alone: Alone) -> None:
     batch = alone.data.sampler.batch(1)
-    sequences = sequences_of(batch, windows=alone.data.model.windows)
+    sequences = sequences_of(batch, layer_kinds=alone.data.model.layer_kinds)
     plan = plan_batch(sequences, cluster=ClusterSpec(num_ranks=1, max_tokens_per_rank=4096), cost=UNIT)
     (program,) = lower(plan, sequences)
     with pytest.raises(ValueError, match="dispatched was 0123"):

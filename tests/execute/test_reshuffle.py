@@ -17,7 +17,7 @@ from rayfcp.execute.parallel.transport import Fabric, InProcessTransport, Transp
 from rayfcp.plan import lay_out
 from rayfcp.program import Forward, Payload, Piece, lower, lower_reshuffle
 from rayfcp.program.attention import lower_attention
-from rayfcp.values import Block, Group, Layout, MicrobatchPlan, SequenceSpec
+from rayfcp.values import Block, Group, LayerKind, Layout, MicrobatchPlan, SequenceSpec
 from tests.examples import examples
 from tests.execute.dense import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, Tensors, dense, random_tensors, run_ranks
 from tests.execute.layouts import plan_of, random_layout, ring
@@ -116,7 +116,7 @@ def test_any_layout_to_any_other(lengths: list[int], num_ranks: int, seed: int) 
 @given(lengths=LENGTHS, window=st.integers(1, 40), num_ranks=st.integers(1, 4), seed=st.integers(0, 10_000))
 def test_layers_with_windows(lengths: list[int], window: int, num_ranks: int, seed: int) -> None:
     """Squares of some rows on others stay in their round, rectangles and causal squares on themselves move."""
-    sequences = [replace(each, windows=((window, 1),)) for each in specs(lengths)]
+    sequences = [replace(each, layer_kinds=((LayerKind(window=window), 1),)) for each in specs(lengths)]
     layout = random_layout(sequences, num_ranks=num_ranks, seed=seed)
     assert_dense(random_pieces(sequences, num_ranks=num_ranks, seed=seed + 1), layout, sequences, torch.float64)
 

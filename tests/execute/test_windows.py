@@ -14,13 +14,13 @@ from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.program import lower
-from rayfcp.values import Block, Layout, SequenceSpec
+from rayfcp.values import Block, LayerKind, Layout, SequenceSpec
 from tests.examples import examples
 from tests.execute import test_context
 from tests.execute.dense import LENGTHS, assert_lowered_equal_to_dense, assert_ulysses_equal_to_dense
 from tests.execute.layouts import plan_of, random_layout, ring
 from tests.execute.test_blocks import laid_out
-from tests.masks import specs
+from tests.masks import kinds, specs
 from tests.program.helpers import forwards
 from tests.program.pipelines import random_pipelines
 
@@ -29,7 +29,7 @@ RANKS = st.integers(1, 3)
 
 
 def windowed(sequences: Sequence[SequenceSpec], window: int) -> list[SequenceSpec]:
-    return [replace(each, windows=((window, 1),)) for each in sequences]
+    return [replace(each, layer_kinds=((LayerKind(window=window), 1),)) for each in sequences]
 
 
 @examples(25)
@@ -86,14 +86,17 @@ def test_slices_see_context_through_the_window(seed: int, num_ranks: int, window
 
 
 def test_a_window_that_was_not_lowered_is_named() -> None:
-    sequences = [SequenceSpec(id=0, num_tokens=9, num_targets=8, windows=((0, 1), (4, 5), (20, 1)))]
+    sequences = [
+        SequenceSpec(id=0, num_tokens=9, num_targets=8, layer_kinds=tuple(zip(kinds(0, 4, 20), (1, 5, 1), strict=True)))
+    ]
     layout = Layout(blocks=(Block(sequence=0, start=0, stop=9, rank=0),), rounds=())
     (program,) = lower(plan_of(layout, sequences, num_ranks=1), sequences)
     ready = make_schedules(forwards(program)[0])
-    assert ready[20] is ready[0] is not ready[4]
+    full, near, long = kinds(0, 4, 20)
+    assert ready[long] is ready[full] is not ready[near]
     context = AttentionContext(
-        program=ready.pop(0), transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"), others=ready
+        program=ready.pop(full), transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"), others=ready
     )
-    assert context.of_window(0) is context and context.of_window(4).program is ready[4]
-    with pytest.raises(ValueError, match=r"a layer has window 5, the program is of layers with windows \[0, 4, 20\]"):
-        context.of_window(5)
+    assert context.of_kind(full) is context and context.of_kind(near).program is ready[near]
+    with pytest.raises(ValueError, match=r"a layer has window 5, .* layers with full attention, window 4, window 20"):
+        context.of_kind(LayerKind(window=5))

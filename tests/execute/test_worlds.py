@@ -101,7 +101,7 @@ class Engine:
     def _program(self, number: int) -> RankProgram:
         position, sequences = (
             self.position,
-            sequences_of(self._data.sampler.batch(number), windows=self._data.model.windows),
+            sequences_of(self._data.sampler.batch(number), layer_kinds=self._data.model.layer_kinds),
         )
         if position.num_stages == 1:
             cluster = ClusterSpec(num_ranks=position.num_ranks, max_tokens_per_rank=256)

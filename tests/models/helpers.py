@@ -15,7 +15,7 @@ from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import CausalLM
 from rayfcp.models.describe import model_config
 from rayfcp.program import Forward, lower
-from rayfcp.values import Windows
+from rayfcp.values import LayerKinds
 
 VOCAB = 61
 FAMILIES = ("qwen3", "qwen2", "llama")
@@ -50,18 +50,18 @@ def shifted(row: Tensor) -> Tensor:
     return torch.cat([row[1:], torch.tensor([-100])])
 
 
-def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, windows: Windows = ()) -> AttentionContext:
+def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, layer_kinds: LayerKinds = ()) -> AttentionContext:
     """One rank that holds all sequences."""
-    shape = PassShape(degree=1, lengths=tuple(lengths), windows=windows)
+    shape = PassShape(degree=1, lengths=tuple(lengths), layer_kinds=layer_kinds)
     (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers))
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
     ready = make_schedules(forward)
     return AttentionContext(
-        program=ready.pop(forward.window),
+        program=ready.pop(forward.kind),
         transport=InProcessTransport(Fabric(1), 0),
         kernel=pick_kernel("cpu"),
         recomputed_layers=recomputed_layers,
-        window=forward.window,
+        kind=forward.kind,
         others=ready,
     )
 

@@ -11,9 +11,11 @@ from rayfcp.config import ConfigError
 from rayfcp.models.attention_hook import KEYWORD
 from rayfcp.models.build import random_model
 from rayfcp.models.describe import profile_of
-from rayfcp.models.layers import layer_windows, windows_of
+from rayfcp.models.layers import kinds_of_layers
 from rayfcp.models.library import WINDOW, narrowed
 from rayfcp.models.selfcheck import check_supported
+from rayfcp.values.layers import count_kinds
+from tests.masks import kinds
 from tests.models.helpers import VOCAB, context_of, loss_sum, rows_of, shifted
 
 LENGTHS = (23, 1, 5, 38)
@@ -53,7 +55,7 @@ def library(name: str) -> PreTrainedConfig:
 @pytest.mark.parametrize("name", MODELS)
 def test_the_profile_names_the_window_of_each_layer(name: str) -> None:
     config, due = library(name), MODELS[name][2]
-    assert layer_windows(config) == profile_of(config, name="tiny").layer_windows == due
+    assert kinds_of_layers(config) == profile_of(config, name="tiny").kind_of_layer == kinds(*due)
 
 
 def own_logits(config: PreTrainedConfig, rows: list[Tensor], weights: dict[str, Tensor]) -> tuple[list[Tensor], Any]:
@@ -68,7 +70,7 @@ def test_logits_and_gradients_of_packed_sequences_are_the_library_s(name: str) -
     rows = rows_of(LENGTHS)
     ours = random_model(library(name), dtype="float64", seed=3)
     want, theirs = own_logits(library(name), rows, ours.model.state_dict())
-    context = context_of(LENGTHS, windows=windows_of(library(name)))
+    context = context_of(LENGTHS, layer_kinds=count_kinds(kinds_of_layers(library(name))))
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     given: dict[str, Any] = {"position_ids": positions[None], "use_cache": False, KEYWORD: context}
     logits = ours.model(input_ids=torch.cat(rows)[None], **given).logits[0]
@@ -88,11 +90,13 @@ def test_logits_and_gradients_of_packed_sequences_are_the_library_s(name: str) -
 def test_the_check_before_a_run_passes_and_reaches_every_window(name: str) -> None:
     config = library(name)
     check_supported(config, num_stages=2)
-    assert set(layer_windows(narrowed(config, 1))) == {min(window, WINDOW) for window in MODELS[name][2]}
+    assert {each.window for each in kinds_of_layers(narrowed(config, 1))} == {
+        min(window, WINDOW) for window in MODELS[name][2]
+    }
 
 
 def test_a_layer_without_its_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a family kept its windows from its attention."""
-    monkeypatch.setattr("rayfcp.models.selfcheck.windows_of", lambda _: ())
+    monkeypatch.setattr("rayfcp.models.selfcheck.kinds_of_layers", lambda _: ())
     with pytest.raises(ConfigError, match=r"mistral cannot be trained.*a layer has window 7, the program is of layers"):
         check_supported(library("all slide"))

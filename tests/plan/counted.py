@@ -8,15 +8,17 @@ import pytest
 
 from rayfcp.cost.work import layout_work
 from rayfcp.program import Forward, Payload, lower
-from rayfcp.values import Layout, SequenceSpec
+from rayfcp.values import FULL, Layout, SequenceSpec
 from tests.execute.layouts import plan_of
-from tests.masks import sees
+from tests.masks import kinds, sees
 
 
 def of_windows(lengths: Sequence[int], windows: Sequence[int]) -> list[SequenceSpec]:
     """Sequences whose model has one layer of the first window, two of the second, and so on."""
-    kinds = tuple((window, 1 + at) for at, window in enumerate(windows))
-    return [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=kinds) for at, n in enumerate(lengths)]
+    layer_kinds = tuple((kind, 1 + at) for at, kind in enumerate(kinds(*windows)))
+    return [
+        SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, layer_kinds=layer_kinds) for at, n in enumerate(lengths)
+    ]
 
 
 def assert_pairs_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, num_ranks: int) -> None:
@@ -60,6 +62,6 @@ def assert_moves_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, n
 
 def _share(sequence: SequenceSpec, query: int, key: int) -> float:
     """Of layers in which the query sees the key."""
-    windows = sequence.windows or ((0, 1),)
-    seeing = sum(count for window, count in windows if sees(query, key, window=window))
-    return seeing / sum(count for _, count in windows)
+    layers = sequence.layer_kinds or ((FULL, 1),)
+    seeing = sum(count for kind, count in layers if sees(query, key, window=kind.window))
+    return seeing / sum(count for _, count in layers)

@@ -14,10 +14,11 @@ from rayfcp.plan.imbalance import rank_loads
 from rayfcp.plan.pipeline.chunks import ChunkWork, balanced_ends
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
-from rayfcp.values import ClusterSpec, Layout, SequenceSpec
+from rayfcp.values import ClusterSpec, LayerKind, Layout, SequenceSpec
 from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.execute.layouts import plan_of, random_layout, ring
+from tests.masks import kinds
 from tests.plan.counted import assert_moves_counted, assert_pairs_counted, of_windows
 from tests.simulate.helpers import MODEL
 
@@ -57,7 +58,7 @@ def test_ranks_load_the_pairs_of_their_blocks() -> None:
 
 def cost_of(num_ranks: int, layer_windows: tuple[int, ...], *, num_stages: int = 1) -> CostModel:
     return CostModel.from_profiles(
-        replace(MODEL, layer_windows=layer_windows),
+        replace(MODEL, kind_of_layer=kinds(*layer_windows)),
         hardware_profile("cpu"),
         num_ranks=num_ranks,
         num_stages=num_stages,
@@ -73,9 +74,9 @@ def cost_of(num_ranks: int, layer_windows: tuple[int, ...], *, num_stages: int =
 def test_strategies_plan_for_windows(strategy: str, layers: tuple[int, ...]) -> None:
     """Proved for each kind of layers, no faster than the bound says, neither by costs nor simulated."""
     num_stages = 2 if strategy in ("elastic-pipeline", "seq1f1b", "dapple") else 1
-    model = replace(MODEL, layer_windows=layers)
+    model = replace(MODEL, kind_of_layer=kinds(*layers))
     sequences = [
-        SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, windows=model.windows)
+        SequenceSpec(id=at, num_tokens=n, num_targets=n - 1, layer_kinds=model.layer_kinds)
         for at, n in enumerate([900, 30, 1, 210, 64, 15])
     ]
     cluster = ClusterSpec(num_ranks=4, num_stages=num_stages, max_tokens_per_rank=260)
@@ -91,7 +92,7 @@ def test_strategies_plan_for_windows(strategy: str, layers: tuple[int, ...]) -> 
 @examples(20)
 @given(longest=st.integers(50, 5000), count=st.integers(1, 12), window=st.integers(1, 400))
 def test_slices_through_windows_take_as_long_as_each_other(longest: int, count: int, window: int) -> None:
-    work = ChunkWork(pair_s=1.0, token_s=3.0, context_s=0.0, windows=((window, 2),))
+    work = ChunkWork(pair_s=1.0, token_s=3.0, context_s=0.0, layer_kinds=((LayerKind(window=window), 2),))
     ends = balanced_ends(longest, count, work=work, rows=1)
     assert ends[-1] == longest and len(ends) == min(count, longest)
     seconds = [work.pairs(start, stop) + 3.0 * (stop - start) for start, stop in itertools.pairwise((0, *ends))]
@@ -101,7 +102,7 @@ def test_slices_through_windows_take_as_long_as_each_other(longest: int, count: 
 def test_layouts_without_windows_price_as_ever() -> None:
     """A window that cuts nothing."""
     whole = [SequenceSpec(id=0, num_tokens=50, num_targets=49)]
-    cut = [replace(whole[0], windows=((50, 3), (77, 1)))]
+    cut = [replace(whole[0], layer_kinds=tuple(zip(kinds(50, 77), (3, 1), strict=True)))]
     layout: Layout = ring(whole, num_ranks=3)
     found, want = (layout_work(layout, by_id={0: each[0]}, num_ranks=3) for each in (cut, whole))
     for name in ("own_pairs", "own_sides", "moved_tokens", "pairs", "sides"):

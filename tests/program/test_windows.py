@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program import Forward, Instruction, LayerKind, RankProgram, lower, to_text
+from rayfcp.program import Forward, Instruction, LayerAttention, RankProgram, lower, to_text
 from rayfcp.values import PipelinePlan, SequenceSpec
 from rayfcp.verify import check_plan, check_programs
 from tests.examples import examples
 from tests.execute.layouts import plan_of, relayed, ring
-from tests.masks import with_windows
+from tests.masks import kinds, with_windows
 from tests.program.counted import assert_sound
 from tests.program.helpers import cluster_of, forwards, short_plan, short_sequences
 from tests.program.pipelines import random_pipelines, sliced_over_runs
@@ -27,7 +27,7 @@ def of_kind(program: RankProgram, kind: int) -> RankProgram:
     return replace(
         program,
         instructions=tuple(
-            replace(item, window=item.kinds[kind].window, attention=item.kinds[kind].attention, others=())
+            replace(item, kind=item.kinds[kind].kind, attention=item.kinds[kind].attention, others=())
             if isinstance(item, Forward)
             else item
             for item in program.instructions
@@ -95,7 +95,7 @@ def with_kind(item: Instruction, other: Instruction, number: int) -> Instruction
     """A Forward whose kind of this number is what another attends to."""
     if not (isinstance(item, Forward) and isinstance(other, Forward)):
         return item
-    kind = LayerKind(window=item.kinds[number].window, attention=other.attention)
+    kind = LayerAttention(kind=item.kinds[number].kind, attention=other.attention)
     return replace(item, others=(*item.others[: number - 1], kind, *item.others[number:]))
 
 
@@ -138,28 +138,33 @@ def test_kinds_that_cut_no_sequence_run_the_program_of_whole_masks() -> None:
     sequences = with_windows([SequenceSpec(id=0, num_tokens=12, num_targets=0)], [0, 12, 13])
     programs = lower(plan_of(ring(sequences, num_ranks=2), sequences, num_ranks=2), sequences)
     (forward,) = forwards(programs[0])
-    assert [kind.window for kind in forward.kinds] == [0, 12, 13]
+    assert [each.kind.window for each in forward.kinds] == [0, 12, 13]
     assert all(kind.attention is forward.attention for kind in forward.kinds)
 
 
 def test_stages_have_the_kinds_of_their_layers() -> None:
     plan, sequences = random_pipelines(1, num_stages=3, num_ranks=2)
     sequences = with_windows(sequences, [0, 3])
-    programs = lower(plan, sequences, windows_of_stage=[(3, 3), (0, 3), ()])
+    programs = lower(plan, sequences, kinds_of_stage=[kinds(3, 3), kinds(0, 3), ()])
     check_programs(programs, sequences)
-    assert [[kind.window for kind in forwards(each)[0].kinds] for each in programs[::2]] == [[3], [0, 3], [0, 3]]
+    assert [[own.kind.window for own in forwards(each)[0].kinds] for each in programs[::2]] == [
+        [3],
+        [0, 3],
+        [0, 3],
+    ]
     broken = replace(programs[4], instructions=of_kind(programs[4], 0).instructions)
-    with pytest.raises(ValueError, match=r"windows of layers are \(0, 3\), must ascend .* be those of stage 2 rank 0"):
+    with pytest.raises(ValueError, match=r"kinds of layers are .*, must ascend .* be those of stage 2 rank 0"):
         check_programs((*programs[:4], broken, programs[5]), sequences)
 
 
 @pytest.mark.parametrize(
-    ("of_stage", "match"), [([(0,)], "for each of 3 stages"), ([(0,), (3,), (4,)], r"some of \(0, 3\)")]
+    ("of_stage", "match"),
+    [([(0,)], "for each of 3 stages"), ([(0,), (3,), (4,)], r"some of .*window=0.*window=3")],
 )
 def test_windows_that_are_not_those_of_the_stages_are_refused(of_stage: list[tuple[int, ...]], match: str) -> None:
     plan, sequences = random_pipelines(1, num_stages=3, num_ranks=2)
     with pytest.raises(ValueError, match=match):
-        lower(plan, with_windows(sequences, [0, 3]), windows_of_stage=of_stage)
+        lower(plan, with_windows(sequences, [0, 3]), kinds_of_stage=[kinds(*own) for own in of_stage])
 
 
 def test_sequences_of_different_models_are_refused() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rayfcp.cost.analytic import attention_flops, model_flops
 from rayfcp.program import AttentionProgram, Forward, lower
 from rayfcp.simulate import Timeline, simulate
-from rayfcp.values import ModelProfile, SequenceSpec, SpanKind
+from rayfcp.values import FULL, LayerKind, ModelProfile, SpanKind
 from tests.examples import examples
-from tests.masks import specs
+from tests.masks import kinds, specs
 from tests.program.pipelines import random_pipelines
 from tests.simulate.helpers import MODEL, machine, plan_of
 
@@ -25,12 +25,12 @@ def ring(lengths: list[int], model: ModelProfile, *, num_ranks: int, recomputed:
     plan = plan_of(
         [[(tuple(range(num_ranks)), tuple(range(len(lengths))))]], num_ranks=num_ranks, recomputed_layers=recomputed
     )
-    sequences = [replace(each, windows=model.windows) for each in specs(lengths)]
+    sequences = [replace(each, layer_kinds=model.layer_kinds) for each in specs(lengths)]
     return lower(plan, sequences), sequences
 
 
 def played(lengths: list[int], layers: tuple[int, ...], *, num_ranks: int, recomputed: int = 0) -> Timeline:
-    model = replace(MODEL, layer_windows=layers)
+    model = replace(MODEL, kind_of_layer=kinds(*layers))
     programs, _ = ring(lengths, model, num_ranks=num_ranks, recomputed=recomputed)
     return simulate(programs, model=model, hardware=machine())
 
@@ -40,17 +40,17 @@ def played(lengths: list[int], layers: tuple[int, ...], *, num_ranks: int, recom
 def test_flops_and_messages_are_those_of_every_layer(
     lengths: list[int], layers: tuple[int, ...], num_ranks: int, recomputed: int
 ) -> None:
-    model = replace(MODEL, layer_windows=layers)
+    model = replace(MODEL, kind_of_layer=kinds(*layers))
     programs, sequences = ring(lengths, model, num_ranks=num_ranks, recomputed=recomputed)
     timeline = simulate(programs, model=model, hardware=machine())
-    pairs = sum(each.pairs(0, each.num_tokens, window=window) for each in sequences for window in layers)
+    pairs = sum(LayerKind(window=window).work(0, each.num_tokens).pairs for each in sequences for window in layers)
     assert attention_flops(model, sequences) == pytest.approx(3 * 4 * 8 * 8 * pairs)
     assert timeline.attention_flops == pytest.approx(attention_flops(model, sequences))
     assert timeline.model_flops == pytest.approx(model_flops(model, sequences))
     assert sum(map(sum, timeline.loads.attention_flops)) >= timeline.attention_flops * (1 - 1e-9)
     for rank, program in enumerate(programs):
         (item,) = (each for each in program.instructions if isinstance(each, Forward))
-        attention = {kind.window: kind.attention.inner for kind in item.kinds}
+        attention = {each.kind.window: each.attention.inner for each in item.kinds}
         assert timeline.loads.sent_bytes[0][rank] == pytest.approx(sent(attention, layers, recomputed))
 
 
@@ -84,20 +84,19 @@ def test_windows_that_cut_nothing_cost_what_none_cost(lengths: list[int], num_ra
 def test_one_rank_takes_the_seconds_of_its_pairs(window: int) -> None:
     layers = (window, 0, window, window)
     whole, cut = (played([64], each, num_ranks=1) for each in ((), layers))
-    spec = SequenceSpec(id=0, num_tokens=64, num_targets=0)
-    fewer = 3 * (spec.pairs(0, 64) - spec.pairs(0, 64, window=window))
+    fewer = 3 * (FULL.work(0, 64).pairs - LayerKind(window=window).work(0, 64).pairs)
     assert whole.iteration_s - cut.iteration_s == pytest.approx(3.5 * fewer * 4 * 8 * 8 / (1e9 * 0.25), abs=1e-12)
     forward = [next(each for each in one.spans if each.kind is SpanKind.FORWARD) for one in (whole, cut)]
     assert forward[0].amount - forward[1].amount == pytest.approx(fewer * 4 * 8 * 8)
 
 
 def test_stages_replay_the_kinds_that_they_have() -> None:
-    model = replace(MODEL, layer_windows=(3, 3, 0, 7))
+    model = replace(MODEL, kind_of_layer=kinds(3, 3, 0, 7))
     plan, sequences = random_pipelines(5, num_stages=2, num_ranks=2)
-    sequences = [replace(each, windows=model.windows) for each in sequences]
+    sequences = [replace(each, layer_kinds=model.layer_kinds) for each in sequences]
     timelines = [
-        simulate(lower(plan, sequences, windows_of_stage=stages), model=model, hardware=machine(), detail=True)
-        for stages in ((), [(3,), (0, 7)])
+        simulate(lower(plan, sequences, kinds_of_stage=stages), model=model, hardware=machine(), detail=True)
+        for stages in ((), [kinds(3), kinds(0, 7)])
     ]
     assert timelines[0] == timelines[1]
     assert timelines[0].attention_flops == pytest.approx(attention_flops(model, sequences))
@@ -105,5 +104,5 @@ def test_stages_replay_the_kinds_that_they_have() -> None:
 
 def test_programs_without_the_model_s_windows_are_refused() -> None:
     programs, _ = ring([20], MODEL, num_ranks=2)
-    with pytest.raises(ValueError, match=r"windows \[0\] \(0: none\), the model has \[0, 4\]; give sequences"):
-        simulate(programs, model=replace(MODEL, layer_windows=(0, 4, 4, 4)), hardware=machine())
+    with pytest.raises(ValueError, match=r"the model has ..full attention., .window 4..; give"):
+        simulate(programs, model=replace(MODEL, kind_of_layer=kinds(0, 4, 4, 4)), hardware=machine())

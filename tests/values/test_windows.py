@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.values import ModelProfile, SequenceSpec
-from rayfcp.values.sequence import visible_pairs
-from tests.masks import sees
+from rayfcp.values import LayerKind, ModelProfile, SequenceSpec
+from tests.masks import kinds, sees
 
 windows_of_layers = st.lists(st.sampled_from([0, 0, 1, 3, 7]), min_size=1, max_size=6)
 
@@ -22,7 +21,7 @@ def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
         head_dim=4,
         ffn_size=16,
         vocab_size=11,
-        layer_windows=layer_windows,
+        kind_of_layer=kinds(*layer_windows),
     )
 
 
@@ -30,39 +29,37 @@ def profile(layer_windows: tuple[int, ...], num_layers: int) -> ModelProfile:
 def test_pairs_are_those_of_the_rows(length: int, window: int, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, length))
     stop = data.draw(st.integers(start, length))
-    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0)
-
     due = sum(sees(row, key, window=window) for row in range(start, stop) for key in range(length))
-    assert spec.pairs(start, stop, window=window) == due
+    assert LayerKind(window=window).work(start, stop).pairs == due
 
 
 @given(windows_of_layers, st.integers(1, 20))
 def test_pairs_of_a_sequence_are_the_mean_over_layers(layers: list[int], length: int) -> None:
     model = profile(tuple(layers), len(layers))
-    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, windows=model.windows)
+    spec = SequenceSpec(id=0, num_tokens=length, num_targets=0, layer_kinds=model.layer_kinds)
 
-    due = sum(spec.pairs(0, length, window=window) for window in layers)
+    due = sum(kind.work(0, length).pairs for kind in kinds(*layers))
     assert spec.attention_pairs * len(layers) == pytest.approx(due)
     assert isinstance(spec.attention_pairs, int) or len(set(layers)) > 1
 
 
 def test_layers_without_windows_are_no_kinds() -> None:
-    assert profile((0, 0), 2).windows == profile((), 2).windows == ()
+    assert profile((0, 0), 2).layer_kinds == profile((), 2).layer_kinds == ()
 
 
 @given(windows_of_layers, st.integers(0, 6))
 def test_kinds_of_stages_add_up_to_those_of_the_model(layers: list[int], cut: int) -> None:
     first = min(cut, len(layers))
     for windows in (tuple(layers), ()):
-        stages = profile(windows, len(layers)).stage_windows([first, len(layers) - first])
-        assert [sum(count for _, count in kinds) for kinds in stages] == [first, len(layers) - first]
-        found = {window for kinds in stages for window, _ in kinds}
+        stages = profile(windows, len(layers)).stage_kinds([first, len(layers) - first])
+        assert [sum(count for _, count in own) for own in stages] == [first, len(layers) - first]
+        found = {kind.window for own in stages for kind, _ in own}
         assert found == set(windows or [0])
 
 
 @pytest.mark.parametrize("windows", [(4,), (4, 4, 4), (4, -1)])
 def test_windows_that_are_not_those_of_the_layers_are_refused(windows: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"layer_windows is .* for each of 2 layers"):
+    with pytest.raises(ValueError, match=r"kind_of_layer has .* of each of 2 layers|window is -1, must be at least 0"):
         profile(windows, 2)
 
 
@@ -71,5 +68,5 @@ def test_visible_pairs_of_a_rectangle_are_counted_alike_for_numbers_and_arrays(
     queries: int, keys: int, window: int
 ) -> None:
     due = sum(sees(row, key, window=window) for row in range(queries) for key in range(keys))
-    assert visible_pairs(queries, keys, window=window) == due
-    assert visible_pairs(np.array([queries]), np.array([keys]), window=window).tolist() == [due]
+    assert LayerKind(window=window).visible_pairs(queries, keys) == due
+    assert LayerKind(window=window).visible_pairs(np.array([queries]), np.array([keys])).tolist() == [due]

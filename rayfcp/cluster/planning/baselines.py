@@ -53,7 +53,7 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
             raise NoBaselineError(
                 f"step {report.step} of {folder} was trained on other samples than data.paths holds now; keep the data"
             )
-        sequences = sequences_of(batch, windows=data.model.windows)
+        sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
         found.append(replanner.both(sequences, step=report.step, cluster=_cluster_at(report.step, events)))
     return Baseline(static=STATIC, own=config.plan.strategy, steps=tuple(found))
 

@@ -115,7 +115,9 @@ class Profiler:
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
         seen = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
-        shapes, seen = ([dataclasses.replace(each, windows=model.windows) for each in part] for part in (shapes, seen))
+        shapes, seen = (
+            [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in part] for part in (shapes, seen)
+        )
         timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
         self._log("peak of the devices")
@@ -249,7 +251,7 @@ def start_cost(
         tokens = max(min(tokens, guess.pipeline.tokens_alone), 1)
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     shapes += image_shapes(vision, max_tokens=tokens) if vision else []
-    shapes = [dataclasses.replace(each, windows=guess.windows) for each in shapes]
+    shapes = [dataclasses.replace(each, layer_kinds=guess.layer_kinds) for each in shapes]
     return measure_cost(guess, combine(timed_rounds(worker_group, shapes, rounds=START_ROUNDS - 1, log=lambda _: None)))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rayfcp.cluster.controller.observing import TimedGroups, own_seconds, timed_groups
 from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shards
-from rayfcp.cluster.workers.facts import layers_of_stage, strategy_on, windows_of_stages
+from rayfcp.cluster.workers.facts import kinds_of_stages, layers_of_stage, strategy_on
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
 from rayfcp.cost.device import measured_hardware
@@ -26,11 +26,11 @@ from rayfcp.values import (
     HardwareProfile,
     Imbalance,
     InfeasiblePlanError,
+    LayerKinds,
     Layout,
     ModelProfile,
     SequenceSpec,
     Span,
-    Windows,
 )
 from rayfcp.values.devices import DEVICES
 
@@ -96,7 +96,7 @@ class AutoPlanner:
                 plan,
                 sequences,
                 reduce_every=self._config.train.reduce_every,
-                windows_of_stage=windows_of_stages(self._model, cluster),
+                kinds_of_stage=kinds_of_stages(self._model, cluster),
             )
 
         def seconds(programs: Sequence[RankProgram]) -> float:
@@ -163,14 +163,14 @@ class PlanRecord:
     own_s: tuple[float, ...] = ()
 
 
-def sequences_of(batch: GlobalBatch, *, windows: Windows = ()) -> tuple[SequenceSpec, ...]:
-    """Lengths and images of a batch, for a model with these attention windows; sequence id = position in the batch."""
+def sequences_of(batch: GlobalBatch, *, layer_kinds: LayerKinds = ()) -> tuple[SequenceSpec, ...]:
+    """Lengths and images of a batch, for a model with these kinds of layers; sequence id = position in the batch."""
     return tuple(
         SequenceSpec(
             id=index,
             num_tokens=sample.num_tokens,
             num_targets=sample.num_targets,
-            windows=windows,
+            layer_kinds=layer_kinds,
             images=sample.images,
         )
         for index, sample in enumerate(batch.samples)
@@ -213,7 +213,7 @@ class Planner:
         Raises:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
-        sequences = sequences_of(batch, windows=self._model.windows)
+        sequences = sequences_of(batch, layer_kinds=self._model.layer_kinds)
         plan, layouts, programs, plan_s = self._planned(sequences, cluster=cluster, cost=cost)
         check_progress(programs)
         loads = rank_loads(plan, sequences, cost=cost, layouts=layouts)
@@ -254,7 +254,7 @@ class Planner:
             sequences,
             layouts=layouts,
             reduce_every=self._config.train.reduce_every,
-            windows_of_stage=windows_of_stages(self._model, cluster),
+            kinds_of_stage=kinds_of_stages(self._model, cluster),
         )
         return plan, layouts, programs, plan_s
 

@@ -185,7 +185,7 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     """
     check_runnable(config)
     data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None))
-    model, sequences = data.model, sequences_of(data.sampler.batch(step), windows=data.model.windows)
+    model, sequences = data.model, sequences_of(data.sampler.batch(step), layer_kinds=data.model.layer_kinds)
     device = device_kind(config.cluster.device)
     memory_bytes = (
         backend_of(device).total_memory_bytes(device) or hardware_profile(DEVICES[device].base_hardware).memory_bytes

@@ -9,7 +9,7 @@ from rayfcp.cost.analytic import device_model
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import strategy_names
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import ClusterSpec, ModelProfile, ShardHeader
+from rayfcp.values import ClusterSpec, LayerKind, ModelProfile, ShardHeader
 
 LOOPBACK = "127.0.0.1"
 
@@ -105,10 +105,10 @@ def layers_of_stage(config: Config, model: ModelProfile) -> tuple[int, ...]:
     return split_by_cost(device_model(model, config.cluster.tensor_parallel), stages)
 
 
-def windows_of_stages(model: ModelProfile, cluster: ClusterSpec) -> list[list[int]]:
-    """Attention windows of the layers of each stage (0: none)."""
+def kinds_of_stages(model: ModelProfile, cluster: ClusterSpec) -> list[list[LayerKind]]:
+    """Kinds of layers of each stage."""
     layers = cluster.layers_of_stage or split_layers(model.num_layers, cluster.num_stages)
-    return [[window for window, _ in kinds] for kinds in model.stage_windows(layers)]
+    return [[kind for kind, _ in kinds] for kinds in model.stage_kinds(layers)]
 
 
 def device_names(cluster: ClusterSpec) -> list[str]:

@@ -35,16 +35,17 @@ from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSum
 from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
 from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
+from rayfcp.values import FULL, LayerKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
     """What a layer's attention needs besides its tensors; a keyword argument of the layer call.
 
-    `program` belongs to layers with window `window`, the stage's first kind; `others` has those of other kinds by
-    window (see `of_window`). The first `recomputed_layers` layers of the stage keep only their input; `recomputed` says
-    whether this layer, number `layer` of the model, is one of them. `store`: what microbatches keep for later ones,
-    this one being number `microbatch`.
+    `program` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
+    first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
+    `layer` of the model, is one of them. `store`: what microbatches keep for later ones, this one being number
+    `microbatch`.
     """
 
     program: AttentionSchedule | HeadSchedule
@@ -56,23 +57,24 @@ class AttentionContext:
     layer: int = 0
     recomputed: bool = False
     stats: AttentionStats = field(default_factory=AttentionStats)
-    window: int = 0
-    others: Mapping[int, AttentionSchedule | HeadSchedule] = field(default_factory=dict)
+    kind: LayerKind = FULL
+    others: Mapping[LayerKind, AttentionSchedule | HeadSchedule] = field(default_factory=dict)
 
-    def of_window(self, window: int) -> "AttentionContext":
-        """The context of layers with this window (0: none).
+    def of_kind(self, kind: LayerKind) -> "AttentionContext":
+        """The context of layers of a kind.
 
         Raises:
             ValueError: the stage's program was not lowered for such layers.
         """
-        if window == self.window:
+        if kind == self.kind:
             return self
-        if window not in self.others:
+        if kind not in self.others:
             raise ValueError(
-                f"attention: a layer has window {window}, the program is of layers with windows "
-                f"{sorted({self.window, *self.others})} (0: none); give sequences the model's windows and lower again"
+                f"attention: a layer has {kind}, the program is of layers with "
+                f"{', '.join(map(str, sorted({self.kind, *self.others})))}; give sequences the model's layer_kinds and "
+                "lower again"
             )
-        return replace(self, program=self.others[window])
+        return replace(self, program=self.others[kind])
 
 
 def _check_tokens(query: Tensor, key: Tensor, *, context: AttentionContext) -> None:

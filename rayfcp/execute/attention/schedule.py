@@ -27,6 +27,7 @@ from rayfcp.program import (
 )
 from rayfcp.program.columns import merged
 from rayfcp.program.reshuffle import HiddenRounds, hide
+from rayfcp.values import LayerKind
 
 FEW = 4
 """Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
@@ -234,10 +235,10 @@ def make_schedule(
     return HeadSchedule(program=program, attention=inner)
 
 
-def make_schedules(forward: Forward) -> dict[int, AttentionSchedule | HeadSchedule]:
-    """Schedules of the kinds of layers of a stage, by window; kinds that run the same program share one."""
+def make_schedules(forward: Forward) -> dict[LayerKind, AttentionSchedule | HeadSchedule]:
+    """Schedules of the kinds of layers of a stage; kinds that run the same program share one."""
     schedules = {id(kind.attention): make_schedule(kind.attention) for kind in forward.kinds}
-    return {kind.window: schedules[id(kind.attention)] for kind in forward.kinds}
+    return {each.kind: schedules[id(each.attention)] for each in forward.kinds}
 
 
 def _schedule(program: AttentionProgram, *, reshuffle: ReshuffleProgram | None, head_share: float) -> AttentionSchedule:

@@ -8,9 +8,9 @@ import numpy as np
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.plan.blocks.kernels.distribute import Items, Line, Rule, Sweep, longest_first, sweep
-from rayfcp.values import Windows
+from rayfcp.values import LayerKinds
 from rayfcp.values.arrays import Bools, Floats, Ints
-from rayfcp.values.sequence import visible_pairs
+from rayfcp.values.layers import layers_work
 
 
 class Pool(NamedTuple):
@@ -18,7 +18,7 @@ class Pool(NamedTuple):
 
     length: Ints
     density: Floats
-    windows: Windows = ()
+    layer_kinds: LayerKinds = ()
 
 
 class Pieces(NamedTuple):
@@ -75,12 +75,7 @@ def distribute(pool: Pool, *, limits: RankLimits, options: BlockOptions) -> Piec
 
 def piece_pairs(pool: Pool, pieces: Pieces) -> Floats:
     """Pairs of each block's queries with all keys of its sequence, in the mean over layers."""
-    kinds = pool.windows or ((0, 1),)
-    start, stop = pieces.start, pieces.stop
-    pairs = np.zeros(len(start))
-    for window, layers in kinds:
-        pairs += layers * (visible_pairs(stop, stop, window=window) - visible_pairs(start, start, window=window))
-    return pairs / sum(layers for _, layers in kinds)
+    return np.asarray(layers_work(pool.layer_kinds, pieces.start, pieces.stop).pairs, np.float64)
 
 
 def loads_of(pool: Pool, pieces: Pieces) -> tuple[Floats, Floats]:

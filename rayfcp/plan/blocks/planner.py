@@ -16,7 +16,7 @@ from rayfcp.plan.assembly import best_fit_decreasing
 from rayfcp.plan.blocks.distributor import Pieces, Pool, RankLimits, distribute, weights_of
 from rayfcp.plan.blocks.heads import as_runs, permitted, split
 from rayfcp.plan.blocks.rounds import BlockTraffic, RoundSchedule, recoalesced, schedule, traffic_of
-from rayfcp.values import Block, ClusterSpec, Layout, Primitive, Round, SequenceSpec, Transfer, Windows
+from rayfcp.values import Block, ClusterSpec, LayerKinds, Layout, Primitive, Round, SequenceSpec, Transfer
 from rayfcp.values.arrays import Floats, Ints
 
 KERNEL_SHARE = 0.9
@@ -71,11 +71,11 @@ class BlockBatch:
     ids: Ints
     tokens: Ints
     density: Floats
-    windows: Windows
+    layer_kinds: LayerKinds
 
     def pool(self, members: Ints) -> Pool:
         """The sequences at positions `members`, ascending."""
-        return Pool(self.tokens[members], self.density[members], self.windows)
+        return Pool(self.tokens[members], self.density[members], self.layer_kinds)
 
 
 def batch_of(sequences: Sequence[SequenceSpec]) -> BlockBatch:
@@ -84,7 +84,9 @@ def batch_of(sequences: Sequence[SequenceSpec]) -> BlockBatch:
     tokens = np.array([sequence.num_tokens for sequence in sequences], np.int64)
     density = np.array([sequence.attention_pairs for sequence in sequences], np.float64) / tokens
     order = np.lexsort((ids, -tokens, -density))
-    return BlockBatch(ids=ids[order], tokens=tokens[order], density=density[order], windows=sequences[0].windows)
+    return BlockBatch(
+        ids=ids[order], tokens=tokens[order], density=density[order], layer_kinds=sequences[0].layer_kinds
+    )
 
 
 def microbatches_of(batch: BlockBatch, *, max_tokens: int) -> list[Ints]:

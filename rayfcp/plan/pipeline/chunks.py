@@ -15,9 +15,9 @@ import numpy as np
 from rayfcp.cost.microbatches import Chunks
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.pipeline.kernels.packing import pack_balanced
-from rayfcp.values import Primitive, SequenceSpec, Windows
+from rayfcp.values import LayerKinds, Primitive, SequenceSpec
 from rayfcp.values.arrays import Floats, Ints
-from rayfcp.values.sequence import visible_pairs
+from rayfcp.values.layers import layers_work
 
 LEAST_TAIL = 0.1
 """Share of a slice's seconds: a shorter tail stays with the slice before it, as it would pay the fixed cost of a chunk
@@ -33,12 +33,12 @@ ROWS = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkWork:
     """Seconds of a backward pass on all stages together and on each rank, with all that moves exposed: per (query, key)
-    pair, per token, and per token of the context that a slice meets (Eq. 1). `windows`: the model's kinds of layers."""
+    pair, per token, and per token of the context that a slice meets (Eq. 1). `layer_kinds`: the model's."""
 
     pair_s: float
     token_s: float
     context_s: float
-    windows: Windows = ()
+    layer_kinds: LayerKinds = ()
 
     @classmethod
     def of(cls, cost: CostModel, *, degree: int, primitive: Primitive, crosses: bool) -> "ChunkWork":
@@ -52,23 +52,12 @@ class ChunkWork:
             pair_s=pair_s,
             token_s=float(token_s),
             context_s=pair_s * cost.attention_half_tokens * (degree if ring else 1),
-            windows=cost.windows,
+            layer_kinds=cost.layer_kinds,
         )
-
-    def pairs_before(self, stop: Ints) -> Floats:
-        """Pairs of a sequence's queries `[0, stop)`, in the mean over layers."""
-        kinds = self.windows or ((0, 1),)
-        pairs = np.zeros(len(stop))
-        for window, layers in kinds:
-            pairs += layers * visible_pairs(stop, stop, window=window)
-        return pairs / sum(layers for _, layers in kinds)
 
     def pairs(self, start: int, stop: int) -> float:
         """Pairs of a sequence's queries `[start, stop)`, in the mean over layers."""
-        if not self.windows:
-            return float(visible_pairs(stop, stop) - visible_pairs(start, start))
-        first, last = self.pairs_before(np.array([start, stop]))
-        return float(last - first)
+        return float(layers_work(self.layer_kinds, start, stop).pairs)
 
     def seconds(self, start: int, stop: int) -> float:
         """Seconds of the slice `[start, stop)`."""
@@ -161,7 +150,7 @@ class Chunked:
 def balanced_ends(longest: int, count: int, *, work: ChunkWork, rows: int) -> tuple[int, ...]:
     """Ends of `count` slices that take a backward pass as long as each other, rounded to `rows` tokens."""
     places = np.unique(np.linspace(0, longest, PLACES).astype(np.int64))
-    seconds = work.pair_s * work.pairs_before(places) + work.token_s * places
+    seconds = work.pair_s * layers_work(work.layer_kinds, 0, places).pairs + work.token_s * places
     due = np.arange(1, count + 1) * seconds[-1] / count
     return _rounded(np.append(np.interp(due[:-1], seconds, places), longest), rows=rows)
 
