@@ -12,7 +12,7 @@ from gpu_conformance import CASES, TINY, conform, kernels_of
 from gpu_overhead import copier_of, overhead, time_beside
 from gpu_plain import predicted_bytes, train_steps
 from gpu_sizes import LITTLE, Bench, Found, attempt
-from gpu_training import contest
+from gpu_training import compared
 
 from rayfcp.bench.alone import Alone, alone, profile_alone
 from rayfcp.bench.attention import bench_attention, dense, random_batch
@@ -73,7 +73,7 @@ def one_rank(bench: Bench) -> Found:
 
 def training(bench: Bench) -> Found:
     """Steps of whole models on packed documents, ours and the library's own."""
-    rows = [row for model in bench.sizes.models for row in contest(bench, model)]
+    rows = [row for model in bench.sizes.models for row in compared(bench, model)]
     targets = {}
     for row in rows:
         name = f"{row['model']}, {row['num_tokens']} tokens"

@@ -62,7 +62,7 @@ def rivals_of(device: torch.device) -> tuple[BaselineSystem, ...]:
     return tuple(found)
 
 
-def contest(bench: Bench, name: str) -> list[Found]:
+def compared(bench: Bench, name: str) -> list[Found]:
     """A row for each number of tokens; first ours, then, when that has left the device, the library's."""
     packs, at = [], 0
     for tokens in bench.sizes.tokens:

@@ -30,10 +30,10 @@ from rayfcp.program import lower
 from rayfcp.simulate import Timeline, simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SpanKind
 
-RIVALS = ("ring", "bytescale", "wlb", "magi")
-CONTENDERS = ("flex-block", *RIVALS)
+BASELINES = ("ring", "bytescale", "wlb", "magi")
+STRATEGIES = ("flex-block", *BASELINES)
 BLOCKS = "blocks"
-SHOWN = ("flex-block", BLOCKS, *RIVALS)
+SHOWN = ("flex-block", BLOCKS, *BASELINES)
 LENGTHS = ("dist:long-tail", "dist:lognormal", "dist:bimodal")
 ROOM = 2
 MOST_PAIRS = 50e6
@@ -138,7 +138,7 @@ def batches_of(source: str, *, num_tokens: int, batches: int, seed: int) -> list
     return found
 
 
-def contest(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str, Trial]:
+def compared(names: Sequence[str], lengths: Lengths, *, bench: Bench) -> dict[str, Trial]:
     """Every strategy on the same batch. Beside `flex-block` itself with blocks between all ranks, as in the paper, and
     no heads shared inside nodes. Plans that are the same, as WLB's and its better half's, are simulated once."""
     known: dict[Any, Trial] = {}
@@ -203,8 +203,8 @@ def mean(trials: Sequence[Trial]) -> Trial:
 
 
 def lead(by_name: Mapping[str, float]) -> dict[str, Any]:
-    """`flex-block` over the best and the worst of `RIVALS`, which these are."""
-    rivals = {name: by_name[name] for name in RIVALS}
+    """`flex-block` over the best and the worst of `BASELINES`, which these are."""
+    rivals = {name: by_name[name] for name in BASELINES}
     best, worst = max(rivals, key=rivals.__getitem__), min(rivals, key=rivals.__getitem__)
     own = by_name["flex-block"]
     return {
@@ -227,7 +227,7 @@ def parser_of(doc: str | None, *, lengths: Sequence[str] = LENGTHS) -> argparse.
     return parser
 
 
-def contests(
+def comparisons_of(
     args: argparse.Namespace, names: Sequence[str], *, source: str, num_ranks: int, tokens_per_rank: int | None = None
 ) -> dict[str, Trial]:
     """Means over the batches of a source of lengths."""
@@ -235,7 +235,7 @@ def contests(
     log(f"{lengths_name(source)}, {num_ranks} ranks of {tokens} tokens")
     bench = bench_of(args, num_ranks=num_ranks, tokens_per_rank=tokens)
     batches = batches_of(source, num_tokens=num_ranks * tokens, batches=args.batches, seed=args.seed)
-    found = [contest(names, lengths, bench=bench) for lengths in batches]
+    found = [compared(names, lengths, bench=bench) for lengths in batches]
     return {name: mean([each[name] for each in found]) for name in found[0]}
 
 

@@ -10,7 +10,7 @@ The paper takes the mean length of its data, which it does not state. Ours is th
 import sys
 from collections.abc import Sequence
 
-from attention import CONTENDERS, LENGTHS, SHOWN, bench_of, contest, parser_of
+from attention import LENGTHS, SHOWN, STRATEGIES, bench_of, compared, parser_of
 from tables import exit_code, show, table, write_json
 
 from rayfcp.compare.distributions import distribution
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for length in args.tokens or [_mean(source, seed=args.seed) for source in args.lengths]:
         for num_ranks in args.ranks:
             count = max(round(num_ranks * args.tokens_per_rank / length), 1)
-            found = contest(CONTENDERS, (length,) * count, bench=bench_of(args, num_ranks=num_ranks))
+            found = compared(STRATEGIES, (length,) * count, bench=bench_of(args, num_ranks=num_ranks))
             rows.append({"length": length, "ranks": num_ranks, **{name: each.mfu for name, each in found.items()}})
     show(f"{args.hardware}, {args.tokens_per_rank} tokens a rank\n")
     show(table(rows, COLUMNS))

@@ -23,7 +23,7 @@ from attention import (
     batches_of,
     bench_of,
     blocks_plan,
-    contests,
+    comparisons_of,
     mean,
     parser_of,
     trial,
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for source in args.lengths:
         for num_ranks in args.ranks:
-            found = contests(args, NAMES, source=source, num_ranks=num_ranks)
+            found = comparisons_of(args, NAMES, source=source, num_ranks=num_ranks)
             found["letter"] = _letter(args, source=source, num_ranks=num_ranks)
             rows += [
                 {"lengths": lengths_name(source), "ranks": num_ranks, "strategy": name, **_shares(each)}

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from attention import CONTENDERS, SHOWN, contests, lead, parser_of, priced
+from attention import SHOWN, STRATEGIES, comparisons_of, lead, parser_of, priced
 from tables import exit_code, lengths_name, show, table, write_json
 
 COLUMNS = (
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _row(args: Any, source: str, num_ranks: int, rank_tokens: int) -> dict[str, Any]:
-    found = contests(args, CONTENDERS, source=source, num_ranks=num_ranks, tokens_per_rank=rank_tokens)
+    found = comparisons_of(args, STRATEGIES, source=source, num_ranks=num_ranks, tokens_per_rank=rank_tokens)
     mfu = {name: trial.forward_mfu if args.forward else trial.mfu for name, trial in found.items()}
     return {
         "lengths": lengths_name(source),

@@ -45,7 +45,7 @@ class Contest:
         return {name: getattr(self, name).tokens_per_s_per_rank for name in self.seconds}
 
 
-def contest(inputs: Inputs) -> Contest:
+def compared(inputs: Inputs) -> Contest:
     """Two comparisons: as in the paper, and with all of ours.
 
     Raises:

@@ -14,13 +14,13 @@ from typing import Any
 from pipelines import MODELS, OURS, SYSTEMS, K, model_name, pipeline_parser, race, share, speedup, tokens_per_s
 from tables import exit_code, lengths_name, log, show, table, write_json
 
-RIVALS = tuple(name for name in SYSTEMS if name != OURS)
+BASELINES = tuple(name for name in SYSTEMS if name != OURS)
 COLUMNS = (
     ("lengths", "lengths", "s"),
     ("context", "context", "d"),
     ("batch", "global_batch", "d"),
     *((name, name, ",.0f") for name in SYSTEMS),
-    *((f"over {name}", f"{name}_speedup", ".2f") for name in RIVALS),
+    *((f"over {name}", f"{name}_speedup", ".2f") for name in BASELINES),
     ("bubble %", "bubble", ".1f"),
 )
 
@@ -53,7 +53,7 @@ def _row(args: Any, source: str, context: int, batch: int) -> dict[str, Any]:
         "context": context,
         "global_batch": batch,
         **{name: tokens_per_s(entry, devices=args.devices) for name, entry in entries.items()},
-        **{f"{name}_speedup": speedup(entries, name) for name in RIVALS},
+        **{f"{name}_speedup": speedup(entries, name) for name in BASELINES},
         "bubble": share(entries[OURS], "bubble"),
     }
 

@@ -19,7 +19,7 @@ from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.plan import model_profile
 
-RIVALS = tuple(name for name in SYSTEMS if name != OURS)
+BASELINES = tuple(name for name in SYSTEMS if name != OURS)
 DEGREES = {"Megatron*": ("static-cp", 8, 2, 4), "DeepSpeed*": ("ulysses", 1, 16, 32)}
 """Strategy, tensor parallelism, degree of the smallest model and of the others."""
 SMALL = 10e9
@@ -30,7 +30,7 @@ COLUMNS = (
     ("lengths", "lengths", "s"),
     ("context", "context", "s"),
     *((f"{name} s", f"{name}_s", ".2f") for name in SYSTEMS),
-    *((f"over {name}", f"{name}_speedup", ".2f") for name in RIVALS),
+    *((f"over {name}", f"{name}_speedup", ".2f") for name in BASELINES),
     ("over M*", "Megatron*_speedup", ".2f"),
     ("over D*", "DeepSpeed*_speedup", ".2f"),
     ("bubble %", "bubble", ".1f"),
@@ -77,7 +77,7 @@ def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
         "lengths": lengths_name(source),
         "context": f"{context // K}K" if context % K == 0 else str(context),
         **{f"{name}_s": seconds(entry) for name, entry in entries.items()},
-        **{f"{name}_speedup": speedup(entries, name) for name in RIVALS},
+        **{f"{name}_speedup": speedup(entries, name) for name in BASELINES},
         **fixed,
         "bubble": share(ours, "bubble"),
         "gap": ours.gap,
@@ -87,7 +87,7 @@ def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
     lines = []
-    for name in (*RIVALS, *DEGREES):
+    for name in (*BASELINES, *DEGREES):
         found = [row[f"{name}_speedup"] for row in rows if row[f"{name}_speedup"] is not None]
         told = f"{min(found):.2f} to {max(found):.2f}" if found else "not feasible"
         lines.append(f"over {name}: {told} (paper: up to {PAPER[name.rstrip('*')]:.2f})")

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from comparisons import Contest, contest
+from comparisons import Contest, compared
 from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for number, (model, source) in enumerate(pairs, start=1):
         log(f"[{number}/{len(pairs)}] {model} on {source}")
         inputs = inputs_of(args, source=source, devices=args.devices, model=model)
-        rows.append(_row(contest(inputs), model=model, source=source))
+        rows.append(_row(compared(inputs), model=model, source=source))
     show(table(rows, COLUMNS))
     show(_summary(rows))
     write_json(args.json, args=args, rows=rows)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from comparisons import contest
+from comparisons import compared
 from tables import exit_code, inputs_of, log, parser_of, show, table, write_json
 
 PAPER_FLEX = {8: 1.02, 64: 1.16}
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _row(args: Any, *, devices: int, source: str) -> dict[str, Any]:
     log(f"{devices} devices, {source}")
     inputs = inputs_of(args, source=source, devices=devices)
-    speeds = contest(inputs).tokens_per_s
+    speeds = compared(inputs).tokens_per_s
     return {
         "lengths": source,
         "devices": devices,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from comparisons import Contest, contest
+from comparisons import Contest, compared
 from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 from rayfcp.values import BatchPlan, MicrobatchPlan
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for source in args.lengths:
         log(f"{args.model} on {source}")
         inputs = inputs_of(args, source=source, devices=args.devices)
-        rows += _rows(contest(inputs), source=source)
+        rows += _rows(compared(inputs), source=source)
     show(table(rows, COLUMNS))
     show(PAPER)
     write_json(args.json, args=args, rows=rows)

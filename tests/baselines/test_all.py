@@ -13,7 +13,7 @@ from rayfcp.verify import check_plan
 from tests.examples import examples
 from tests.plan.helpers import UNIT, batch_of, batches, profiled
 
-RIVALS = ("static-cp", "ulysses", "ring", "bytescale", "wlb", "magi")
+BASELINES = ("static-cp", "ulysses", "ring", "bytescale", "wlb", "magi")
 BOTH = PlanConfig(primitives=("ring", "ulysses"))
 COSTS = st.builds(
     lambda overlap, half, heads: dataclasses.replace(
@@ -45,7 +45,7 @@ def plan_or_reason(sequences: list[SequenceSpec], cluster: ClusterSpec, *, cost,
     check_plan(plan, sequences, cluster=cluster)
 
 
-@pytest.mark.parametrize("strategy", RIVALS)
+@pytest.mark.parametrize("strategy", BASELINES)
 @examples(10)
 @given(
     sequences=batches(max_sequences=10, max_tokens=200),
@@ -57,7 +57,7 @@ def test_any_ranks_any_batch(strategy, sequences, num_ranks, room, cost) -> None
     plan_or_reason(sequences, ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room), cost=cost, strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", RIVALS)
+@pytest.mark.parametrize("strategy", BASELINES)
 @examples(4)
 @given(
     lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=30),
@@ -69,7 +69,7 @@ def test_many_ranks(strategy: str, lengths: list[int], num_ranks: int, room: int
     plan_or_reason(batch_of(lengths), cluster, cost=profiled(num_ranks), strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", RIVALS)
+@pytest.mark.parametrize("strategy", BASELINES)
 @given(order=st.permutations(range(9)))
 @examples(5)
 def test_order_of_the_argument_does_not_matter(strategy: str, order: list[int]) -> None:
@@ -80,7 +80,7 @@ def test_order_of_the_argument_does_not_matter(strategy: str, order: list[int]) 
     assert plan.plan_hash == shuffled.plan_hash
 
 
-@pytest.mark.parametrize("strategy", RIVALS)
+@pytest.mark.parametrize("strategy", BASELINES)
 def test_nodes_of_odd_sizes(strategy: str) -> None:
     cluster = ClusterSpec(num_ranks=12, max_tokens_per_rank=40, node_of_rank=(0, 0, 0, 1, 1, 1, 1, 1, 2, 3, 3, 3))
     cost = dataclasses.replace(UNIT, num_heads=12, num_kv_heads=12)

@@ -59,7 +59,7 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
     config = light_config(Path(tempfile.mkdtemp()), name="nodes", num_workers=2, hang_min_s=PATIENCE_S)
     start = light_start(config, run_key="nodes", worker=LightWorker)
-    worker_group, recruits = WorkerGroup.launch(start, stopped=lambda: False), PendingWorkers(start)
+    worker_group, pending = WorkerGroup.launch(start, stopped=lambda: False), PendingWorkers(start)
     snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="k")
     snapshot_stores.assign(worker_group.members)
     worker_group.kill_process = snapshot_stores.kill
@@ -69,11 +69,11 @@ def main() -> None:
     found["kept_elsewhere"] = all(
         node_of[source.header.number] != source.holder_id for source in copies_at(snapshot_stores.stores)
     )
-    recruits.want(1, in_use=2)
-    found["pending"] = [len(recruits.requested_s), len(recruits.ready())]
+    pending.want(1, in_use=2)
+    found["pending"] = [len(pending.requested_s), len(pending.ready())]
     third = cluster.add_node(num_cpus=1)
     joined: list[Any] = []
-    until(lambda: bool(joined.extend(recruits.ready()) or joined))
+    until(lambda: bool(joined.extend(pending.ready()) or joined))
     found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
     worker_group.add(joined)
     found["drain"] = drained(cluster, third)
@@ -86,7 +86,7 @@ def main() -> None:
         found["lost"] = [[each.number == lost_number, each.cause] for each in error.lost]
     found["copies_left"] = sorted(source.header.number == lost_number for source in copies_at(snapshot_stores.stores))
     found["living"] = ray.get([worker.value.remote(5) for worker in worker_group.workers], timeout=PATIENCE_S)
-    recruits.end()
+    pending.end()
     worker_group.end()
     snapshot_stores.end()
     Path(sys.argv[1]).write_text(json.dumps(found))

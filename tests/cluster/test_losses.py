@@ -36,15 +36,15 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
     """A worker_group, those who fill its gaps, and snapshot stores that end processes."""
     with free_cpus_again():
         start = light_start(config, run_key="losses")
-        worker_group, recruits = (
+        worker_group, pending = (
             WorkerGroup.launch(start, stopped=lambda: False),
             PendingWorkers(start, autoscale=False),
         )
         snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="losses")
         worker_group.kill_process = snapshot_stores.kill
-        yield worker_group, recruits, snapshot_stores
+        yield worker_group, pending, snapshot_stores
         pids = [fact.pid for fact in worker_group.facts]
-        recruits.end()
+        pending.end()
         worker_group.end()
         snapshot_stores.end()
         until(lambda: not any(map(lives, pids)))
@@ -53,9 +53,9 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
 @pytest.fixture
 def worker_group(company: tuple[WorkerGroup, PendingWorkers, SnapshotStores]) -> Iterator[WorkerGroup]:
     """Three idle members; none of those lost lives on."""
-    worker_group, recruits, snapshot_stores = company
-    recruits.want(3 - len(worker_group), in_use=len(worker_group))
-    until(lambda: worker_group.add(recruits.ready()) or len(worker_group.all) == 3)
+    worker_group, pending, snapshot_stores = company
+    pending.want(3 - len(worker_group), in_use=len(worker_group))
+    until(lambda: worker_group.add(pending.ready()) or len(worker_group.all) == 3)
     worker_group.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in worker_group.all])
     snapshot_stores.assign(worker_group.members)
     worker_group.call(lambda _, worker: worker.abort.remote())

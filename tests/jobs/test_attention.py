@@ -40,7 +40,7 @@ def bench_of(scripts: Any, *, num_ranks: int, **options: str) -> Any:
 @given(lengths=LENGTHS, hardware=st.sampled_from(["gpu-x", "gpu-y"]))
 def test_one_rank_is_one_kernel(scripts: Any, lengths: tuple[int, ...], hardware: str) -> None:
     bench = bench_of(scripts, num_ranks=1, hardware=hardware)
-    (each,) = scripts.attention.contest(["ring"], lengths, bench=bench).values()
+    (each,) = scripts.attention.compared(["ring"], lengths, bench=bench).values()
     left_s = 1e-9 * (sum(lengths) + bench.hardware.linear_half_tokens)  # of linear layers as narrow as profiles can be
     assert each.kernels_s <= each.attention_s <= each.kernels_s + left_s
     assert abs(each.exposed_s) <= left_s
@@ -53,7 +53,7 @@ def test_one_rank_is_one_kernel(scripts: Any, lengths: tuple[int, ...], hardware
 def test_figures_agree_with_each_other(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
     """No contender is faster than kernels without loss; passes add up; WLB is one of two."""
     bench = bench_of(scripts, num_ranks=num_ranks)
-    found = scripts.attention.contest(scripts.attention.CONTENDERS, lengths, bench=bench)
+    found = scripts.attention.compared(scripts.attention.STRATEGIES, lengths, bench=bench)
     for each in found.values():
         assert each.mfu <= 1 + 1e-9
         backward_s = (each.kernels_s - each.kernels_forward_s) / each.backward_mfu
@@ -84,10 +84,10 @@ def test_short_file_is_one_line(scripts: Any, tmp_path: Path) -> None:
 def test_large_rings_are_priced_as_they_are_simulated(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
     lengths = (*lengths, 20_000)
     bench = bench_of(scripts, num_ranks=num_ranks)
-    simulated = scripts.attention.contest(["ring"], lengths, bench=bench)["ring"]
+    simulated = scripts.attention.compared(["ring"], lengths, bench=bench)["ring"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scripts.attention, "MOST_PAIRS", 0)
-        priced = scripts.attention.contest(["ring"], lengths, bench=bench)["ring"]
+        priced = scripts.attention.compared(["ring"], lengths, bench=bench)["ring"]
     assert priced.attention_s is None
     assert priced.iteration_s == pytest.approx(simulated.iteration_s, rel=0.05)
     assert priced.forward_s == pytest.approx(simulated.forward_s, rel=0.05)
