@@ -1,9 +1,8 @@
-"""What executing programs needs from torch for one kind of device: kernels, streams, clocks, memory, collectives.
+"""Access to one kind of device through torch: kernels, streams, clocks, memory, collectives.
 
 Each device has a module with a `BACKEND` (`cpu`, `cuda`, `npu`); `rayfcp.values.devices.DEVICES` names it.
 """
 
-import functools
 import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -110,8 +109,7 @@ class DeviceBackend:
     @property
     def num_devices(self) -> int:
         """Devices that torch sees in this process."""
-        module = getattr(torch, self.info.name, None)
-        return module.device_count() if module is not None and module.is_available() else 0
+        return int(self.streams.device_count()) if self.is_available() and self.streams is not None else 0
 
     def is_available(self) -> bool:
         module = getattr(torch, self.info.name, None)
@@ -127,9 +125,9 @@ class DeviceBackend:
 
     def total_memory_bytes(self, device: torch.device | str) -> int:
         """Memory of the device; 0 if it is not present."""
-        if not self.is_available():
-            return 0
-        return int(getattr(torch, self.info.name).get_device_properties(device).total_memory)
+        return (
+            int(getattr(torch, self.info.name).get_device_properties(device).total_memory) if self.is_available() else 0
+        )
 
     def memory_bytes(self, device: torch.device) -> dict[str, int]:
         """Bytes in use by kind."""
@@ -143,10 +141,11 @@ class DeviceBackend:
 
     def synchronize(self) -> None:
         """Wait until everything enqueued is done."""
-        getattr(torch, self.info.name).synchronize()
+        if self.streams is not None:
+            self.streams.synchronize()
 
     def clock(self, host_clock: Callable[[], float] = time.time) -> Clock:
-        return EventClock(self.streams, host_clock)
+        return HostClock(host_clock) if self.streams is None else EventClock(self.streams, host_clock)
 
     def group_options(self, *, communication_sms: int) -> Any | None:  # noqa: ARG002  an option of NCCL
         """Options for `dist.new_group` on `info.group_backend`; None where there is nothing to choose."""
@@ -168,16 +167,11 @@ class DeviceBackend:
         """Make the device usable again after `abort_collectives`."""
 
 
-@functools.cache
-def _load(name: str) -> DeviceBackend:
-    backend: DeviceBackend = importlib.import_module(DEVICES[name].backend_module).BACKEND
-    return backend
-
-
 def backend_of(device: torch.device | str) -> DeviceBackend:
     """The backend of a device or of a kind of device; tensors without memory ("meta") count as the host's."""
-    kind = device if isinstance(device, str) else device.type
-    return _load(kind if kind in DEVICES else CPU.name)
+    info = DEVICES.get(device if isinstance(device, str) else device.type, CPU)
+    backend: DeviceBackend = importlib.import_module(info.backend_module).BACKEND
+    return backend
 
 
 def device_kind(kind: str) -> str:

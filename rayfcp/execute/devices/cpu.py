@@ -8,13 +8,13 @@ queries as keys.
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from rayfcp.execute.devices.backend import Clock, DeviceBackend, HostClock
+from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.kernels.interface import AttentionKernel, Pairs
 from rayfcp.values.devices import CPU
 
@@ -73,10 +73,6 @@ class CpuBackend(DeviceBackend):
     def streams(self) -> None:
         return None
 
-    @property
-    def num_devices(self) -> int:
-        return 0
-
     def is_available(self) -> bool:
         return True
 
@@ -92,12 +88,6 @@ class CpuBackend(DeviceBackend):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
         return {"resident": pages * resource.getpagesize(), "peak": peak}
-
-    def synchronize(self) -> None:
-        pass
-
-    def clock(self, host_clock: Callable[[], float] = time.time) -> Clock:
-        return HostClock(host_clock)
 
     def abort_collectives(self, device: torch.device) -> None:
         pass

@@ -18,10 +18,8 @@ from torch import Tensor
 from rayfcp.execute.devices.backend import DeviceBackend
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
-from rayfcp.execute.kernels.flash2 import FlashAttn2Kernel
-from rayfcp.execute.kernels.flash3 import FlashAttn3Kernel
+from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, TorchFlashKernel
 from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs, padded
-from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
 from rayfcp.values.devices import CUDA
 
 logger = logging.getLogger(__name__)

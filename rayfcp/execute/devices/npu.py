@@ -10,8 +10,9 @@ MindSpeed's ring attention permutes the same statistics in the same way.
 """
 
 import functools
+import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -39,9 +40,7 @@ class NpuKernel:
                 "cluster.device is npu, but torch_npu is not installed; install CANN, then pip install "
                 "'rayfcp[torch-npu]' in the version that matches torch"
             )
-        import torch_npu
-
-        self._library: Any = torch_npu
+        self._library: Any = importlib.import_module("torch_npu")
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
         found = []
@@ -59,9 +58,7 @@ class NpuKernel:
             )
             lse = softmax_max.view(-1, _STATISTICS_WIDTH)[:, 0] + softmax_sum.view(-1, _STATISTICS_WIDTH)[:, 0].log()
             found.append((out, lse[_statistics_index(lengths[0], query.shape[1], query.device)].view(out.shape[:2])))
-        if len(found) == 1:
-            return found[0]
-        out, lse = (torch.cat(each) for each in zip(*found, strict=True))
+        out, lse = _joined(found)
         return out, lse
 
     def backward(
@@ -86,10 +83,12 @@ class NpuKernel:
                 **_sums(*lengths),
             )
             found.append((dq, dk, dv))
-        if len(found) == 1:
-            return found[0]
-        dq, dk, dv = (torch.cat(each) for each in zip(*found, strict=True))
+        dq, dk, dv = _joined(found)
         return dq, dk, dv
+
+
+def _joined(parts: Sequence[tuple[Tensor, ...]]) -> Sequence[Tensor]:
+    return parts[0] if len(parts) == 1 else [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 def _parts(query_lengths: Lengths, key_lengths: Lengths) -> Iterator[tuple[slice, slice, tuple[Lengths, Lengths]]]:
@@ -145,17 +144,11 @@ class NpuBackend(DeviceBackend):
     def abort_collectives(self, device: torch.device) -> None:
         """torch_npu stops the device, after which each operation fails until `restart` (Ascend Extension for PyTorch,
         `torch_npu.npu.stop_device`)."""
-        if _torch_npu().npu.stop_device(device.index or 0):
+        if importlib.import_module("torch_npu").npu.stop_device(device.index or 0):
             raise RuntimeError(f"device {device} did not stop; end this process")
 
     def restart(self, device: torch.device) -> None:
-        _torch_npu().npu.restart_device(device.index or 0)
-
-
-def _torch_npu() -> Any:
-    import torch_npu
-
-    return torch_npu
+        importlib.import_module("torch_npu").npu.restart_device(device.index or 0)
 
 
 BACKEND = NpuBackend(NPU)

@@ -26,7 +26,7 @@ from rayfcp.cluster.doctor.facts import (
 )
 from rayfcp.execute.devices.cuda import CudaKernel
 from rayfcp.execute.kernels.cutlass import CutlassKernel
-from rayfcp.execute.kernels.torch_flash import TorchFlashKernel
+from rayfcp.execute.kernels.flash import TorchFlashKernel
 
 SLOWER = CudaKernel(half=TorchFlashKernel(), single=CutlassKernel()).name
 

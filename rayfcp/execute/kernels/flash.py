@@ -1,0 +1,124 @@
+"""Flash attention for CUDA: flash-attn 3 and 2, and torch's own kernels, in fp16 and bf16.
+
+All pairs of a call in one launch; grouped-query heads, and strided views whose last dimension is contiguous, are
+supported. Sources: flash-attn 3's `hopper/flash_attn_interface.py` (`_flash_attn_forward`, `_flash_attn_backward`);
+flash-attn 2.8's `flash_attn/flash_attn_interface.py` (`_flash_attn_varlen_forward`, `_flash_attn_varlen_backward`,
+documented); torch's `native/transformers/cuda/attention.cu`, `attention_backward.cu`, `flash_attn/flash_api.cpp`
+(`aten::_flash_attention_forward/_backward`, which `torch.nn.attention.varlen` calls in the same way).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rayfcp.execute.kernels.interface import Pairs, offsets_of, repeated
+
+
+class FlashAttn3Kernel:
+    """See `AttentionKernel`; for Hopper; head_dim is a multiple of 8. Arguments up to the mask are positional: releases
+    name some of them differently.
+
+    Args:
+        library: the module `flash_attn_interface`.
+        sm_margin: multiprocessors that its persistent blocks leave to communication.
+    """
+
+    name = "flash-attn 3"
+
+    def __init__(self, library: Any, *, sm_margin: int = 0) -> None:
+        self._library, self._sm_margin = library, sm_margin
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = offsets_of(pairs, device=query.device)
+        new_key, new_value, value_query, out = None, None, None, None
+        new_offsets, used_query, used_key = None, None, None
+        pages = (None,) * 6  # page table, batch index, left padding, rotary cosines, sines and lengths
+        scales = (None,) * 3  # of queries, keys and values in eight bits
+        out, lse, *_ = self._library._flash_attn_forward(
+            *(query, key, value, new_key, new_value, value_query, out),
+            *(offsets.query, offsets.key, new_offsets, used_query, used_key, offsets.max_query, offsets.max_key),
+            *(*pages, *scales, pairs.scale, pairs.causal),
+            num_splits=1,
+            sm_margin=self._sm_margin,
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        offsets = offsets_of(pairs, device=query.device)
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+        used_query, used_key = None, None
+        self._library._flash_attn_backward(
+            *(grad_out, query, key, value, out, lse.transpose(0, 1).contiguous()),
+            *(offsets.query, offsets.key, used_query, used_key, offsets.max_query, offsets.max_key),
+            *(dq, dk, dv, pairs.scale, pairs.causal),
+            sm_margin=self._sm_margin,
+        )
+        return dq, dk, dv
+
+
+class FlashAttn2Kernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8. `library`: the module `flash_attn.flash_attn_interface`."""
+
+    name = "flash-attn 2"
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        options = self._options(pairs, query.device)
+        out, lse, *_ = self._library._flash_attn_varlen_forward(q=query, k=key, v=value, **options)
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = (torch.empty_like(tensor) for tensor in (query, key, value))
+        plain = {"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None}
+        tensors = {"dout": grad_out, "q": query, "k": key, "v": value, "out": out, "dq": dq, "dk": dk, "dv": dv}
+        lse = lse.transpose(0, 1).contiguous()
+        options = self._options(pairs, query.device) | plain
+        self._library._flash_attn_varlen_backward(**tensors, softmax_lse=lse, deterministic=False, **options)
+        return dq, dk, dv
+
+    def _options(self, pairs: Pairs, device: torch.device) -> dict[str, Any]:
+        """Arguments of both passes."""
+        offsets = offsets_of(pairs, device=device)
+        return {
+            "cu_seqlens_q": offsets.query,
+            "cu_seqlens_k": offsets.key,
+            "max_seqlen_q": offsets.max_query,
+            "max_seqlen_k": offsets.max_key,
+            "dropout_p": 0.0,
+            "softmax_scale": pairs.scale,
+            "causal": pairs.causal,
+        }
+
+
+class TorchFlashKernel:
+    """See `AttentionKernel`; head_dim is a multiple of 8."""
+
+    name = "torch's flash"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        offsets = offsets_of(pairs, device=query.device)
+        if offsets.max_query == 1:  # the operator would swap grouped heads with queries, and the layout of logsumexp
+            key, value = repeated(query, key), repeated(query, value)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *offsets, 0.0, pairs.causal, False, scale=pairs.scale
+        )
+        return out, lse.transpose(0, 1)
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            *(grad_out, query, key, value, out, lse.transpose(0, 1).contiguous()),
+            *offsets_of(pairs, device=query.device),
+            *(0.0, pairs.causal, dropout_state, torch.empty(0, device=query.device)),
+            scale=pairs.scale,
+        )
+        return dq, dk, dv
