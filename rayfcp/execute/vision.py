@@ -19,9 +19,9 @@ from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageDecoder, ImageRange, RotaryPositions
 from rayfcp.data.vision.processors import load_processor
 from rayfcp.execute.attention.reshuffle import copy_kept, exchange, kept_rows
-from rayfcp.execute.attention.schedule import ScheduledExchange, rows_of
+from rayfcp.execute.attention.schedule import rows_of
 from rayfcp.execute.parallel.transport import AttentionStats, Transport
-from rayfcp.program import Encode, Range, RankProgram, ReshuffleProgram
+from rayfcp.program import Encode, RankProgram, ReshuffleProgram
 from rayfcp.program.instructions import wanted_images
 from rayfcp.values import GlobalBatch
 
@@ -76,37 +76,22 @@ def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
     )
 
 
-def place_features(
-    features: Tensor, item: Encode, *, transport: Transport, stats: AttentionStats, device: torch.device
-) -> PlacedFeatures:
-    """Exchange encoded features for those of this rank's tokens."""
-    return PlacedFeatures(
-        features=exchange_features(features, item.features, transport=transport, stats=stats),
-        rows=row_numbers(item.rows, device),
-    )
-
-
-def row_numbers(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
-    """Numbers of all rows of `ranges`, int64."""
-    return rows_of(ranges, device) if ranges else torch.empty(0, dtype=torch.int64, device=device)
-
-
-def exchange_features(
-    features: Tensor, program: ReshuffleProgram, *, transport: Transport, stats: AttentionStats
-) -> Tensor:
+def place_features(features: Tensor, item: Encode, *, transport: Transport, stats: AttentionStats) -> PlacedFeatures:
     """Send rows of `features`, `[tokens encoded, width]`, to the ranks of their tokens; returns those of this rank's
-    tokens, `[tokens placed, width]`. Differentiable: gradients take the same way back. Every rank must call it, and its
-    result must stand in the graph of every rank or, with frozen encoders, of none.
+    tokens. Differentiable: gradients take the same way back. Every rank must call it, and its result must stand in the
+    graph of every rank or, with frozen encoders, of none.
 
     Raises:
         ValueError: the encoder gave another number of rows than the program has.
     """
+    program = item.features
     if len(features) != program.num_tokens:
         raise ValueError(
             f"encode: rank {program.rank} has features of {len(features)} tokens, its program {program.num_tokens}; "
             "give the images that were planned, in the sizes that were planned"
         )
-    return _ExchangeFeatures.apply(features, program, transport, stats)  # type: ignore[no-any-return, no-untyped-call]
+    placed: Tensor = _ExchangeFeatures.apply(features, program, transport, stats)  # type: ignore[no-untyped-call]
+    return PlacedFeatures(features=placed, rows=rows_of(item.rows, features.device))
 
 
 class _ExchangeFeatures(torch.autograd.Function):
@@ -117,8 +102,7 @@ class _ExchangeFeatures(torch.autograd.Function):
         ctx.program, ctx.transport, ctx.stats = program, transport, stats
         source = (features.unsqueeze(1),)
         placed = kept_rows(program, source)
-        steps = [ScheduledExchange(send=step.send, receive=step.receive, calls=()) for step in program.rounds]
-        exchange(steps, lambda: source, targets=placed, compute=_no_calls, transport=transport, stats=stats)
+        exchange(program, lambda: source, targets=placed, transport=transport, stats=stats)
         return placed[0][: program.num_placed].squeeze(1)
 
     @staticmethod
@@ -127,14 +111,9 @@ class _ExchangeFeatures(torch.autograd.Function):
         program: ReshuffleProgram = ctx.program
         placed = (gradient.unsqueeze(1),)
         target = (gradient.new_zeros(program.num_tokens, 1, gradient.shape[1]),)
-        steps = [ScheduledExchange(send=step.receive, receive=step.send, calls=()) for step in program.rounds]
-        exchange(steps, lambda: placed, targets=target, compute=_no_calls, transport=ctx.transport, stats=ctx.stats)
+        exchange(program, lambda: placed, targets=target, back=True, transport=ctx.transport, stats=ctx.stats)
         copy_kept(program, placed, targets=target)
         return target[0].squeeze(1), None, None, None
-
-
-def _no_calls(_: object) -> None:
-    """Attention computes nothing while features travel."""
 
 
 class BatchImages:

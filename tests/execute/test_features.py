@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rayfcp.execute.parallel.transport import AttentionStats, Fabric, InProcessTransport
-from rayfcp.execute.vision import exchange_features, row_numbers
-from rayfcp.program import Piece, lower_reshuffle
+from rayfcp.execute.attention.schedule import rows_of
+from rayfcp.execute.parallel.transport import AttentionStats, Fabric, InProcessTransport, Transport
+from rayfcp.execute.vision import PlacedFeatures, place_features
+from rayfcp.program import Encode, Piece, ReshuffleProgram, lower_reshuffle
 from rayfcp.values import Block, Layout
 from tests.examples import examples
 from tests.execute.dense import run_ranks
@@ -30,6 +31,14 @@ def any_layouts(num_ranks: int, num_rows: int, seed: int) -> tuple[list[list[int
     return before, after
 
 
+def place(
+    features: Tensor, program: ReshuffleProgram, *, transport: Transport, stats: AttentionStats
+) -> PlacedFeatures:
+    """Features on the rank of their tokens, whose rows do not matter."""
+    item = Encode(microbatch=0, images=(), features=program, rows=())
+    return place_features(features, item, transport=transport, stats=stats)
+
+
 @examples(40)
 @given(num_ranks=st.integers(1, 4), num_rows=st.integers(0, 12), seed=st.integers(0, 999))
 def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: int) -> None:
@@ -45,7 +54,7 @@ def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: 
 
     def work(rank: int) -> None:
         transport = InProcessTransport(fabric, rank)
-        found[rank] = exchange_features(given_rows[rank], programs[rank], transport=transport, stats=all_stats[rank])
+        found[rank] = place(given_rows[rank], programs[rank], transport=transport, stats=all_stats[rank]).features
         (found[rank] * weights[after[rank]]).sum().backward()
 
     run_ranks(work, num_ranks=num_ranks, fabric=fabric)
@@ -59,18 +68,17 @@ def test_rows_and_gradients_find_their_way(num_ranks: int, num_rows: int, seed: 
 
 def test_frozen_features_go_one_way() -> None:
     (program,) = lower_reshuffle([[]], Layout(blocks=(), rounds=()))
-    found = exchange_features(
-        torch.ones(0, 2), program, transport=InProcessTransport(Fabric(1), 0), stats=AttentionStats()
-    )
+    transport = InProcessTransport(Fabric(1), 0)
+    found = place(torch.ones(0, 2), program, transport=transport, stats=AttentionStats()).features
     assert found.shape == (0, 2) and not found.requires_grad
 
 
 def test_images_of_other_sizes_are_refused() -> None:
     (program,) = lower_reshuffle([[]], Layout(blocks=(), rounds=()))
     with pytest.raises(ValueError, match="rank 0 has features of 5 tokens, its program 0; give the images"):
-        exchange_features(torch.ones(5, 2), program, transport=InProcessTransport(Fabric(1), 0), stats=AttentionStats())
+        place(torch.ones(5, 2), program, transport=InProcessTransport(Fabric(1), 0), stats=AttentionStats())
 
 
 def test_rows_by_number() -> None:
     device = torch.device("cpu")
-    assert row_numbers(((1, 3), (7, 8)), device).tolist() == [1, 2, 7] and row_numbers((), device).tolist() == []
+    assert rows_of(((1, 3), (7, 8)), device).tolist() == [1, 2, 7] and rows_of((), device).tolist() == []

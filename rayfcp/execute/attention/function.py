@@ -26,7 +26,6 @@ from rayfcp.execute.attention.schedule import (
     AttentionSchedule,
     HeadSchedule,
     KernelCall,
-    ScheduledExchange,
     ScheduledRound,
     make_schedule,
     take_rows,
@@ -190,11 +189,12 @@ class _Attention(torch.autograd.Function):
         merged = MergedAttention(q)
         attend = functools.partial(run.attend, merged=merged)
         if reshuffle:
-            run.exchange(reshuffle.forward.entering, lambda: given, targets=(q, k, v), compute=attend)
+            run.exchange(lambda: given, targets=(q, k, v), calls=reshuffle.forward.entering, compute=attend)
         run.rounds(run.schedule.forward, attend)
         if reshuffle:
             returned = query.new_zeros(query.shape)
-            run.exchange(reshuffle.forward.leaving, lambda: (merged.out,), targets=(returned,), compute=attend)
+            leaving = reshuffle.forward.leaving
+            run.exchange(lambda: (merged.out,), targets=(returned,), back=True, calls=leaving, compute=attend)
         run.slots.close()
         out, lse = merged.result(query.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -217,22 +217,23 @@ class _Attention(torch.autograd.Function):
         )
         differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
         if reshuffle:
-            run.exchange(reshuffle.backward.entering, lambda: grads, targets=(grad_out,), compute=differentiate)
+            run.exchange(lambda: grads, targets=(grad_out,), calls=reshuffle.backward.entering, compute=differentiate)
         run.rounds(run.schedule.backward, differentiate)
         sums = (dq, run.slots.gradient(0))
         if reshuffle:
             returned = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in (q, k, v)]
-            partial = functools.partial(_partial, sums)
-            run.exchange(reshuffle.backward.leaving, partial, targets=returned, compute=differentiate)
+            run.exchange(
+                lambda: [each for total in sums for each in total.partial],
+                targets=returned,
+                back=True,
+                calls=reshuffle.backward.leaving,
+                compute=differentiate,
+            )
             copy_kept(reshuffle.program, [each for total in sums for each in total.whole], targets=returned)
         run.slots.close()
         if reshuffle:
             return *returned, None, None
         return *(each for total in sums for each in total.result(q.dtype)), None, None
-
-
-def _partial(sums: Sequence[RowSums]) -> list[Tensor]:
-    return [each for total in sums for each in total.partial]
 
 
 class _Pass:
@@ -254,16 +255,11 @@ class _Pass:
                     compute(call)
             self.slots.free(step.free)
 
-    def exchange(
-        self,
-        steps: Sequence[ScheduledExchange],
-        sources: Callable[[], Sequence[Tensor]],
-        *,
-        targets: Sequence[Tensor],
-        compute: Callable[[KernelCall], None],
-    ) -> None:
-        context = self._context
-        exchange(steps, sources, targets=targets, compute=compute, transport=context.transport, stats=context.stats)
+    def exchange(self, sources: Callable[[], Sequence[Tensor]], **options: Any) -> None:
+        """The exchange of one way of the reshuffle; see `reshuffle.exchange`."""
+        reshuffle, context = self.schedule.reshuffle, self._context
+        assert reshuffle is not None
+        exchange(reshuffle.program, sources, transport=context.transport, stats=context.stats, **options)
 
     @contextmanager
     def _posted(self, step: ScheduledRound) -> Iterator[None]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rayfcp.execute.attention.schedule import KernelCall, ScheduledExchange, put_rows, take_rows
+from rayfcp.execute.attention.schedule import Calls, KernelCall, put_rows, take_rows
 from rayfcp.execute.parallel.transport import AttentionStats, Envelope, Transport
 from rayfcp.program import ReshuffleProgram
 
@@ -31,33 +31,37 @@ def copy_kept(program: ReshuffleProgram, sources: Tensors, *, targets: Tensors) 
 
 
 def exchange(
-    steps: Sequence[ScheduledExchange],
+    program: ReshuffleProgram,
     sources: Callable[[], Tensors],
     *,
     targets: Tensors,
-    compute: Callable[[KernelCall], None],
     transport: Transport,
     stats: AttentionStats,
+    back: bool = False,
+    calls: Sequence[Calls] = (),
+    compute: Callable[[KernelCall], None] = lambda _: None,
 ) -> None:
-    """Send rows of `sources` to rows of other ranks' `targets`, in the dtype of these, while `compute` runs the calls.
+    """Send rows of `sources` to rows of other ranks' `targets`, in the dtype of these, while `compute` runs the calls
+    of each round, if there are any. `back`: from the plan's order to the loop's.
 
     A message holds its tokens of all tensors, concatenated over heads. The calls of a round neither read rows that this
     or a later round receives nor write rows that this or an earlier one sends (`rayfcp.program.reshuffle`).
     """
     heads = [tensor.shape[1] for tensor in targets]
-    for step in steps:
+    for step, own_calls in zip(program.rounds, calls or [()] * len(program.rounds), strict=True):
+        sent, received = (step.receive, step.send) if back else (step.send, step.receive)
         sends: list[Envelope] = []
         receives: list[Envelope] = []
-        if step.send:
-            rows = [take_rows(tensor, step.send.ranges).to(targets[0].dtype) for tensor in sources()]
-            sends.append((step.send.peer, torch.cat(rows, dim=1)))
-        if step.receive:
-            shape = (step.receive.num_tokens, sum(heads), targets[0].shape[2])
-            receives.append((step.receive.peer, targets[0].new_empty(shape)))
+        if sent:
+            rows = [take_rows(tensor, sent.ranges).to(targets[0].dtype) for tensor in sources()]
+            sends.append((sent.peer, torch.cat(rows, dim=1)))
+        if received:
+            shape = (received.num_tokens, sum(heads), targets[0].shape[2])
+            receives.append((received.peer, targets[0].new_empty(shape)))
         pending = stats.post(sends, receives, transport=transport)
-        for call in step.calls:
+        for call in own_calls:
             compute(call)
         stats.wait(pending)
-        if step.receive:
+        if received:
             for target, part in zip(targets, receives[0][1].split(heads, dim=1), strict=True):
-                put_rows(target, step.receive.ranges, source=part)
+                put_rows(target, received.ranges, source=part)

@@ -21,9 +21,7 @@ from rayfcp.program import (
     Message,
     Payload,
     Range,
-    ReshuffleMessage,
     ReshuffleProgram,
-    ReshuffleRound,
 )
 from rayfcp.program.columns import merged
 from rayfcp.program.reshuffle import HiddenRounds, hide
@@ -37,9 +35,8 @@ numbers."""
 @functools.lru_cache(maxsize=1024)
 def rows_of(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
     """Row numbers of `ranges`, int64, on the device; the layers of a microbatch share them."""
-    return to_device(
-        np.concatenate([np.arange(start, stop) for start, stop in ranges]), dtype=torch.int64, device=device
-    )
+    rows = [np.arange(start, stop) for start, stop in ranges]
+    return to_device(np.concatenate([np.arange(0), *rows]), dtype=torch.int64, device=device)
 
 
 def take_rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
@@ -149,31 +146,25 @@ def _lengths(ranges: Sequence[Range], *, flipped: bool) -> tuple[int, ...]:
     return lengths[::-1] if flipped else lengths
 
 
+Calls = tuple[KernelCall, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledRound:
     """One round: messages, calls, and the slots that no later round reads."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    calls: tuple[KernelCall, ...]
+    calls: Calls
     free: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduledExchange:
-    """One round of a reshuffle in one direction: messages, and the calls that run while they travel."""
+class HiddenCalls:
+    """Calls of one direction that run while round i of the way in, or of the way out, travels."""
 
-    send: ReshuffleMessage | None
-    receive: ReshuffleMessage | None
-    calls: tuple[KernelCall, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeSchedule:
-    """Exchanges before and after the rounds of one direction."""
-
-    entering: tuple[ScheduledExchange, ...]
-    leaving: tuple[ScheduledExchange, ...]
+    entering: tuple[Calls, ...]
+    leaving: tuple[Calls, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +172,8 @@ class ReshuffleSchedule:
     """A reshuffle around both directions of a program."""
 
     program: ReshuffleProgram
-    forward: ExchangeSchedule
-    backward: ExchangeSchedule
+    forward: HiddenCalls
+    backward: HiddenCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,12 +235,15 @@ def make_schedules(forward: Forward) -> dict[LayerKind, AttentionSchedule | Head
 def _schedule(program: AttentionProgram, *, reshuffle: ReshuffleProgram | None, head_share: float) -> AttentionSchedule:
     forward, backward, around = program.forward, program.backward, None
     if reshuffle:
-        hidden = _hidden(program, reshuffle)
+        if program.num_tokens != max(reshuffle.num_placed, 1):
+            raise ValueError(
+                f"reshuffle: rank {reshuffle.rank} has {reshuffle.num_placed} tokens in its layout, the program "
+                f"{program.num_tokens}; lower both from the same microbatch"
+            )
+        hidden = hide(program, reshuffle)
         forward, backward = (each.rounds for each in hidden)
         around = ReshuffleSchedule(
-            program=reshuffle,
-            forward=_exchanges(hidden[0], reshuffle.rounds),
-            backward=_exchanges(hidden[1], reshuffle.rounds),
+            program=reshuffle, forward=_hidden_calls(hidden[0]), backward=_hidden_calls(hidden[1])
         )
     return AttentionSchedule(
         num_tokens=program.num_tokens,
@@ -261,27 +255,11 @@ def _schedule(program: AttentionProgram, *, reshuffle: ReshuffleProgram | None, 
     )
 
 
-def _hidden(program: AttentionProgram, reshuffle: ReshuffleProgram) -> tuple[HiddenRounds, HiddenRounds]:
-    if program.num_tokens != max(reshuffle.num_placed, 1):
-        raise ValueError(
-            f"reshuffle: rank {reshuffle.rank} has {reshuffle.num_placed} tokens in its layout, the program "
-            f"{program.num_tokens}; lower both from the same microbatch"
-        )
-    return hide(program, reshuffle)
-
-
-def _exchanges(hidden: HiddenRounds, rounds: Sequence[ReshuffleRound]) -> ExchangeSchedule:
-    """The way out is the way in, transposed."""
-    return ExchangeSchedule(
-        entering=tuple(
-            ScheduledExchange(send=step.send, receive=step.receive, calls=_calls(attends, head_share=1.0))
-            for step, attends in zip(rounds, hidden.entering, strict=True)
-        ),
-        leaving=tuple(
-            ScheduledExchange(send=step.receive, receive=step.send, calls=_calls(attends, head_share=1.0))
-            for step, attends in zip(rounds, hidden.leaving, strict=True)
-        ),
+def _hidden_calls(hidden: HiddenRounds) -> HiddenCalls:
+    entering, leaving = (
+        tuple(_calls(each, head_share=1.0) for each in rounds) for rounds in (hidden.entering, hidden.leaving)
     )
+    return HiddenCalls(entering=entering, leaving=leaving)
 
 
 def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[ScheduledRound, ...]:
@@ -301,7 +279,7 @@ def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[Sch
     )
 
 
-def _calls(attends: Sequence[Attend], *, head_share: float) -> tuple[KernelCall, ...]:
+def _calls(attends: Sequence[Attend], *, head_share: float) -> Calls:
     """As few calls as possible. Queries that attend to several ranges of keys go into several calls, so that a call
     writes each of its rows once."""
     calls: list[list[Attend]] = []
