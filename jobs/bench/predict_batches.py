@@ -135,7 +135,9 @@ class DrawnImages:
 
     def _pixels(self, sequence: int, /, *, first: int, last: int) -> Pixels:
         draw = np.random.default_rng((self._seed, sequence, first))
-        blank = [self._engine.blank_images(1, side=side) for side in self._sides[sequence][first:last]]
+        blank = [
+            self._engine.generation.module.blank_images(1, side=side) for side in self._sides[sequence][first:last]
+        ]
         shape = (sum(len(each.values) for each in blank), *blank[0].values.shape[1:])
         values = draw.standard_normal(shape, np.float32)
         return Pixels(values=values, grids=np.concatenate([each.grids for each in blank]))

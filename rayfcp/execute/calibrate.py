@@ -33,7 +33,7 @@ class _Blanks:
         self._engine, self._side = engine, side
 
     def pixels(self, _sequence: int, *, first: int, last: int) -> Pixels:
-        return self._engine.blank_images(last - first, side=self._side)
+        return self._engine.generation.module.blank_images(last - first, side=self._side)
 
     def positions(self, _sequence: int, *, start: int, stop: int) -> Tokens:
         return np.arange(start, stop)
@@ -48,34 +48,32 @@ def time_passes(
     An engine's first pass of a shape takes longer: discard the first call. Each further call is a round through all
     shapes, so that drifts affect all of them alike.
     """
-    return [
-        Timing(
-            degree=shape.degree,
-            num_tokens=shape.num_tokens,
-            num_pairs=shape.num_pairs,
-            primitive=shape.primitive,
-            num_images=shape.num_images,
-            num_patches=shape.num_patches,
-            seconds=_timed(engine, shape, clock=clock),
+    timings = []
+    for shape in shapes:
+        program = _pass_program(engine, shape)
+        images = _Blanks(engine, side=math.isqrt(shape.num_patches)) if shape.images else None
+        start_s = clock()
+        engine.rehearse(program, _Zeros(), images=images)
+        timings.append(
+            Timing(
+                degree=shape.degree,
+                num_tokens=shape.num_tokens,
+                num_pairs=shape.num_pairs,
+                primitive=shape.primitive,
+                num_images=shape.num_images,
+                num_patches=shape.num_patches,
+                seconds=clock() - start_s,
+            )
         )
-        for shape in shapes
-    ]
+    return timings
 
 
-def _timed(engine: RankEngine, shape: PassShape, *, clock: Callable[[], float]) -> float:
-    program = pass_program(engine, shape)
-    images = _Blanks(engine, side=math.isqrt(shape.num_patches)) if shape.images else None
-    start_s = clock()
-    engine.rehearse(program, _Zeros(), images=images)
-    return clock() - start_s
-
-
-def pass_program(engine: RankEngine, shape: PassShape) -> RankProgram:
+def _pass_program(engine: RankEngine, shape: PassShape) -> RankProgram:
     """This device's program of a pass."""
     position, recomputed = engine.position, engine.recomputed_layers
     plan, sequences = pass_plan(shape, num_ranks=position.num_ranks, recomputed_layers=recomputed)
     if position.num_stages > 1:
-        plan = through_stages(plan, layers_of_stage=engine.layers_of_stage)
+        plan = through_stages(plan, layers_of_stage=engine.generation.layers_of_stage)
     return lower(plan, sequences)[position.stage * position.num_ranks + position.rank]
 
 

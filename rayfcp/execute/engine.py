@@ -17,19 +17,19 @@ from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.interpreter import BatchTokens, Execution, Interpreter, TokenSource
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gradients, totals, update_span
+from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gradients, totals
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
-from rayfcp.execute.parallel.sharding import HostWait, ShardedModel, StageModule, keep_gathered, release
+from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, make_pipes
 from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
-from rayfcp.execute.vision import ImageSource, Pixels, VisionLoader
+from rayfcp.execute.vision import ImageSource, VisionLoader
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, ModelProfile, Span
+from rayfcp.values import GlobalBatch, ModelProfile, Span, SpanKind
 from rayfcp.values.state import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -86,10 +86,6 @@ class RankEngine:
             raise RuntimeError("the device is in no generation; join one first")
         return self._generation
 
-    @property
-    def layers_of_stage(self) -> tuple[int, ...]:
-        return self.generation.layers_of_stage
-
     @collective
     def join(
         self,
@@ -137,7 +133,7 @@ class RankEngine:
         return Interpreter(
             transport=DistributedTransport(groups.channels.attend, self._progress),
             kernel=pick_kernel(self.device.type, sm_margin=self._config.cluster.communication_sms),
-            model=ShardedModel(module),
+            model=module,
             pipes=make_pipes(
                 groups.channels,
                 hidden_size=hidden_size,
@@ -162,16 +158,11 @@ class RankEngine:
         release(generation.module)
         generation.optimizer.zero_grad(set_to_none=True)
 
-    def blank_images(self, count: int, *, side: int) -> Pixels:
-        """See `StageModule`."""
-        return self.generation.module.blank_images(count, side=side)
-
     @collective
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
         """Time single parts of a pass in the model's dtype; every rank must call it."""
-        channels = self.generation.groups.channels
         dtype = getattr(torch, self._config.model.dtype)
-        timer = PartTimer(model, device=self.device, dtype=dtype, attend=channels.attend, shard=channels.shard)
+        timer = PartTimer(model, channels=self.generation.groups.channels, device=self.device, dtype=dtype)
         return timer.run(max_tokens=max_tokens)
 
     @collective
@@ -183,7 +174,7 @@ class RankEngine:
         plan_hash: str,
         snapshot: StateId | None = None,
         safe: StateId | None = None,
-        on_copy: Callable[[ShardHeader], None] | None = None,
+        on_copy: Callable[[ShardHeader], object] = lambda _: None,
         decoded: Mapping[ImageRange, DecodedImages] | None = None,
     ) -> RankReport:
         """Forward, backward, reduction and update of one global batch.
@@ -217,12 +208,12 @@ class RankEngine:
         release(generation.module)
         update_s = time.time()
         numbers = self._update(batch, done.loss_sum)
-        update = update_span(self.position, start_s=update_s)
+        updated_s = time.time()
         if snapshot is not None:
-            header = generation.snapshots.take(snapshot)
-            if on_copy is not None:
-                on_copy(header)
-        return self._report(batch.step, numbers, done=done, update=update, start_s=start_s, broken=broken)
+            on_copy(generation.snapshots.take(snapshot))
+        return self._report(
+            batch.step, numbers, done=done, update_s=(update_s, updated_s), start_s=start_s, broken=broken
+        )
 
     def _report(
         self,
@@ -230,16 +221,18 @@ class RankEngine:
         numbers: tuple[float, float, float],
         *,
         done: Execution,
-        update: Span,
+        update_s: tuple[float, float],
         start_s: float,
         broken: tuple[str, ...],
     ) -> RankReport:
         loss, norm, rate = numbers
-        generation, position = self.generation, self.position
+        generation, position, (first_s, last_s) = self.generation, self.position, update_s
+        rank, stage = position.rank, position.stage
+        update = Span(rank=rank, stage=stage, kind=SpanKind.UPDATE, label="update", start_s=first_s, stop_s=last_s)
         return RankReport(
             number=position.device,
-            stage=position.stage,
-            rank=position.rank,
+            stage=stage,
+            rank=rank,
             tensor_rank=position.tensor_rank,
             step=step,
             loss=loss,

@@ -19,8 +19,9 @@ from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
+from rayfcp.execute.parallel.sharding import StageModule, set_reduce
 from rayfcp.execute.parallel.transport import AttentionStats, Pipes, Transport
-from rayfcp.execute.vision import ImageSource, Pixels, PlacedFeatures, pixels_of, place_features
+from rayfcp.execute.vision import ImageSource, PlacedFeatures, pixels_of, place_features
 from rayfcp.program import Backward, Encode, Forward, Free, Instruction, Load, RankProgram, Receive, Send, StageFlow
 from rayfcp.values import GlobalBatch, Span, SpanKind
 
@@ -37,42 +38,6 @@ class TokenSource(Protocol):
 
     def read(self, sequence: int, /, *, start: int, stop: int) -> tuple[Tokens, Tokens]:
         """Token ids and target ids of `[start, stop)`; a target is the next token's id, or -100."""
-        ...
-
-
-class TrainableModel(Protocol):
-    """A causal language model, or one stage of it, sharded or whole; with a vision encoder, if it has one."""
-
-    def run(
-        self,
-        inputs: Tensor,
-        *,
-        positions: Tensor,
-        targets: Tensor | None,
-        attention: AttentionContext,
-        keep_logits: bool = True,
-        placed: PlacedFeatures | None = None,
-    ) -> Tensor:
-        """One forward pass. The last stage returns the sum of the cross entropies of all targets that are not -100;
-        other stages, which need no targets, return activations `[tokens, hidden]` for the next stage.
-
-        `inputs`: token ids on the first stage, else the previous stage's activations; targets `[tokens]`; positions
-        `[tokens]` or `[3, tokens]`. `keep_logits`: the backward pass comes next, so logits may be kept for it.
-        `placed`: features that replace the embeddings of image tokens.
-        """
-        ...
-
-    def encode(self, pixels: Pixels | None) -> Tensor:
-        """Features of the images' tokens, in order, `[tokens, num_mergers x hidden]`; in the graph unless the encoder
-        is frozen. None: no rows, but the encoder ran, and will run backward, as on other ranks.
-
-        Raises:
-            ValueError: the model has no encoder.
-        """
-        ...
-
-    def set_reduce(self, reduce: bool) -> None:
-        """Set whether the next backward pass sums gradients over ranks."""
         ...
 
 
@@ -128,7 +93,7 @@ class Passes:
     def __init__(
         self,
         program: RankProgram,
-        model: TrainableModel,
+        model: StageModule,
         *,
         pipes: Pipes | None,
         loss_scale: float,
@@ -169,10 +134,10 @@ class Passes:
 
     def encode(self, item: Encode, images: ImageSource | None, *, transport: Transport) -> None:
         """Run the vision encoder, and exchange its features for those of this rank's tokens."""
-        features = self._model.encode(pixels_of(item, images))
-        self._placed[item.microbatch] = place_features(
-            features, item, transport=transport, stats=self.stats, device=self._device
-        )
+        pixels = pixels_of(item, images)
+        features = self._model.encode(pixels)
+        features = features if pixels is not None else features[:0]  # here, since FSDP's hooks want no view
+        self._placed[item.microbatch] = place_features(features, item, transport=transport, stats=self.stats)
 
     def receive(self, item: Receive) -> None:
         """Wait for activations or for their gradient."""
@@ -186,14 +151,10 @@ class Passes:
     def forward(self, item: Forward, context: AttentionContext, *, keep_logits: bool) -> None:
         loaded = self._loaded.pop(item.microbatch)
         inputs = loaded.ids if loaded.ids is not None else self._activations_in[item.microbatch]
-        output = self._model.run(
-            inputs,
-            positions=loaded.positions,
-            targets=loaded.targets,
-            attention=context,
-            keep_logits=keep_logits,
-            placed=self._placed.pop(item.microbatch, None),
-        )
+        # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
+        placed = self._placed.pop(item.microbatch, None)
+        output: Tensor = self._model(inputs, loaded.positions, loaded.targets, context, keep_logits, placed)
+        output = output.squeeze(0)  # here, since FSDP's hooks want no view
         self.stats.buffers.clear()
         self._outputs[item.microbatch] = get_gradient_edge(output)
         if self._is_last:
@@ -203,7 +164,7 @@ class Passes:
             self._activations_out[item.microbatch] = output.detach()
 
     def backward(self, item: Backward) -> None:
-        self._model.set_reduce(item.reduce)
+        set_reduce(self._model, item.reduce)
         torch.autograd.backward((self._outputs.pop(item.microbatch),), (self._output_gradients.pop(item.microbatch),))
         self.stats.buffers.clear()
 
@@ -237,7 +198,7 @@ class Interpreter:
         *,
         transport: Transport,
         kernel: AttentionKernel,
-        model: TrainableModel,
+        model: StageModule,
         pipes: Pipes | None = None,
         device: torch.device | str = "cpu",
         clock: Callable[[], float] = time.time,
@@ -276,7 +237,10 @@ class Interpreter:
                     case Receive():
                         passes.receive(item)
                     case Forward():
-                        keep_logits = _is_followed_by_backward(program, at)
+                        following = program.instructions[at + 1 : at + 2]
+                        keep_logits = any(
+                            isinstance(each, Backward) and each.microbatch == item.microbatch for each in following
+                        )
                         passes.forward(item, self._context(item, passes.stats, store), keep_logits=keep_logits)
                     case Send():
                         passes.send(item)
@@ -314,12 +278,6 @@ class Interpreter:
         )
 
 
-def _is_followed_by_backward(program: RankProgram, at: int) -> bool:
-    """True if the next instruction is the backward pass of this forward pass."""
-    own, following = program.instructions[at].microbatch, program.instructions[at + 1 : at + 2]
-    return any(isinstance(each, Backward) and each.microbatch == own for each in following)
-
-
 def _execution(passes: Passes, record: "_SpanRecord") -> Execution:
     """Read all results. The host waits for the device here, and nowhere before."""
     stats = passes.stats
@@ -333,6 +291,16 @@ def _execution(passes: Passes, record: "_SpanRecord") -> Execution:
     )
 
 
+_SPAN_KINDS: dict[type, SpanKind] = {
+    Load: SpanKind.LOAD,
+    Encode: SpanKind.ENCODE,
+    Receive: SpanKind.WAIT,
+    Forward: SpanKind.FORWARD,
+    Backward: SpanKind.BACKWARD,
+}
+"""Of the instructions that take time."""
+
+
 class _SpanRecord:
     """Spans of one program, and seconds waited in each microbatch."""
 
@@ -344,14 +312,14 @@ class _SpanRecord:
     @contextmanager
     def span(self, item: Instruction) -> Iterator[None]:
         """Record an instruction, if it takes time."""
-        named = _kind(item)
-        if named is None:
+        kind = _SPAN_KINDS.get(type(item))
+        if kind is None:
             yield
             return
         start, waited_s = self._clock.mark(), self._waited()
         yield
         self.waited_s[item.microbatch] += self._waited() - waited_s
-        kind, name = named
+        name = item.flow.value if isinstance(item, Receive) else kind.value
         self._marked.append((kind, f"{name} {item.microbatch}", start, self._clock.mark()))
 
     def spans(self) -> tuple[Span, ...]:
@@ -362,20 +330,3 @@ class _SpanRecord:
             Span(rank=rank, stage=stage, kind=kind, label=label, start_s=start_s, stop_s=stop_s)
             for (kind, label, *_), start_s, stop_s in zip(self._marked, times[::2], times[1::2], strict=True)
         )
-
-
-def _kind(item: Instruction) -> tuple[SpanKind, str] | None:
-    """Span kind and name of an instruction; None if it has no span."""
-    match item:
-        case Receive():
-            return SpanKind.WAIT, item.flow.value
-        case Load():
-            return SpanKind.LOAD, "load"
-        case Encode():
-            return SpanKind.ENCODE, "encode"
-        case Forward():
-            return SpanKind.FORWARD, "forward"
-        case Backward():
-            return SpanKind.BACKWARD, "backward"
-        case _:
-            return None

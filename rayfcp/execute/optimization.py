@@ -1,7 +1,6 @@
 """The update: learning rate by step, global gradient norm, clipping, AdamW."""
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -13,9 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from rayfcp.config.models import TrainConfig
 from rayfcp.execute.devices.backend import backend_of, to_device
-from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
+from rayfcp.execute.parallel.groups import ProcessGroups, swap
 from rayfcp.execute.parallel.sharding import StageModule
-from rayfcp.values import Span, SpanKind
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -58,19 +56,6 @@ def sum_copies(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> 
     parameters in the same order, sharded alike."""
     for parameter in parameters:
         dist.all_reduce(_gradient(parameter), group=group)
-
-
-def sum_with_peer(parameter: nn.Parameter, group: dist.ProcessGroup, *, peer: int) -> None:
-    """`sum_copies` with one other device of `group`, number `peer` in it; both get bitwise equal sums."""
-    gradient = _gradient(parameter)
-    other = torch.empty_like(gradient)
-    exchange = [
-        dist.P2POp(kind, tensor, group=group, group_peer=peer)
-        for kind, tensor in ((dist.isend, gradient), (dist.irecv, other))
-    ]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
-    gradient += other
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -121,7 +106,10 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tu
         sum_copies([module.get_parameter(name) for name in module.partial_names], channels.tensor)
     shared = module.shared_matrix
     if shared is not None and channels.pipe_forward is not None:
-        sum_with_peer(shared, channels.pipe_forward, peer=position.num_stages - 1 - position.stage)
+        gradient, peer = _gradient(shared), position.num_stages - 1 - position.stage
+        other = torch.empty_like(gradient)
+        swap(gradient, other, group=channels.pipe_forward, target=peer, source=peer)
+        gradient += other  # both devices get bitwise equal sums
     counted = [
         parameter
         for parameter in module.parameters()
@@ -131,15 +119,3 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tu
     own = to_device(np.array(loss_sum if position.tensor_rank == 0 else 0.0), dtype=dtype, device=groups.device)
     loss_sum, squares = groups.sum(torch.stack([own, local_squares(counted).to(own)])).tolist()
     return loss_sum, squares
-
-
-def update_span(position: MeshPosition, *, start_s: float) -> Span:
-    """Span of an update that ends now."""
-    return Span(
-        rank=position.rank,
-        stage=position.stage,
-        kind=SpanKind.UPDATE,
-        label="update",
-        start_s=start_s,
-        stop_s=time.time(),
-    )

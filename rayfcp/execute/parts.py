@@ -11,6 +11,7 @@ from torch import Tensor
 from rayfcp.cost.fit import PartTimings
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.kernels import Pairs, pick_kernel
+from rayfcp.execute.parallel.groups import Channels
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.values import ModelProfile
 
@@ -22,17 +23,9 @@ MESSAGE_BYTES = tuple(1 << power for power in range(12, 25, 2))
 class PartTimer:
     """Times parts of one layer of `model`; every rank calls the same methods in the same order."""
 
-    def __init__(
-        self,
-        model: ModelProfile,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        attend: dist.ProcessGroup,
-        shard: dist.ProcessGroup,
-    ) -> None:
+    def __init__(self, model: ModelProfile, *, channels: Channels, device: torch.device, dtype: torch.dtype) -> None:
         self._model, self._device, self._dtype = model, device, dtype
-        self._transport, self._shard = DistributedTransport(attend), shard
+        self._transport, self._shard = DistributedTransport(channels.attend), channels.shard
 
     def run(self, *, max_tokens: int) -> PartTimings:
         """Time all parts, for lengths and numbers of tokens by powers of 4 up to `max_tokens`."""

@@ -15,7 +15,6 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, join_process_groups, leave_process_groups
-from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import compile_parts, sharded_model
 from rayfcp.program import lower
@@ -101,7 +100,7 @@ def _run(case: Case, dtype: str, world: ProcessGroups) -> tuple[float, Gradients
     if case.compiled:
         compile_parts(model, backend="aot_eager")
     interpreter = Interpreter(
-        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
+        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=model
     )
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
     done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)

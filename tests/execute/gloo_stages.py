@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import Channels, MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.parallel.sharding import keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.models.build import DTYPES, sharded_model
 from rayfcp.models.causal_lm import CausalLM
@@ -68,7 +68,7 @@ def _run(run: Run, world: ProcessGroups) -> list[tuple[float, Gradients]]:
     interpreter = Interpreter(
         transport=DistributedTransport(world.channels.attend),
         kernel=pick_kernel("cpu"),
-        model=ShardedModel(model),
+        model=model,
         pipes=pipes_of(world.channels, dtype=run.dtype),
     )
     results = []
@@ -97,6 +97,6 @@ def gathered(model: CausalLM, world: ProcessGroups) -> Gradients:
     dist.all_gather_object(everyone, own, group=world.channels.control)
     gradients: Gradients = {}
     for stage in range(world.position.num_stages):
-        for name, gradient in everyone[world.position.at(stage, 0, tensor_rank=0)].items():
+        for name, gradient in everyone[int(world.position.mesh[stage, 0, 0])].items():
             gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
     return gradients

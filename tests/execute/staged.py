@@ -23,7 +23,6 @@ from rayfcp.values import BatchPlan, Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import SEED, VOCAB, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
 from tests.execute.live import UncountedTransport
-from tests.execute.whole import WholeModel
 from tests.program.pipelines import chunk, pipeline, plan_of, random_pipelines
 
 HIDDEN_SIZE = 32
@@ -199,7 +198,7 @@ def run_in_process(case: StagedCase, dtype: str) -> tuple[float, Gradients, list
         interpreter = Interpreter(
             transport=UncountedTransport(fabrics.attend[stage], rank),
             kernel=pick_kernel("cpu"),
-            model=WholeModel(models[rank][stage]),
+            model=models[rank][stage],
             pipes=fabrics.pipes_of(rank, stage=stage, dtype=dtype) if num_stages > 1 else None,
         )
         scale = 1.0 / max(case.num_targets, 1)

@@ -16,7 +16,6 @@ from tests.execute.cases import VOCAB, CaseTokens
 from tests.execute.dense import run_ranks
 from tests.execute.live import LiveBytes, UncountedTransport
 from tests.execute.staged import Fabrics, StagedCase
-from tests.execute.whole import WholeModel
 from tests.program.pipelines import chunk, pipeline, plan_of
 
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "ffn_size": 320}
@@ -65,7 +64,7 @@ def measured(case: StagedCase) -> list[int]:
         interpreter = Interpreter(
             transport=UncountedTransport(fabrics.attend[stage], rank),
             kernel=pick_kernel("cpu"),
-            model=WholeModel(model),
+            model=model,
             pipes=fabrics.pipes_of(rank, stage=stage, dtype="float32", hidden_size=SHAPE["hidden_size"]),
             clock=clock,
         )

@@ -30,7 +30,6 @@ from tests.execute.cases import (
 )
 from tests.execute.dense import run_ranks
 from tests.execute.gloo import run_on_gloo
-from tests.execute.whole import WholeModel
 
 PROFILE = ModelProfile(
     name="cases",
@@ -54,7 +53,7 @@ def run_in_process(programs: Sequence[RankProgram], case: Case, dtype: str) -> t
 
     def work(rank: int) -> None:
         interpreter = Interpreter(
-            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=WholeModel(models[rank])
+            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=models[rank]
         )
         done[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets)
 

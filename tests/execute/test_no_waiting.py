@@ -15,7 +15,6 @@ from rayfcp.models.build import random_model
 from rayfcp.program import lower
 from tests.execute.cases import CASES, SEED, Case, CaseTokens, library_config
 from tests.execute.dense import run_ranks
-from tests.execute.whole import WholeModel
 
 WAITING = ("_local_scalar_dense", "nonzero", "item", "masked_select", "is_nonzero", "equal", "unique", "_to_cpu")
 """Operators whose results, or their shapes, the host reads from the device."""
@@ -47,7 +46,7 @@ def interpreters(case: Case, *, device: str = "cpu", **options: Any) -> list[Int
         Interpreter(
             transport=InProcessTransport(fabric, rank),
             kernel=kernel,
-            model=WholeModel(copy.deepcopy(first)),
+            model=copy.deepcopy(first),
             device=device,
             **options,
         )

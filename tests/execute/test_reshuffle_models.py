@@ -15,7 +15,6 @@ from rayfcp.program import Forward, Piece, RankProgram, lower, lower_reshuffle
 from tests.execute.cases import CASES, SEED, Case, CaseTokens, Gradients, assert_same, expected, library_config
 from tests.execute.dense import run_ranks
 from tests.execute.loops import whole_sequences
-from tests.execute.whole import WholeModel
 
 
 def in_their_order(case: Case, number: int) -> tuple[list[list[Piece]], list]:
@@ -55,7 +54,7 @@ def test_models(case: Case) -> None:
                     recomputed_layers=item.recomputed_layers,
                 )
                 tokens, positions, targets = tokens_of(case, theirs[rank])
-                model = WholeModel(models[rank])
+                model = models[rank]
                 loss = model.run(tokens, positions=positions, targets=targets, attention=context)
                 (loss / case.num_targets).backward()
                 losses[rank] += float(loss.detach()) / case.num_targets

@@ -14,7 +14,6 @@ from tests.examples import examples
 from tests.execute.cases import CaseTokens, assert_same
 from tests.execute.gloo_stages import Run, run_on_gloo
 from tests.execute.staged import HIDDEN_SIZE, Fabrics, expected, random_case, run_in_process, typical_case, with_windows
-from tests.execute.whole import WholeModel
 
 LAYERS = {1: (3,), 2: (1, 2), 3: (2, 1, 1), 4: (1, 1, 2, 1)}
 
@@ -77,7 +76,7 @@ def test_programs_of_other_stages_and_activations_of_other_shapes_are_named() ->
     fabrics = Fabrics(num_stages=2, num_ranks=1)
     pipes = fabrics.pipes_of(0, stage=1, dtype="float32")
     keywords = {"transport": InProcessTransport(Fabric(1), 0), "kernel": pick_kernel("cpu")}
-    model = WholeModel(case.models("float32")[0])
+    model = case.models("float32")[0]
     with pytest.raises(ValueError, match="program is for stage 0 of 2, this is stage 1 with others; send it there"):
         Interpreter(**keywords, model=model, pipes=pipes).run(case.programs[0], CaseTokens(case))
     with pytest.raises(ValueError, match="program is for stage 0 of 2, this is stage 0 without others"):

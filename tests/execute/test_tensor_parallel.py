@@ -13,7 +13,6 @@ from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.optimization import is_split, local_squares, make_optimizer, sum_copies
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import random_model, sharded_model
 from rayfcp.models.causal_lm import CausalLM
@@ -108,7 +107,7 @@ def _run(run: Run, world: ProcessGroups) -> dict[str, Any]:
     model = sharded_model(model_config(run.model, vocab_size=VOCAB), run=run.model, seed=SEED, world=world)
     first = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
     interpreter = Interpreter(
-        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=ShardedModel(model)
+        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=model
     )
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[position.rank]
     with Calls("_c10d_functional.all_reduce") as sums:

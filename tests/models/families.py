@@ -19,7 +19,6 @@ from rayfcp.models.causal_lm import CausalLM
 from rayfcp.program import Load, RankProgram, lower
 from tests.execute.cases import SEED, Case, CaseTokens, Gradients
 from tests.execute.dense import run_ranks
-from tests.execute.whole import WholeModel
 
 DTYPE = "float64"
 BOUND = 1e-10
@@ -80,7 +79,7 @@ def in_process(config: PreTrainedConfig, case: Case) -> Result:
 
     def work(rank: int) -> None:
         transport, kernel = InProcessTransport(fabric, rank), pick_kernel("cpu")
-        interpreter = Interpreter(transport=transport, kernel=kernel, model=WholeModel(models[rank]))
+        interpreter = Interpreter(transport=transport, kernel=kernel, model=models[rank])
         with recorded_hidden(models[rank]) as hidden:
             losses[rank] = interpreter.run(programs[rank], tokens, loss_scale=1.0 / case.num_targets).loss_sum
         put_logits(logits, head_of(first)(torch.cat(hidden)), program=programs[rank], case=case)

@@ -8,7 +8,6 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import ShardedModel
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import put, sharded_model
 from rayfcp.program import lower
@@ -65,7 +64,7 @@ def _run(what: str, case: Case, world: ProcessGroups) -> Result:
     for name, parameter in model.named_parameters():
         put(parameter, values[name].detach())
     transport, kernel = DistributedTransport(world.channels.attend), pick_kernel("cpu")
-    interpreter = Interpreter(transport=transport, kernel=kernel, model=ShardedModel(model))
+    interpreter = Interpreter(transport=transport, kernel=kernel, model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
     with recorded_hidden(model) as hidden:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)

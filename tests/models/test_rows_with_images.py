@@ -29,7 +29,6 @@ from tests.data.vision.test_rows import BROKEN, prepared
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
-from tests.execute.whole import WholeModel
 from tests.models.families import disturb
 
 SIZES = ((40, 70), (64, 33), (30, 90))
@@ -87,7 +86,7 @@ def run(
 
     def work(rank: int) -> None:
         interpreter = Interpreter(
-            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=WholeModel(models[rank])
+            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=models[rank]
         )
         tokens, images = BatchTokens(reader, batch), prepared[rank].images
         done = interpreter.run(programs[rank], tokens, images=images, loss_scale=1.0 / batch.num_targets)

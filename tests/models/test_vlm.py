@@ -20,7 +20,6 @@ from rayfcp.verify import check_plan, check_programs
 from tests.execute.cases import Case, Gradients, assert_same
 from tests.execute.dense import run_ranks
 from tests.execute.encoding import encoded_anywhere
-from tests.execute.whole import WholeModel
 from tests.models.vlm import Row, Show, Shown, by_library, vlm_config, vlm_model
 
 QWEN = (
@@ -77,7 +76,7 @@ def run_vlm(
 
     def work(rank: int) -> None:
         interpreter = Interpreter(
-            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=WholeModel(models[rank])
+            transport=InProcessTransport(fabric, rank), kernel=pick_kernel("cpu"), model=models[rank]
         )
         done[rank] = interpreter.run(programs[rank], shown, images=shown, loss_scale=1.0 / shown.num_targets)
 

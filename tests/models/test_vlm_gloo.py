@@ -10,7 +10,7 @@ from rayfcp.config.models import ModelConfig
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
-from rayfcp.execute.parallel.sharding import ShardedModel, keep_gathered, release
+from rayfcp.execute.parallel.sharding import keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport
 from rayfcp.models.build import put, sharded_model
 from rayfcp.program import lower
@@ -96,7 +96,7 @@ def _run(run: Run, world: ProcessGroups) -> tuple[float, Gradients]:
         keep_gathered(model)
     program = lower(run.plan, shown.sequences, reduce_every=run.batch.reduce_every)[world.position.rank]
     transport = DistributedTransport(world.channels.attend)
-    interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=ShardedModel(model))
+    interpreter = Interpreter(transport=transport, kernel=pick_kernel("cpu"), model=model)
     done = interpreter.run(program, shown, images=shown, loss_scale=1.0 / shown.num_targets)
     release(model)
     loss = torch.tensor(done.loss_sum / shown.num_targets, dtype=torch.float64)

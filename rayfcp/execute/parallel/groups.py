@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,22 +20,6 @@ logger = logging.getLogger(__name__)
 CONTROL_TIMEOUT_S = 86_400.0
 """Timeout of the control channel, on which devices wait for the slowest checkpoint writer: a timeout would break the
 channel for good, and an abort of the groups ends a wait in vain."""
-
-
-def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Open all connections now, so that none is opened lazily in the middle of a step."""
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    token, inbox = torch.zeros(1, device=device), [torch.zeros(1, device=device) for _ in range(size)]
-    for hop in range(1, size):
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, token, group=group, group_peer=(rank + hop) % size),
-                dist.P2POp(dist.irecv, inbox[hop], group=group, group_peer=(rank - hop) % size),
-            ]
-        )
-        for work in works:
-            work.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,24 +58,16 @@ class MeshPosition:
     @property
     def device(self) -> int:
         """Number of this device among all devices."""
-        return self.at(self.stage, self.rank, tensor_rank=self.tensor_rank)
+        return int(self.mesh[self.stage, self.rank, self.tensor_rank])
 
     @property
     def num_devices(self) -> int:
         return self.num_stages * self.num_ranks * self.tensor_parallel
 
-    def at(self, stage: int, rank: int, *, tensor_rank: int) -> int:
-        """Number of the device at a position of the same mesh."""
-        return (stage * self.num_ranks + rank) * self.tensor_parallel + tensor_rank
-
     @property
-    def stage_devices(self) -> tuple[tuple[int, ...], ...]:
-        """Numbers of the devices of this stage, `[rank][tensor rank]`."""
-        tensor_ranks = range(self.tensor_parallel)
-        return tuple(
-            tuple(self.at(self.stage, rank, tensor_rank=each) for each in tensor_ranks)
-            for rank in range(self.num_ranks)
-        )
+    def mesh(self) -> npt.NDArray[np.int64]:
+        """Numbers of all devices, `[stage, rank, tensor rank]`."""
+        return np.arange(self.num_devices).reshape(self.num_stages, self.num_ranks, self.tensor_parallel)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,32 +150,21 @@ def join_process_groups(
     return groups
 
 
-def _members(position: MeshPosition) -> dict[str, list[tuple[int, ...]]]:
+def _members(position: MeshPosition) -> dict[str, list[list[int]]]:
     """Devices of each group of each channel, in the order of creation."""
-    stages, ranks, tensor_ranks = (
-        range(position.num_stages),
-        range(position.num_ranks),
-        range(position.tensor_parallel),
-    )
-
-    def at(stage: int, rank: int, each: int) -> int:
-        return position.at(stage, rank, tensor_rank=each)
-
-    across_ranks = [tuple(at(stage, rank, each) for rank in ranks) for stage in stages for each in tensor_ranks]
-    members = {"shard": across_ranks, "attend": across_ranks, "control": [tuple(range(position.num_devices))]}
+    mesh = position.mesh
+    across_ranks: list[list[int]] = mesh.transpose(0, 2, 1).reshape(-1, position.num_ranks).tolist()
+    members = {"shard": across_ranks, "attend": across_ranks, "control": [mesh.ravel().tolist()]}
     if position.num_stages > 1:
-        across_stages = [tuple(at(stage, rank, each) for stage in stages) for rank in ranks for each in tensor_ranks]
-        members |= {"pipe_forward": across_stages, "pipe_backward": across_stages}
+        members["pipe_forward"] = members["pipe_backward"] = mesh.reshape(position.num_stages, -1).T.tolist()
     if position.tensor_parallel > 1:
-        members["tensor"] = [
-            tuple(at(stage, rank, each) for each in tensor_ranks) for stage in stages for rank in ranks
-        ]
+        members["tensor"] = mesh.reshape(-1, position.tensor_parallel).tolist()
     return members
 
 
 def _make_channel(
     name: str,
-    members: Sequence[tuple[int, ...]],
+    members: Sequence[Sequence[int]],
     *,
     own: int,
     device: torch.device,
@@ -219,6 +186,28 @@ def _make_channel(
             _warm(group, device)
             joined = group
     return joined
+
+
+def _warm(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Open all connections now, so that none is opened lazily in the middle of a step."""
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    for hop in range(1, size):
+        swap(
+            torch.zeros(1, device=device),
+            torch.zeros(1, device=device),
+            group=group,
+            target=(rank + hop) % size,
+            source=(rank - hop) % size,
+        )
+
+
+def swap(leaving: Tensor, arriving: Tensor, *, group: dist.ProcessGroup, target: int, source: int) -> None:
+    """Send one tensor to rank `target` of `group` while another arrives from `source`; wait for both."""
+    send = dist.P2POp(dist.isend, leaving, group=group, group_peer=target)
+    receive = dist.P2POp(dist.irecv, arriving, group=group, group_peer=source)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
 
 
 def leave_process_groups(groups: ProcessGroups) -> None:

@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from rayfcp.execute.attention.function import AttentionContext
 from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.reports import StepProgress
-from rayfcp.execute.vision import Pixels, PlacedFeatures
+from rayfcp.execute.vision import Pixels
 
 
 def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
@@ -22,7 +21,7 @@ def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
     channels, kind = groups.channels, groups.device.type
     if channels.tensor is None:
         return DeviceMesh.from_group(channels.shard, kind, mesh_dim_names=("shard",))
-    devices = torch.tensor(groups.position.stage_devices)
+    devices = torch.from_numpy(groups.position.mesh[groups.position.stage])
     return DeviceMesh.from_group(
         [channels.shard, channels.tensor], kind, mesh=devices, mesh_dim_names=("shard", "tensor")
     )
@@ -58,12 +57,14 @@ def shard(
         if layer is kept and trained:
             part.set_reshard_after_forward(False, recurse=False)
     fully_shard(module, mesh=mesh, mp_policy=policy)
-    if hasattr(module, "encode"):
+    if isinstance(module, StageModule):
         register_fsdp_forward_method(module, "encode")
     for part in sharded_modules(module):
-        part.set_gradient_divide_factor(1.0)
+        part.set_gradient_divide_factor(1.0)  # not recursive: a part that it missed would get 1/N of its gradients
         part.set_force_sum_reduction_for_comms(True)
-    _check_sums(module)
+        factors = {group.gradient_divide_factor for group in parameter_groups(part)}
+        if factors - {1.0}:
+            raise RuntimeError(f"gradients of {type(part).__name__} are divided by {factors}; sums are needed")
 
 
 def keep_gathered(module: nn.Module) -> None:
@@ -77,14 +78,6 @@ def release(module: nn.Module) -> None:
     """Free gathered parameters and keep shards only."""
     for part in sharded_modules(module):
         part.reshard()
-
-
-def _check_sums(module: nn.Module) -> None:
-    """`set_gradient_divide_factor` is not recursive; a part that it missed would get 1/N of its gradients."""
-    for part in sharded_modules(module):
-        factors = {group.gradient_divide_factor for group in parameter_groups(part)}
-        if factors - {1.0}:
-            raise RuntimeError(f"gradients of {type(part).__name__} are divided by {factors}; sums are needed")
 
 
 def parameter_groups(part: FSDPModule) -> list[Any]:
@@ -103,10 +96,15 @@ def sharded_modules(module: nn.Module) -> list[FSDPModule]:
 
 
 class StageModule(nn.Module):
-    """One device's part of a model, and its parameters whose gradients are partial because other devices hold copies.
+    """One device's part of a model, as `Interpreter` runs it: all layers or those of one stage, sharded or whole, and
+    the vision encoder if the model has one.
 
-    `partial_names`: copies on all tensor-parallel devices. `shared_matrix`: tied embedding and head, on the first and
-    last of several stages. `occasional`: trained parameters that not every batch uses.
+    A call passes `inputs`, `positions`, `targets`, the attention context, whether logits may be kept since the backward
+    pass comes next, and features that replace the embeddings of image tokens; see `CausalLM.forward`.
+
+    `partial_names`: parameters whose gradients are partial, since all tensor-parallel devices hold copies.
+    `shared_matrix`: tied embedding and head, on the first and last of several stages. `occasional`: trained parameters
+    that not every batch uses.
     """
 
     partial_names: tuple[str, ...] = ()
@@ -119,49 +117,34 @@ class StageModule(nn.Module):
     def occasional(self) -> tuple[nn.Parameter, ...]:
         return ()
 
+    def encode(self, pixels: Pixels | None) -> Tensor:
+        """Features of the images' tokens, in order, `[tokens, num_mergers x hidden]`; in the graph unless the encoder
+        is frozen. None: the encoder runs, as on other ranks, on a small blank image.
+
+        Raises:
+            ValueError: the model has no encoder.
+        """
+        raise self._without_encoder(0 if pixels is None else len(pixels.grids))
+
     def blank_images(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  vision models need both
         """`count` blank images of `side` x `side` patches, as the vision encoder takes them.
 
         Raises:
             ValueError: the model has none.
         """
-        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
+        raise self._without_encoder(count)
+
+    def _without_encoder(self, count: int) -> ValueError:
+        return ValueError(f"{type(self).__name__} has no vision encoder for {count} images; give it none")
 
 
-class StageRunner:
-    """Forward passes of a `CausalLM`, or of a stage of one; see `TrainableModel`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def run(
-        self,
-        inputs: Tensor,
-        *,
-        positions: Tensor,
-        targets: Tensor | None,
-        attention: AttentionContext,
-        keep_logits: bool = True,
-        placed: PlacedFeatures | None = None,
-    ) -> Tensor:
-        # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
-        output: Tensor = self.module(inputs, positions, targets, attention, keep_logits, placed)
-        return output.squeeze(0)  # here, since FSDP's hooks want no view
-
-    def encode(self, pixels: Pixels | None) -> Tensor:
-        """See `TrainableModel`."""
-        features: Tensor = self.module.encode(pixels)  # type: ignore[operator]
-        return features if pixels is not None else features[:0]  # here, since FSDP's hooks want no view
-
-
-class ShardedModel(StageRunner):
-    """A `StageRunner` of a sharded module."""
-
-    def set_reduce(self, reduce: bool) -> None:
-        self.module.set_requires_gradient_sync(reduce)  # type: ignore[operator]
+def set_reduce(module: nn.Module, reduce: bool) -> None:
+    """Set whether the next backward pass sums gradients over ranks; a module that is not sharded never does."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(reduce)
         # Otherwise each backward pass clears the recorded layer order of forward passes whose backward is still to
         # come, and nothing is prefetched in theirs.
-        self.module.set_is_last_backward(reduce)  # type: ignore[operator]
+        module.set_is_last_backward(reduce)
 
 
 class HostWait:
@@ -186,19 +169,20 @@ class HostWait:
         self.seconds += time.perf_counter() - start_s
 
 
-class _TimedAllGather(DefaultAllGather):
+class _Timed:
+    """Collective of FSDP whose calls are timed."""
+
     def __init__(self, wait: HostWait) -> None:
         self._wait = wait
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         with self._wait.timed():
-            return super().__call__(*args, **keywords)
+            return super().__call__(*args, **keywords)  # type: ignore[misc]
 
 
-class _TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, wait: HostWait) -> None:
-        self._wait = wait
+class _TimedAllGather(_Timed, DefaultAllGather):
+    pass
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
-        with self._wait.timed():
-            return super().__call__(*args, **keywords)
+
+class _TimedReduceScatter(_Timed, DefaultReduceScatter):
+    pass
