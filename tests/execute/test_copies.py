@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.state.copies import HeldCopies
+from rayfcp.execute.state.copies import MAX_SPARE, HeldCopies
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -158,7 +158,7 @@ def test_what_cannot_be_a_copy_is_refused() -> None:
 def test_older_copies_go_and_their_buffers_are_used_again(
     held: list[tuple[int, int, int]], than: tuple[int, int]
 ) -> None:
-    copies = HeldCopies(max_spare=1)
+    copies = HeldCopies()
     for version, generation, number in held:
         header = header_of([(VECTOR, 1)], version=version, generation=generation, number=number)
         (copies.put(header, copies.spare(100)) if number else copies.begin(header))
@@ -167,7 +167,7 @@ def test_older_copies_go_and_their_buffers_are_used_again(
     found = [(each.state.version, each.state.generation, each.number) for each in copies.headers()]
     assert found == [each for each in stay if each[2]]
     gone = len(held) - len(stay)
-    assert copies.num_bytes == 100 * (len(stay) + min(gone, 1))
+    assert copies.num_bytes == 100 * (len(stay) + min(gone, MAX_SPARE))
     before = copies.num_bytes
     buffer = copies.spare(100)
     assert copies.num_bytes == before - 100 * min(gone, 1) and len(buffer) == 100

@@ -15,6 +15,9 @@ from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 Wanted = tuple[str, str, Box]
 """Name, kind (see `ShardEntry`) and part of a tensor."""
 
+MAX_SPARE = 2
+"""Buffers of dropped copies kept for new ones: the next copy allocates nothing, for this much host memory."""
+
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Raw elements by size: their real dtype does not matter here."""
 
@@ -54,10 +57,14 @@ class _Copy:
             if entry.box.meet(box) == box:
                 raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
                 whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
-                ends = zip(box.offsets, entry.box.offsets, box.sizes, strict=True)
-                part = tuple(slice(at - start, at - start + size) for at, start, size in ends)
-                return np.array(whole[part], order="C")
+                return np.array(whole[slices_of(box, within=entry.box)], order="C")
         raise ValueError(f"{_label(self.header)} lacks {kind} of {name} at {box}; ask for parts of its entries")
+
+
+def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
+    """Slices of `box` in an array that holds the box `within`."""
+    ends = zip(box.offsets, within.offsets, box.sizes, strict=True)
+    return tuple(slice(at - start, at - start + size) for at, start, size in ends)
 
 
 class HeldCopies:
@@ -67,16 +74,12 @@ class HeldCopies:
 
     Args:
         allocate: returns a uint8 buffer of so many bytes; pinned memory for accelerators.
-        max_spare: buffers of dropped copies that are kept for new ones.
     """
 
     def __init__(
-        self,
-        *,
-        allocate: Callable[[int], np.ndarray[Any, Any]] = lambda num_bytes: np.empty(num_bytes, np.uint8),
-        max_spare: int = 2,
+        self, *, allocate: Callable[[int], np.ndarray[Any, Any]] = lambda num_bytes: np.empty(num_bytes, np.uint8)
     ) -> None:
-        self._allocate, self._max_spare = allocate, max_spare
+        self._allocate = allocate
         self._lock = threading.Lock()
         self._copies: dict[tuple[StateId, int], _Copy] = {}
         self._spare: list[np.ndarray[Any, Any]] = []
@@ -107,7 +110,9 @@ class HeldCopies:
         view = memoryview(data).cast("B")
         with self._using(state, number) as copy:
             if zlib.crc32(view) != checksum:
-                self._drop_torn(copy)
+                with self._lock:
+                    if self._copies.get((state, number)) is copy and not copy.is_complete:
+                        self._drop(self._copies.pop((state, number)))
                 raise ValueError(f"{_label(copy.header)}: chunk at byte {offset} is damaged; send the copy again")
             if not self._claim(copy, offset, size=len(view)):
                 return copy.is_complete
@@ -215,12 +220,6 @@ class HeldCopies:
             copy.claimed[offset] = size
             return True
 
-    def _drop_torn(self, copy: _Copy) -> None:
-        with self._lock:
-            key = (copy.header.state, copy.header.number)
-            if self._copies.get(key) is copy and not copy.is_complete:
-                self._drop(self._copies.pop(key))
-
     def _add(self, copy: _Copy, *, is_complete: bool) -> None:
         copy.is_complete = is_complete
         key = (copy.header.state, copy.header.number)
@@ -234,7 +233,7 @@ class HeldCopies:
 
     def _recycle(self, copy: _Copy) -> None:
         if copy.is_dropped and not copy.users:
-            self._spare = [*self._spare, copy.buffer][-self._max_spare :] if self._max_spare else []
+            self._spare = [*self._spare, copy.buffer][-MAX_SPARE:]
 
     def _buffer(self, num_bytes: int) -> np.ndarray[Any, Any]:
         for at, buffer in enumerate(self._spare):

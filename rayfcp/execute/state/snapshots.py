@@ -17,8 +17,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import MeshPosition
-from rayfcp.execute.state.copies import HeldCopies, Wanted, reading
+from rayfcp.execute.state.copies import HeldCopies, Wanted, reading, slices_of
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+
+logger = logging.getLogger(__name__)
 
 PARAMETER = "parameter"
 ALIGNMENT = 64
@@ -35,21 +37,7 @@ class ShardTensor:
     tensor: Tensor
 
 
-def wanted_parts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, kinds: dict[str, list[str]], scalars: dict[str, float]
-) -> Iterator[ShardTensor]:
-    """All parts that the device is to hold, with memory allocated for them."""
-    optimizer.state.clear()
-    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in module.named_parameters():
-        if parameter in trained and name in kinds:
-            numbers = {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
-            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds[name]}
-            optimizer.state[parameter] = numbers | moments
-    yield from parts_of(module, optimizer, box_of=own_box)
-
-
-def parts_of(
+def _parts(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, box_of: Callable[[Tensor], Box]
 ) -> Iterator[ShardTensor]:
     """Parts of the device, parameter by parameter; parameters of which it has nothing are skipped."""
@@ -66,7 +54,7 @@ def _is_shaped(value: object, parameter: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
 
 
-def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def _scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """Scalars of the optimizer's state, which all parameters share.
 
     Raises:
@@ -85,16 +73,6 @@ def scalars_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {kind: values.pop() for kind, values in found.items()}
 
 
-def entries_of(parts: Iterable[ShardTensor]) -> tuple[tuple[ShardEntry, ...], int]:
-    """Offset of each part in the buffer, and the buffer's bytes."""
-    entries, at = [], 0
-    for part in parts:
-        itemsize = part.tensor.element_size()
-        entries.append(ShardEntry(name=part.name, kind=part.kind, box=part.box, itemsize=itemsize, start_byte=at))
-        at += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-    return tuple(entries), at
-
-
 def own_box(parameter: Tensor) -> Box:
     """Box of this device's part of a parameter."""
     if not isinstance(parameter, DTensor):
@@ -105,9 +83,6 @@ def own_box(parameter: Tensor) -> Box:
 
 def _local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +112,8 @@ class Snapshots:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = position
         self._boxes: dict[Tensor, Box] = {}
-        self._laid_out: tuple[tuple[ShardEntry, ...], int] = ((), 0)
+        self._entries: tuple[ShardEntry, ...] = ()
+        self._num_bytes = 0
         self._lock = threading.Lock()
         self._pending: tuple[ShardHeader, np.ndarray[Any, Any], Any] | None = None
         self._stream: Any = None
@@ -152,17 +128,17 @@ class Snapshots:
         """
         self.settle()
         start_s = time.perf_counter()
-        parts = list(parts_of(self._module, self._optimizer, box_of=self._box))
-        entries, num_bytes = self._lay_out(parts)
+        parts = list(_parts(self._module, self._optimizer, box_of=self._box))
+        self._lay_out(parts)
         header = ShardHeader(
             state=state,
             number=self._place.device,
             num_devices=self._place.num_devices,
-            entries=entries,
-            num_bytes=num_bytes,
-            scalars=scalars_of(self._optimizer),
+            entries=self._entries,
+            num_bytes=self._num_bytes,
+            scalars=_scalars(self._optimizer),
         )
-        self._copy(parts, header=header, buffer=self._copies.spare(num_bytes))
+        self._copy(parts, header=header, buffer=self._copies.spare(header.num_bytes))
         self.seconds += time.perf_counter() - start_s
         return header
 
@@ -172,12 +148,16 @@ class Snapshots:
             self._boxes[parameter] = own_box(parameter)
         return self._boxes[parameter]
 
-    def _lay_out(self, parts: Sequence[ShardTensor]) -> tuple[tuple[ShardEntry, ...], int]:
-        """`entries_of`, recomputed only when the optimizer has new state."""
-        entries, _ = self._laid_out
-        if [(part.name, part.kind) for part in parts] != [(entry.name, entry.kind) for entry in entries]:
-            self._laid_out = entries_of(parts)
-        return self._laid_out
+    def _lay_out(self, parts: Sequence[ShardTensor]) -> None:
+        """Offset of each part in the buffer; recomputed only when the optimizer has new state."""
+        if [(part.name, part.kind) for part in parts] == [(entry.name, entry.kind) for entry in self._entries]:
+            return
+        entries, at = [], 0
+        for part in parts:
+            itemsize = part.tensor.element_size()
+            entries.append(ShardEntry(name=part.name, kind=part.kind, box=part.box, itemsize=itemsize, start_byte=at))
+            at += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
+        self._entries, self._num_bytes = tuple(entries), at
 
     def _copy(self, parts: Sequence[ShardTensor], *, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
         flat = torch.from_numpy(buffer)
@@ -237,10 +217,13 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
     states = {source.header.state for source in sources}
     if len(states) != 1:
         raise ValueError(f"copies are of {len(states)} states {sorted(states)}, must be of one; ask for one state only")
-    held = _holders(sources)
-    parts = list(wanted_parts(module, optimizer, kinds=_kinds(held), scalars=_common_scalars(sources)))
+    held: dict[tuple[str, str], dict[Box, _Holder]] = defaultdict(dict)
+    for at, source in enumerate(sources):
+        for entry in source.header.entries:
+            held[entry.name, entry.kind].setdefault(entry.box, (at, entry.itemsize))
+    _allocate_state(module, optimizer, held.keys(), scalars=_common_scalars(sources))
     requests: dict[int, list[tuple[ShardTensor, Box]]] = defaultdict(list)
-    for part in parts:
+    for part in _parts(module, optimizer, box_of=own_box):
         for at, box in _cover(part, held.get((part.name, part.kind), {})):
             requests[at].append((part, box))
     with ThreadPoolExecutor(max_workers=max(1, min(8, len(requests)))) as pool:
@@ -252,7 +235,13 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
             with reading(sources[at].header):
                 pieces = pending[at].result()
             for (part, box), piece in zip(wanted, pieces, strict=True):
-                _put(part, box, piece=piece)
+                target = part.tensor[slices_of(box, within=part.box)]
+                flat = torch.from_numpy(np.require(piece.reshape(-1), requirements="W").view(np.uint8))
+                target.copy_(flat.view(part.tensor.dtype).view(target.shape))
+
+
+_Holder = tuple[int, int]
+"""Number of the source that holds a box of a tensor, and the tensor's element size there."""
 
 
 def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:
@@ -265,28 +254,27 @@ def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:
     return dict(found.pop()) if found else {}
 
 
-Holders = dict[tuple[str, str], dict[Box, tuple[int, int]]]
-"""(name, kind) -> source index and element size of each part."""
-
-
-def _holders(sources: Sequence[Source]) -> Holders:
-    held: Holders = defaultdict(dict)
-    for at, source in enumerate(sources):
-        for entry in source.header.entries:
-            held[entry.name, entry.kind].setdefault(entry.box, (at, entry.itemsize))
-    return held
-
-
-def _kinds(held: Holders) -> dict[str, list[str]]:
-    """Kinds of optimizer state by parameter name."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+def _allocate_state(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    held: Iterable[tuple[str, str]],
+    *,
+    scalars: dict[str, float],
+) -> None:
+    """Give the optimizer memory for the kinds of state in `held`, and set its scalars."""
+    optimizer.state.clear()
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = dict(module.named_parameters())
     for name, kind in held:
-        if kind != PARAMETER:
-            kinds[name].append(kind)
-    return kinds
+        parameter = parameters.get(name)
+        if kind != PARAMETER and parameter is not None and parameter in trained:
+            if parameter not in optimizer.state:
+                numbers = {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
+                optimizer.state[parameter].update(numbers)
+            optimizer.state[parameter][kind] = torch.zeros_like(parameter, requires_grad=False)
 
 
-def _cover(part: ShardTensor, boxes: dict[Box, tuple[int, int]]) -> list[tuple[int, Box]]:
+def _cover(part: ShardTensor, boxes: dict[Box, _Holder]) -> list[tuple[int, Box]]:
     found: list[tuple[int, Box]] = []
     itemsizes = set()
     for box, (at, itemsize) in boxes.items():
@@ -308,11 +296,3 @@ def _cover(part: ShardTensor, boxes: dict[Box, tuple[int, int]]) -> list[tuple[i
             f"{label} has {part.box.num_elements} elements, copies give {count}; give those of all devices"
         )
     return found
-
-
-@torch.no_grad()
-def _put(part: ShardTensor, box: Box, *, piece: np.ndarray[Any, Any]) -> None:
-    ends = zip(box.offsets, part.box.offsets, box.sizes, strict=True)
-    target = part.tensor[tuple(slice(at - start, at - start + size) for at, start, size in ends)]
-    flat = torch.from_numpy(np.require(piece.reshape(-1), requirements="W").view(np.uint8))
-    target.copy_(flat.view(part.tensor.dtype).view(target.shape))
