@@ -21,7 +21,7 @@ from rayfcp.execute.optimization import learning_rate, make_optimizer, scale_gra
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
-from rayfcp.execute.parallel.transport import DistributedTransport, make_pipes
+from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
@@ -130,17 +130,20 @@ class RankEngine:
     def _interpreter(
         self, groups: ProcessGroups, module: StageModule, wait: HostWait, *, hidden_size: int
     ) -> Interpreter:
-        return Interpreter(
-            transport=DistributedTransport(groups.channels.attend, self._progress),
-            kernel=pick_kernel(self.device.type, sm_margin=self._config.cluster.communication_sms),
-            model=module,
-            pipes=make_pipes(
-                groups.channels,
+        channels, pipes = groups.channels, None
+        if channels.pipe_forward is not None and channels.pipe_backward is not None:
+            pipes = Pipes(
+                activations=DistributedTransport(channels.pipe_forward, self._progress),
+                gradients=DistributedTransport(channels.pipe_backward, self._progress),
                 hidden_size=hidden_size,
                 dtype=getattr(torch, self._config.model.dtype),
                 device=self.device,
-                progress=self._progress,
-            ),
+            )
+        return Interpreter(
+            transport=DistributedTransport(channels.attend, self._progress),
+            kernel=pick_kernel(self.device.type, sm_margin=self._config.cluster.communication_sms),
+            model=module,
+            pipes=pipes,
             device=self.device,
             waited=lambda: wait.seconds if self._backend.info.is_host else math.nan,
             on_progress=self._on_progress,

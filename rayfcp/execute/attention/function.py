@@ -31,7 +31,7 @@ from rayfcp.execute.attention.schedule import (
     take_rows,
 )
 from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, accumulator_dtype
-from rayfcp.execute.kernels import AttentionKernel, Pairs, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
 from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
 from rayfcp.values import FULL, LayerKind
@@ -285,18 +285,13 @@ class _Pass:
         for message, tensor in leaving:
             slots.on_sent(message, tensor)
 
-    def _pairs(self, call: KernelCall) -> Pairs:
-        return Pairs(
-            query_lengths=call.query_lengths, key_lengths=call.key_lengths, causal=call.causal, scale=self._scale
-        )
-
     def attend(self, call: KernelCall, *, merged: MergedAttention) -> None:
         """Forward of one kernel call, merged into the results so far."""
         self._context.stats.pairs += call.num_pairs
         out, lse = self._context.kernel.forward(
             _flipped(take_rows(self._query, call.queries), call),
             *(_flipped(each, call) for each in self.slots.keys_of(call)),
-            pairs=self._pairs(call),
+            pairs=call.pairs(self._scale),
         )
         merged.add(call.queries, _flipped(out, call), lse=_flipped(lse, call))
 
@@ -312,7 +307,7 @@ class _Pass:
             value,
             out,
             lse,
-            pairs=self._pairs(call),
+            pairs=call.pairs(self._scale),
         )
         del key, value  # copies of rows are freed before sums allocate
         dq.add(call.queries, _flipped(partial_dq, call))

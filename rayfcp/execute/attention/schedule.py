@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import to_device
+from rayfcp.execute.kernels import Pairs
 from rayfcp.program import (
     Attend,
     AttentionProgram,
@@ -124,26 +125,17 @@ class KernelCall:
     keys: tuple[Range, ...]
     num_pairs: float
 
-    @property
-    def query_lengths(self) -> tuple[int, ...]:
-        """Lengths in the kernel's order."""
-        return _lengths(self.queries, flipped=self.flipped)
-
-    @property
-    def key_lengths(self) -> tuple[int, ...]:
-        """Lengths in the kernel's order."""
-        return _lengths(self.keys, flipped=self.flipped)
+    def pairs(self, scale: float) -> Pairs:
+        """The pairs as the kernel takes them, in its order of rows."""
+        lengths = (tuple(stop - start for start, stop in ranges) for ranges in (self.queries, self.keys))
+        query, key = (each[::-1] if self.flipped else each for each in lengths)
+        return Pairs(query_lengths=query, key_lengths=key, causal=self.causal, scale=scale)
 
     @property
     def key_runs(self) -> tuple[tuple[int, tuple[Range, ...]], ...]:
         """Ranges of keys in order, consecutive ones of the same slot together."""
         runs = itertools.groupby(zip(self.slots, self.keys, strict=True), key=operator.itemgetter(0))
         return tuple((slot, tuple(key for _, key in held)) for slot, held in runs)
-
-
-def _lengths(ranges: Sequence[Range], *, flipped: bool) -> tuple[int, ...]:
-    lengths = tuple(stop - start for start, stop in ranges)
-    return lengths[::-1] if flipped else lengths
 
 
 Calls = tuple[KernelCall, ...]

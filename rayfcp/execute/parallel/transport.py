@@ -9,9 +9,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from rayfcp.execute.attention.slots import Buffers
 from rayfcp.execute.devices.backend import Clock, HostClock, Mark, backend_of
-from rayfcp.execute.parallel.groups import Channels
 from rayfcp.execute.reports import StepProgress
 from rayfcp.program import Receive, Send, StageFlow
 from rayfcp.values.devices import device_of_group_backend
@@ -126,8 +124,7 @@ class DistributedTransport(Transport):
         if self._streams is None:
             return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
         with self.beside(after_compute=self._streams.current_stream() != self._stream):
-            works = dist.batch_isend_irecv(operations) if operations else []
-            return _Enqueued(works, self._streams.Event())
+            return _Enqueued(dist.batch_isend_irecv(operations) if operations else [], self._streams.Event())
 
 
 def default_transport() -> DistributedTransport:
@@ -157,9 +154,8 @@ class Fabric:
     _POLL_S = 0.05
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
-        self._lock = threading.Lock()
+        ranks = range(num_ranks)
+        self._boxes = {(source, target): queue.SimpleQueue[Tensor]() for source in ranks for target in ranks}
         self._aborted = threading.Event()
 
     def abort(self) -> None:
@@ -167,7 +163,7 @@ class Fabric:
         self._aborted.set()
 
     def put(self, source: int, target: int, *, tensor: Tensor) -> None:
-        self._box(source, target).put(tensor)
+        self._boxes[source, target].put(tensor)
 
     def take(self, source: int, target: int) -> Tensor:
         """The next tensor from source to target.
@@ -175,17 +171,10 @@ class Fabric:
         Raises:
             FabricAbortedError: another rank failed meanwhile.
         """
-        box = self._box(source, target)
         while not self._aborted.is_set():
-            try:
-                return box.get(timeout=self._POLL_S)
-            except queue.Empty:
-                continue
+            with suppress(queue.Empty):
+                return self._boxes[source, target].get(timeout=self._POLL_S)
         raise FabricAbortedError(f"rank {target} waited for rank {source} when another rank failed")
-
-    def _box(self, source: int, target: int) -> "queue.SimpleQueue[Tensor]":
-        with self._lock:
-            return self._boxes[source, target]
 
 
 class _Arrivals:
@@ -300,18 +289,3 @@ class Pipes:
         for pending, _ in self._leaving.values():
             pending.wait()
         self._leaving.clear()
-
-
-def make_pipes(
-    channels: Channels, *, hidden_size: int, dtype: torch.dtype, device: torch.device, progress: StepProgress
-) -> Pipes | None:
-    """The pipes of a device of several stages; None with one stage."""
-    if channels.pipe_forward is None or channels.pipe_backward is None:
-        return None
-    return Pipes(
-        activations=DistributedTransport(channels.pipe_forward, progress),
-        gradients=DistributedTransport(channels.pipe_backward, progress),
-        hidden_size=hidden_size,
-        dtype=dtype,
-        device=device,
-    )
