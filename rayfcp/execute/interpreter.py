@@ -15,7 +15,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rayfcp.data import TokenReader
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.attention.slots import ContextStore
 from rayfcp.execute.devices.backend import Clock, Mark, backend_of, to_device
 from rayfcp.execute.kernels import AttentionKernel
@@ -205,7 +204,8 @@ class Interpreter:
         waited: Callable[[], float] = lambda: 0.0,
         on_progress: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self._transport, self._kernel, self._model, self._pipes = transport, kernel, model, pipes
+        self._transport, self._model, self._pipes = transport, model, pipes
+        self._attention = {"transport": transport, "kernel": kernel}
         self._device, self._waited, self._on_progress = torch.device(device), waited, on_progress
         self._clock = backend_of(self._device).clock(clock)
 
@@ -241,7 +241,8 @@ class Interpreter:
                         keep_logits = any(
                             isinstance(each, Backward) and each.microbatch == item.microbatch for each in following
                         )
-                        passes.forward(item, self._context(item, passes.stats, store), keep_logits=keep_logits)
+                        context = AttentionContext.of(item, store=store, stats=passes.stats, **self._attention)
+                        passes.forward(item, context, keep_logits=keep_logits)
                     case Send():
                         passes.send(item)
                     case Backward():
@@ -262,20 +263,6 @@ class Interpreter:
                 f"program is for stage {program.stage} of {program.num_stages}, this is stage {stage} "
                 f"{'with' if self._pipes else 'without'} others; send it there"
             )
-
-    def _context(self, item: Forward, stats: AttentionStats, store: ContextStore) -> AttentionContext:
-        schedules = make_schedules(item)
-        return AttentionContext(
-            program=schedules.pop(item.kind),
-            transport=self._transport,
-            kernel=self._kernel,
-            recomputed_layers=item.recomputed_layers,
-            store=store,
-            microbatch=item.microbatch,
-            stats=stats,
-            kind=item.kind,
-            others=schedules,
-        )
 
 
 def _execution(passes: Passes, record: "_SpanRecord") -> Execution:

@@ -18,7 +18,6 @@ from rayfcp.config import ConfigError
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.cost.stages import split_layers
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.interpreter import IGNORED
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
@@ -167,15 +166,7 @@ def _one_rank(shape: PassShape) -> AttentionContext:
     plan, sequences = pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS)
     (program,) = lower(plan, sequences)
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    ready = make_schedules(forward)
-    return AttentionContext(
-        program=ready.pop(forward.kind),
-        transport=InProcessTransport(Fabric(1), 0),
-        kernel=pick_kernel("cpu"),
-        recomputed_layers=_RECOMPUTED_LAYERS,
-        kind=forward.kind,
-        others=ready,
-    )
+    return AttentionContext.of(forward, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"))
 
 
 def _result(loss: Tensor, models: Sequence[nn.Module]) -> Result:

@@ -9,7 +9,6 @@ from transformers import PreTrainedConfig
 from rayfcp.config.models import ArchitectureConfig, ModelConfig
 from rayfcp.cost.fit import PassShape, pass_plan
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.models.causal_lm import CausalLM
@@ -55,15 +54,7 @@ def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, layer_kind
     shape = PassShape(degree=1, lengths=tuple(lengths), layer_kinds=layer_kinds)
     (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=recomputed_layers))
     (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    ready = make_schedules(forward)
-    return AttentionContext(
-        program=ready.pop(forward.kind),
-        transport=InProcessTransport(Fabric(1), 0),
-        kernel=pick_kernel("cpu"),
-        recomputed_layers=recomputed_layers,
-        kind=forward.kind,
-        others=ready,
-    )
+    return AttentionContext.of(forward, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"))
 
 
 def loss_sum(model: CausalLM, rows: Sequence[Tensor], *, context: AttentionContext) -> Tensor:

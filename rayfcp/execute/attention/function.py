@@ -28,12 +28,13 @@ from rayfcp.execute.attention.schedule import (
     KernelCall,
     ScheduledRound,
     make_schedule,
+    make_schedules,
     take_rows,
 )
 from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, accumulator_dtype
 from rayfcp.execute.kernels import AttentionKernel, pick_kernel
 from rayfcp.execute.parallel.transport import AttentionStats, Transport, default_transport
-from rayfcp.program import AttentionProgram, HeadProgram, Payload, ReshuffleProgram
+from rayfcp.program import AttentionProgram, Forward, HeadProgram, Payload, ReshuffleProgram
 from rayfcp.values import FULL, LayerKind
 
 
@@ -58,6 +59,19 @@ class AttentionContext:
     stats: AttentionStats = field(default_factory=AttentionStats)
     kind: LayerKind = FULL
     others: Mapping[LayerKind, AttentionSchedule | HeadSchedule] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, item: Forward, **others: Any) -> "AttentionContext":
+        """The context of a forward pass for layers of its first kind; `others`: the remaining fields."""
+        schedules = make_schedules(item)
+        return cls(
+            program=schedules.pop(item.kind),
+            recomputed_layers=item.recomputed_layers,
+            microbatch=item.microbatch,
+            kind=item.kind,
+            others=schedules,
+            **others,
+        )
 
     def of_kind(self, kind: LayerKind) -> "AttentionContext":
         """The context of layers of a kind.
