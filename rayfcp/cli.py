@@ -3,25 +3,16 @@
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
 
-from rayfcp import (
-    __version__,
-    bench_command,
-    doctor_command,
-    profile_command,
-    report_command,
-    submit_command,
-    warm_up_command,
-)
-from rayfcp.compare.arguments import add_arguments, positive
-
-if TYPE_CHECKING:
-    from rayfcp.config import Config
-
-DONE, FAILED, WRONG_INPUT = 0, 1, 2
+from rayfcp import __version__
+from rayfcp.commands import DONE, FAILED, WRONG_INPUT, CommandFailedError, add_config, bench, doctor, submit
+from rayfcp.compare.arguments import add_arguments, not_negative, positive
+from rayfcp.config import Config, ConfigError, check_paths, config_of_keys, load_config
 
 DESCRIPTION = """\
 Train long-context models on variable-length data with flexible context parallelism.
@@ -35,9 +26,28 @@ Any key of the configuration can be overridden:
   train.steps=100  cluster.num_workers=2  model.dtype=bfloat16  model.architecture.num_layers=8
 """
 
+PROFILE_USAGE = "rayfcp profile [CONFIG] [key=value ...] [--alone] [--out DIR] [--rounds N] [--max-tokens N]"
 
-class CommandFailedError(Exception):
-    """A command failed; the message is complete, no traceback is needed."""
+PROFILE = """\
+Writes profile.json, which `rayfcp train` and `rayfcp plan` use while model and ranks stay the same, and hardware.yaml,
+for `--hardware` of `rayfcp compare` and others, into the run directory or --out.
+
+With --alone this process times one device of this machine, without Ray, CONFIG or data. Links between devices are
+those of the nearest named profile.
+
+Examples:  rayfcp profile jobs/quickstart.yaml cluster.num_workers=2
+           rayfcp profile --alone model.name=qwen3-1.7b model.dtype=bfloat16 --max-tokens 16384 --out profiled
+"""
+
+WARM_UP = """\
+Compiled code lies beside the installed package, or in NUMBA_CACHE_DIR if that is set, and serves every process with
+the same rayfcp, numba and kind of CPU. Put it at the end of an image's build.
+
+Example:  RUN rayfcp warm-up
+"""
+
+BASELINE_STEPS = 12
+"""Steps that `rayfcp report` plans again by default: about a minute, and enough for a mean."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,15 +57,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(WRONG_INPUT, f"rayfcp: error: {message}; see {self.prog} --help\n")
 
 
+_Commands: TypeAlias = "argparse._SubParsersAction[_Parser]"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Return 0 when done, 2 if the user's input is wrong (one line on stderr), else 1."""
-    from rayfcp.config import ConfigError
     from rayfcp.values import InfeasiblePlanError
 
     arguments = _parse(argv)
-    command: Callable[[argparse.Namespace], None] = arguments.command
     try:
-        command(arguments)
+        arguments.command(arguments)
     except (ConfigError, InfeasiblePlanError) as error:
         # An error that crossed from a Ray worker carries the original as its cause.
         line = " ".join(str(getattr(error, "cause", None) or error).split())
@@ -95,51 +106,61 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"rayfcp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    train = _with_config(commands, _train, "train", "Train a model, or resume a run that was stopped")
+    train = _with_config(commands, "train", run=_train, text="Train a model, or resume a run that was stopped")
     train.epilog = f"{OVERRIDES}\nExample:  rayfcp train jobs/quickstart.yaml train.steps=50 cluster.num_workers=2"
-
-    plan = _with_config(commands, _plan, "plan", "Print the plan of one global batch as a time x rank grid")
-    _add_plan_arguments(plan)
-
-    prepare = _with_config(commands, _prepare, "prepare", "Tokenize the data of a configuration into columnar shards")
+    text = "Print the plan of one global batch as a time x rank grid"
+    _add_plan_arguments(_with_config(commands, "plan", run=_plan, text=text))
+    text = "Tokenize the data of a configuration into columnar shards"
+    prepare = _with_config(commands, "prepare", run=_prepare, text=text)
     prepare.add_argument("--out", required=True, metavar="DIR", help="directory or fsspec URL for the shards")
     prepare.epilog = f"{OVERRIDES}\nExample:  rayfcp prepare jobs/quickstart.yaml --out shards data.max_seqlen=4096"
-
-    compare = _command(
-        commands, _compare, "compare", "Plan and simulate strategies on the same batches, without a cluster"
-    )
-    add_arguments(compare)
-
-    profile_command.add_arguments(_command(commands, _profile, "profile", profile_command.TEXT))
-
-    _add_bench(commands)
-
-    submit_command.add_arguments(_command(commands, _submit, "submit", submit_command.TEXT))
-
-    doctor_command.add_arguments(_command(commands, _doctor, "doctor", doctor_command.TEXT))
-
-    warm_up_command.add_arguments(_command(commands, warm_up_command.run, "warm-up", warm_up_command.TEXT))
-
-    report_command.add_arguments(_with_run(commands, report_command.run, "report", report_command.TEXT))
-    _with_run(commands, _watch, "watch", "Follow a run that is training, and print the address of its live page")
+    text = "Plan and simulate strategies on the same batches, without a cluster"
+    add_arguments(_command(commands, "compare", run=_compare, text=text))
+    text = "Time the workers of a configuration and fit the cost model to them"
+    _add_profile_arguments(_command(commands, "profile", run=_profile, text=text))
+    text = "Measure one device, without a cluster"
+    benchmarks = commands.add_parser("bench", help=text, description=f"{text}.")
+    what = benchmarks.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    text = "Run the attention of all ranks of real plans on one device, and compare it with a single kernel"
+    bench.add_arguments(_command(what, "attention", run=bench.run, text=text))
+    text = "Train on a cluster as a Ray job; follow or stop it"
+    submit.add_arguments(_command(commands, "submit", run=submit.run, text=text))
+    text = "Check that a machine or cluster is ready, and how to fix what is not"
+    doctor.add_arguments(_command(commands, "doctor", run=doctor.run, text=text))
+    text = "Compile the planners' kernels ahead of the first run"
+    _command(commands, "warm-up", run=_warm_up, text=text).epilog = WARM_UP
+    _add_report(commands)
+    text = "Follow a run that is training, and print the address of its live page"
+    _with_run(commands, "watch", run=_watch, text=text)
     _add_export(commands)
     return parser
 
 
-def _add_export(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    export = _with_run(commands, _export, "export", "Export a checkpoint of a run as a Hugging Face model")
-    export.add_argument("out_dir", metavar="OUT_DIR", help="directory for `from_pretrained`")
-    export.add_argument("--step", type=positive, help="step of the checkpoint (default: the newest intact one)")
-    export.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
-    )
-    export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
+def _command(
+    commands: _Commands, name: str, *, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser(name, help=text, description=f"{text}.", formatter_class=layout)
+    parser.set_defaults(command=run)
+    return parser
 
 
-def _add_bench(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    bench = commands.add_parser("bench", help=bench_command.TEXT, description=f"{bench_command.TEXT}.")
-    what = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
-    bench_command.add_arguments(_command(what, _bench, "attention", bench_command.ATTENTION))
+def _with_config(
+    commands: _Commands, name: str, *, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    parser = _command(commands, name, run=run, text=text)
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. jobs/quickstart.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of configuration keys")
+    return parser
+
+
+def _with_run(
+    commands: _Commands, name: str, *, run: Callable[[argparse.Namespace], None], text: str
+) -> argparse.ArgumentParser:
+    parser = _command(commands, name, run=run, text=text)
+    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory, e.g. runs/quickstart")
+    parser.epilog = f"Example:  rayfcp {name} runs/quickstart"
+    return parser
 
 
 def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
@@ -156,40 +177,56 @@ def _add_plan_arguments(plan: argparse.ArgumentParser) -> None:
     )
 
 
-def _command(
-    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name, help=text, description=f"{text}.", formatter_class=argparse.RawDescriptionHelpFormatter
+def _add_profile_arguments(profile: argparse.ArgumentParser) -> None:
+    profile.usage, profile.epilog = PROFILE_USAGE, PROFILE
+    add_config(profile)
+    profile.add_argument(
+        "--alone", action="store_true", help="time one device of this machine in this process, without Ray"
     )
-    parser.set_defaults(command=run)
-    return parser
+    profile.add_argument("--out", metavar="DIR", help="directory of the two files (default: the run directory)")
+    profile.add_argument("--rounds", type=positive, default=3, help="timed repetitions of each shape (default: 3)")
+    profile.add_argument(
+        "--max-tokens",
+        type=positive,
+        help="tokens of the largest pass (default: data.max_seqlen, or what memory holds)",
+    )
 
 
-def _with_config(
-    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
-) -> argparse.ArgumentParser:
-    parser = _command(commands, run, name, text)
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. jobs/quickstart.yaml")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="overrides of configuration keys")
-    return parser
+def _add_report(commands: _Commands) -> None:
+    text = "Write RUN_DIR/report.html and print the run's summary"
+    report = _with_run(commands, "report", run=_report, text=text)
+    report.add_argument(
+        "--baseline-steps",
+        type=not_negative,
+        default=BASELINE_STEPS,
+        metavar="N",
+        help="steps whose batches are planned and simulated again, by a static baseline and by the run's strategy; 0: "
+        f"none (default: {BASELINE_STEPS})",
+    )
+    report.epilog = "Example:  rayfcp report runs/quickstart --baseline-steps 30"
 
 
-def _with_run(
-    commands: "argparse._SubParsersAction[_Parser]", run: Callable[[argparse.Namespace], None], name: str, text: str
-) -> argparse.ArgumentParser:
-    parser = _command(commands, run, name, text)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory, e.g. runs/quickstart")
-    parser.epilog = f"Example:  rayfcp {name} runs/quickstart"
-    return parser
+def _add_export(commands: _Commands) -> None:
+    export = _with_run(commands, "export", run=_export, text="Export a checkpoint of a run as a Hugging Face model")
+    export.add_argument("out_dir", metavar="OUT_DIR", help="directory for `from_pretrained`")
+    export.add_argument("--step", type=positive, help="step of the checkpoint (default: the newest intact one)")
+    export.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="precision of the weights (default: model.dtype of the run)"
+    )
+    export.epilog = "Example:  rayfcp export runs/quickstart exported --dtype bfloat16"
 
 
-def _config(arguments: argparse.Namespace) -> "Config":
-    from rayfcp.config import check_paths, load_config
-
+def _config(arguments: argparse.Namespace) -> Config:
     config = load_config(arguments.config, overrides=arguments.overrides)
     check_paths(config)
     return config
+
+
+def _with_cluster_of_job(config: Config) -> Config:
+    """Use the job's own cluster inside a Ray job, unless the configuration names another."""
+    if config.cluster.address is not None or "RAY_ADDRESS" not in os.environ:
+        return config
+    return config.changed(cluster={"address": "auto"})
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -212,31 +249,18 @@ def _train(arguments: argparse.Namespace) -> None:
         raise KeyboardInterrupt
 
 
-def _with_cluster_of_job(config: "Config") -> "Config":
-    """Use the job's own cluster inside a Ray job, unless the configuration names another."""
-    if config.cluster.address is not None or "RAY_ADDRESS" not in os.environ:
-        return config
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": "auto"})})
-
-
 def _plan(arguments: argparse.Namespace) -> None:
-    if arguments.lengths is not None:
-        sys.stdout.write(f"{_declared_plan(arguments)}\n")
+    if arguments.lengths is None:
+        config = _config(arguments)
+        from rayfcp.cluster import plan_step
+
+        sys.stdout.write(f"{plan_step(config, step=arguments.step)}\n")
         return
-    config = _config(arguments)
-    from rayfcp.cluster import plan_step
-
-    sys.stdout.write(f"{plan_step(config, step=arguments.step)}\n")
-
-
-def _declared_plan(arguments: argparse.Namespace) -> str:
-    """Return a plan made without data, devices and weights."""
-    from rayfcp.cluster.planning.preview import OfflinePlan, describe
-    from rayfcp.config import load_config
+    from rayfcp.cluster.planning.preview import OfflinePlan
 
     config = load_config(arguments.config, overrides=arguments.overrides)
     given = {"lengths": arguments.lengths, "hardware": arguments.hardware, "model": arguments.model}
-    return describe(OfflinePlan.of(config, step=arguments.step, **given))
+    sys.stdout.write(f"{OfflinePlan.of(config, step=arguments.step, **given).describe()}\n")
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
@@ -256,28 +280,82 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> None:
-    profile_command.run(arguments, on_cluster=_with_cluster_of_job)
+    from rayfcp.cluster.planning.costs import profile_table
+    from rayfcp.telemetry.progress import Progress
+
+    words: list[str] = arguments.overrides
+    profile: Any
+    if words and "=" not in words[0]:
+        config = load_config(words[0], overrides=words[1:])
+    elif arguments.alone:
+        config = config_of_keys(["run.name=alone", *words])
+    else:
+        raise ConfigError("CONFIG is missing, must be a YAML file; e.g. jobs/quickstart.yaml, or give --alone")
+    if arguments.alone:
+        from rayfcp.bench.alone import profile_alone as profile
+    else:
+        check_paths(config)
+        config = _with_cluster_of_job(config)
+        from rayfcp.cluster.planning.profiling import profile_run as profile
+    with Progress(1) as progress:
+        limits = {"rounds": arguments.rounds, "max_tokens": arguments.max_tokens}
+        profiled = profile(config, out_dir=arguments.out, log=progress.log, **limits)
+    sys.stdout.write(f"\n{profile_table(profiled)}\n")
 
 
-def _bench(arguments: argparse.Namespace) -> None:
+def _warm_up(_: argparse.Namespace) -> None:
+    """Compile everything, with a line for each strategy, and print where the compiled code lies."""
+    begin_s = time.monotonic()
+
+    def log(text: str) -> None:
+        sys.stdout.write(f"{time.monotonic() - begin_s:6.1f} s  {text}\n")
+        sys.stdout.flush()
+
+    folder = compile_kernels(log)
+    log(f"done, kept in {folder}" if folder else "done, but no folder can be written to: set NUMBA_CACHE_DIR")
+
+
+def compile_kernels(log: Callable[[str], None]) -> Path | None:
+    """Compile the kernels of planning and simulation; return the folder that keeps them, None if none does."""
+    from rayfcp.plan.first import cache_folder, warm_up
+    from rayfcp.simulate import simulate_plan
+
+    for name, plan, sequences in warm_up():
+        if not plan.pipelines:
+            simulate_plan(plan, sequences, model="qwen3-1.7b", hardware="h100")
+        log(name)
+    return cache_folder()
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    """Write the page; without a baseline, and with a message, if none can be made."""
+    from rayfcp.telemetry.report import summary_of, write_report
+    from rayfcp.telemetry.summary import format_summary
+
     try:
-        bench_command.run(arguments)
-    except bench_command.WrongResultError as error:
-        raise CommandFailedError(error) from error
+        page = write_report(arguments.run_dir)
+        if arguments.baseline_steps:
+            _add_baseline(arguments)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    summary = summary_of(page.parent)
+    assert summary is not None, "a report has steps"
+    sys.stdout.write(f"{format_summary(summary, run_dir=arguments.run_dir)}\n")
 
 
-def _submit(arguments: argparse.Namespace) -> None:
-    try:
-        submit_command.run(arguments)
-    except submit_command.JobFailedError as error:
-        raise CommandFailedError(error) from error
+def _add_baseline(arguments: argparse.Namespace) -> None:
+    from rayfcp.cluster.planning.baselines import baseline_of
+    from rayfcp.compare.command import Progress
+    from rayfcp.telemetry.report import write_report
+    from rayfcp.values import InfeasiblePlanError
 
-
-def _doctor(arguments: argparse.Namespace) -> None:
-    try:
-        doctor_command.run(arguments)
-    except doctor_command.ChecksFailedError as error:
-        raise CommandFailedError(error) from error
+    with Progress(arguments.baseline_steps) as progress:
+        try:
+            baseline = baseline_of(arguments.run_dir, num_steps=arguments.baseline_steps, log=progress)
+        except (InfeasiblePlanError, OSError, ValueError) as error:
+            progress.log(f"no static baseline: {' '.join(str(error).split())}")
+            return
+    write_report(arguments.run_dir, baseline=baseline)
 
 
 def _watch(arguments: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ tests, and on a busy machine take longer than a test may.
 
 import sys
 
-from rayfcp.warm_up_command import compile_all
+from rayfcp.cli import compile_kernels
 
 if __name__ == "__main__":
-    compile_all(lambda text: print(text, file=sys.stderr))  # noqa: T201
+    compile_kernels(lambda text: print(text, file=sys.stderr))  # noqa: T201

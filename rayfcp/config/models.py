@@ -1,6 +1,7 @@
 """The sections of a run's configuration, each key with its meaning and bounds."""
 
 import sysconfig
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -459,6 +460,14 @@ class Config(Section):
     @property
     def run_dir(self) -> str:
         return self.run.dir or f"runs/{self.run.name}"
+
+    def changed(self, **sections: Mapping[str, Any]) -> "Config":
+        """Return a copy with other values of some keys, e.g. `changed(train={"steps": 3})`, checked again.
+
+        Raises:
+            ConfigError: one line for the first problem.
+        """
+        return Config(**{name: {**keys, **sections.get(name, {})} for name, keys in self.model_dump().items()})
 
     @model_validator(mode="after")
     def _sections_agree(self) -> "Config":

@@ -3,7 +3,7 @@
 import pytest
 
 from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import Planner, PlanRecord, plan_as_run, sequences_of
+from rayfcp.cluster.planning.planner import Planner, PlanRecord, RunPlanner, sequences_of
 from rayfcp.config import Config
 from rayfcp.program import RankProgram
 from rayfcp.values import ClusterSpec, GlobalBatch, Sample
@@ -50,5 +50,5 @@ def test_what_is_shown_before_and_after_a_run_is_what_its_planner_takes(strategy
     cluster, given = ClusterSpec(num_ranks=2, max_tokens_per_rank=2048), config(strategy)
     cost = analytic_cost(given, MODEL, device="cpu", cluster=cluster)
     record, *_ = Planner(given, MODEL, device="cpu").plan(BATCH, cluster, cost=cost)
-    shown = plan_as_run(sequences_of(BATCH), config=given, model=MODEL, device="cpu", cluster=cluster, cost=cost)
+    shown, _ = RunPlanner(given, MODEL, device="cpu").plan(sequences_of(BATCH), cluster=cluster, cost=cost)
     assert isinstance(record, PlanRecord) and shown.plan_hash == record.plan_hash

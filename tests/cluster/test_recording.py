@@ -9,7 +9,7 @@ import pytest
 
 from rayfcp.cluster.controller.reporting import Recorder
 from rayfcp.cluster.planning.measured import analytic_cost
-from rayfcp.cluster.planning.planner import run_hardware, simulate_step
+from rayfcp.cluster.planning.planner import RunPlanner
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import layers_of_stage
 from rayfcp.config import Config
@@ -53,8 +53,7 @@ def test_the_simulator_foretells_about_what_the_plan_does(strategy: str, num_sta
     sequences = [SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n in enumerate(LENGTHS)]
     plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy)
     programs = lower(plan, sequences)
-    hardware = run_hardware(given, MODEL, device="cuda", cluster=cluster, cost=cost)
-    timeline = simulate_step(programs, config=given, model=MODEL, hardware=hardware, cluster=cluster)
+    timeline = RunPlanner(given, MODEL, device="cuda").simulate(programs, cluster=cluster, cost=cost)
     assert 0.6 < timeline.iteration_s / plan.predicted_s < 1.6
     passes = [span for span in timeline.spans if span.kind in (SpanKind.FORWARD, SpanKind.BACKWARD)]
     assert {(span.stage, span.rank) for span in passes} == {

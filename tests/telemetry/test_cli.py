@@ -56,5 +56,6 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"no static baseline: {tmp_path} holds no config.yaml" in written.err
     assert main(["report", str(tmp_path), "--baseline-steps", "0"]) == 0
     assert capsys.readouterr().err == ""
-    assert main(["report", str(tmp_path), "--baseline-steps", "-1"]) == 2
-    assert "--baseline-steps is -1, must be at least 0" in last_word(capsys)
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(tmp_path), "--baseline-steps", "-1"])
+    assert "--baseline-steps: '-1' must be a whole number of at least 0" in last_word(capsys)

@@ -1,11 +1,12 @@
-"""Checks of a machine or cluster: functions of facts that return findings, each with a remedy unless all is well."""
+"""Checks of a machine or cluster: functions of facts that yield findings, each with a remedy unless all is well."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+
+from packaging.version import Version
 
 from rayfcp.cluster.doctor.facts import (
     GIB,
-    NO_RESOURCES,
     PYTHON,
     REQUIRED,
     SAME_EVERYWHERE,
@@ -13,7 +14,6 @@ from rayfcp.cluster.doctor.facts import (
     Finding,
     NodeFacts,
     Verdict,
-    numbers,
     size,
 )
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
@@ -35,157 +35,136 @@ TOKEN_PLACES = "~/.ray/auth_token, RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN"
 SLOWER = "torch's flash,"
 FASTER = "pip install 'rayfcp[flash-attn]' (needs a CUDA toolkit); on Hopper flash-attn 3, from hopper/ of its sources"
 
-Findings = Iterable[Finding]
+Findings = Iterator[Finding]
 
 
-def ok(what: str) -> Finding:
-    return Finding(verdict=Verdict.OK, what=what)
-
-
-def warn(what: str, remedy: str, *, fails: bool = False) -> Finding:
-    """A warning, or a failure if it `fails`."""
+def check(what: str, remedy: str = "", *, well: bool = False, fails: bool = True) -> Finding:
+    """Return the finding of a check: all is `well`, or the run `fails`, or else a warning."""
+    if well:
+        return Finding(verdict=Verdict.OK, what=what)
     return Finding(verdict=Verdict.FAIL if fails else Verdict.WARN, what=what, remedy=remedy)
 
 
-def fail(what: str, remedy: str) -> Finding:
-    return warn(what, remedy, fails=True)
+def ok(what: str) -> Finding:
+    return check(what, well=True)
+
+
+def warn(what: str, remedy: str) -> Finding:
+    return check(what, remedy, fails=False)
 
 
 # Each node.
 
 
-def python(node: NodeFacts) -> Findings:
+def software(node: NodeFacts) -> Findings:
+    """Python, rayfcp's dependencies, and Ray's dashboard."""
     shown, least = ".".join(map(str, node.python)), f"{PYTHON[0]}.{PYTHON[1]}"
     if node.python[:2] < PYTHON:
-        return [
-            fail(
-                f"Python {shown}, must be {least} or newer",
-                f"install Python {least} and rayfcp in an environment of it",
-            )
-        ]
-    return [ok(f"Python {shown}")]
-
-
-def packages(node: NodeFacts) -> Findings:
-    wrong = []
-    for package, least in REQUIRED.items():
-        have = node.versions.get(package)
-        if have is None or numbers(have) < numbers(least):
-            what = f"{package} {have or 'is missing'}, must be {least} or newer"
-            wrong.append(fail(what, f"pip install '{package}>={least}'"))
-    shown = ", ".join(f"{name} {node.versions.get(name)}" for name in ("ray", "torch", "transformers"))
-    return wrong or [ok(f"{len(REQUIRED)} packages: {shown}")]
-
-
-def ray_extras(node: NodeFacts) -> Findings:
+        remedy = f"install Python {least} and rayfcp in its environment"
+        yield check(f"Python {shown}, must be {least} or newer", remedy)
+    else:
+        yield ok(f"Python {shown}")
+    wrong = {
+        package: have
+        for package, least in REQUIRED.items()
+        if (have := node.versions.get(package)) is None or Version(have).release < Version(least).release
+    }
+    for package, have in wrong.items():
+        least = REQUIRED[package]
+        yield check(f"{package} {have or 'is missing'}, must be {least} or newer", f"pip install '{package}>={least}'")
+    if not wrong:
+        shown = ", ".join(f"{name} {node.versions.get(name)}" for name in ("ray", "torch", "transformers"))
+        yield ok(f"{len(REQUIRED)} packages: {shown}")
     if node.missing_modules:
         missing = ", ".join(node.missing_modules)
         what = f"Ray's extra 'default' is incomplete ({missing}): no job server, no metrics"
-        return [fail(what, "pip install 'ray[default,train]'")]
-    return [ok("Ray's extra 'default': dashboard, job server, metrics")]
+        yield check(what, "pip install 'ray[default,train]'")
+    else:
+        yield ok("Ray's extra 'default': dashboard, job server, metrics")
 
 
-def shared_memory(node: NodeFacts) -> Findings:
+def limits(node: NodeFacts) -> Findings:
+    """Shared memory, open files, and Ray's object store, which all programs from planners to workers pass through."""
     what = f"/dev/shm has {size(node.shm_bytes)}"
     if node.shm_bytes < max(LEAST_SHM_BYTES, LEAST_SHM_SHARE * node.memory_bytes):
-        return [
-            warn(
-                f"{what}, the memory {size(node.memory_bytes)}: Ray's object store would be slow or small",
-                "docker run --shm-size with a third of the memory; on Kubernetes an emptyDir of medium Memory there",
-            )
-        ]
-    return [ok(what)]
-
-
-def open_files(node: NodeFacts) -> Findings:
+        what += f", the memory {size(node.memory_bytes)}: Ray's object store would be slow or small"
+        remedy = "docker run --shm-size with a third of the memory; on Kubernetes an emptyDir of medium Memory there"
+        yield warn(what, remedy)
+    else:
+        yield ok(what)
     what = f"{node.open_files} open files permitted"
-    if node.open_files >= GOOD_OPEN_FILES:
-        return [ok(what)]
-    return [
-        warn(
-            f"{what}, should be {GOOD_OPEN_FILES}: connections between many workers fail otherwise",
-            f"ulimit -n {GOOD_OPEN_FILES} before ray start, or nofile in /etc/security/limits.conf",
-            fails=node.open_files < LEAST_OPEN_FILES,
-        )
-    ]
-
-
-def object_store(node: NodeFacts) -> Findings:
-    """Programs and data that planners and workers exchange pass through the object store."""
+    if node.open_files < GOOD_OPEN_FILES:
+        what += f", should be {GOOD_OPEN_FILES}: connections between many workers fail otherwise"
+        remedy = f"ulimit -n {GOOD_OPEN_FILES} before ray start, or nofile in /etc/security/limits.conf"
+        yield check(what, remedy, fails=node.open_files < LEAST_OPEN_FILES)
+    else:
+        yield ok(what)
     have = (node.devices or {}).get("object_store_memory")
-    if have is None or have >= LEAST_STORE_BYTES:
-        return []
-    remedy = "ray start --object-store-memory with 1073741824 bytes or more, and a /dev/shm that holds it"
-    return [warn(f"Ray's object store has {size(have)} there", remedy)]
+    if have is not None and have < LEAST_STORE_BYTES:
+        remedy = "ray start --object-store-memory with 1073741824 bytes or more, and a /dev/shm that holds it"
+        yield warn(f"Ray's object store has {size(have)} there", remedy)
 
 
 def kernels(node: NodeFacts) -> Findings:
     """Attention kernel for the run's devices; nodes without any, such as a head, need none."""
     seen = node.accelerators
-    name = DEVICES.get(seen.kind, CPU).resource
-    if node.devices is not None and name is not None and not node.devices.get(name, 0):
-        return []
+    device = DEVICES.get(seen.kind, CPU)
+    if node.devices is not None and device.resource is not None and not node.devices.get(device.resource, 0):
+        return
     if seen.kernel is None:
-        return [fail(f"no attention kernel for {seen.kind}: {seen.error[:300]}", DEVICES.get(seen.kind, CPU).install)]
-    what = f"attention on {seen.kind}: {seen.kernel}"
-    return [warn(what, FASTER) if seen.kernel.startswith(SLOWER) else ok(what)]
+        yield check(f"no attention kernel for {seen.kind}: {seen.error[:300]}", device.install)
+    else:
+        what = f"attention on {seen.kind}: {seen.kernel}"
+        yield check(what, FASTER, well=not seen.kernel.startswith(SLOWER), fails=False)
 
 
-def seen_by_torch(node: NodeFacts) -> Findings:
-    """Torch sees as many devices as Ray offers there."""
+def devices_in_torch(node: NodeFacts) -> Findings:
+    """As many devices in torch as Ray offers there."""
     seen = node.accelerators
     names = ", ".join(seen.names) or "no names"
     if node.devices is None:
-        return [ok(f"{seen.count} {seen.kind} ({names})")] if seen.count else []
-    found = []
+        if seen.count:
+            yield ok(f"{seen.count} {seen.kind} ({names})")
+        return
     for kind, info in DEVICES.items():
         offered = int(node.devices.get(info.resource or "", 0))
         have = seen.count if kind == seen.kind else 0
         what = f"Ray offers {offered} {info.resource}, torch sees {have}"
         if offered and have < offered:
-            found.append(fail(what, info.install))
+            yield check(what, info.install)
         elif have > offered > 0:
-            found.append(warn(what, f"start Ray there with all {have} of them"))
+            yield warn(what, f"start Ray there with all {have} of them")
         elif offered:
-            found.append(ok(f"{offered} {info.resource} ({names})"))
-    return found
+            yield ok(f"{offered} {info.resource} ({names})")
 
 
-def storage(node: NodeFacts) -> Findings:
+def files(node: NodeFacts) -> Findings:
+    """Run directory, data and model."""
     found = node.storage
-    if found is None:
-        return []
-    if found.error:
+    if found is not None and found.error:
         remedy = "create it for this user, mount the shared storage, or set run.dir elsewhere"
-        return [fail(f"run.dir: nothing can be written in {found.folder}: {found.error}", remedy)]
-    if found.sees_marker is False:
+        yield check(f"run.dir: nothing can be written in {found.folder}: {found.error}", remedy)
+    elif found is not None and found.sees_marker is False:
         remedy = "mount one shared file system there on all nodes, or set run.dir to one"
-        return [fail(f"run.dir: {found.folder} is not the same storage as on the driver's node", remedy)]
-    return [ok(f"run.dir: files can be written in {found.folder}")]
+        yield check(f"run.dir: {found.folder} is not the same storage as on the driver's node", remedy)
+    elif found is not None:
+        yield ok(f"run.dir: files can be written in {found.folder}")
+    for path in node.missing_paths:
+        remedy = "mount it on this node, correct the path, or give this user the right to read"
+        yield check(f"{path} does not exist or may not be read", remedy)
+    if node.num_paths and not node.missing_paths:
+        yield ok(f"{node.num_paths} paths of data and model can be read")
 
 
-def data(node: NodeFacts) -> Findings:
-    remedy = "mount it on this node, correct the path, or give this user the right to read"
-    missing = [fail(f"{path} does not exist or may not be read", remedy) for path in node.missing_paths]
-    if missing or not node.num_paths:
-        return missing
-    return [ok(f"{node.num_paths} paths of data and model can be read")]
-
-
-def clock(node: NodeFacts) -> Findings:
-    """Certain part of the difference, without the round trip."""
+def connection(node: NodeFacts) -> Findings:
+    """Clock, by the part of the difference that is certain, without the round trip; and a port of the driver."""
     ahead_s = max(0.0, abs(node.clock_ahead_s) - node.clock_within_s)
-    if ahead_s < CLOCK_WARN_S:
-        return []
-    what = f"the clock differs from the driver's by {ahead_s:.1f} s: drain notices and charts are off by that"
-    return [warn(what, "synchronise clocks (chrony or systemd-timesyncd)", fails=ahead_s >= CLOCK_FAIL_S)]
-
-
-def reachable(node: NodeFacts) -> Findings:
-    if node.reaches_driver is not False:
-        return []
-    what = "the driver's node cannot be reached on a free port: workers could not connect"
-    return [fail(what, "permit all TCP ports between the nodes of the cluster")]
+    if ahead_s >= CLOCK_WARN_S:
+        what = f"the clock differs from the driver's by {ahead_s:.1f} s: drain notices and charts are off by that"
+        yield check(what, "synchronise clocks (chrony or systemd-timesyncd)", fails=ahead_s >= CLOCK_FAIL_S)
+    if node.reaches_driver is False:
+        what = "the driver's node cannot be reached on a free port: workers could not connect"
+        yield check(what, "permit all TCP ports between the nodes of the cluster")
 
 
 # The machine or cluster as a whole.
@@ -195,16 +174,18 @@ def checkpoint_space(facts: Facts) -> Findings:
     """Space for the checkpoints that are kept and the one being written, on the driver's node: storage is shared."""
     found, needs = facts.nodes[0].storage if facts.nodes else None, facts.needs
     if found is None or found.error:
-        return []
+        return
     free = f"{size(found.free_bytes)} free in {found.folder}"
     if needs.checkpoint_bytes is None:
-        return [ok(free) if found.free_bytes >= LEAST_FREE_BYTES else warn(free, "free space for checkpoints")]
+        yield check(free, "free space for checkpoints", well=found.free_bytes >= LEAST_FREE_BYTES, fails=False)
+        return
     number = needs.kept_checkpoints + 1
-    what = f"{free}, up to {number} checkpoints of {size(needs.checkpoint_bytes)}"
-    if found.free_bytes >= number * needs.checkpoint_bytes:
-        return [ok(what)]
-    remedy = "free space, lower checkpoint.keep, or set run.dir elsewhere"
-    return [warn(what, remedy, fails=found.free_bytes < needs.checkpoint_bytes)]
+    yield check(
+        f"{free}, up to {number} checkpoints of {size(needs.checkpoint_bytes)}",
+        "free space, lower checkpoint.keep, or set run.dir elsewhere",
+        well=found.free_bytes >= number * needs.checkpoint_bytes,
+        fails=found.free_bytes < needs.checkpoint_bytes,
+    )
 
 
 def _device(facts: Facts) -> DeviceInfo:
@@ -212,7 +193,7 @@ def _device(facts: Facts) -> DeviceInfo:
     if facts.needs.device != AUTO:
         return DEVICES[facts.needs.device]
     if facts.cluster is not None:
-        return device_in(facts.cluster.resources or NO_RESOURCES)
+        return device_in(facts.cluster.resources)
     return DEVICES.get(facts.nodes[0].accelerators.kind, CPU)
 
 
@@ -220,128 +201,115 @@ def cluster_resources(facts: Facts) -> Findings:
     """Devices for the run, and CPUs for its workers, planners and controller."""
     needs, cluster = facts.needs, facts.cluster
     if cluster is None:
-        return []
+        return
     name = _device(facts).resource
     cpus = needs.min_workers * needs.threads_per_worker + needs.planner_actors + 1
     wanted = [(name, needs.min_workers, needs.max_workers)] if name else []
     wanted.append(("CPU", cpus, cpus + (needs.max_workers - needs.min_workers) * needs.threads_per_worker))
     remedy = "the autoscaler may add them" if cluster.autoscales else "add nodes, or lower cluster.num_workers"
-    found = []
     for resource, least, most in wanted:
         count = int(cluster.resources.get(resource, 0))
         what = f"{count} {resource} in the cluster, the run asks for {least}" + (f" to {most}" if most > least else "")
-        found.append(ok(what) if count >= least else warn(what, remedy, fails=not cluster.autoscales))
-    return found
+        yield check(what, remedy, well=count >= least, fails=not cluster.autoscales)
 
 
 def local_devices(facts: Facts) -> Findings:
     """Accelerators, or cores, of this machine for the workers of a run without cluster."""
     needs, device = facts.needs, _device(facts)
     if facts.cluster is not None or needs.run_dir is None or not facts.nodes:
-        return []
+        return
     node, workers = facts.nodes[0], needs.min_workers
     remedy = f"lower cluster.num_workers ({workers}), or name a cluster in cluster.address"
     if not device.is_host:
         count = node.accelerators.count if node.accelerators.kind == device.name else 0
         what = f"{count} {device.resource} on this machine, the run asks for {workers}"
-        return [ok(what) if count >= workers else fail(what, remedy)]
+        yield check(what, remedy, well=count >= workers)
+        return
     threads = workers * needs.threads_per_worker
     what = f"{node.num_cpus} CPUs on this machine, {workers} workers use {threads} threads"
-    if not node.num_cpus or node.num_cpus >= threads:
-        return [ok(what)]
-    return [warn(what, remedy, fails=threads > OVERSUBSCRIBED * node.num_cpus)]
+    enough = not node.num_cpus or node.num_cpus >= threads
+    yield check(what, remedy, well=enough, fails=threads > OVERSUBSCRIBED * node.num_cpus)
 
 
 def host_memory(facts: Facts) -> Findings:
     """Memory for the worker processes, and for weights, gradients and optimizer states if these are on the host."""
     needs = facts.needs
     if needs.run_dir is None or not _device(facts).is_host or (facts.cluster and facts.cluster.autoscales):
-        return []
+        return
     have, workers = sum(node.memory_bytes for node in facts.nodes), needs.min_workers
     need = workers * WORKER_BYTES + (needs.state_bytes or 0)
     what = f"{size(have)} of memory, {workers} workers need at least {size(need)} for processes and model states"
     remedy = f"lower cluster.num_workers ({workers}), choose a smaller model, or add memory"
-    return [ok(what) if have >= need else fail(what, remedy)]
+    yield check(what, remedy, well=have >= need)
 
 
 def same_versions(facts: Facts) -> Findings:
     if len(facts.nodes) < 2:
-        return []
+        return
     of_node = {name: {node.name: str(node.versions.get(name)) for node in facts.nodes} for name in SAME_EVERYWHERE}
     of_node["Python"] = {node.name: ".".join(map(str, node.python[:2])) for node in facts.nodes}
-    different = []
-    for name, versions in of_node.items():
-        if len(set(versions.values())) > 1:
-            shown = ", ".join(f"{version} on {node}" for node, version in sorted(versions.items())[:4])
-            different.append(fail(f"{name} differs between nodes: {shown}", "use one image or environment"))
-    return different or [ok(f"{len(facts.nodes)} nodes have the same {', '.join(of_node)}")]
+    different = {name: versions for name, versions in of_node.items() if len(set(versions.values())) > 1}
+    for name, versions in different.items():
+        shown = ", ".join(f"{version} on {node}" for node, version in sorted(versions.items())[:4])
+        yield check(f"{name} differs between nodes: {shown}", "use one image or environment")
+    if not different:
+        yield ok(f"{len(facts.nodes)} nodes have the same {', '.join(of_node)}")
 
 
-def dashboard(facts: Facts) -> Findings:
-    if facts.cluster is None or facts.cluster.dashboard:
-        return []
-    what = f"the cluster at {facts.cluster.address} has no dashboard: no jobs can be submitted"
-    return [warn(what, "pip install 'ray[default]' on the head and start it with --include-dashboard=true")]
-
-
-def broken_nodes(facts: Facts) -> Findings:
-    remedy = "install rayfcp and its dependencies there, as on the driver's node"
-    broken = facts.cluster.broken if facts.cluster else {}
-    return [
-        replace(fail(f"this node could not be examined: {why[:300]}", remedy), node=name)
-        for name, why in broken.items()
-    ]
-
-
-def metrics_port(facts: Facts) -> Findings:
+def services(facts: Facts) -> Findings:
+    """Nodes that answer, the dashboard, and the run's metrics port."""
+    for name, why in (facts.cluster.broken if facts.cluster else {}).items():
+        remedy = "install rayfcp and its dependencies there, as on the driver's node"
+        yield replace(check(f"this node could not be examined: {why[:300]}", remedy), node=name)
+    if facts.cluster is not None and not facts.cluster.dashboard:
+        what = f"the cluster at {facts.cluster.address} has no dashboard: no jobs can be submitted"
+        yield warn(what, "pip install 'ray[default]' on the head and start it with --include-dashboard=true")
     needs = facts.needs
     if facts.access.metrics_port_taken:
         what = f"port {needs.metrics_port} on {needs.metrics_host} is taken"
-        return [fail(what, "set metrics.port to another, or 0 for a free one")]
-    return [ok(f"port {needs.metrics_port} is free for metrics")] if needs.metrics_port else []
+        yield check(what, "set metrics.port to another, or 0 for a free one")
+    elif needs.metrics_port:
+        yield ok(f"port {needs.metrics_port} is free for metrics")
 
 
 def token(facts: Facts) -> Findings:
     access = facts.access
     if access.mode == "token" and not access.token_from:
         remedy = f"copy the cluster's token to {TOKEN_PLACES}; for a new cluster ray get-auth-token --generate"
-        return [fail("RAY_AUTH_MODE is token, and there is none", remedy)]
-    if access.token_open:
-        return [warn(f"other users can read Ray's token in {access.token_from}", f"chmod 600 {access.token_from}")]
-    if access.mode == "disabled":
+        yield check("RAY_AUTH_MODE is token, and there is none", remedy)
+    elif access.token_open:
+        yield warn(f"other users can read Ray's token in {access.token_from}", f"chmod 600 {access.token_from}")
+    elif access.mode == "disabled":
         what = "RAY_AUTH_MODE is disabled: anyone who reaches the cluster can run code on it"
-        return [warn(what, "RAY_AUTH_MODE=token on all nodes and clients, or a closed network")]
-    if access.token_from and access.mode != "token":
+        yield warn(what, "RAY_AUTH_MODE=token on all nodes and clients, or a closed network")
+    elif access.token_from and access.mode != "token":
         what = (
             f"RAY_AUTH_MODE is not set beside the token in {access.token_from}: clusters that require it refuse access"
         )
-        return [warn(what, "export RAY_AUTH_MODE=token")]
-    return [ok(f"Ray's token: {f'from {access.token_from}' if access.token_from else 'none, and none required'}")]
+        yield warn(what, "export RAY_AUTH_MODE=token")
+    else:
+        yield ok(f"Ray's token: {f'from {access.token_from}' if access.token_from else 'none, and none required'}")
 
 
-OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (
-    *(python, packages, ray_extras, shared_memory, open_files, object_store),
-    *(kernels, seen_by_torch, storage, data, clock, reachable),
-)
+OF_NODE: tuple[Callable[[NodeFacts], Findings], ...] = (software, limits, kernels, devices_in_torch, files, connection)
 OF_WHOLE: tuple[Callable[[Facts], Findings], ...] = (
-    *(broken_nodes, same_versions, cluster_resources, local_devices, host_memory),
-    *(checkpoint_space, dashboard, metrics_port, token),
+    *(services, same_versions, cluster_resources, local_devices, host_memory, checkpoint_space, token),
 )
 
 
 def examine(facts: Facts) -> tuple[Finding, ...]:
     """Findings of all checks. With several nodes a finding names its node, unless all nodes agree."""
     found: list[Finding] = []
-    for check in OF_NODE:
+    for of_node in OF_NODE:
         nodes_of: dict[Finding, list[str]] = {}
         for node in facts.nodes:
-            for finding in check(node):
+            for finding in of_node(node):
                 nodes_of.setdefault(finding, []).append(node.name)
         for finding, names in nodes_of.items():
             on_all = len(names) == len(facts.nodes)
             found += [finding] if on_all else [replace(finding, node=name) for name in names]
-    for whole in OF_WHOLE:
-        found += whole(facts)
+    for of_whole in OF_WHOLE:
+        found += of_whole(facts)
     return tuple(found)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from types import MappingProxyType
 
 from rayfcp.config import Config, ConfigError
 
@@ -15,6 +14,7 @@ REQUIRED = {
     "highspy": "1.10",
     "numba": "0.61",
     "numpy": "1.26",
+    "packaging": "24",
     "prometheus-client": "0.20",
     "pyarrow": "15",
     "pydantic": "2.7",
@@ -33,23 +33,6 @@ DASHBOARD_MODULES = ("aiohttp", "aiohttp_cors", "opencensus", "opentelemetry")
 
 SAME_EVERYWHERE = ("ray", "torch")
 """Packages with the same version on all nodes."""
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version.
-
-    >>> numbers("2.13.0+cpu"), numbers("5.0rc1")
-    ((2, 13, 0), (5, 0))
-    """
-    found: list[int] = []
-    for part in version.split("+", maxsplit=1)[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-        if digits != part:
-            break
-    return tuple(found)
 
 
 GIB = 1 << 30
@@ -80,6 +63,15 @@ class Finding:
     what: str
     remedy: str = ""
     node: str = ""
+
+    def __str__(self) -> str:
+        """Return verdict, node, finding and remedy as one line.
+
+        >>> str(Finding(verdict=Verdict.WARN, what="disk is full", remedy="free space", node="a"))
+        'warn  a: disk is full  ->  free space'
+        """
+        where = f"{self.node}: " if self.node else ""
+        return f"{self.verdict:<4}  {where}{self.what}" + (f"  ->  {self.remedy}" if self.remedy else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +129,7 @@ class ClusterFacts:
     resources: Mapping[str, float]
     autoscales: bool = False
     dashboard: bool = True
-    broken: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,15 +175,19 @@ class Facts:
     needs: Needs = field(default_factory=Needs)
 
 
-NO_RESOURCES: Mapping[str, float] = MappingProxyType({})
-
 CHECKPOINT_BYTES, STATE_BYTES = 12, 16
 """Per parameter: the fp32 value and Adam's two moments; with the gradient."""
 
 
 def needs_of(config: Config) -> Needs:
     """Needs of a run; only its local paths."""
-    data, num_parameters = config.data, _num_parameters(config)
+    from rayfcp.cluster.planning.preview import model_of
+
+    try:
+        num_parameters = model_of(config).num_parameters
+    except (ConfigError, ImportError):  # the model's folder, or torch, is missing here
+        num_parameters = None
+    data = config.data
     named = [*data.paths, config.model.path, data.tokenizer, data.processor, data.cache_dir]
     return Needs(
         device=config.cluster.device,
@@ -212,13 +208,3 @@ def needs_of(config: Config) -> Needs:
 def _is_local(path: str) -> bool:
     """True for paths that are neither URLs nor names of the model hub or of rayfcp."""
     return "://" not in path and (path.startswith(("/", ".", "~")) or Path(path).exists())
-
-
-def _num_parameters(config: Config) -> int | None:
-    """Parameters of the model, None if its folder, or torch, is missing here."""
-    from rayfcp.cluster.planning.preview import model_of
-
-    try:
-        return model_of(config).num_parameters
-    except (ConfigError, ImportError):
-        return None

@@ -3,6 +3,7 @@
 import glob
 import importlib.util
 import json
+import logging
 import os
 import resource
 import shutil
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ from rayfcp.cluster.doctor.facts import (
     DASHBOARD_MODULES,
     REQUIRED,
     Accelerators,
+    AccessFacts,
     ClusterFacts,
     Needs,
     NodeFacts,
@@ -37,6 +39,9 @@ from rayfcp.config import ConfigError
 PROBE_S = 180
 CONNECT_S = 5.0
 SHM = Path("/dev/shm")
+TOKEN_FILE = "~/.ray/auth_token"
+NODE_S = 300.0
+"""Time for the slowest node to answer; torch is imported there."""
 
 
 def machine_facts(
@@ -62,8 +67,8 @@ def machine_facts(
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         storage=None if run_dir is None else storage_facts(run_dir, marker=marker),
         num_paths=len(paths),
-        missing_paths=tuple(path for path in paths if not _readable(path)),
-        reaches_driver=None if driver is None else _connects(driver),
+        missing_paths=tuple(path for path in paths if not _is_readable(path)),
+        reaches_driver=None if driver is None else _can_connect(driver),
     )
 
 
@@ -116,12 +121,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _readable(path: str) -> bool:
+def _is_readable(path: str) -> bool:
     found = glob.glob(str(Path(path).expanduser()))  # noqa: PTH207  a pattern that may contain folders
     return bool(found) and all(os.access(each, os.R_OK) for each in found)
 
 
-def _connects(address: tuple[str, int]) -> bool:
+def _can_connect(address: tuple[str, int]) -> bool:
     try:
         socket.create_connection(address, timeout=CONNECT_S).close()
     except OSError:
@@ -129,8 +134,26 @@ def _connects(address: tuple[str, int]) -> bool:
     return True
 
 
-NODE_S = 300.0
-"""Time for the slowest node to answer; torch is imported there."""
+def access_facts(needs: Needs) -> AccessFacts:
+    """Return access facts from the environment; never the token itself."""
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN_FILE
+    file = Path(named).expanduser()
+    found = "RAY_AUTH_TOKEN" if os.environ.get("RAY_AUTH_TOKEN") else named if file.is_file() else ""
+    return AccessFacts(
+        mode=os.environ.get("RAY_AUTH_MODE", "").lower(),
+        token_from=found,
+        token_open=found == named and bool(file.stat().st_mode & 0o077),
+        metrics_port_taken=bool(needs.metrics_port) and not is_free(needs.metrics_host, needs.metrics_port),
+    )
+
+
+def is_free(host: str, port: int) -> bool:
+    """True if the port can be opened on this machine."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...], ClusterFacts]:
@@ -139,28 +162,7 @@ def cluster_facts(address: str, *, needs: Needs) -> tuple[tuple[NodeFacts, ...],
     Raises:
         ConfigError: no Ray accepts connections at `address`.
     """
-    url = _join(address)
-    try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        here = ray.get_runtime_context().get_node_id()
-        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerHostname"], node["NodeID"]))
-        with ExitStack() as ending:
-            found, broken = _examine_nodes(nodes, needs=needs, ending=ending)
-        cluster = ClusterFacts(
-            address=address,
-            resources=ray.cluster_resources(),
-            autoscales=_autoscales(),
-            dashboard=bool(url),
-            broken=broken,
-        )
-    finally:
-        ray.shutdown()
-    return found, cluster
-
-
-def _join(address: str) -> str | None:
-    """Connect; return the dashboard's address, if any."""
-    import logging
+    from ray.autoscaler.v2.utils import is_autoscaler_v2
 
     try:
         context = ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
@@ -170,51 +172,50 @@ def _join(address: str) -> str | None:
             f"--address is {address!r}, no Ray accepts connections there ({why}); check it on a node of the cluster "
             "with 'ray status', and set RAY_AUTH_MODE=token if it wants a token"
         ) from error
-    shown: str | None = context.dashboard_url
-    return shown
-
-
-def _examine_nodes(
-    nodes: list[dict[str, Any]], *, needs: Needs, ending: ExitStack
-) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
-    """Facts of each node, and the errors of nodes that could not be examined."""
-    listener = ending.enter_context(socket.create_server((ray.util.get_node_ip_address(), 0)))
-    arguments = {
-        "device": needs.device,
-        "run_dir": needs.run_dir,
-        "paths": needs.paths,
-        "marker": _marker(needs, ending),
-        "driver": listener.getsockname()[:2],
-    }
-    facts_of: Any = machine_facts  # Ray's types do not cover functions with keywords
-    task = ray.remote(facts_of)
-    refs = [
-        task.options(num_cpus=0, max_retries=0, scheduling_strategy=_on(node)).remote(
-            **arguments, name=_name(node, nodes)
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        here = ray.get_runtime_context().get_node_id()
+        nodes.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerHostname"], node["NodeID"]))
+        found, broken = _examine_nodes(nodes, needs=needs)
+        cluster = ClusterFacts(
+            address=address,
+            resources=ray.cluster_resources(),
+            autoscales=bool(_internal_kv_get(b"__autoscaling_status")) or is_autoscaler_v2(),
+            dashboard=bool(context.dashboard_url),
+            broken=broken,
         )
-        for node in nodes
-    ]
+    finally:
+        ray.shutdown()
+    return found, cluster
+
+
+def _examine_nodes(nodes: list[dict[str, Any]], *, needs: Needs) -> tuple[tuple[NodeFacts, ...], Mapping[str, str]]:
+    """Facts of each node, and the errors of nodes that could not be examined."""
+    facts_of: Any = machine_facts  # Ray's types do not cover functions with keywords
     found: list[NodeFacts] = []
     broken: dict[str, str] = {}
-    for node, ref in zip(nodes, refs, strict=True):
-        try:
-            facts: NodeFacts = ray.get(ref, timeout=NODE_S)
-            found.append(_with_clock(replace(facts, devices=node["Resources"]), node))
-        except RayError as error:
-            broken[_name(node, nodes)] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    with ExitStack() as ending:
+        listener = ending.enter_context(socket.create_server((ray.util.get_node_ip_address(), 0)))
+        marker = None  # a file where the run directory would be, for other nodes to look for
+        if needs.run_dir is not None:
+            with suppress(OSError):
+                folder = home_of(needs.run_dir)
+                marker = ending.enter_context(tempfile.NamedTemporaryFile(dir=folder, prefix=".rayfcp-doctor-")).name
+        given = {"device": needs.device, "run_dir": needs.run_dir, "paths": needs.paths, "marker": marker}
+        task = ray.remote(num_cpus=0, max_retries=0)(facts_of)
+        refs = [
+            task.options(scheduling_strategy=_on(node)).remote(
+                **given, driver=listener.getsockname()[:2], name=_name(node, nodes)
+            )
+            for node in nodes
+        ]
+        for node, ref in zip(nodes, refs, strict=True):
+            try:
+                facts: NodeFacts = ray.get(ref, timeout=NODE_S)
+                found.append(_with_clock(replace(facts, devices=node["Resources"]), node))
+            except RayError as error:
+                broken[_name(node, nodes)] = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return tuple(found), broken
-
-
-def _marker(needs: Needs, ending: ExitStack) -> str | None:
-    """File where the run directory would be, for other nodes to look for; None if none can be written."""
-    if needs.run_dir is None:
-        return None
-    try:
-        return ending.enter_context(
-            tempfile.NamedTemporaryFile(dir=home_of(needs.run_dir), prefix=".rayfcp-doctor-")
-        ).name
-    except OSError:
-        return None
 
 
 def _with_clock(facts: NodeFacts, node: dict[str, Any]) -> NodeFacts:
@@ -239,10 +240,3 @@ def _name(node: dict[str, Any], nodes: list[dict[str, Any]]) -> str:
     host: str = node["NodeManagerHostname"]
     alone = sum(each["NodeManagerHostname"] == host for each in nodes) == 1
     return host if alone else f"{host}/{node['NodeID'][:6]}"
-
-
-def _autoscales() -> bool:
-    """True if an autoscaler has reported to this cluster."""
-    from ray.autoscaler.v2.utils import is_autoscaler_v2
-
-    return bool(_internal_kv_get(b"__autoscaling_status")) or is_autoscaler_v2()

@@ -6,17 +6,14 @@ from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.measured import read_cost
-from rayfcp.cluster.planning.planner import plan_as_run, run_hardware, sequences_of, simulate_step
+from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import prepared_data
-from rayfcp.cluster.workers.facts import strategy_on
-from rayfcp.config import Config, load_config
+from rayfcp.config import load_config
 from rayfcp.plan import CostModel
-from rayfcp.program import lower
-from rayfcp.simulate import Timeline
 from rayfcp.telemetry.baseline import Baseline, Both
 from rayfcp.telemetry.events import Event, read_events
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec, StepReport
+from rayfcp.values import ClusterSpec, SequenceSpec, StepReport
 
 STATIC = "static-cp"
 
@@ -32,7 +29,7 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
     Both use the final cost model of the run, on devices of equal speed. Batches are drawn again and verified by hash.
 
     Raises:
-        NoBaselineError: a file is missing, or the data is no longer that of the run.
+        NoBaselineError: a file is missing or outdated, or the data is no longer that of the run.
         ConfigError: the data is no longer there.
     """
     folder = Path(run_dir)
@@ -44,7 +41,12 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
             raise NoBaselineError(f"{folder} holds no {name}, which a static baseline is made from")
     config = load_config(folder / "config.yaml")
     data = open_dataset(config, data_dir=prepared_data(config, log=lambda _: None))
-    replanner = _Replanner(config, data.model, run_dir=folder)
+    try:
+        cost = read_cost(folder / "profile.json")
+    except ValueError as error:
+        raise NoBaselineError(f"{folder}/profile.json is of another version: {error}") from error
+    device = str(json.loads((folder / "profile.json").read_text())["about"]["device"])
+    planner = RunPlanner(config, data.model, device=device)
     found: list[Both] = []
     for report in _spread(reports, num_steps):
         log(f"planning step {report.step} again, statically and by {config.plan.strategy}")
@@ -54,66 +56,38 @@ def baseline_of(run_dir: str | Path, *, num_steps: int, log: Callable[[str], Non
                 f"step {report.step} of {folder} was trained on other samples than data.paths holds now; keep the data"
             )
         sequences = sequences_of(batch, layer_kinds=data.model.layer_kinds)
-        found.append(replanner.both(sequences, step=report.step, cluster=_cluster_at(report.step, events)))
+        cluster = _cluster_at(report.step, events)
+        found.append(_both(planner, sequences, step=report.step, cluster=cluster, cost=cost))
     return Baseline(static=STATIC, own=config.plan.strategy, steps=tuple(found))
 
 
-class _Replanner:
-    """Plans and simulates batches as the run does."""
-
-    def __init__(self, config: Config, model: ModelProfile, *, run_dir: Path) -> None:
-        profile = json.loads((run_dir / "profile.json").read_text())
-        self._config, self._model, self._device = config, model, str(profile["about"]["device"])
-        try:
-            self._cost = read_cost(run_dir / "profile.json")
-        except ValueError as error:
-            raise NoBaselineError(f"{run_dir}/profile.json is of another version: {error}") from error
-        self._hardware: dict[ClusterSpec, HardwareProfile] = {}
-
-    def both(self, sequences: Sequence[SequenceSpec], *, step: int, cluster: ClusterSpec) -> Both:
-        """One batch by both strategies."""
-        own = strategy_on(self._config, cluster.num_stages)
-        (before, degree), (after, _) = (self._simulate(each, sequences, cluster=cluster) for each in (STATIC, own))
-        return Both(
-            step=step,
-            before=before.imbalance,
-            after=after.imbalance,
-            before_s=before.iteration_s,
-            after_s=after.iteration_s,
-            before_degree=degree,
-        )
-
-    def _simulate(
-        self, strategy: str, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec
-    ) -> tuple[Timeline, int]:
-        """Simulated timeline and the largest CP degree."""
-        plan = plan_as_run(
-            sequences,
-            config=self._config,
-            model=self._model,
-            device=self._device,
-            cluster=cluster,
-            cost=self._cost,
-            strategy=strategy,
-        )
-        programs = lower(plan, sequences, reduce_every=self._config.train.reduce_every)
-        hardware = self._hardware_of(cluster, self._cost)
-        timeline = simulate_step(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster)
-        return timeline, max(plan.degrees, default=1)
-
-    def _hardware_of(self, cluster: ClusterSpec, cost: CostModel) -> HardwareProfile:
-        if cluster not in self._hardware:
-            self._hardware[cluster] = run_hardware(
-                self._config, self._model, device=self._device, cluster=cluster, cost=cost
-            )
-        return self._hardware[cluster]
+def _both(
+    planner: RunPlanner, sequences: Sequence[SequenceSpec], *, step: int, cluster: ClusterSpec, cost: CostModel
+) -> Both:
+    """Plan and simulate one batch by both strategies."""
+    plans, timelines = [], []
+    for strategy in (STATIC, None):
+        plan, programs = planner.plan(sequences, cluster=cluster, cost=cost, strategy=strategy)
+        programs = programs or planner.lower(plan, sequences, cluster=cluster)
+        plans.append(plan)
+        timelines.append(planner.simulate(programs, cluster=cluster, cost=cost))
+    before, after = timelines
+    return Both(
+        step=step,
+        before=before.imbalance,
+        after=after.imbalance,
+        before_s=before.iteration_s,
+        after_s=after.iteration_s,
+        before_degree=max(plans[0].degrees, default=1),
+    )
 
 
 def _spread(reports: Sequence[StepReport], num_steps: int) -> list[StepReport]:
-    """The first, the last, and others evenly between them."""
-    last = len(reports) - 1
+    """The first, the last, and others evenly between them; of one the last."""
     count = min(num_steps, len(reports))
-    return [reports[round(at * last / max(count - 1, 1))] for at in range(count)] if count > 1 else [reports[last]]
+    return (
+        [reports[round(at * (len(reports) - 1) / (count - 1))] for at in range(count)] if count > 1 else [reports[-1]]
+    )
 
 
 def _cluster_at(step: int, events: Sequence[Event]) -> ClusterSpec:

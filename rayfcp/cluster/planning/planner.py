@@ -1,4 +1,4 @@
-"""The planner actor: from a global batch to checked programs, on a spare CPU; and simulation of a run's steps."""
+"""The planner actor: from a global batch to checked programs, on a spare CPU; and the same for previews and reports."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from rayfcp.plan.layout import layouts_of
 from rayfcp.plan.strategies.registry import AUTO
 from rayfcp.program import RankProgram, check_progress, lower
 from rayfcp.simulate import Timeline, simulate
-from rayfcp.simulate.simulate import Choice, choose
+from rayfcp.simulate.simulate import choose
 from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
@@ -35,106 +35,76 @@ from rayfcp.values import (
 from rayfcp.values.devices import DEVICES
 
 
-def run_hardware(
-    config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec, cost: CostModel
-) -> HardwareProfile:
-    """Hardware profile that explains the run's `cost`; the device's named profile if nothing was measured."""
-    base, own = hardware_profile(DEVICES[device].base_hardware), device_model(model, cluster.tensor_parallel)
-    if cost.linear_s_per_token <= 0:
-        return base
-    hardware = measured_hardware(
-        base,
-        cost,
-        model=own,
-        name=config.run.name,
-        peak_flops=base.peak_flops,
-        memory_bytes=base.memory_bytes,
-        bytes_per_element=BYTES[config.model.dtype],
-        num_nodes=len(set(cluster.node_of_rank)) or 1,
-    )
-    if cluster.num_stages > 1:
-        return hardware
-    return without_shards(hardware, cost, cluster=cluster, model=own)
-
-
-def simulate_step(
-    programs: Sequence[RankProgram],
-    *,
-    config: Config,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    cluster: ClusterSpec,
-) -> Timeline:
-    """Simulate a step's programs on `run_hardware`."""
-    return simulate(
-        programs,
-        model=device_model(model, cluster.tensor_parallel),
-        hardware=hardware,
-        node_of_rank=cluster.node_of_rank,
-        speed_of_rank=cluster.speed_of_rank,
-        layers_of_stage=cluster.layers_of_stage,
-        gather_every=config.train.gather_every,
-    )
-
-
-class AutoPlanner:
-    """Plans batches by strategy `auto`. The hardware profile is cached while costs and ranks stay the same."""
+class RunPlanner:
+    """Plans, lowers and simulates batches as a run with this configuration, model and kind of device does."""
 
     def __init__(self, config: Config, model: ModelProfile, *, device: str) -> None:
         self._config, self._model, self._device = config, model, device
         self._hardware: tuple[ClusterSpec, CostModel, HardwareProfile] | None = None
 
-    def choose(self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> Choice:
-        """Choose the fastest candidate plan by simulation.
+    def plan(
+        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, strategy: str | None = None
+    ) -> tuple[BatchPlan, tuple[RankProgram, ...]]:
+        """Plan by the run's strategy on so many stages, or the named one; with the programs if `auto` lowered them,
+        which takes the fastest candidate by simulation.
 
         Raises:
-            InfeasiblePlanError: no strategy has a plan; names the binding constraint.
+            InfeasiblePlanError: there is no plan; names the binding constraint.
         """
+        name, options = strategy or strategy_on(self._config, cluster.num_stages), self._config.plan
+        if name != AUTO:
+            return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options), ()
+        choice = choose(
+            plan_candidates(sequences, cluster=cluster, cost=cost, options=options),
+            lowered=lambda plan: self.lower(plan, sequences, cluster=cluster),
+            seconds=lambda programs: self.simulate(programs, cluster=cluster, cost=cost).iteration_s,
+        )
+        return choice.plan, choice.programs
 
-        def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
-            return lower(
-                plan,
-                sequences,
-                reduce_every=self._config.train.reduce_every,
-                kinds_of_stage=kinds_of_stages(self._model, cluster),
-            )
+    def lower(
+        self,
+        plan: BatchPlan,
+        sequences: Sequence[SequenceSpec],
+        *,
+        cluster: ClusterSpec,
+        layouts: Sequence[Layout] | None = None,
+    ) -> tuple[RankProgram, ...]:
+        """Lower a plan; `layouts` are its own, if known."""
+        kinds = kinds_of_stages(self._model, cluster)
+        every = self._config.train.reduce_every
+        return lower(plan, sequences, layouts=layouts, reduce_every=every, kinds_of_stage=kinds)
 
-        def seconds(programs: Sequence[RankProgram]) -> float:
-            hardware = self._hardware_of(cluster, cost)
-            timeline = simulate_step(
-                programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster
-            )
-            return timeline.iteration_s
-
-        plans = plan_candidates(sequences, cluster=cluster, cost=cost, options=self._config.plan)
-        return choose(plans, lowered=lowered, seconds=seconds)
-
-    def _hardware_of(self, cluster: ClusterSpec, cost: CostModel) -> HardwareProfile:
+    def simulate(self, programs: Sequence[RankProgram], *, cluster: ClusterSpec, cost: CostModel) -> Timeline:
+        """Simulate a step on hardware that explains `cost`."""
         if self._hardware is None or self._hardware[:2] != (cluster, cost):
-            found = run_hardware(self._config, self._model, device=self._device, cluster=cluster, cost=cost)
-            self._hardware = cluster, cost, found
-        return self._hardware[2]
+            self._hardware = cluster, cost, self._explaining(cost, cluster)
+        return simulate(
+            programs,
+            model=device_model(self._model, cluster.tensor_parallel),
+            hardware=self._hardware[2],
+            node_of_rank=cluster.node_of_rank,
+            speed_of_rank=cluster.speed_of_rank,
+            layers_of_stage=cluster.layers_of_stage,
+            gather_every=self._config.train.gather_every,
+        )
 
-
-def plan_as_run(
-    sequences: Sequence[SequenceSpec],
-    *,
-    config: Config,
-    model: ModelProfile,
-    device: str,
-    cluster: ClusterSpec,
-    cost: CostModel,
-    strategy: str | None = None,
-) -> BatchPlan:
-    """Plan as a planner of the run does, by the configured strategy unless another is named.
-
-    Raises:
-        InfeasiblePlanError: there is none; names the binding constraint.
-    """
-    name = strategy or config.plan.strategy
-    if name == AUTO:
-        return AutoPlanner(config, model, device=device).choose(sequences, cluster=cluster, cost=cost).plan
-    return plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=config.plan)
+    def _explaining(self, cost: CostModel, cluster: ClusterSpec) -> HardwareProfile:
+        """Return hardware that explains `cost`; the device's named profile if nothing was measured."""
+        base = hardware_profile(DEVICES[self._device].base_hardware)
+        if cost.linear_s_per_token <= 0:
+            return base
+        own = device_model(self._model, cluster.tensor_parallel)
+        hardware = measured_hardware(
+            base,
+            cost,
+            model=own,
+            name=self._config.run.name,
+            peak_flops=base.peak_flops,
+            memory_bytes=base.memory_bytes,
+            bytes_per_element=BYTES[self._config.model.dtype],
+            num_nodes=len(set(cluster.node_of_rank)) or 1,
+        )
+        return hardware if cluster.num_stages > 1 else without_shards(hardware, cost, cluster=cluster, model=own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +152,7 @@ class Planner:
 
     def __init__(self, config: Config, model: ModelProfile, *, device: str) -> None:
         self._config, self._model, self._device = config, model, device
-        self._chooser = AutoPlanner(config, model, device=device)
+        self._run = RunPlanner(config, model, device=device)
 
     def ready(self) -> None:
         """Answers once the actor runs."""
@@ -214,7 +184,11 @@ class Planner:
             InfeasiblePlanError: the batch fits no plan; names the binding constraint.
         """
         sequences = sequences_of(batch, layer_kinds=self._model.layer_kinds)
-        plan, layouts, programs, plan_s = self._planned(sequences, cluster=cluster, cost=cost)
+        start_s = time.perf_counter()
+        plan, programs = self._run.plan(sequences, cluster=cluster, cost=cost)
+        plan_s = time.perf_counter() - start_s
+        layouts = layouts_of(plan, sequences)
+        programs = programs or self._run.lower(plan, sequences, cluster=cluster, layouts=layouts)
         check_progress(programs)
         loads = rank_loads(plan, sequences, cost=cost, layouts=layouts)
         record = PlanRecord(
@@ -236,29 +210,6 @@ class Planner:
         )
         return (record, *programs)
 
-    def _planned(
-        self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel
-    ) -> tuple[BatchPlan, tuple[Layout, ...], tuple[RankProgram, ...], float]:
-        """Plan, layouts, programs, and the seconds that planning took."""
-        start_s = time.perf_counter()
-        strategy = strategy_on(self._config, cluster.num_stages)
-        if strategy == AUTO:
-            choice = self._chooser.choose(sequences, cluster=cluster, cost=cost)
-            plan_s = time.perf_counter() - start_s
-            return choice.plan, layouts_of(choice.plan, sequences), choice.programs, plan_s
-        plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=strategy, options=self._config.plan)
-        plan_s = time.perf_counter() - start_s
-        layouts = layouts_of(plan, sequences)
-        programs = lower(
-            plan,
-            sequences,
-            layouts=layouts,
-            reduce_every=self._config.train.reduce_every,
-            kinds_of_stage=kinds_of_stages(self._model, cluster),
-        )
-        return plan, layouts, programs, plan_s
-
     def simulate_step(self, *programs: RankProgram, cluster: ClusterSpec, cost: CostModel) -> tuple[Span, ...]:
         """Simulated spans of a step, from 0."""
-        hardware = run_hardware(self._config, self._model, device=self._device, cluster=cluster, cost=cost)
-        return simulate_step(programs, config=self._config, model=self._model, hardware=hardware, cluster=cluster).spans
+        return self._run.simulate(programs, cluster=cluster, cost=cost).spans

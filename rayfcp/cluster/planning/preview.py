@@ -7,7 +7,7 @@ from pathlib import Path
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout, ranks_per_node
-from rayfcp.cluster.planning.planner import plan_as_run, sequences_of
+from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import check_runnable, prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
 from rayfcp.compare.lengths import draw_batches
@@ -44,20 +44,24 @@ class OfflinePlan:
             InfeasiblePlanError: the model or the longest sequence does not fit.
         """
         check_layout(config)
-        shape, machine = model_of(config, model), _hardware(config, hardware)
+        if hardware is None and config.cluster.device == AUTO:
+            raise ConfigError("cluster.device is 'auto', must be said for a cluster that is not here; give --hardware")
+        shape = model_of(config, model)
+        machine = hardware_profile(hardware or DEVICES[config.cluster.device].base_hardware)
         _check_shape(config, shape, machine)
         facts = _devices(config, machine)
+        device = facts[0].device
         cluster = cluster_spec(config, shape, facts=facts, generation=0)
         cost = analytic_cost(
             config,
             shape,
-            device=facts[0].device,
+            device=device,
             cluster=cluster,
             memory_bytes=device_memory(config, facts),
-            hardware=_shared(machine, shape, tensor_parallel=config.cluster.tensor_parallel),
+            hardware=_with_all_reduces(machine, shape, tensor_parallel=config.cluster.tensor_parallel),
         )
         cost = dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
-        drawn = draw_batches(
+        *_, sequences = draw_batches(
             lengths,
             num_batches=step,
             global_batch=config.data.global_batch_sequences,
@@ -65,16 +69,10 @@ class OfflinePlan:
             seed=config.run.seed,
             model=shape,
         )
-        sequences = drawn[-1]
-        plan = plan_as_run(sequences, config=config, model=shape, device=facts[0].device, cluster=cluster, cost=cost)
+        plan, _ = RunPlanner(config, shape, device=device).plan(sequences, cluster=cluster, cost=cost)
         return cls(
             config=config, model=shape, hardware=machine, cluster=cluster, cost=cost, sequences=sequences, plan=plan
         )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the batch."""
-        return sum(each.num_tokens for each in self.sequences)
 
     @property
     def mfu(self) -> float:
@@ -82,22 +80,17 @@ class OfflinePlan:
         peak = self.cluster.num_devices * self.hardware.peak_flops
         return model_flops(self.model, self.sequences) / (self.plan.predicted_s * peak)
 
-
-def describe(declared: OfflinePlan, *, width: int = 100) -> str:
-    """The cluster, the predicted step, and the plan as a time x rank grid."""
-    cluster, plan, hardware = declared.cluster, declared.plan, declared.hardware
-    nodes = len(set(cluster.node_of_rank))
-    layout = f"{cluster.num_ranks} ranks of {cluster.num_stages} stages x {cluster.tensor_parallel} devices"
-    return "\n".join(
-        [
-            f"{declared.model.name} on {cluster.num_devices} x {hardware.name} "
-            f"({hardware.memory_bytes / GIB:.0f} GiB) on {nodes} nodes: {layout}, "
-            f"{cluster.max_tokens_per_rank:,} tokens per rank and microbatch at most",
-            f"{len(declared.sequences)} sequences, {declared.num_tokens:,} tokens: predicted "
-            f"{declared.num_tokens / plan.predicted_s:,.0f} tokens/s, MFU {declared.mfu:.0%}",
-            render_grid(plan, declared.sequences, width=width),
-        ]
-    )
+    def describe(self, *, width: int = 100) -> str:
+        """Return the cluster, the predicted step, and the plan as a time x rank grid."""
+        cluster, hardware, num_tokens = self.cluster, self.hardware, sum(each.num_tokens for each in self.sequences)
+        return (
+            f"{self.model.name} on {cluster.num_devices} x {hardware.name} ({hardware.memory_bytes / GIB:.0f} GiB) on "
+            f"{len(set(cluster.node_of_rank))} nodes: {cluster.num_ranks} ranks of {cluster.num_stages} stages x "
+            f"{cluster.tensor_parallel} devices, {cluster.max_tokens_per_rank:,} tokens per rank and microbatch "
+            f"at most\n{len(self.sequences)} sequences, {num_tokens:,} tokens: predicted "
+            f"{num_tokens / self.plan.predicted_s:,.0f} tokens/s, MFU {self.mfu:.0%}\n"
+            f"{render_grid(self.plan, self.sequences, width=width)}"
+        )
 
 
 def model_of(config: Config, name: str | None = None) -> ModelProfile:
@@ -124,14 +117,6 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
     declared = config.model.architecture.vocab_size  # known without the tokenizer's files
     library = model_config(config.model, vocab_size=declared or tokenizer_of(config.data).vocab_size)
     return profile_of(library, name=path or library.model_type, freeze_vision=config.model.freeze_vision)
-
-
-def _hardware(config: Config, name: str | None) -> HardwareProfile:
-    if name is not None:
-        return hardware_profile(name)
-    if config.cluster.device == AUTO:
-        raise ConfigError("cluster.device is 'auto', must be said for a cluster that is not here; give --hardware")
-    return hardware_profile(DEVICES[config.cluster.device].base_hardware)
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:
@@ -171,7 +156,7 @@ def _devices(config: Config, hardware: HardwareProfile) -> list[DeviceFacts]:
     ]
 
 
-def _shared(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
+def _with_all_reduces(hardware: HardwareProfile, model: ModelProfile, *, tensor_parallel: int) -> HardwareProfile:
     """`hardware` whose linear layers include the all-reduces of tensor parallelism."""
     slowed = device_hardware(hardware, device_model(model, tensor_parallel), tensor_parallel=tensor_parallel)
     return dataclasses.replace(hardware, linear_efficiency=slowed.linear_efficiency)
@@ -191,10 +176,9 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
         backend_of(device).total_memory_bytes(device) or hardware_profile(DEVICES[device].base_hardware).memory_bytes
     )
     here = DeviceFacts(node_id="here", device=device, memory_bytes=memory_bytes, peak_flops=None)
-    profile = Path(config.run_dir) / "profile.json"
     facts = [here] * config.cluster.max_workers
     cluster = cluster_spec(config, model, facts=facts, generation=0)
     guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
-    cost = cost_of_layout(profile, cluster) or guess
-    plan = plan_as_run(sequences, config=config, model=model, device=device, cluster=cluster, cost=cost)
+    cost = cost_of_layout(Path(config.run_dir) / "profile.json", cluster) or guess
+    plan, _ = RunPlanner(config, model, device=device).plan(sequences, cluster=cluster, cost=cost)
     return render_grid(plan, sequences, width=width)

@@ -8,9 +8,8 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.doctor.facts import Needs, needs_of
-from rayfcp.cluster.doctor.gather import accelerators, home_of, machine_facts, storage_facts
+from rayfcp.cluster.doctor.gather import accelerators, access_facts, home_of, machine_facts, storage_facts
 from rayfcp.config import load_config
-from rayfcp.doctor_command import access_facts
 
 JOBS = Path(__file__).resolve().parents[3] / "jobs"
 

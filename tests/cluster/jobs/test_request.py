@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rayfcp.cli import main
 from rayfcp.cluster.jobs import STOP_WAIT, JobOptions, job_request, read_requirements
+from rayfcp.commands.submit import ADDRESS
 from rayfcp.config import ConfigError, load_config, parse_config
-from rayfcp.submit_command import ADDRESS
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "jobs" / "quickstart.yaml"
 NOWHERE = "http://127.0.0.1:1"

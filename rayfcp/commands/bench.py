@@ -1,4 +1,4 @@
-"""`rayfcp bench attention`: its arguments, and what it prints."""
+"""`rayfcp bench attention`: arguments and output."""
 
 import argparse
 import json
@@ -6,15 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rayfcp.commands import CommandFailedError
 from rayfcp.compare.arguments import not_negative, positive
 from rayfcp.config import ConfigError
 from rayfcp.values.devices import AUTO, DEVICES
 
 if TYPE_CHECKING:
     from rayfcp.bench.request import BenchRequest
-
-TEXT = "Measure one device, without a cluster"
-ATTENTION = "Run the attention of all ranks of real plans on one device, and compare it with a single kernel"
 
 EPILOG = """\
 Every strategy plans one batch. The programs of all its ranks run one after the other on this device, including their
@@ -29,10 +27,6 @@ a CPU, minutes on an accelerator. Times are device times: of one thread on a CPU
 Examples:  rayfcp bench attention
            rayfcp bench attention --device cuda --ranks 32 --tokens-per-rank 32768 --block-tokens 4096 --json bench.json
 """
-
-
-class WrongResultError(Exception):
-    """A strategy's result differs from the single kernel's; the message names it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: Arguments that cannot be used.
-        WrongResultError: A strategy's result differs from the single kernel's.
+        CommandFailedError: A strategy's result differs from the single kernel's.
     """
     if arguments.json is not None and Path(arguments.json).is_dir():
         raise ConfigError(f"--json is {arguments.json!r}, a folder; give the path of a file")
@@ -84,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         _write(arguments.json, text=json.dumps(report.as_json(), indent=1) + "\n")
     if report.wrong:
         wrong = ", ".join(f"{each.strategy} (off by {each.error:.2g})" for each in report.wrong)
-        raise WrongResultError(f"results differ from the single kernel in {request.dtype}: {wrong}")
+        raise CommandFailedError(f"results differ from the single kernel in {request.dtype}: {wrong}")
 
 
 def request_of(arguments: argparse.Namespace) -> "BenchRequest":

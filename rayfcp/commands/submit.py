@@ -6,13 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rayfcp.commands import WRONG_INPUT, CommandFailedError, add_config
 from rayfcp.compare.arguments import positive
 from rayfcp.config import ConfigError
 
 if TYPE_CHECKING:
     from rayfcp.cluster.jobs import JobEnd, JobOptions
-
-TEXT = "Train on a cluster as a Ray job; follow or stop it"
 
 USAGE = """\
 rayfcp submit CONFIG [key=value ...] --address URL [options]
@@ -31,17 +30,11 @@ ADDRESS = "RAY_API_SERVER_ADDRESS"
 OVERRULING = (ADDRESS, "RAY_ADDRESS")
 """Variables with which Ray would override the user's address."""
 
-WRONG_INPUT = 2
-
-
-class JobFailedError(Exception):
-    """The job failed or was stopped; the message says how."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `rayfcp submit`."""
     parser.usage, parser.epilog = USAGE, EPILOG
-    parser.add_argument("overrides", metavar="CONFIG key=value", nargs="*", help="YAML file, and overrides of its keys")
+    add_config(parser)
     parser.add_argument(
         "--address",
         metavar="URL",
@@ -84,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: The user's input is wrong, as found here or by the job.
-        JobFailedError: The job failed, or was stopped.
+        CommandFailedError: The job failed, or was stopped.
     """
     if arguments.address is None:
         raise ConfigError(
@@ -180,7 +173,7 @@ def _follow(client: Any, job_id: str, address: str) -> None:
     try:
         end = JobFollower(client, job_id, out=sys.stdout, log=_log).to_the_end()
     except LostTouchError as error:
-        raise JobFailedError(
+        raise CommandFailedError(
             f"{address} no longer answers ({error}); job {job_id} may still be running: rayfcp submit --follow {job_id}"
         ) from error
     _judge(job_id, end)
@@ -190,13 +183,15 @@ def _judge(job_id: str, end: "JobEnd") -> None:
     if end.status == "SUCCEEDED":
         _log(f"job {job_id} succeeded")
     elif end.status == "STOPPED":
-        raise JobFailedError(f"job {job_id} was stopped before the end; the same command resumes from its checkpoint")
+        raise CommandFailedError(
+            f"job {job_id} was stopped before the end; the same command resumes from its checkpoint"
+        )
     elif end.exit_code == WRONG_INPUT:
         raise ConfigError(f"job {job_id} ended with exit code {WRONG_INPUT}: its input is wrong, see its output above")
     else:
         code = "" if end.exit_code is None else f" with exit code {end.exit_code}"
         why = f": {' '.join(end.message.split())[:500]}" if end.exit_code is None else ", see its output above"
-        raise JobFailedError(f"job {job_id} failed{code}{why}")
+        raise CommandFailedError(f"job {job_id} failed{code}{why}")
 
 
 def _log(text: str) -> None:
