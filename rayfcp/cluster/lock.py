@@ -1,4 +1,8 @@
-"""Lock of a run directory against a second run; it ends with the process that holds it, however that ends."""
+"""Lock of a run directory against a second run; it ends with the process that holds it, however that ends.
+
+The PyPI package filelock does not serve here: it leaves its file in place, and notices that a file was removed by its
+link count only, which NFS keeps at 1; it takes ENOLCK and EOPNOTSUPP for failures; it does not name the holder.
+"""
 
 import errno
 import fcntl
@@ -33,14 +37,18 @@ def hold(run_dir: str | Path, *, wait_s: float = WAIT_S) -> Iterator[None]:
         ConfigError: another run holds it; names it, and since when. Or the folder cannot be written.
     """
     folder = Path(run_dir)
+    path = folder / LOCK_FILE
     try:
-        handle = _taken(folder / LOCK_FILE, wait_s=wait_s)
+        handle = _taken(path, wait_s=wait_s)
     except OSError as error:
         raise _unwritable(folder, error) from error
     try:
         yield
     finally:
-        _leave(folder / LOCK_FILE, handle)
+        with suppress(OSError):
+            if _is_at(handle, path):
+                path.unlink()  # while it is locked, so that no one else locks a removed file
+        os.close(handle)
         with suppress(OSError):  # a run that wrote nothing leaves no directory
             folder.rmdir()
 
@@ -73,7 +81,7 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 
 def check_free(run_dir: str | Path, *, wait_s: float = WAIT_S) -> None:
-    """Check that no run holds the directory, as far as this machine can tell. The lock of a killed run is removed.
+    """Check that no run holds the directory, as far as this machine can tell; remove the lock of a killed run.
 
     Raises:
         ConfigError: another run holds it.
@@ -97,15 +105,22 @@ def _taken(path: Path, *, wait_s: float) -> int:
     """Open handle of `path` that holds its lock; the file names the holder."""
     until_s = time.monotonic() + wait_s
     while True:
-        handle = _opened(path, until_s=until_s)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except (FileExistsError, FileNotFoundError):  # other runs create and remove the folder meanwhile
+            if time.monotonic() > until_s or path.parent.is_file():
+                raise
+            time.sleep(0.001)
+            continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _holder(handle)
-            os.close(handle)
             if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
                 logger.warning("%s: this file system has no locks; make sure that no other run uses it", path)
-                return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                return handle
+            holder = _holder(handle)
+            os.close(handle)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             if time.monotonic() > until_s:
@@ -120,18 +135,6 @@ def _taken(path: Path, *, wait_s: float) -> int:
                 _write_holder(handle)
             return handle
         os.close(handle)  # its holder removed it after it was opened here
-
-
-def _opened(path: Path, *, until_s: float) -> int:
-    """Open handle of `path`, whose folder other runs may create and remove meanwhile."""
-    while True:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        except (FileExistsError, FileNotFoundError):  # created or removed in between
-            if time.monotonic() > until_s or path.parent.is_file():
-                raise
-            time.sleep(0.001)
 
 
 def _is_at(handle: int, path: Path) -> bool:
@@ -158,11 +161,3 @@ def _holder(handle: int) -> str:
         return f"process {about['pid']} on {about['host']} since {about['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "a process that has just started"
-
-
-def _leave(path: Path, handle: int) -> None:
-    """Remove the file while it is still locked, so that no one else locks a removed file."""
-    with suppress(OSError):
-        if _is_at(handle, path):
-            path.unlink()
-    os.close(handle)
