@@ -20,11 +20,11 @@ from pyarrow import parquet
 from transformers import PreTrainedConfig
 
 from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Log, Profiled, Profiler, Rounds
+from rayfcp.cluster.planning.costs import Log, Profiled, Profiler
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
-from rayfcp.cost.fit import PartTimings, PassShape
+from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.data import prepare_local, tokenizer_of
 from rayfcp.execute.calibrate import time_passes
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
@@ -204,7 +204,7 @@ def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_token
     device = resolve_device(kind)
     log(f"one device alone: {device_name(device)}")
     with alone(config, device=device) as rank:
-        timed = TimedAlone(config, rank, log=log)
+        timed = TimedAlone(config, rank)
         cluster = cluster_spec(config, rank.model, facts=(timed.facts,), generation=0)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
         folder = Path(out_dir or config.run_dir).absolute()
@@ -213,10 +213,10 @@ def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_token
 
 
 class TimedAlone:
-    """One device in a world of its own; see `Timed`."""
+    """One device in a world of its own, as `TimedRanks`."""
 
-    def __init__(self, config: Config, rank: Alone, *, log: Log = lambda _: None) -> None:
-        self._config, self._engine, self._log = config, rank.engine, log
+    def __init__(self, config: Config, rank: Alone) -> None:
+        self._config, self._engine = config, rank.engine
         device = rank.engine.device
         self.device = device.type
         self.base = base_hardware(device)
@@ -230,12 +230,8 @@ class TimedAlone:
     def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
         return self._engine.time_parts(model, max_tokens=max_tokens)
 
-    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
-        found: Rounds = []
-        for number in range(rounds + 1):
-            self._log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
-            found.append([time_passes(self._engine, shapes, clock=device_clock(self._engine.device))])
-        return found[1:]
+    def passes(self, shapes: Sequence[PassShape]) -> list[list[Timing]]:
+        return [time_passes(self._engine, shapes, clock=device_clock(self._engine.device))]
 
     def peak_flops(self) -> float:
         peak = self._config.metrics.peak_flops or self.facts.peak_flops

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 import yaml
@@ -17,9 +18,8 @@ from rayfcp.cluster.planning.measured import (
     analytic_cost,
     combine,
     measure_cost,
+    pass_seconds,
     profiled_cost,
-    ranks_per_node,
-    simulation_error,
     without_shards,
     write_measured,
 )
@@ -48,9 +48,10 @@ if TYPE_CHECKING:  # timings of one device alone need no Ray
 
 HOLD_OUT_EVERY = 4
 
+START_ROUNDS = 2
+"""Timed passes of each shape at the start of a run: one more costs seconds, one less lets a hiccup decide."""
+
 Log = Callable[[str], None]
-Rounds = list[list[list[Timing]]]
-"""`[round][rank][shape]`."""
 
 
 class TimedRanks(Protocol):
@@ -63,8 +64,8 @@ class TimedRanks(Protocol):
         """Timings of the parts of a pass, of the slowest rank."""
         ...
 
-    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
-        """`rounds` timed passes of each shape, after a warm-up."""
+    def passes(self, shapes: Sequence[PassShape]) -> Sequence[Sequence[Timing]]:
+        """One pass of each shape: `[rank][shape]`."""
         ...
 
     def peak_flops(self) -> float:
@@ -78,6 +79,21 @@ class TimedRanks(Protocol):
     def memory_bytes(self) -> int:
         """Memory of one device."""
         ...
+
+
+def time_shapes(
+    passes: Callable[[Sequence[PassShape]], Sequence[Sequence[Timing]]],
+    shapes: Sequence[PassShape],
+    *,
+    rounds: int,
+    log: Log = lambda _: None,
+) -> list[Timing]:
+    """Time `rounds` passes of each shape, after a warm-up; `passes` as in `TimedRanks`."""
+    found = []
+    for number in range(rounds + 1):
+        log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
+        found.append(passes(shapes))
+    return combine(found[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,24 +124,32 @@ class Profiler:
         parts = timed.parts(model, max_tokens=max_tokens)
         guess = dataclasses.replace(
             analytic_cost(self._config, model, device=timed.device, cluster=cluster),
-            ranks_per_node=ranks_per_node(cluster),
             attention_half_tokens=attention_half_tokens(parts.attention_s),
         )
         exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
         shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
         shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-        seen = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
-        shapes, seen = (
-            [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in part] for part in (shapes, seen)
-        )
-        timings = combine(timed.rounds([*shapes, *seen], rounds=rounds))
+        num_text = len(shapes)
+        shapes += many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+        shapes = [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in shapes]
+        timings = time_shapes(timed.passes, shapes, rounds=rounds, log=self._log)
         measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
         self._log("peak of the devices")
         hardware = self._hardware(measured, parts)
-        found = simulation_error(
-            shapes, timings[: len(shapes)], cluster=cluster, model=model, hardware=hardware, cost=measured.fit.cost
+        given: Any = {"cluster": cluster, "model": model, "hardware": hardware, "cost": measured.fit.cost}
+        profiled = Profiled(
+            measured=measured,
+            parts=parts,
+            hardware=hardware,
+            simulation_error=fmean(
+                abs(pass_seconds(shape, **given) / timing.seconds - 1)
+                for shape, timing in zip(shapes[:num_text], timings, strict=False)
+            ),
+            profile_path=self._folder / "profile.json",
+            hardware_path=self._folder / "hardware.yaml",
         )
-        return self._written(measured, parts, hardware=hardware, rounds=rounds, simulation_error=found)
+        self._write(profiled, rounds=rounds)
+        return profiled
 
     def _hardware(self, measured: MeasuredCost, parts: PartTimings) -> HardwareProfile:
         timed, cost = self._timed, measured.fit.cost
@@ -142,49 +166,32 @@ class Profiler:
         )
         return without_shards(hardware, cost, cluster=self._cluster, model=self._model)
 
-    def _written(
-        self,
-        measured: MeasuredCost,
-        parts: PartTimings,
-        *,
-        hardware: HardwareProfile,
-        rounds: int,
-        simulation_error: float,
-    ) -> Profiled:
+    def _write(self, profiled: Profiled, *, rounds: int) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        profile_path, hardware_path = self._folder / "profile.json", self._folder / "hardware.yaml"
-        about = about_run(self._config, self._model, device=self._timed.device, cluster=self._cluster)
         write_measured(
-            profile_path,
-            measured,
-            about=about,
+            profiled.profile_path,
+            profiled.measured,
+            about=about_run(self._config, self._model, device=self._timed.device, cluster=self._cluster),
             made_by=COMMAND,
             rounds=rounds,
-            parts=dataclasses.asdict(parts),
-            hardware=dataclasses.asdict(hardware),
-            simulation_error=simulation_error,
+            parts=dataclasses.asdict(profiled.parts),
+            hardware=dataclasses.asdict(profiled.hardware),
+            simulation_error=profiled.simulation_error,
         )
         count = self._cluster.num_ranks
         ranks = f"{count} {self._timed.device} {'rank' if count == 1 else 'ranks'}"
         where = f"measured on {ranks} with {self._model.name}, {rounds} rounds"
-        hardware_path.write_text(hardware_text(hardware, base=self._timed.base, where=where))
-        return Profiled(
-            measured=measured,
-            parts=parts,
-            hardware=hardware,
-            simulation_error=simulation_error,
-            profile_path=profile_path,
-            hardware_path=hardware_path,
-        )
+        text = hardware_text(profiled.hardware, base=self._timed.base, where=where)
+        profiled.hardware_path.write_text(text)
 
 
 def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
     """Hardware profile as YAML for `rayfcp compare --hardware`, with the source of each figure."""
-    named, told = hardware_profile(base), HARDWARE.sources(base)
+    named, given = hardware_profile(base), HARDWARE.sources(base)
     fields = {name: value for name, value in dataclasses.asdict(hardware).items() if name != "source"}
     same = {name for name, value in fields.items() if value == getattr(named, name)}
     sources: dict[str, Any] = {
-        name: f"{base}: {told.get(name, 'see that profile')}" if name in same else where
+        name: f"{base}: {given.get(name, 'see that profile')}" if name in same else where
         for name in fields
         if name != "name"
     }
@@ -223,18 +230,6 @@ def profile_table(profiled: Profiled) -> str:
     return "\n".join(f"  {label:<15} {text}" for label, text in rows)
 
 
-START_ROUNDS = 3
-
-
-def timed_rounds(worker_group: "WorkerGroup", shapes: Sequence[PassShape], *, rounds: int, log: Log) -> Rounds:
-    """Time `rounds` passes of each shape on all ranks at once, after a warm-up."""
-    found: Rounds = []
-    for number in range(rounds + 1):
-        log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
-        found.append(worker_group.call(lambda _, worker: worker.time_passes.remote(shapes)))
-    return found[1:]
-
-
 def start_cost(
     worker_group: "WorkerGroup",
     guess: CostModel,
@@ -252,27 +247,24 @@ def start_cost(
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     shapes += image_shapes(vision, max_tokens=tokens) if vision else []
     shapes = [dataclasses.replace(each, layer_kinds=guess.layer_kinds) for each in shapes]
-    return measure_cost(guess, combine(timed_rounds(worker_group, shapes, rounds=START_ROUNDS - 1, log=lambda _: None)))
+    timings = time_shapes(
+        lambda shapes: worker_group.call(lambda _, worker: worker.time_passes.remote(shapes)),
+        shapes,
+        rounds=START_ROUNDS,
+    )
+    return measure_cost(guess, timings)
 
 
 class StartCosts:
     """Analytic cost model of any generation, and measured ones of generations that have joined."""
 
-    def __init__(
-        self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, config: Config, model: ModelProfile, *, device: str, profile_path: Path, log: Log) -> None:
         self._config, self._model, self._device, self.profile_path, self._log = config, model, device, profile_path, log
 
     def guess(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Analytic cost model."""
-        cost = analytic_cost(
-            self._config,
-            self._model,
-            device=self._device,
-            cluster=cluster,
-            memory_bytes=device_memory(self._config, worker_group.facts),
-        )
-        return dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
+        memory_bytes = device_memory(self._config, worker_group.facts)
+        return analytic_cost(self._config, self._model, device=self._device, cluster=cluster, memory_bytes=memory_bytes)
 
     def measure(self, worker_group: "WorkerGroup", cluster: ClusterSpec) -> CostModel:
         """Cost model of `rayfcp profile` for the same model and ranks, else measured now, also after a resume, since

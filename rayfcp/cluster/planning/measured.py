@@ -4,11 +4,10 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rayfcp.config import Config
@@ -21,12 +20,20 @@ from rayfcp.telemetry.files import write_whole
 from rayfcp.values import ClusterSpec, HardwareProfile, ModelProfile
 from rayfcp.values.devices import DEVICES
 
+logger = logging.getLogger(__name__)
+
+BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+COMMAND = "rayfcp profile"
+
+LEAST_SHARE = 0.1
+"""Share of the analytic coefficients used where timed passes show no computation at all."""
+
 
 def pass_seconds(
-    shape: PassShape, *, cluster: ClusterSpec, model: ModelProfile, hardware: HardwareProfile, recomputed_layers: int
+    shape: PassShape, *, cluster: ClusterSpec, model: ModelProfile, hardware: HardwareProfile, cost: CostModel
 ) -> float:
-    """Simulated seconds of a timed pass."""
-    plan, sequences = pass_plan(shape, num_ranks=cluster.num_ranks, recomputed_layers=recomputed_layers)
+    """Simulated seconds of a timed pass, which recomputes as many layers as passes of `cost`."""
+    plan, sequences = pass_plan(shape, num_ranks=cluster.num_ranks, recomputed_layers=cost.recomputed_layers)
     programs = lower(plan, sequences)
     return simulate(programs, model=model, hardware=hardware, node_of_rank=cluster.node_of_rank).iteration_s
 
@@ -39,38 +46,9 @@ def without_shards(
     For a pass of one token per rank, simulator and cost model then agree, as far as an overhead of at least 0 allows.
     """
     shape = PassShape(degree=1, lengths=(1,))
-    simulated_s = pass_seconds(
-        shape, cluster=cluster, model=model, hardware=hardware, recomputed_layers=cost.recomputed_layers
-    )
+    simulated_s = pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost)
     more_s = simulated_s - float(cost.group_s(1.0, 1.0, degree=1))
     return dataclasses.replace(hardware, microbatch_overhead_s=max(0.0, hardware.microbatch_overhead_s - more_s))
-
-
-def simulation_error(
-    shapes: Sequence[PassShape],
-    timings: Sequence[Timing],
-    *,
-    cluster: ClusterSpec,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    cost: CostModel,
-) -> float:
-    """Mean of |simulated - measured| / measured over timed passes."""
-    again = cost.recomputed_layers
-    simulated = [
-        pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, recomputed_layers=again)
-        for shape in shapes
-    ]
-    return fmean(abs(one - each.seconds) / each.seconds for one, each in zip(simulated, timings, strict=True))
-
-
-logger = logging.getLogger(__name__)
-
-BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-COMMAND = "rayfcp profile"
-
-LEAST_SHARE = 0.1
-"""Share of the analytic coefficients used where timed passes show no computation at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +76,7 @@ def analytic_cost(
 ) -> CostModel:
     """Unmeasured cost model, from `hardware` or the device's named profile. All-reduces of tensor parallelism are not
     included: they are measured."""
-    return CostModel.from_profiles(
+    cost = CostModel.from_profiles(
         device_model(model, cluster.tensor_parallel),
         hardware or hardware_profile(DEVICES[device].base_hardware),
         num_ranks=cluster.num_ranks,
@@ -110,6 +88,14 @@ def analytic_cost(
         bytes_per_element=BYTES[config.model.dtype],
         reduce_every=config.train.reduce_every,
     )
+    return dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster)) if cluster.node_of_rank else cost
+
+
+def ranks_per_node(cluster: ClusterSpec) -> int:
+    """Largest number of ranks of one stage on one node."""
+    nodes, size = cluster.node_of_rank, cluster.num_ranks
+    stages = [Counter(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    return max((max(stage.values()) for stage in stages), default=size)
 
 
 def about_run(config: Config, model: ModelProfile, *, device: str, cluster: ClusterSpec) -> dict[str, Any]:
@@ -135,13 +121,6 @@ def _layout(cluster: ClusterSpec) -> list[int]:
     return [cluster.num_stages, cluster.tensor_parallel, *cluster.layers_of_stage]
 
 
-def ranks_per_node(cluster: ClusterSpec) -> int:
-    """Largest number of ranks of one stage on one node."""
-    nodes, size = cluster.node_of_rank, cluster.num_ranks
-    stages = [nodes[start : start + size] for start in range(0, len(nodes), size)]
-    return max((stage.count(node) for stage in stages for node in set(stage)), default=size)
-
-
 def combine(rounds: Sequence[Sequence[Sequence[Timing]]]) -> list[Timing]:
     """One timing per shape from `rounds[round][rank]`: of the slowest rank in each round, the median over rounds.
 
@@ -162,48 +141,34 @@ def measure_cost(guess: CostModel, passes: Sequence[Timing], *, hold_out_every: 
     is fitted. Repeated passes count once, with the median. With `hold_out_every` k, every k-th pass of each degree, by
     its pairs, is held out.
     """
-    passes = _once(passes)
-    held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
-    fitted = [timing for at, timing in enumerate(passes) if at not in held_out and not timing.num_images]
-    fit = fit_cost(guess, fitted, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,))
-    if fit.cost.linear_s_per_token == 0.0 and fit.cost.attention_s_per_pair == 0.0:
-        cost = _with_computation(fit.cost, guess)
-        fit = Fit(cost=cost, mean_error=mean_error(cost, fitted))
-    cost = _with_encoder(_with_stages(fit.cost, guess), guess, passes=passes)
-    fit = Fit(cost=cost, mean_error=mean_error(cost, [each for at, each in enumerate(passes) if at not in held_out]))
-    return MeasuredCost(fit=fit, passes=passes, held_out=held_out)
-
-
-def _once(passes: Sequence[Timing]) -> tuple[Timing, ...]:
-    """Merge repeated passes, so that held-out ones are not fitted."""
     seconds: dict[Timing, list[float]] = defaultdict(list)
     for each in passes:
         seconds[dataclasses.replace(each, seconds=0.0)].append(each.seconds)
-    return tuple(dataclasses.replace(each, seconds=statistics.median(times)) for each, times in seconds.items())
-
-
-def _with_computation(fitted: CostModel, guess: CostModel) -> CostModel:
-    """Replace coefficients of 0, which a noisy machine yields, by a share of the analytic ones: plans with free
-    computation are useless."""
-    return fitted.with_coefficients(
-        linear_s_per_token=LEAST_SHARE * guess.linear_s_per_token,
-        attention_s_per_pair=LEAST_SHARE * guess.attention_s_per_pair,
-    )
+    passes = tuple(dataclasses.replace(each, seconds=statistics.median(times)) for each, times in seconds.items())
+    held_out = _held_out(passes, every=hold_out_every) if hold_out_every else ()
+    fitted = [timing for at, timing in enumerate(passes) if at not in held_out]
+    text = [timing for timing in fitted if not timing.num_images]
+    cost = fit_cost(guess, text, overlaps=OVERLAPS if guess.overlap > 0 else (0.0,)).cost
+    if cost.linear_s_per_token == 0.0 and cost.attention_s_per_pair == 0.0:
+        # A noisy machine yields coefficients of 0: plans with free computation are useless.
+        cost = cost.with_coefficients(
+            linear_s_per_token=LEAST_SHARE * guess.linear_s_per_token,
+            attention_s_per_pair=LEAST_SHARE * guess.attention_s_per_pair,
+        )
+    cost = _with_encoder(_with_stages(cost, guess), guess, passes=passes)
+    return MeasuredCost(fit=Fit(cost=cost, mean_error=mean_error(cost, fitted)), passes=passes, held_out=held_out)
 
 
 def _with_encoder(fitted: CostModel, guess: CostModel, *, passes: Sequence[Timing]) -> CostModel:
     """Add the encoder, fitted to passes with images. Its features are sent like keys and values."""
     if guess.encoder is None or not any(timing.num_images for timing in passes):
         return fitted
-    link = _times(fitted.ring_intra_s_per_token, guess.ring_intra_s_per_token)
-    latency = _times(fitted.ring_s_per_round, guess.ring_s_per_round)
+    link, latency = (
+        getattr(fitted, name) / getattr(guess, name) if getattr(guess, name) else 1.0
+        for name in ("ring_intra_s_per_token", "ring_s_per_round")
+    )
     alone = [timing for timing in passes if timing.degree == 1]
     return dataclasses.replace(fitted, encoder=fit_encoder(guess.encoder, alone, link=link, latency=latency))
-
-
-def _times(found_s: float, guessed_s: float) -> float:
-    """Ratio of measured to analytic seconds; 1 if the analytic ones are 0."""
-    return found_s / guessed_s if guessed_s else 1.0
 
 
 def _with_stages(fitted: CostModel, guess: CostModel) -> CostModel:
@@ -259,19 +224,9 @@ def read_cost(profile_path: Path) -> CostModel:
     return CostModel.of_fields(profile.get("refitted") or profile["cost"])
 
 
-def _reused(profile_path: Path, fields: dict[str, Any], *, log: Callable[[str], None]) -> CostModel | None:
-    try:
-        return CostModel.of_fields(fields)
-    except ValueError as error:
-        log(f"{profile_path} is of another version and is not used: {error}")
-        return None
-
-
 def cost_of_layout(profile_path: Path, cluster: ClusterSpec) -> CostModel | None:
-    """`read_cost` of a profile with the same parallel layout; None without one."""
-    if not profile_path.exists():
-        return None
-    profile = json.loads(profile_path.read_text())
+    """`read_cost` of a profile with the same parallel layout; None without one, or if it is of another version."""
+    profile = _profile_at(profile_path)
     if profile.get("about", {}).get("cluster") != _layout(cluster):
         return None
     return _reused(profile_path, profile.get("refitted") or profile["cost"], log=logger.warning)
@@ -282,11 +237,22 @@ def profiled_cost(
 ) -> CostModel | None:
     """The cost model of an earlier `rayfcp profile` with equal `about`; None without one, or if it is of another
     version."""
-    if not profile_path.exists():
-        return None
-    profile = json.loads(profile_path.read_text())
+    profile = _profile_at(profile_path)
     same = profile.get("made_by") == COMMAND and profile.get("about") == about
     return _reused(profile_path, profile["cost"], log=log) if same else None
+
+
+def _profile_at(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _reused(profile_path: Path, fields: dict[str, Any], *, log: Callable[[str], None]) -> CostModel | None:
+    try:
+        return CostModel.of_fields(fields)
+    except ValueError as error:
+        log(f"{profile_path} is of another version and is not used: {error}")
+        return None
 
 
 def write_refitted(profile_path: Path, cost: CostModel, *, num_steps: int) -> None:

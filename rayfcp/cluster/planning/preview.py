@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
-from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout, ranks_per_node
+from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout
 from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
 from rayfcp.cluster.trainer import check_runnable, prepared_data
 from rayfcp.cluster.workers.facts import DeviceFacts, check_layout
@@ -60,7 +60,6 @@ class OfflinePlan:
             memory_bytes=device_memory(config, facts),
             hardware=_with_all_reduces(machine, shape, tensor_parallel=config.cluster.tensor_parallel),
         )
-        cost = dataclasses.replace(cost, ranks_per_node=ranks_per_node(cluster))
         *_, sequences = draw_batches(
             lengths,
             num_batches=step,

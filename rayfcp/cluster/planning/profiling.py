@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Log, Profiled, Profiler, Rounds, timed_rounds
+from rayfcp.cluster.planning.costs import Log, Profiled, Profiler
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import check_runnable, connect, prepared_data, with_absolute_paths
 from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
@@ -14,7 +14,7 @@ from rayfcp.cluster.workers.lifetime import run_key
 from rayfcp.cluster.workers.members import WorkerStart
 from rayfcp.cluster.workers.placement import resolved_device
 from rayfcp.config import Config, ConfigError
-from rayfcp.cost.fit import PartTimings, PassShape, slowest
+from rayfcp.cost.fit import PartTimings, PassShape, Timing, slowest
 from rayfcp.values import ModelProfile
 from rayfcp.values.devices import DEVICES
 
@@ -62,7 +62,7 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         cluster = cluster_spec(config, data.model, facts=worker_group.facts, generation=0)
         _store, _joined = join_devices(worker_group, cluster)
         most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
-        timed = _TimedWorkers(config, worker_group, log=log)
+        timed = _TimedWorkers(config, worker_group)
         profiler = Profiler(config, timed, model=data.model, cluster=cluster, folder=folder, log=log)
         return profiler.run(rounds, max_tokens=most)
 
@@ -70,8 +70,8 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
 class _TimedWorkers:
     """Joined workers as `TimedRanks`."""
 
-    def __init__(self, config: Config, worker_group: WorkerGroup, *, log: Log) -> None:
-        self._config, self._worker_group, self._log = config, worker_group, log
+    def __init__(self, config: Config, worker_group: WorkerGroup) -> None:
+        self._config, self._worker_group = config, worker_group
         self.device = worker_group.facts[0].device
         self.base = DEVICES[self.device].base_hardware
 
@@ -80,8 +80,8 @@ class _TimedWorkers:
             self._worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens))
         )
 
-    def rounds(self, shapes: Sequence[PassShape], *, rounds: int) -> Rounds:
-        return timed_rounds(self._worker_group, shapes, rounds=rounds, log=self._log)
+    def passes(self, shapes: Sequence[PassShape]) -> list[list[Timing]]:
+        return self._worker_group.call(lambda _, worker: worker.time_passes.remote(shapes))
 
     def peak_flops(self) -> float:
         return device_peak_flops(self._config, self._worker_group)
