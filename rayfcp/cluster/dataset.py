@@ -36,16 +36,26 @@ class Dataset:
         return f"skipped: {shown}{f' and more, see {path}' if len(rows) > NAMED_BAD_ROWS else ''}"
 
 
+def described_model(config: Config, *, vocab_size: int) -> tuple["PreTrainedConfig", ModelProfile]:
+    """Return the library's configuration of the run's model, and its profile.
+
+    Raises:
+        ConfigError: no such model.
+    """
+    from rayfcp.models.describe import model_config, profile_of
+
+    library = model_config(config.model, vocab_size=vocab_size)
+    name = config.model.path or library.model_type
+    return library, profile_of(library, name=name, freeze_vision=config.model.freeze_vision)
+
+
 def open_dataset(config: Config, *, data_dir: str) -> Dataset:
     """Read the lengths in `data_dir`; rows with token ids beyond the model's vocabulary are skipped.
 
     Raises:
         ConfigError: no such model, too many bad rows, no sample left, or images that the model cannot take.
     """
-    from rayfcp.models.describe import model_config, profile_of
-
-    library = model_config(config.model, vocab_size=read_manifest(data_dir).tokenizer_vocab_size)
-    model = profile_of(library, name=config.model.path or library.model_type, freeze_vision=config.model.freeze_vision)
+    library, model = described_model(config, vocab_size=read_manifest(data_dir).tokenizer_vocab_size)
     index = LengthIndex.open(
         data_dir,
         max_seqlen=config.data.max_seqlen,

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -36,33 +36,22 @@ LOST_S = 60.0
 """Time without job server before following is given up; the job does not notice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """Options of a job beside the run's configuration.
+def job_request(
+    config: Config,
+    path: Path,
+    *,
+    overrides: Sequence[str],
+    working_dir: Path,
+    env: Mapping[str, str] = MappingProxyType({}),
+    pip: Sequence[str] = (),
+    python: str = "python",
+    job_id: str | None = None,
+    grace_s: int = 600,
+) -> dict[str, Any]:
+    """Return arguments of Ray's `submit_job`, without packages, for `rayfcp train` of the configuration file `path`.
 
-    `grace_s`: time for a stopped job to save its state. `pip`: packages that the job needs beside those of the nodes.
-    """
-
-    working_dir: Path
-    env: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    pip: tuple[str, ...] = ()
-    python: str = "python"
-    job_id: str | None = None
-    grace_s: int = 600
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRequest:
-    """Arguments of Ray's `submit_job`, without packages."""
-
-    job_id: str
-    entrypoint: str
-    runtime_env: Mapping[str, Any]
-    metadata: Mapping[str, str]
-
-
-def job_request(config: Config, path: Path, *, overrides: Sequence[str], options: JobOptions) -> JobRequest:
-    """Request `rayfcp train` of the configuration file `path`; `config` is that of `path` and `overrides`.
+    `config` is that of `path` and `overrides`. `pip`: packages that the job needs beside those of the nodes.
+    `grace_s`: time for a stopped job to save its state.
 
     Raises:
         ConfigError: the file does not go with the job, or the run directory would be lost with it.
@@ -72,22 +61,22 @@ def job_request(config: Config, path: Path, *, overrides: Sequence[str], options
             f"run.dir is {config.run_dir!r}, must be an absolute path for a job, whose working directory is a copy "
             f"that goes with it; add run.dir=/shared/{config.run_dir} on storage that all nodes share"
         )
-    root = options.working_dir.resolve()
+    root = working_dir.resolve()
     if not path.resolve().is_relative_to(root):
         raise ConfigError(
             f"CONFIG {str(path)!r} is not in the working directory {str(root)!r} that goes with the job; name a folder "
             "above it in --working-dir"
         )
     inside = path.resolve().relative_to(root).as_posix()
-    runtime_env: dict[str, Any] = {"env_vars": {STOP_WAIT: str(options.grace_s), **options.env}}
-    if options.pip:
-        runtime_env["pip"] = list(options.pip)
-    return JobRequest(
-        job_id=options.job_id or f"{config.run.name}-{uuid.uuid4().hex[:8]}",
-        entrypoint=shlex.join(["exec", options.python, "-m", "rayfcp", "train", inside, *overrides]),
-        runtime_env=runtime_env,
-        metadata={"job_name": config.run.name, "run_dir": config.run_dir, "rayfcp_version": __version__},
-    )
+    runtime_env: dict[str, Any] = {"env_vars": {STOP_WAIT: str(grace_s), **env}}
+    if pip:
+        runtime_env["pip"] = list(pip)
+    return {
+        "submission_id": job_id or f"{config.run.name}-{uuid.uuid4().hex[:8]}",
+        "entrypoint": shlex.join(["exec", python, "-m", "rayfcp", "train", inside, *overrides]),
+        "runtime_env": runtime_env,
+        "metadata": {"job_name": config.run.name, "run_dir": config.run_dir, "rayfcp_version": __version__},
+    }
 
 
 def packages(root: Path, *, with_rayfcp: bool) -> dict[str, Any]:
@@ -138,21 +127,6 @@ def job_client(address: str) -> Any:
         return JobSubmissionClient(address)
 
 
-def submit(client: Any, request: JobRequest, *, working_dir: Path, with_rayfcp: bool, address: str) -> None:
-    """Upload the packages and start the job.
-
-    Raises:
-        ConfigError: a request that the cluster refuses, e.g. because the working directory is too large.
-    """
-    with clear_errors(address):
-        client.submit_job(
-            entrypoint=request.entrypoint,
-            submission_id=request.job_id,
-            runtime_env={**request.runtime_env, **packages(working_dir.resolve(), with_rayfcp=with_rayfcp)},
-            metadata=dict(request.metadata),
-        )
-
-
 @contextmanager
 def clear_errors(address: str) -> Iterator[None]:
     """Raise `ConfigError`, one line, in place of the job client's own errors."""
@@ -190,7 +164,7 @@ class JobEnd:
     message: str = ""
 
 
-class LostTouchError(RuntimeError):
+class JobServerLostError(RuntimeError):
     """The job server does not answer any more."""
 
 
@@ -208,7 +182,7 @@ class JobFollower:
 
         Raises:
             KeyboardInterrupt: the second one.
-            LostTouchError: the job server is gone.
+            JobServerLostError: the job server is gone.
         """
         lost_since_s: float | None = None
         while True:
@@ -226,7 +200,7 @@ class JobFollower:
             except Exception as error:  # whatever a broken connection raises
                 lost_since_s = lost_since_s or time.monotonic()
                 if time.monotonic() - lost_since_s > LOST_S:
-                    raise LostTouchError(" ".join(str(error).split())[:200]) from error
+                    raise JobServerLostError(" ".join(str(error).split())[:200]) from error
                 time.sleep(RETRY_S)
 
     async def _tail(self) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import ray
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, newest_intact, step_of
 from rayfcp.cluster.controller.following import Watcher, follow, sigterm_interrupts
 from rayfcp.cluster.controller.training import Outcome
+from rayfcp.cluster.dataset import described_model
 from rayfcp.cluster.lock import check_free, check_writable
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.runtime.on_ray import RayRuntime
@@ -34,27 +35,39 @@ if TYPE_CHECKING:
 CONTROLLER_CPUS = 1
 
 
-def connect(config: Config) -> bool:
-    """Connect to Ray; True if it was started here and should be shut down at the end.
+@contextmanager
+def connected(config: Config) -> Iterator[None]:
+    """Connect to Ray; one that was not connected before is left at the end.
 
     A Ray that this process already uses is taken. Otherwise `cluster.address` is joined, or a local Ray is started
     with as many logical CPUs as the run's actors request, whatever the machine has.
 
     Raises:
-        ConfigError: nothing answers at `cluster.address`.
+        ConfigError: nothing answers at `cluster.address`, or a local Ray has fewer accelerators than the run needs.
     """
     if ray.is_initialized():
-        return False
-    if config.cluster.address is not None:
+        yield
+        return
+    address = config.cluster.address
+    if address is None:
+        _start_local(config)
+    else:
         try:
-            ray.init(address=config.cluster.address, logging_level=logging.WARNING, log_to_driver=False)
+            ray.init(address=address, logging_level=logging.WARNING, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ConfigError(
-                f"cluster.address is {config.cluster.address!r}, no Ray accepts connections there ({error}); start one "
-                "with 'ray start --head', set RAY_AUTH_MODE=token if it wants a token, or leave the address out"
+                f"cluster.address is {address!r}, no Ray accepts connections there ({error}); start one with 'ray "
+                "start --head', set RAY_AUTH_MODE=token if it wants a token, or leave the address out"
             ) from error
-        return True
-    workers = config.cluster.max_workers * config.train.threads_per_worker
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start_local(config: Config) -> None:
+    cluster = config.cluster
+    workers = cluster.max_workers * config.train.threads_per_worker
     decoders = config.data.decoder_actors if config.data.processor else 0
     ray.init(
         address="local",
@@ -63,44 +76,28 @@ def connect(config: Config) -> bool:
         logging_level=logging.ERROR,
         log_to_driver=False,
     )
-    _check_local(config)
-    return True
-
-
-def _check_local(config: Config) -> None:
-    """Check the devices of a local Ray, which gets no further ones.
-
-    Raises:
-        ConfigError: fewer accelerators than the run needs.
-    """
-    name = None if config.cluster.device == AUTO else DEVICES[config.cluster.device].resource
+    name = None if cluster.device == AUTO else DEVICES[cluster.device].resource
     have = int(ray.cluster_resources().get(name, 0)) if name else 0
-    if name and have < config.cluster.min_workers:
+    if name and have < cluster.min_workers:
         ray.shutdown()
         raise ConfigError(
-            f"cluster.num_workers is {config.cluster.min_workers} with cluster.device={config.cluster.device}, this "
-            f"machine has {have} {name}; ask for fewer, set cluster.device=cpu, or name a cluster in cluster.address"
+            f"cluster.num_workers is {cluster.min_workers} with cluster.device={cluster.device}, this machine has "
+            f"{have} {name}; ask for fewer, set cluster.device=cpu, or name a cluster in cluster.address"
         )
 
 
 def with_absolute_paths(config: Config) -> Config:
     """`config` with existing local paths made absolute, as actors run in other folders."""
-    tokenizer, resume, metrics = config.data.tokenizer, config.checkpoint.resume, config.metrics
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": _absolute(config.model.path)}),
-            "data": config.data.model_copy(
-                update={
-                    "paths": tuple(_absolute(path) for path in config.data.paths),
-                    "tokenizer": tokenizer if tokenizer in (None, "bytes") else _absolute(tokenizer),
-                    "processor": _absolute(config.data.processor),
-                }
-            ),
-            "checkpoint": config.checkpoint.model_copy(
-                update={"resume": resume if resume in ("auto", "never") else _absolute(resume)}
-            ),
-            "metrics": metrics.model_copy(update={"token_file": _absolute(metrics.token_file)}),
-        }
+    data, resume = config.data, config.checkpoint.resume
+    return config.changed(
+        model={"path": _absolute(config.model.path)},
+        data={
+            "paths": [_absolute(path) for path in data.paths],
+            "tokenizer": data.tokenizer if data.tokenizer == "bytes" else _absolute(data.tokenizer),
+            "processor": _absolute(data.processor),
+        },
+        checkpoint={"resume": resume if resume in ("auto", "never") else _absolute(resume)},
+        metrics={"token_file": _absolute(config.metrics.token_file)},
     )
 
 
@@ -112,27 +109,23 @@ def prepared_data(config: Config, *, log: Callable[[str], None]) -> str:
     """Folder of the run's tokens: `data.paths` itself if prepared, else prepared once into the cache, which is
     `data.cache_dir` or `.data` beside the run directory."""
     cache = config.data.cache_dir or str(Path(config.run_dir).absolute().parent / ".data")
-    manifest = cached_prepare(
-        config.data, cache_dir=cache, progress=lambda done, total: log(f"tokenising: {done / max(total, 1):.0%}")
-    )
+    manifest = cached_prepare(config.data, cache_dir=cache, progress=_progress(log))
     log(f"data in {manifest}")
     return manifest.folder
 
 
 def prepare_data(config: Config, *, out_dir: str, log: Callable[[str], None]) -> PreparedManifest:
-    """Tokenise `config.data` into shards in `out_dir`, on the cluster of the configuration.
+    """Tokenize `config.data` into shards in `out_dir`, on the cluster of the configuration.
 
     Raises:
         ConfigError: as `rayfcp.data.prepare`.
     """
-    started_here = connect(config)
-    try:
-        return prepare(
-            config.data, out_dir=out_dir, progress=lambda done, total: log(f"tokenising: {done / max(total, 1):.0%}")
-        )
-    finally:
-        if started_here:
-            ray.shutdown()
+    with connected(config):
+        return prepare(config.data, out_dir=out_dir, progress=_progress(log))
+
+
+def _progress(log: Callable[[str], None]) -> Callable[[int, int], None]:
+    return lambda done, total: log(f"tokenizing: {done / max(total, 1):.0%}")
 
 
 def export_run(
@@ -154,7 +147,7 @@ def export_run(
     config = load_config(Path(run_dir) / "config.yaml")
     folder = Path(run_dir) / "checkpoints"
     if dtype is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+        config = config.changed(model={"dtype": dtype})
     candidates = CheckpointFolder(folder, keep=config.checkpoint.keep).complete()[::-1]
     if step is not None and candidates:
         steps = {step_of(each): each for each in candidates}
@@ -225,32 +218,25 @@ class FlexTrainer:
         if outcome.finished is None:
             raise RunFailedError(f"{outcome.error}\n{outcome.trace}".rstrip())
         checkpoint = outcome.finished.checkpoint
-        metrics = asdict(reports[-1]) if reports else {}
         stopped = outcome.finished.last_step < self.config.train.steps
-        about = asdict(outcome.finished) | {"stopped": stopped}
+        last = asdict(reports[-1]) if reports else {}
         return Result(
-            metrics=metrics | about,
+            metrics=last | asdict(outcome.finished) | {"stopped": stopped},
             checkpoint=Checkpoint(checkpoint) if checkpoint else None,
             error=None,
             path=str(run_dir),
         )
 
     def _drive(self, run_dir: Path, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:
-        config = with_absolute_paths(
-            self.config.model_copy(update={"run": self.config.run.model_copy(update={"dir": str(run_dir)})})
-        )
+        config = with_absolute_paths(self.config.changed(run={"dir": str(run_dir)}))
         with sigterm_interrupts() as heed_sigterm:
             if config.cluster.address is None:
                 check_free(run_dir)  # before Ray is started for a controller that would find out
             watcher.log("connecting to Ray")
-            started_here = connect(config)
-            heed_sigterm()
-            try:
+            with connected(config):
+                heed_sigterm()
                 data_dir = prepared_data(config, log=watcher.log)
                 return follow(config, data_dir, runtime=RayRuntime(self._worker), watcher=watcher)
-            finally:
-                if started_here:
-                    ray.shutdown()
 
 
 def _check_machine(config: Config) -> None:
@@ -290,19 +276,18 @@ def _check_model(config: Config) -> None:
     if config.model.path is not None:
         locate(config.model.path, key="model.path")  # the tokenizer may be the model's
     vocab_size = tokenizer_of(config.data).vocab_size
-    from rayfcp.models.describe import check_limits, model_config, profile_of
+    from rayfcp.models.describe import check_limits
     from rayfcp.models.pretrained import check_weights
     from rayfcp.models.selfcheck import check_supported
     from rayfcp.models.tensor_parallel import check_tensor_parallel
 
-    library = model_config(config.model, vocab_size=vocab_size)
+    library, model = described_model(config, vocab_size=vocab_size)
     check_limits(library, config)
     check_tensor_parallel(library, config.cluster.tensor_parallel)
     check_supported(library, num_stages=config.cluster.pipeline_stages)
     if config.model.init == "pretrained" and config.model.path:
         check_weights(config.model.path, library)
-    name, frozen = config.model.path or library.model_type, config.model.freeze_vision
-    configured_bound(config, profile_of(library, name=name, freeze_vision=frozen))
+    configured_bound(config, model)
 
 
 def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
@@ -314,7 +299,7 @@ def _with_scaling(config: Config, scaling: "ScalingConfig") -> Config:
     update: dict[str, Any] = {"num_workers": list(workers) if isinstance(workers, tuple | list) else workers}
     if scaling.use_gpu:
         update["device"] = "cuda"
-    return _updated(config, cluster=update)
+    return config.changed(cluster=update)
 
 
 def _with_run(config: Config, run: "RunConfig") -> Config:
@@ -329,12 +314,4 @@ def _with_run(config: Config, run: "RunConfig") -> Config:
     stored = run.storage_path if run.storage_path != RunConfig().storage_path else None
     folder = str(Path(stored) / name) if stored else config.run.dir
     kept = run.checkpoint_config.num_to_keep if run.checkpoint_config else None
-    return _updated(config, run={"name": name, "dir": folder}, checkpoint={"keep": kept} if kept else {})
-
-
-def _updated(config: Config, **sections: dict[str, Any]) -> Config:
-    """`config` with changed keys, validated again."""
-    raw = config.model_dump()
-    for section, values in sections.items():
-        raw[section] |= values
-    return parse_config(raw)
+    return config.changed(run={"name": name, "dir": folder}, checkpoint={"keep": kept} if kept else {})

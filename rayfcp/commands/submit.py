@@ -4,14 +4,11 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayfcp.commands import WRONG_INPUT, CommandFailedError, add_config
 from rayfcp.compare.arguments import positive
-from rayfcp.config import ConfigError
-
-if TYPE_CHECKING:
-    from rayfcp.cluster.jobs import JobEnd, JobOptions
+from rayfcp.config import ConfigError, load_config
 
 USAGE = """\
 rayfcp submit CONFIG [key=value ...] --address URL [options]
@@ -96,45 +93,36 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _new(arguments: argparse.Namespace) -> None:
-    from rayfcp.cluster.jobs import job_client, job_request, submit
-    from rayfcp.config import load_config
+    from rayfcp.cluster.jobs import clear_errors, job_client, job_request, packages, read_requirements
 
     if not arguments.overrides:
         raise ConfigError("CONFIG is missing; give a YAML file, e.g. jobs/quickstart.yaml")
     path, *overrides = arguments.overrides
+    address, working_dir = arguments.address, Path(arguments.working_dir).expanduser().resolve()
     config = load_config(path, overrides=overrides)
-    options = _options(arguments)
-    request = job_request(config, Path(path), overrides=overrides, options=options)
-    client = job_client(arguments.address)
-    submit(
-        client,
-        request,
-        working_dir=options.working_dir,
-        with_rayfcp=not arguments.no_package,
-        address=arguments.address,
-    )
-    _log(f"job {request.job_id} submitted; results go to {config.run_dir}")
-    if arguments.no_wait:
-        _log(f"follow it: rayfcp submit --follow {request.job_id} --address {arguments.address}")
-        _log(f"stop it:   rayfcp submit --stop {request.job_id} --address {arguments.address}")
-        return
-    _follow(client, request.job_id, arguments.address)
-
-
-def _options(arguments: argparse.Namespace) -> "JobOptions":
-    from rayfcp.cluster.jobs import JobOptions, read_requirements
-
-    working_dir = Path(arguments.working_dir).expanduser()
     if not working_dir.is_dir():
         raise ConfigError(f"--working-dir {arguments.working_dir!r} is not a directory; give one that holds CONFIG")
-    return JobOptions(
+    request = job_request(
+        config,
+        Path(path),
+        overrides=overrides,
         working_dir=working_dir,
         env=dict(_variable(text) for text in arguments.env),
-        pip=read_requirements(arguments.requirements) if arguments.requirements else tuple(arguments.pip),
+        pip=read_requirements(arguments.requirements) if arguments.requirements else arguments.pip,
         python=arguments.python,
         job_id=arguments.job_id,
         grace_s=arguments.grace,
     )
+    client, job_id = job_client(address), request["submission_id"]
+    request["runtime_env"] |= packages(working_dir, with_rayfcp=not arguments.no_package)
+    with clear_errors(address):
+        client.submit_job(**request)
+    _log(f"job {job_id} submitted; results go to {config.run_dir}")
+    if arguments.no_wait:
+        _log(f"follow it: rayfcp submit --follow {job_id} --address {address}")
+        _log(f"stop it:   rayfcp submit --stop {job_id} --address {address}")
+    else:
+        _follow(client, job_id, address)
 
 
 def _variable(text: str) -> tuple[str, str]:
@@ -168,18 +156,14 @@ def _existing(arguments: argparse.Namespace) -> None:
 
 
 def _follow(client: Any, job_id: str, address: str) -> None:
-    from rayfcp.cluster.jobs import JobFollower, LostTouchError
+    from rayfcp.cluster.jobs import JobFollower, JobServerLostError
 
     try:
         end = JobFollower(client, job_id, out=sys.stdout, log=_log).to_the_end()
-    except LostTouchError as error:
+    except JobServerLostError as error:
         raise CommandFailedError(
             f"{address} no longer answers ({error}); job {job_id} may still be running: rayfcp submit --follow {job_id}"
         ) from error
-    _judge(job_id, end)
-
-
-def _judge(job_id: str, end: "JobEnd") -> None:
     if end.status == "SUCCEEDED":
         _log(f"job {job_id} succeeded")
     elif end.status == "STOPPED":

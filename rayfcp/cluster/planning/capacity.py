@@ -3,12 +3,13 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 from rayfcp.cluster.planning.measured import BYTES
 from rayfcp.cluster.workers.facts import DeviceFacts, layers_of_stage, strategy_on, with_stages
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, layer_bytes, stage_state_bytes
+from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE, GATHERED_LAYERS, layer_bytes, stage_state_bytes
 from rayfcp.elastic.facts import Fit
 from rayfcp.plan import max_tokens_per_rank
 from rayfcp.plan.strategies.registry import slices
@@ -65,22 +66,22 @@ def layouts_that_fit(
     configured one; one more than the maximum if that is too few."""
     found = []
     for num_stages in range(config.cluster.pipeline_stages, 0, -1):
-        own = with_stages(config, num_stages)
-        most = max(config.cluster.max_workers // (num_stages * config.cluster.tensor_parallel), 1)
-        memory_bytes = device_memory(config, facts) if facts else None
-        fewest = 1 + bisect_left(
-            range(1, most + 1),
-            True,
-            key=lambda ranks, own=own, memory_bytes=memory_bytes: (
-                memory_bytes is None  # type: ignore[misc]
-                or _holds(own, model, num_ranks=ranks, memory_bytes=memory_bytes, longest_tokens=longest_tokens)
-            ),
-        )
+        fewest = 1
+        if facts:
+            most = max(config.cluster.max_workers // (num_stages * config.cluster.tensor_parallel), 1)
+            holds = partial(
+                _holds,
+                config=with_stages(config, num_stages),
+                model=model,
+                memory_bytes=device_memory(config, facts),
+                longest_tokens=longest_tokens,
+            )
+            fewest += bisect_left(range(1, most + 1), True, key=holds)
         found.append(Fit(num_stages=num_stages, min_ranks=fewest))
     return tuple(found)
 
 
-def _holds(config: Config, model: ModelProfile, *, num_ranks: int, memory_bytes: int, longest_tokens: int) -> bool:
+def _holds(num_ranks: int, *, config: Config, model: ModelProfile, memory_bytes: int, longest_tokens: int) -> bool:
     try:
         tokens = tokens_that_fit(config, model, num_ranks=num_ranks, memory_bytes=memory_bytes)
     except InfeasiblePlanError:
@@ -98,20 +99,30 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
     Raises:
         InfeasiblePlanError: not even one token.
     """
-    own = device_model(model, config.cluster.tensor_parallel)
-    size = BYTES[config.model.dtype]
-    stages = layers_of_stage(config, model) or (model.num_layers,)
-    fixed = [_states(config, own, stages=stages, stage=stage, num_ranks=num_ranks) for stage in range(len(stages))]
-    if len(stages) == 1:
-        usual = _states(config, own, stages=stages, stage=0, num_ranks=num_ranks, gather_every="microbatch")
+    own, train, size = device_model(model, config.cluster.tensor_parallel), config.train, BYTES[config.model.dtype]
+    stages = layers_of_stage(config, model)
+    if not stages:
+        gathered = max(own.num_layers - GATHERED_LAYERS, 0) * own.layer_parameters * size
         return max_tokens_per_rank(
             own,
             num_devices=num_ranks,
-            memory_bytes=memory_bytes - (fixed[0] - usual),
-            recomputed_layers=config.train.recompute_layers,
+            memory_bytes=memory_bytes - gathered * (train.gather_every == "step"),
+            recomputed_layers=train.recompute_layers,
             bytes_per_element=size,
-            reduce_every=config.train.reduce_every,
+            reduce_every=train.reduce_every,
         )
+    fixed = [
+        stage_state_bytes(
+            own,
+            layers_of_stage=stages,
+            stage=stage,
+            num_ranks=num_ranks,
+            bytes_per_element=size,
+            reduce_every=train.reduce_every,
+            gather_every=train.gather_every,
+        )
+        for stage in range(len(stages))
+    ]
     each = layer_bytes(own, bytes_per_element=size)
     tokens = [each.kept * layers + each.head + each.working + each.buffers for layers in stages]
     fits = [(memory_bytes - have) // per_token for have, per_token in zip(fixed, tokens, strict=True)]
@@ -123,21 +134,6 @@ def tokens_that_fit(config: Config, model: ModelProfile, *, num_ranks: int, memo
             "memory, or set train.reduce_every=microbatch and train.gather_every=microbatch"
         )
     return min(fits)
-
-
-def _states(
-    config: Config, own: ModelProfile, *, stages: Sequence[int], stage: int, num_ranks: int, gather_every: str = ""
-) -> int:
-    """Bytes of a stage's device that do not depend on tokens."""
-    return stage_state_bytes(
-        own,
-        layers_of_stage=stages,
-        stage=stage,
-        num_ranks=num_ranks,
-        bytes_per_element=BYTES[config.model.dtype],
-        reduce_every=config.train.reduce_every,
-        gather_every=gather_every or config.train.gather_every,  # type: ignore[arg-type]
-    )
 
 
 def device_memory(config: Config, facts: Sequence[DeviceFacts]) -> int:

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayfcp.cluster.dataset import open_dataset
+from rayfcp.cluster.dataset import described_model, open_dataset
 from rayfcp.cluster.planning.capacity import GIB, cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import analytic_cost, cost_of_layout
 from rayfcp.cluster.planning.planner import RunPlanner, sequences_of
@@ -14,6 +14,7 @@ from rayfcp.compare.lengths import draw_batches
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.profiles import MODELS
+from rayfcp.data import tokenizer_of
 from rayfcp.execute.devices.backend import backend_of, device_kind
 from rayfcp.plan import CostModel, hardware_profile, model_flops, model_profile, render_grid
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile, SequenceSpec
@@ -110,12 +111,8 @@ def model_of(config: Config, name: str | None = None) -> ModelProfile:
         return model_profile(known)
     if path is None and config.model.name is not None:
         return model_profile(config.model.name)
-    from rayfcp.data import tokenizer_of
-    from rayfcp.models.describe import model_config, profile_of
-
     declared = config.model.architecture.vocab_size  # known without the tokenizer's files
-    library = model_config(config.model, vocab_size=declared or tokenizer_of(config.data).vocab_size)
-    return profile_of(library, name=path or library.model_type, freeze_vision=config.model.freeze_vision)
+    return described_model(config, vocab_size=declared or tokenizer_of(config.data).vocab_size)[1]
 
 
 def _check_shape(config: Config, model: ModelProfile, hardware: HardwareProfile) -> None:

@@ -8,7 +8,7 @@ from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
 from rayfcp.cluster.planning.costs import Log, Profiled, Profiler
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.trainer import check_runnable, connect, prepared_data, with_absolute_paths
+from rayfcp.cluster.trainer import check_runnable, connected, prepared_data, with_absolute_paths
 from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
 from rayfcp.cluster.workers.lifetime import run_key
 from rayfcp.cluster.workers.members import WorkerStart
@@ -38,12 +38,8 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
             )
     config = with_absolute_paths(config)
     folder = Path(out_dir or config.run_dir).absolute()
-    started_here = connect(config)
     with ExitStack() as ending:
-        if started_here:
-            import ray
-
-            ending.callback(ray.shutdown)
+        ending.enter_context(connected(config))
         data_dir = prepared_data(config, log=log)
         data, runtime = open_dataset(config, data_dir=data_dir), RayRuntime()
         device = resolved_device(config, runtime=runtime)

@@ -2,15 +2,16 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cli import main
-from rayfcp.cluster.jobs import STOP_WAIT, JobOptions, job_request, read_requirements
+from rayfcp.cluster.jobs import STOP_WAIT, job_request, read_requirements
 from rayfcp.commands.submit import ADDRESS
-from rayfcp.config import ConfigError, load_config, parse_config
+from rayfcp.config import Config, ConfigError, load_config, parse_config
 
 QUICKSTART = Path(__file__).resolve().parents[3] / "jobs" / "quickstart.yaml"
 NOWHERE = "http://127.0.0.1:1"
@@ -18,29 +19,29 @@ TESTS = str(Path(__file__).parent)
 NOT_THERE = f"{TESTS}/none"
 
 
-def options(**more: object) -> JobOptions:
-    return JobOptions(working_dir=QUICKSTART.parents[1], **more)  # type: ignore[arg-type]
+def request_of(config: Config, **more: Any) -> dict[str, Any]:
+    return job_request(config, QUICKSTART, **{"overrides": [], "working_dir": QUICKSTART.parents[1], **more})
 
 
 @given(values=st.lists(st.text(st.characters(blacklist_characters="\0", codec="utf-8"), max_size=20), max_size=3))
 def test_the_shell_gives_every_override_back(values: list[str]) -> None:
     config = parse_config({"data": {"paths": ["x"]}, "run": {"dir": "/shared/x"}})
     overrides = [f"data.text_column={value}" for value in values]
-    request = job_request(config, QUICKSTART, overrides=overrides, options=options(python="python3.11"))
-    words = shlex.split(request.entrypoint)
+    request = request_of(config, overrides=overrides, python="python3.11")
+    words = shlex.split(request["entrypoint"])
     assert words == ["exec", "python3.11", "-m", "rayfcp", "train", "jobs/quickstart.yaml", *overrides]
 
 
 def test_environment_name_and_metadata() -> None:
     config = load_config(QUICKSTART, overrides=["run.dir=/shared/q"])
-    request = job_request(config, QUICKSTART, overrides=[], options=options(env={"A": "b"}, pip=("x",), grace_s=90))
-    assert request.runtime_env == {"env_vars": {STOP_WAIT: "90", "A": "b"}, "pip": ["x"]}
-    assert request.metadata["job_name"] == "quickstart" and request.metadata["run_dir"] == "/shared/q"
-    other = job_request(config, QUICKSTART, overrides=[], options=options())
-    assert request.job_id != other.job_id and request.job_id.startswith("quickstart-")
-    assert "pip" not in other.runtime_env
-    own = job_request(config, QUICKSTART, overrides=[], options=options(job_id="mine", env={STOP_WAIT: "7"}))
-    assert own.job_id == "mine" and own.runtime_env["env_vars"] == {STOP_WAIT: "7"}
+    request = request_of(config, env={"A": "b"}, pip=("x",), grace_s=90)
+    assert request["runtime_env"] == {"env_vars": {STOP_WAIT: "90", "A": "b"}, "pip": ["x"]}
+    assert request["metadata"]["job_name"] == "quickstart" and request["metadata"]["run_dir"] == "/shared/q"
+    other = request_of(config)
+    assert request["submission_id"] != other["submission_id"] and request["submission_id"].startswith("quickstart-")
+    assert "pip" not in other["runtime_env"]
+    own = request_of(config, job_id="mine", env={STOP_WAIT: "7"})
+    assert own["submission_id"] == "mine" and own["runtime_env"]["env_vars"] == {STOP_WAIT: "7"}
 
 
 def test_requirements(tmp_path: Path) -> None:
