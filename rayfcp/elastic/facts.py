@@ -45,13 +45,6 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Starting:
-    """A device whose worker is starting since `since_s`."""
-
-    since_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """A device of `place` was lost at `at_s`."""
 
@@ -128,10 +121,6 @@ class Setbacks:
         alone = failure.cause is Cause.COLLECTIVE and not failure.lost
         return replace(self, recoveries=self.recoveries + 1, collectives=self.collectives + 1 if alone else 0)
 
-    def after_step(self) -> "Setbacks":
-        """Reset after a finished step."""
-        return Setbacks()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
@@ -139,7 +128,8 @@ class Facts:
 
     `devices`: the healthy ones. `active`: devices of the generation by number, including lost ones, a multiple of its
     `num_stages` x tensor-parallel devices; empty before the first generation. `fits`: possible numbers of stages.
-    `waiting_since_s`: None unless the run waits for devices. `setbacks`: without `failure`.
+    `starting_since_s`: for each worker that is not ready yet. `waiting_since_s`: None unless the run waits for devices.
+    `setbacks`: without `failure`.
     """
 
     limits: Limits
@@ -148,7 +138,7 @@ class Facts:
     active: tuple[str, ...] = ()
     num_stages: int = 1
     leaving: tuple[Leaving, ...] = ()
-    starting: tuple[Starting, ...] = ()
+    starting_since_s: tuple[float, ...] = ()
     losses: tuple[Loss, ...] = ()
     failure: Failure | None = None
     setbacks: Setbacks = Setbacks()

@@ -62,7 +62,7 @@ class Sign:
     def heard(self, *, step: int, num_done: int, waiting: bool, now_s: float) -> "Sign":
         """Update by an answer of the device."""
         moved_s = self.moved_s if (self.step, self.num_done) == (step, num_done) else now_s
-        return Sign(id=self.id, step=step, num_done=num_done, waiting=waiting, heard_s=now_s, moved_s=moved_s)
+        return replace(self, step=step, num_done=num_done, waiting=waiting, heard_s=now_s, moved_s=moved_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,27 +90,22 @@ def judge(signs: Sequence[Sign], *, now_s: float, deadline_s: float) -> HangVerd
     """
     if not signs:
         return HangVerdict(reason="all devices have reported the step")
+    allowed = f"{deadline_s:.1f} s are allowed"
     silent = [sign for sign in signs if now_s - sign.heard_s >= deadline_s]
     if silent:
         longest_s = max(now_s - sign.heard_s for sign in silent)
-        return HangVerdict(
-            hung=tuple(sign.id for sign in silent),
-            reason=f"{len(silent)} of {len(signs)} devices have not answered for up to {longest_s:.1f} s, "
-            f"{deadline_s:.1f} s are allowed",
-        )
+        reason = f"{len(silent)} of {len(signs)} devices have not answered for up to {longest_s:.1f} s, {allowed}"
+        return HangVerdict(hung=tuple(sign.id for sign in silent), reason=reason)
     still_s = now_s - max(sign.moved_s for sign in signs)
     if still_s < deadline_s:
-        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {deadline_s:.1f} s are allowed")
+        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {allowed}")
     busy = [sign for sign in signs if not sign.waiting]
-    if busy:
-        where = min(busy, key=lambda sign: (sign.step, sign.num_done))
-        return HangVerdict(
-            hung=tuple(sign.id for sign in busy),
-            reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and {len(busy)} of "
-            f"{len(signs)} devices do not wait for others, the first after {max(where.num_done, 0)} instructions",
-        )
+    situation = f"no progress for {still_s:.1f} s, {allowed}, and"
+    if not busy:
+        return HangVerdict(stuck=True, reason=f"{situation} all {len(signs)} devices wait for each other")
+    first = min(busy, key=lambda sign: (sign.step, sign.num_done))
     return HangVerdict(
-        stuck=True,
-        reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and all {len(signs)} devices "
-        "wait for each other",
+        hung=tuple(sign.id for sign in busy),
+        reason=f"{situation} {len(busy)} of {len(signs)} devices do not wait for others, the first after "
+        f"{max(first.num_done, 0)} instructions",
     )

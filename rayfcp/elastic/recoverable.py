@@ -1,7 +1,4 @@
-"""Which state is safe from losses, and which step may run before the next one is.
-
-Which state a run can go on from, and where its parts are.
-"""
+"""State that survives losses: snapshots that are stored, steps that they permit, and the newest complete state."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,79 +8,75 @@ from rayfcp.values import ShardHeader, StateId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshots:
-    """What each device of a generation said that its snapshot store holds: a value, `after` gives the next one.
+    """States that the snapshot stores reported for each device of a generation; immutable, `after` returns the next
+    value.
 
-    The generation starts from version `first`, of which it takes a snapshot, and of every version that is a
-    multiple of `every` (0: of none at all). `safe`: the newest state kept for all devices of its generation;
-    that of an earlier generation, whose copies live on, until this one has one. `seen`: for each device the states
-    that it reported, those older than `safe` left out.
+    The generation starts from version `first`, of which it takes a snapshot, and of every version that is a multiple of
+    `every` (0: of none at all). `safe`: the newest state stored for all devices of its generation; that of an earlier
+    generation, whose copies live on, until this one has one. `stored`: for each device the reported states, those older
+    than `safe` left out.
     """
 
     generation: int
     first: int
     every: int
     safe: StateId | None = None
-    seen: tuple[tuple[str, frozenset[StateId]], ...] = ()
+    stored: tuple[tuple[str, frozenset[StateId]], ...] = ()
 
     @classmethod
     def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "StoredSnapshots":
-        """Nothing is kept yet."""
-        return cls(generation=generation, first=first, every=every, seen=tuple((each, frozenset()) for each in devices))
+        """Return a generation of which nothing is stored yet."""
+        stored = tuple((each, frozenset[StateId]()) for each in devices)
+        return cls(generation=generation, first=first, every=every, stored=stored)
 
     def again(self, devices: Iterable[str], *, generation: int, first: int) -> "StoredSnapshots":
-        """A new generation, from version `first`. What was safe is no longer if that is of later steps: it was lost."""
+        """Return a new generation, from version `first`. A safe state of later steps was lost with them."""
         begun = StoredSnapshots.start(devices, generation=generation, first=first, every=self.every)
         return replace(begun, safe=self.safe if self.safe is not None and self.safe.version <= first else None)
 
     def after(self, reports: Mapping[str, StateId | None]) -> "StoredSnapshots":
-        """Devices said that a state of theirs is kept. A state that one device skipped is not safe, whatever newer one
-        it has; states of other generations and of devices that are no part of this one change nothing."""
-        seen = {device: states | _own(reports.get(device), self.generation) for device, states in self.seen}
-        whole = frozenset.intersection(*seen.values()) if seen else frozenset()
-        best = max(whole, default=None)
-        safe = best if best is not None and (self.safe is None or best > self.safe) else self.safe
-        return replace(
-            self,
-            safe=safe,
-            seen=tuple(
-                (device, frozenset(each for each in states if safe is None or each >= safe))
-                for device, states in seen.items()
-            ),
-        )
+        """Add states that devices reported as stored. A state that one device skipped is not safe, however new its
+        others are; states of other generations and devices are ignored."""
+        stored = {
+            device: states | {state}
+            if (state := reports.get(device)) is not None and state.generation == self.generation
+            else states
+            for device, states in self.stored
+        }
+        complete = frozenset.intersection(*stored.values()) if stored else frozenset()
+        safe = max((state for state in (self.safe, *complete) if state is not None), default=None)
+        kept = {
+            device: frozenset(each for each in held if safe is None or each >= safe) for device, held in stored.items()
+        }
+        return replace(self, safe=safe, stored=tuple(kept.items()))
 
     def due(self, version: int) -> bool:
-        """Whether a snapshot is taken of this version."""
+        """Return true if a snapshot is taken of this version."""
         return self.every > 0 and version >= self.first and (version == self.first or version % self.every == 0)
 
     def needed(self, step: int) -> StateId | None:
-        """What must be safe before `step` is dispatched: the newest snapshot of versions up to `step` - 2. So a loss
-        makes the run execute at most `every` finished steps again. None: nothing."""
+        """Return the state that must be safe before `step` is dispatched, None if none: the newest snapshot of versions
+        up to `step` - 2. A loss then makes the run execute at most `every` finished steps again."""
         if self.every == 0 or step - 2 < self.first:
             return None
         version = max(self.first, (step - 2) // self.every * self.every)
         return StateId(version=version, generation=self.generation)
 
     def may_dispatch(self, step: int) -> bool:
-        """Whether what `step` needs is safe."""
+        """Return true if the state that `step` needs is safe."""
         needed = self.needed(step)
-        if needed is None:
-            return True
-        return self.safe is not None and self.safe >= needed
+        return needed is None or (self.safe is not None and self.safe >= needed)
 
     def without_copies(self, devices: Collection[str]) -> "StoredSnapshots":
-        """The snapshot store of these devices is gone: what it held has to be kept anew before the next steps."""
-        seen = tuple((device, frozenset() if device in devices else states) for device, states in self.seen)
+        """Return the value after the snapshot store of these devices is gone: its states have to be stored anew."""
+        stored = tuple((device, frozenset() if device in devices else states) for device, states in self.stored)
         mine = self.safe is not None and self.safe.generation == self.generation
-        affected = any(device in devices for device, _ in self.seen)
-        return replace(self, seen=seen, safe=None if mine and affected else self.safe)
-
-
-def _own(state: StateId | None, generation: int) -> frozenset[StateId]:
-    return frozenset() if state is None or state.generation != generation else frozenset((state,))
+        affected = any(device in devices for device, _ in self.stored)
+        return replace(self, stored=stored, safe=None if mine and affected else self.safe)
 
 
 NAMED = 3
-"""States that a reason speaks of."""
+"""Incomplete states that a reason names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +90,8 @@ class ShardCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverableState:
-    """The newest state of which every shard has a copy, or none; `holders[number]`: who holds that shard, workers
-    before snapshot stores."""
+    """The newest state of which every shard has a copy, or none; `holders[number]`: workers, then snapshot stores, that
+    hold that shard."""
 
     reason: str
     state: StateId | None = None
@@ -106,65 +99,53 @@ class RecoverableState:
 
     @property
     def num_devices(self) -> int:
-        """Over which the state is sharded."""
+        """Number of devices over which the state is sharded."""
         return len(self.holders)
 
-    def sources_for(self, asker: str) -> tuple[tuple[str, ...], ...]:
-        """Return the sources of each shard, the best first: the asker itself, other workers, snapshot stores."""
-        return tuple(tuple(sorted(held, key=lambda where: where != asker)) for held in self.holders)
+    def sources_for(self, worker: str) -> tuple[tuple[str, ...], ...]:
+        """Return the sources of each shard, the best first: the worker itself, other workers, snapshot stores."""
+        return tuple(tuple(sorted(held, key=lambda where: where != worker)) for held in self.holders)
 
 
 def newest(held: Iterable[ShardCopy]) -> RecoverableState:
     """The newest state of which each number 0 .. num_devices - 1 has a copy somewhere. Copies of different states never
     mix; a state whose copies do not agree on `num_devices` is none."""
     by_state: dict[StateId, list[ShardCopy]] = {}
-    for each in held:
+    for each in sorted(held, key=lambda each: each.is_store):
         by_state.setdefault(each.header.state, []).append(each)
     lacks: list[str] = []
     for state in sorted(by_state, reverse=True):
         copies = by_state[state]
+        name = f"the state after step {state.version} (generation {state.generation})"
         lack = _lack(copies)
-        if lack is None:
-            return RecoverableState(
-                reason=_found(state, copies, lacks=lacks),
-                state=state,
-                holders=tuple(_holders(copies, number) for number in range(copies[0].header.num_devices)),
-            )
-        lacks.append(f"{_name(state)} {lack}")
+        if lack is not None:
+            lacks.append(f"{name} {lack}")
+            continue
+        count = copies[0].header.num_devices
+        of_number = [[each for each in copies if each.header.number == number] for number in range(count)]
+        only_stored = sum(found[0].is_store for found in of_number)
+        newer = f"; {_some(lacks)}" if lacks else ""
+        return RecoverableState(
+            reason=f"{name} has all {count} shards in memory, {only_stored} of them only at snapshot stores{newer}",
+            state=state,
+            holders=tuple(tuple(dict.fromkeys(each.where for each in found)) for found in of_number),
+        )
     if not lacks:
         return RecoverableState(reason="no state in memory: 0 copies are alive")
     return RecoverableState(reason=f"no state in memory is complete: {_some(lacks)}")
 
 
 def _lack(copies: Sequence[ShardCopy]) -> str | None:
-    """What is wrong with a state, None if nothing."""
+    """Return the problem of a state, None if there is none."""
     counts = sorted({each.header.num_devices for each in copies})
     if len(counts) > 1:
         return f"has copies for {' and '.join(map(str, counts))} devices"
-    numbers = {each.header.number for each in copies}
-    missing = [number for number in range(counts[0]) if number not in numbers]
+    missing = sorted(set(range(counts[0])) - {each.header.number for each in copies})
     if not missing:
         return None
-    shards = ", ".join(map(str, missing))
-    return f"lacks shard{'s' if len(missing) > 1 else ''} {shards} of {counts[0]}"
-
-
-def _holders(copies: Sequence[ShardCopy], number: int) -> tuple[str, ...]:
-    holders = [each for each in copies if each.header.number == number]
-    return tuple(dict.fromkeys(each.where for each in sorted(holders, key=lambda each: each.is_store)))
-
-
-def _found(state: StateId, copies: Sequence[ShardCopy], *, lacks: Sequence[str]) -> str:
-    count = copies[0].header.num_devices
-    kept = sum(all(each.is_store for each in copies if each.header.number == number) for number in range(count))
-    newer = f"; {_some(lacks)}" if lacks else ""
-    return f"{_name(state)} has all {count} shards in memory, {kept} of them only at snapshot stores{newer}"
+    return f"lacks shard{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {counts[0]}"
 
 
 def _some(lacks: Sequence[str]) -> str:
     more = f", and {len(lacks) - NAMED} older ones are incomplete too" if len(lacks) > NAMED else ""
     return "; ".join(lacks[:NAMED]) + more
-
-
-def _name(state: StateId) -> str:
-    return f"the state after step {state.version} (generation {state.generation})"

@@ -1,10 +1,9 @@
-"""World size: which devices a run continues with, and their numbers, as a pure function of facts and time."""
+"""World size: the devices that a run continues with, and their numbers, as a pure function of facts and time."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rayfcp.elastic.facts import Device, Facts, counted
-from rayfcp.elastic.failure import reason_to_end, what_failed
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, counted
 from rayfcp.values import Decision, Move
 
 
@@ -124,29 +123,58 @@ def _filled(stage: Sequence[Unit | None], spare: list[Unit], *, num_ranks: int, 
 def unstable_devices(facts: Facts, *, now_s: float) -> dict[str, float]:
     """Return devices standing by at places that lose devices often, with the seconds until they may be used."""
     limits = facts.limits
-    times: dict[str, list[float]] = {}
-    for loss in facts.losses:
-        if now_s - loss.at_s < limits.flap_window_s:
-            times.setdefault(loss.place, []).append(loss.at_s)
-    found = {}
+    recent = [loss for loss in facts.losses if now_s - loss.at_s < limits.flap_window_s]
+    left_s = {}
     for device in facts.devices:
-        lost = times.get(device.place or device.node_id, [])
-        if device.id in facts.active or len(lost) < limits.flap_losses:
-            continue
-        calm_s = limits.flap_calm_s * 2.0 ** (len(lost) - limits.flap_losses)
-        left_s = max(device.ready_s, *lost) + calm_s - now_s
-        if left_s > 0:
-            found[device.id] = left_s
-    return found
+        lost = [loss.at_s for loss in recent if loss.place == (device.place or device.node_id)]
+        if device.id not in facts.active and len(lost) >= limits.flap_losses:
+            calm_s = limits.flap_calm_s * 2.0 ** (len(lost) - limits.flap_losses)
+            left_s[device.id] = max(device.ready_s, *lost) + calm_s - now_s
+    return {id: seconds for id, seconds in left_s.items() if seconds > 0}
+
+
+def reason_to_end(facts: Facts) -> str | None:
+    """Return why the run should end rather than recover from the failure in `facts`; None if it should recover or
+    nothing failed. An error of the program repeats; so does one that followed each of the last recoveries without a
+    finished step."""
+    failure, limits, setbacks = facts.failure, facts.limits, facts.setbacks
+    if failure is None:
+        return None
+    if failure.cause is Cause.PROGRAM:
+        return f"a program error would repeat in the same step: {failure.message}"
+    if setbacks.recoveries >= limits.max_recoveries:
+        return (
+            f"{setbacks.recoveries} recoveries did not finish a step, elastic.max_recoveries is "
+            f"{limits.max_recoveries}, and now {what_failed(failure)}; check the workers' logs, or raise it"
+        )
+    if failure.cause is Cause.COLLECTIVE and not failure.lost and setbacks.collectives >= limits.collective_retries:
+        return (
+            f"communication among {len(facts.active)} healthy devices failed {setbacks.collectives + 1} times in a "
+            f"row ({failure.message}); check the network between their nodes, interfaces and firewall, and "
+            "elastic.collective_timeout_s"
+        )
+    return None
+
+
+def what_failed(failure: Failure) -> str:
+    """Describe a failure."""
+    devices = counted(len(failure.lost), "device")
+    event = {
+        Cause.DIED: f"{devices} died",
+        Cause.NODE: f"{devices} lost with a node",
+        Cause.HUNG: f"{devices} hung",
+        Cause.COLLECTIVE: "communication among devices failed",
+        Cause.PROGRAM: "the program failed",
+    }[failure.cause]
+    return f"{event} ({failure.message})" if failure.message else event
 
 
 def decide(facts: Facts, *, now_s: float) -> Decision:
     """Decide about the devices, between two steps or after a failure.
 
     Between steps: continue; leave nodes that will be removed, replacing their devices or shrinking; grow by whole
-    ranks. After a failure, a loss or while waiting: retry with the same devices, replace lost ones, shrink or
-    grow; wait up to
-    `wait_s` if they are too few; give up. Devices of nodes that will be removed are never used.
+    ranks. After a failure, a loss or while waiting: retry with the same devices, replace lost ones, shrink or grow;
+    wait up to `wait_s` if they are too few; give up. Devices of nodes that will be removed are never used.
     """
     why = reason_to_end(facts)
     if why is not None:
@@ -163,14 +191,18 @@ def decide(facts: Facts, *, now_s: float) -> Decision:
 def _reform(facts: Facts, *, now_s: float) -> Decision:
     """Form a new generation of the available devices, or wait for more."""
     most = len(facts.active) if facts.active and not facts.limits.grow else None
-    staying = _staying(facts)
-    situation = _what_happened(facts)
+    if facts.active:
+        lost = f"{len(facts.lost)} of {len(facts.active)} devices lost"
+        situation = f"{what_failed(facts.failure)}, {lost}" if facts.failure is not None else lost
+    else:
+        situation = f"{counted(len(facts.devices), 'device')} ready"
     decision = _formed(facts, situation=situation, now_s=now_s, most=most)
     if decision is not None:
         return decision
     limits = facts.limits
     since_s = now_s if facts.waiting_since_s is None else facts.waiting_since_s
-    lack = f"{situation}; {counted(len(staying), 'device')} can be used, {fewest_devices(facts)} needed to continue"
+    usable = counted(len(_staying(facts)), "device")
+    lack = f"{situation}; {usable} can be used, {fewest_devices(facts)} needed to continue"
     if now_s - since_s >= limits.wait_s:
         return Decision(
             what=Move.GIVE_UP,
@@ -216,7 +248,7 @@ def _grow(facts: Facts, *, now_s: float) -> Decision:
         return Decision(what=Move.GO_ON, reason=f"{situation}{wait}, {limits.max_devices} in use at most")
     if not limits.grow:
         return Decision(what=Move.GO_ON, reason=f"{situation}, enough for {shape}, but elastic.grow is off")
-    coming = sum(now_s - each.since_s < limits.gather_s for each in facts.starting)
+    coming = sum(now_s - since_s < limits.gather_s for since_s in facts.starting_since_s)
     larger = shape_of(len(steady) + coming, facts=facts)
     if larger is not None and larger > shape:
         return Decision(
@@ -258,15 +290,5 @@ def _formation(facts: Facts, devices: Sequence[Device], *, shape: Shape, situati
 def _staying(facts: Facts) -> list[Device]:
     """Devices that may be used: neither abandoned nor on a node that will be removed."""
     gone = {leaving.node_id for leaving in facts.leaving}
-    return [device for device in facts.devices if device.node_id not in gone and device.id not in _given_up(facts)]
-
-
-def _given_up(facts: Facts) -> tuple[str, ...]:
-    return facts.failure.lost if facts.failure is not None else ()
-
-
-def _what_happened(facts: Facts) -> str:
-    if not facts.active:
-        return f"{counted(len(facts.devices), 'device')} ready"
-    lost = f"{len(facts.lost)} of {len(facts.active)} devices lost"
-    return f"{what_failed(facts.failure)}, {lost}" if facts.failure is not None else lost
+    abandoned = facts.failure.lost if facts.failure is not None else ()
+    return [device for device in facts.devices if device.node_id not in gone and device.id not in abandoned]

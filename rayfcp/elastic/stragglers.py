@@ -53,14 +53,6 @@ class SpeedTrack:
     def is_slow(self) -> bool:
         return self.steps_below >= PERSISTENT
 
-    @property
-    def is_known(self) -> bool:
-        return len(self.recent) >= FIRST
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.recent)
-
     def at(self, speed: float, *, slow_ratio: float) -> "SpeedTrack":
         """Return the track after one more step at this speed."""
         bounded = min(max(speed, SLOWEST), FASTEST)
@@ -96,7 +88,8 @@ class Speeds:
         for device, usual in _of_peers(ratios, stage_of, middle=statistics.median).items():
             track = tracks.get(device, SpeedTrack(id=device))
             tracks[device] = replace(track, recent=(*track.recent, ratios[device] / usual)[-WINDOW:])
-        medians = {device: tracks[device].median for device in ratios if tracks[device].is_known}
+        recent = {device: tracks[device].recent for device in ratios}
+        medians = {device: statistics.median(each) for device, each in recent.items() if len(each) >= FIRST}
         for device, usual in _of_peers(medians, stage_of, middle=statistics.median_high).items():
             tracks[device] = tracks[device].at(medians[device] / usual, slow_ratio=self.slow_ratio)
         return replace(self, tracks=tuple(tracks.values()))
@@ -126,17 +119,14 @@ class Speeds:
 
     def news(self, before: "Speeds") -> tuple[str, ...]:
         """Return a sentence for each device that became slow or is no longer slow since `before`."""
-        was = set(before.slow)
         sentences = []
         for track in self.tracks:
-            speed = f"{track.speed:.2f} of the usual speed"
-            if track.is_slow and track.id not in was:
-                sentences.append(
-                    f"device {track.id} is slow: {speed} over {len(track.recent)} steps, below elastic.slow_ratio "
-                    f"{self.slow_ratio:g} for {track.steps_below} of them"
-                )
-            elif not track.is_slow and track.id in was:
-                sentences.append(f"device {track.id} is no longer slow: {speed} over {len(track.recent)} steps")
+            if track.is_slow == (track.id in before.slow):
+                continue
+            state = "is slow" if track.is_slow else "is no longer slow"
+            sentence = f"device {track.id} {state}: {track.speed:.2f} of the usual speed over {len(track.recent)} steps"
+            below = f", below elastic.slow_ratio {self.slow_ratio:g} for {track.steps_below} of them"
+            sentences.append(sentence + below * track.is_slow)
         return tuple(sentences)
 
 

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from rayfcp.config import parse_config
 from rayfcp.elastic.facts import Cause, Facts, Failure, Limits, Setbacks
-from rayfcp.elastic.failure import reason_to_end
-from rayfcp.elastic.size import decide
+from rayfcp.elastic.size import decide, reason_to_end
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices
 from tests.examples import examples
@@ -22,7 +21,7 @@ def outcome(failures: list[Failure | None], *, limits: Limits = LIMITS) -> tuple
     setbacks = Setbacks()
     for count, failure in enumerate(failures):
         if failure is None:
-            setbacks = setbacks.after_step()
+            setbacks = Setbacks()
             continue
         facts = dataclasses.replace(FACTS, limits=limits, failure=failure, setbacks=setbacks)
         decision = decide(facts, now_s=NOW_S)

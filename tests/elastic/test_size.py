@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks
 from rayfcp.elastic.size import decide, fewest_devices
 from rayfcp.values import Move
 from tests.elastic.worlds import NOW_S, devices, is_calm, running, usable, worlds
@@ -96,7 +96,7 @@ def test_waiting_ends_after_its_time_and_not_before(facts: Facts, waited_s: floa
 @examples(100)
 @given(worlds())
 def test_what_was_decided_is_not_undone_by_the_next_look(facts: Facts) -> None:
-    facts = dataclasses.replace(facts, starting=())
+    facts = dataclasses.replace(facts, starting_since_s=())
     decision = decide(facts, now_s=NOW_S)
     if not decision.devices:
         return
@@ -209,7 +209,7 @@ class TestGrowth:
             limits=self.LIMITS,
             devices=devices(*"ab"),
             active=("d0",),
-            starting=(Starting(since_s=NOW_S - age_s),),
+            starting_since_s=(NOW_S - age_s,),
         )
         assert decide(facts, now_s=NOW_S).what is what
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Fit, Leaving, Limits, Loss, Setbacks
 
 NODES = ("n0", "n1", "n2", "n3")
 NOW_S = 1000.0
@@ -76,7 +76,7 @@ def worlds(draw: st.DrawFn) -> Facts:
         active=ids,
         num_stages=num_stages,
         leaving=tuple(Leaving(node_id=each, deadline_s=NOW_S + 30) for each in sorted(draw(st.sets(node, max_size=2)))),
-        starting=tuple(draw(st.lists(st.builds(Starting, since_s=st.floats(900, NOW_S)), max_size=2))),
+        starting_since_s=tuple(draw(st.lists(st.floats(900, NOW_S), max_size=2))),
         losses=tuple(draw(st.lists(st.builds(Loss, place=node, at_s=st.floats(300, NOW_S)), max_size=5))),
         failure=draw(st.none() | failures(ids)),
         setbacks=Setbacks(recoveries=draw(st.integers(0, 2)), collectives=draw(st.integers(0, 2))),

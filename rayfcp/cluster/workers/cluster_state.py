@@ -15,7 +15,7 @@ from rayfcp.cluster.workers.group import WorkerGroup, join_devices, loss_of
 from rayfcp.cluster.workers.members import WorkerStart
 from rayfcp.cluster.workers.pending import PendingWorkers
 from rayfcp.config import Config
-from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks, Starting
+from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
 from rayfcp.values import ClusterSpec, Decision, Move, StateId
@@ -224,7 +224,7 @@ class ClusterState:
         self._setbacks = self._setbacks.after(failure)
 
     def on_step_finished(self) -> None:
-        self._setbacks = self._setbacks.after_step()
+        self._setbacks = Setbacks()
 
     def newly_draining(self) -> tuple[str, ...]:
         """Draining nodes with devices in use, each returned once."""
@@ -284,7 +284,7 @@ class ClusterState:
                 Leaving(node_id=node, deadline_s=now_s + (at_s or epoch_s) - epoch_s)
                 for node, at_s in self._watch.view.draining.items()
             ),
-            starting=tuple(Starting(since_s=each) for each in self._pending.requested_s),
+            starting_since_s=tuple(self._pending.requested_s),
             losses=self._losses,
             failure=failure,
             setbacks=self._setbacks,
