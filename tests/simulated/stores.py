@@ -166,7 +166,7 @@ class SimulatedStore(SnapshotStore):
     )
 
     def __init__(self, actor: Actor, *, orphan_s: float) -> None:
-        self._copies = HeldCopies(max_spare=0)
+        self._copies = HeldCopies()
         self._actor = actor
         self._watch = Orphan(actor, orphan_s, end=lambda: actor.world.kill(actor.process, "orphan"))  # type: ignore[assignment]
         self._watched: set[int] = set()

@@ -145,7 +145,7 @@ class SimulatedWorker:
         self._pending: Deferred | None = None
         self._deadlocked = self._will_deadlock = self._in_step = False
         self._step, self._done, self._waits = -1, 0, False
-        self._copies = HeldCopies(max_spare=0)
+        self._copies = HeldCopies()
         self._push = Push(self)
         self._saving: Deferred | None = None
         self._saved: SavedPart | None = None
