@@ -90,22 +90,27 @@ def judge(signs: Sequence[Sign], *, now_s: float, deadline_s: float) -> HangVerd
     """
     if not signs:
         return HangVerdict(reason="all devices have reported the step")
-    allowed = f"{deadline_s:.1f} s are allowed"
     silent = [sign for sign in signs if now_s - sign.heard_s >= deadline_s]
     if silent:
         longest_s = max(now_s - sign.heard_s for sign in silent)
-        reason = f"{len(silent)} of {len(signs)} devices have not answered for up to {longest_s:.1f} s, {allowed}"
-        return HangVerdict(hung=tuple(sign.id for sign in silent), reason=reason)
+        return HangVerdict(
+            hung=tuple(sign.id for sign in silent),
+            reason=f"{len(silent)} of {len(signs)} devices have not answered for up to {longest_s:.1f} s, "
+            f"{deadline_s:.1f} s are allowed",
+        )
     still_s = now_s - max(sign.moved_s for sign in signs)
     if still_s < deadline_s:
-        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {allowed}")
+        return HangVerdict(reason=f"the last progress was {still_s:.1f} s ago, {deadline_s:.1f} s are allowed")
     busy = [sign for sign in signs if not sign.waiting]
-    situation = f"no progress for {still_s:.1f} s, {allowed}, and"
     if not busy:
-        return HangVerdict(stuck=True, reason=f"{situation} all {len(signs)} devices wait for each other")
+        return HangVerdict(
+            stuck=True,
+            reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and all {len(signs)} devices "
+            "wait for each other",
+        )
     first = min(busy, key=lambda sign: (sign.step, sign.num_done))
     return HangVerdict(
         hung=tuple(sign.id for sign in busy),
-        reason=f"{situation} {len(busy)} of {len(signs)} devices do not wait for others, the first after "
-        f"{max(first.num_done, 0)} instructions",
+        reason=f"no progress for {still_s:.1f} s, {deadline_s:.1f} s are allowed, and {len(busy)} of "
+        f"{len(signs)} devices do not wait for others, the first after {max(first.num_done, 0)} instructions",
     )
