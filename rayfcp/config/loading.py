@@ -1,4 +1,4 @@
-"""From a YAML file, a dict and the command line to a checked Config, and back.
+"""Reading a checked Config from a YAML file, a dict and the command line, and writing it.
 
 YAML is read as plain data: no key twice, `1e-3` is a number, a date is text. Every problem becomes one line that names
 the dotted key, the value, the bound and the remedy.
@@ -55,14 +55,11 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def _without(resolvers: dict[Any, list[tuple[str, Any]]], *tags: str) -> dict[Any, list[tuple[str, Any]]]:
-    return {first: [(tag, rule) for tag, rule in rules if tag not in tags] for first, rules in resolvers.items()}
-
-
 for _kind in (_Loader, _Dumper):
-    _kind.yaml_implicit_resolvers = _without(
-        yaml.SafeLoader.yaml_implicit_resolvers, "tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float"
-    )
+    _kind.yaml_implicit_resolvers = {
+        first: [(tag, rule) for tag, rule in rules if not tag.endswith((":timestamp", ":float"))]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 
@@ -98,12 +95,11 @@ _KINDS = {
     "tuple": ("a list", "write [a, b]"),
     "model": ("a section of keys", "indent its keys below it"),
 }
-_BOUNDS = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-_BOUND_WORDS = {
-    "gt": ("greater than", "raise it"),
-    "ge": ("at least", "raise it"),
-    "lt": ("less than", "lower it"),
-    "le": ("at most", "lower it"),
+_BOUNDS = {
+    "greater_than": ("gt", "greater than", "raise it"),
+    "greater_than_equal": ("ge", "at least", "raise it"),
+    "less_than": ("lt", "less than", "lower it"),
+    "less_than_equal": ("le", "at most", "lower it"),
 }
 
 
@@ -206,12 +202,11 @@ def unknown_key(dotted: str) -> str:
 
 
 def describe(error: ValidationError) -> str:
-    """One line for the first problem, and how many more there are."""
+    """One line for the first problem, and the number of others."""
     problems = error.errors(include_url=False)
     # Unknown keys first: a misspelt key often is the reason why another one is missing.
     first = min(problems, key=lambda problem: problem["type"] != "extra_forbidden")
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return _line(first) + more
+    return _line(first) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 
 def _line(problem: ErrorDetails) -> str:
@@ -232,8 +227,8 @@ def _line(problem: ErrorDetails) -> str:
 def _bound(problem: ErrorDetails, context: Mapping[str, Any]) -> str:
     kind = problem["type"]
     if kind in _BOUNDS:
-        words, remedy = _BOUND_WORDS[_BOUNDS[kind]]
-        return f"must be {words} {context[_BOUNDS[kind]]:g}; {remedy}"
+        name, words, remedy = _BOUNDS[kind]
+        return f"must be {words} {context[name]:g}; {remedy}"
     if kind == "literal_error":
         return f"must be one of {context['expected']}; write one of them"
     if kind == "too_short":
@@ -258,11 +253,10 @@ def load_config(source: str | Path | Mapping[str, Any], *, overrides: Sequence[s
     Raises:
         ConfigError: one line that names the file or the dotted key, the value, the bound and the remedy.
     """
-    raw = (
-        copy.deepcopy(dict(source))
-        if isinstance(source, Mapping)
-        else read_mapping(source, what="config", content="sections of keys; see jobs/quickstart.yaml")
-    )
+    if isinstance(source, Mapping):
+        raw = copy.deepcopy(dict(source))
+    else:
+        raw = read_mapping(source, what="config", content="sections of keys; see jobs/quickstart.yaml")
     for override in overrides:
         _override(raw, override)
     return parse_config(raw)

@@ -31,16 +31,15 @@ def workers_or_range(value: Any) -> Any:
     Raises:
         ValueError: Neither form, a number below 1, or min above max.
     """
-    numbers = list(value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers) or len(numbers) > 2:
-        raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
-    if isinstance(value, list | tuple) and len(numbers) != 2:
+    is_range = isinstance(value, list | tuple)
+    numbers = tuple(value) if is_range else (value,)
+    if len(numbers) != 1 + is_range or any(type(number) is not int for number in numbers):
         raise ValueError("must be a whole number or [min, max]; write 4 or [2, 4]")
     if min(numbers) < 1:
         raise ValueError("must be at least 1; add a worker")
     if numbers[0] > numbers[-1]:
         raise ValueError("must have min no greater than max; swap them")
-    return tuple(numbers) if len(numbers) == 2 else numbers[0]
+    return numbers if is_range else numbers[0]
 
 
 def known_device(name: str) -> str:
@@ -142,7 +141,7 @@ class ArchitectureConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sees_if_its_family_does(self) -> "ArchitectureConfig":
+    def _vision_fits_family(self) -> "ArchitectureConfig":
         if self.vision is not None and self.model_type not in VISION_FAMILIES:
             raise ValueError(
                 f"vision is set, must be absent for model_type {self.model_type!r}; drop it, or set model_type to one "
@@ -207,11 +206,7 @@ class PipelineOptions(Section):
     max_slices: Count = Field(default=64, description="most slices of the longest sequence that are tried")
     pipelines: Count = Field(default=4, description="most 1F1B pipelines that a batch is grouped into")
     candidates: Count = Field(default=12, description="of all tried, how many are also tried in several pipelines")
-    milp_nodes: int = Field(
-        default=100,
-        ge=0,
-        description="without effect, kept for older configurations",
-    )
+    milp_nodes: int = Field(default=100, ge=0, description="without effect, kept for older configurations")
 
 
 class PlanConfig(Section):
@@ -482,12 +477,10 @@ class Config(Section):
                 f"train.compile is true, must be false with cluster.tensor_parallel above 1 "
                 f"({self.cluster.tensor_parallel}); set one of them back"
             )
-        if self.model.path is not None:
-            if self.data.tokenizer is None and self.data.processor is None:
-                data = self.data.model_copy(update={"tokenizer": self.model.path})
-                object.__setattr__(self, "data", data)  # the section is frozen
-            return self
-        if self.model.name is not None:
+        if self.model.path is not None and self.data.tokenizer is None and self.data.processor is None:
+            data = self.data.model_copy(update={"tokenizer": self.model.path})
+            object.__setattr__(self, "data", data)  # the section is frozen
+        if self.model.path is not None or self.model.name is not None:
             return self
         if train.recompute_layers > shape.num_layers:
             raise ValueError(

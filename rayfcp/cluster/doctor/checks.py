@@ -19,7 +19,7 @@ from rayfcp.cluster.doctor.facts import (
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo, device_in
 
 LEAST_SHM_BYTES, LEAST_SHM_SHARE = 2 * GIB, 0.1
-"""Of /dev/shm, and its share of the memory; Ray itself would take 30 % for its object store."""
+"""Size of /dev/shm, and its share of the memory; Ray itself would take 30 % for its object store."""
 
 LEAST_STORE_BYTES = GIB
 LEAST_OPEN_FILES, GOOD_OPEN_FILES = 8192, 65536
@@ -119,7 +119,7 @@ def kernels(node: NodeFacts) -> Findings:
 
 
 def devices_in_torch(node: NodeFacts) -> Findings:
-    """As many devices in torch as Ray offers there."""
+    """Devices that Ray offers, compared with those that torch finds there."""
     seen = node.accelerators
     names = ", ".join(seen.names) or "no names"
     if node.devices is None:

@@ -1,4 +1,4 @@
-"""What torch sees here, as one line of JSON. A process of its own: an extension whose driver is missing may end it, and
+"""Devices that torch finds here, as one line of JSON. A process of its own: an extension whose driver is missing may end it, and
 Ray hides devices from the processes that did not ask for one."""
 
 import json
@@ -14,7 +14,7 @@ def look(kind: str) -> dict[str, object]:
     try:
         kind = device_kind(kind)
         kernel = pick_kernel(kind).name  # loads torch's extension for the device
-    except Exception as raised:  # whatever keeps the device from working is what is asked for
+    except Exception as raised:  # any reason why the device does not work is the result
         error = " ".join(f"{raised}".split()) or type(raised).__name__
     backend = backend_of(kind)
     count = backend.num_devices
