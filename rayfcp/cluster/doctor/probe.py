@@ -1,5 +1,5 @@
-"""Devices that torch finds here, as one line of JSON. A process of its own: an extension whose driver is missing may end it, and
-Ray hides devices from the processes that did not ask for one."""
+"""Devices that torch finds here, as one line of JSON, in a process of its own: an extension whose driver is missing may
+end it, and Ray hides devices from processes that did not request one."""
 
 import json
 import sys

@@ -80,7 +80,7 @@ class OfflinePlan:
         peak = self.cluster.num_devices * self.hardware.peak_flops
         return model_flops(self.model, self.sequences) / (self.plan.predicted_s * peak)
 
-    def describe(self, *, width: int = 100) -> str:
+    def describe(self) -> str:
         """Return the cluster, the predicted step, and the plan as a time x rank grid."""
         cluster, hardware, num_tokens = self.cluster, self.hardware, sum(each.num_tokens for each in self.sequences)
         return (
@@ -89,7 +89,7 @@ class OfflinePlan:
             f"{cluster.tensor_parallel} devices, {cluster.max_tokens_per_rank:,} tokens per rank and microbatch "
             f"at most\n{len(self.sequences)} sequences, {num_tokens:,} tokens: predicted "
             f"{num_tokens / self.plan.predicted_s:,.0f} tokens/s, MFU {self.mfu:.0%}\n"
-            f"{render_grid(self.plan, self.sequences, width=width)}"
+            f"{render_grid(self.plan, self.sequences)}"
         )
 
 
@@ -158,7 +158,7 @@ def _with_all_reduces(hardware: HardwareProfile, model: ModelProfile, *, tensor_
     return dataclasses.replace(hardware, linear_efficiency=slowed.linear_efficiency)
 
 
-def plan_step(config: Config, *, step: int, width: int = 100) -> str:
+def plan_step(config: Config, *, step: int) -> str:
     """The plan of step `step` (from 1) on `cluster.num_workers` ranks as a time x rank grid.
 
     Costs are those that the run measured (`profile.json` in its directory) with the same parallel layout, else those of
@@ -177,4 +177,4 @@ def plan_step(config: Config, *, step: int, width: int = 100) -> str:
     guess = analytic_cost(config, model, device=device, cluster=cluster, memory_bytes=device_memory(config, facts))
     cost = cost_of_layout(Path(config.run_dir) / "profile.json", cluster) or guess
     plan, _ = RunPlanner(config, model, device=device).plan(sequences, cluster=cluster, cost=cost)
-    return render_grid(plan, sequences, width=width)
+    return render_grid(plan, sequences)
