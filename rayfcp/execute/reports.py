@@ -122,8 +122,8 @@ class RankReport:
     host does not wait; `message_s` is measured on their streams. `gather_s[m]`: seconds of gathers and reductions in
     microbatch m, NaN on accelerators.
     `saved`: a checkpoint write that ended since the last report. `snapshot_s`: part of `step_s` spent waiting for
-    copies of the state. `kept`: newest state of which a snapshot store has this device's copy; `push_s`, `push_bytes`:
-    seconds and bytes of the last push. `store_lost`: the store accepts no more.
+    copies of the state. `kept`: newest state of which a snapshot store has this device's copy; `push_s`:
+    seconds of the last push. `store_lost`: the store accepts no more.
     `broken`: images of this device that could not be decoded, with the reasons.
     """
 
@@ -147,7 +147,6 @@ class RankReport:
     snapshot_s: float = 0.0
     kept: StateId | None = None
     push_s: float = 0.0
-    push_bytes: int = 0
     store_lost: bool = False
     broken: tuple[str, ...] = ()
 

@@ -39,7 +39,7 @@ class ChaosWorker(RankWorker):
         return super().open()
 
     def join(self, number: int, meeting: Rendezvous, **options: Any) -> Joined:
-        if meeting.generation > 0 and self._orders.take(Order.DIE_WHILE_JOINING):
+        if meeting.cluster.generation > 0 and self._orders.take(Order.DIE_WHILE_JOINING):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().join(number, meeting, **options)
 

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import ray
 
-from rayfcp.cluster.recovery.pushing import Pusher
-from rayfcp.cluster.recovery.restoring import CopyQuery
+from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import DeviceFacts, Source
-from rayfcp.cluster.workers.members import WorkerStart
+from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import Beat, CollectiveFailedError
@@ -111,9 +110,12 @@ def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = Ligh
 
 def copies_at(holders: Mapping[str, Any]) -> list[Source]:
     """Complete copies that these workers or snapshot stores hold, by names of theirs."""
-    asking = CopyQuery(RayRuntime(), holders)
-    asking.collect(PATIENCE_S)
-    return asking.copies
+    calls = {id: holder.headers.remote() for id, holder in holders.items()}
+    return [
+        Source(header=header, holder=holders[id], holder_id=id)
+        for id, call in calls.items()
+        for header in ray.get(call, timeout=PATIENCE_S)
+    ]
 
 
 @contextmanager

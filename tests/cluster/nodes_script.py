@@ -16,13 +16,13 @@ from ray._private.worker import global_worker
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 
-from rayfcp.cluster.recovery.losses import RanksLostError
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.calls import RanksLostError
 from rayfcp.cluster.workers.cluster_state import NodeWatch
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.cluster.workers.starting import PendingWorkers
 from tests.cluster.light import LightWorker, bytes_of, copies_at, light_config, light_start, shard
 from tests.forks.patience import nodes_may_take_long
 from tests.waiting import PATIENCE_S, until
@@ -75,7 +75,7 @@ def main() -> None:
     joined: list[Any] = []
     until(lambda: bool(joined.extend(pending.ready()) or joined))
     found["recruited_on_new_node"] = joined[0].facts.node_id == third.node_id
-    worker_group.add(joined)
+    worker_group.standby += joined
     found["drain"] = drained(cluster, third)
     refs = [worker.exchange.remote() for worker in worker_group.workers]
     lost_number = next(number for number, node in node_of.items() if node == second.node_id)

@@ -1,7 +1,8 @@
 """Signs of life become verdicts."""
 
 from rayfcp.cluster.controller.stepping import judge_progress
-from rayfcp.cluster.recovery.losses import Diagnosis, Heartbeat
+from rayfcp.cluster.workers.calls import Heartbeat
+from rayfcp.elastic.hang import HangVerdict
 from rayfcp.execute.reports import Beat
 
 ASKED_EVERY_S = 0.25
@@ -21,13 +22,11 @@ class Clock:
     ) -> Heartbeat:
         beat = Beat(number=number, step=3, num_done=num_done, waiting=waiting, memory_bytes={}) if answered else None
         received_s = self._now_s if answered else 0.0
-        return Heartbeat(
-            id=f"d{number}", number=number, is_busy=is_busy, beat=beat, received_s=received_s, silent_s=0.0
-        )
+        return Heartbeat(id=f"d{number}", is_busy=is_busy, beat=beat, received_s=received_s, silent_s=0.0)
 
     def judge_for(
         self, seconds: float, *, ids: list[str], deadline_s: float, heartbeats: list[dict]
-    ) -> list[Diagnosis]:
+    ) -> list[HangVerdict]:
         """Verdicts over so many seconds, in which the same heartbeats come again and again."""
         judge = judge_progress(ids, runtime=self, deadline_s=deadline_s)
         found = []

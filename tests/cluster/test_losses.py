@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import ray
 
-from rayfcp.cluster.recovery.losses import Diagnosis, Heartbeat, RanksLostError, WorkerFailedError, judge_silence
-from rayfcp.cluster.recovery.stores import SnapshotStore, SnapshotStores
+from rayfcp.cluster.recovery.replication import SnapshotStore
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
+from rayfcp.cluster.workers.calls import Heartbeat, RanksLostError, WorkerFailedError, judge_silence
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.lifetime import OrphanWatch
-from rayfcp.cluster.workers.members import keep_alive
-from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.cluster.workers.starting import PendingWorkers, keep_alive
 from rayfcp.config import Config, ConfigError
+from rayfcp.elastic.hang import HangVerdict
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import ClusterSpec
 from tests.cluster.light import LightWorker, free_cpus_again, light_config, light_start
@@ -38,7 +39,7 @@ def company(config: Config) -> Iterator[tuple[WorkerGroup, PendingWorkers, Snaps
         start = light_start(config, run_key="losses")
         worker_group, pending = (
             WorkerGroup.launch(start, stopped=lambda: False),
-            PendingWorkers(start, autoscale=False),
+            PendingWorkers(start),
         )
         snapshot_stores = SnapshotStores(config, runtime=RayRuntime(), run_key="losses")
         worker_group.kill_process = snapshot_stores.kill
@@ -55,7 +56,7 @@ def worker_group(company: tuple[WorkerGroup, PendingWorkers, SnapshotStores]) ->
     """Three idle members; none of those lost lives on."""
     worker_group, pending, snapshot_stores = company
     pending.want(3 - len(worker_group), in_use=len(worker_group))
-    until(lambda: worker_group.add(pending.ready()) or len(worker_group.all) == 3)
+    until(lambda: worker_group.standby.extend(pending.ready()) or len(worker_group.all) == 3)
     worker_group.form(ClusterSpec(num_ranks=3, max_tokens_per_rank=1), [member.id for member in worker_group.all])
     snapshot_stores.assign(worker_group.members)
     worker_group.call(lambda _, worker: worker.abort.remote())
@@ -98,18 +99,19 @@ def test_a_killed_worker_is_named_and_the_others_are_free(worker_group: WorkerGr
 
 def test_a_stopped_worker_is_hung_and_killed(worker_group: WorkerGroup) -> None:
     """Ray cannot end a process that is stopped: its snapshot store does."""
-    pid, silence = worker_group.facts[1].pid, judge_silence(2)
+    hanging, silence = worker_group.members[1], judge_silence(2)
 
-    def judge(heartbeats: Sequence[Heartbeat]) -> Diagnosis:
-        return silence([each for each in heartbeats if each.number == 1])  # a busy machine lets others be silent, too
+    def judge(heartbeats: Sequence[Heartbeat]) -> HangVerdict:
+        # A busy machine lets others be silent, too.
+        return silence([each for each in heartbeats if each.id == hanging.id])
 
     refs = [worker.exchange.remote() for worker in worker_group.workers]
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(hanging.facts.pid, signal.SIGSTOP)
     with pytest.raises(RanksLostError, match="rank 1 hangs: sent no heartbeat for 2 s") as caught:
         worker_group.get(refs, judge=judge)
     assert [(each.number, each.cause) for each in caught.value.lost] == [(1, "hung")]
     assert idle(worker_group)
-    until(lambda: not lives(pid))
+    until(lambda: not lives(hanging.facts.pid))
 
 
 def test_errors_of_the_program_are_raised_at_once(worker_group: WorkerGroup) -> None:
@@ -163,7 +165,7 @@ def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:
         worker_group = WorkerGroup.launch(start, stopped=lambda: False)
         store = ray.remote(ImpatientStore).options(num_cpus=0).remote(orphan_s=PATIENCE_S)
         ray.get(worker_group.workers[0].outlive_a_watch.remote())
-        start.let_go(worker_group.members[0].id)
+        start._held.pop(worker_group.members[0].id)
         orphans = ray.get([each.orphan_in.remote(0.2) for each in (worker_group.workers[0], store)])
         until(lambda: not any(map(lives, orphans)))
         with pytest.raises(ray.exceptions.RayActorError):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.cluster.workers.starting import PendingWorkers
 from rayfcp.config import Config
 from tests.cluster.light import (
     free_cpus_again,

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import ray
 
-from rayfcp.cluster.recovery.pushing import Pusher
-from rayfcp.cluster.recovery.restoring import restorable
-from rayfcp.cluster.recovery.stores import SnapshotStores, born, ring
+from rayfcp.cluster.recovery.replication import Pusher, born
+from rayfcp.cluster.recovery.stores import SnapshotStores, ring
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import WorkerGroup
@@ -46,14 +45,14 @@ def kept(started: tuple[WorkerGroup, SnapshotStores]) -> tuple[object, SnapshotS
     snapshot_stores.forget(worker_group.facts[0].node_id)
     ray.get(worker_group.workers[0].drop_copies.remote())
     snapshot_stores.assign(worker_group.members)
-    snapshot_stores.await_assigned(timeout_s=PATIENCE_S)
+    snapshot_stores.await_assigned()
     return worker_group.workers[0], snapshot_stores
 
 
 def test_it_loads_no_torch() -> None:
     """It starts in no time and keeps little memory but the copies."""
     heavy = ("torch", "transformers", "scipy", "pyarrow", "numba")
-    code = f"import sys, rayfcp.cluster.recovery.stores; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, rayfcp.cluster.recovery.replication; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -83,7 +82,7 @@ def test_a_copy_that_is_gone_when_it_is_read_is_told_in_one_line(kept: tuple[obj
 
 
 def started_members(worker: object) -> list[object]:
-    from rayfcp.cluster.workers.members import Member
+    from rayfcp.cluster.workers.facts import Member
 
     facts = ray.get(worker.facts.remote())
     return [Member(id="w", handle=worker, group=ray.get(worker.group.remote()), facts=facts)]
@@ -100,10 +99,10 @@ def test_a_store_that_dies_is_reported_and_the_next_gets_the_newest_copy(kept: t
     assert ray.get(worker.await_kept.remote(second.state, timeout_s=PATIENCE_S)) == Waited.LOST, (
         "lost, long before the time is over"
     )
-    assert restorable([], snapshot_stores, runtime=RayRuntime(), up_to=9001, patience_s=PATIENCE_S).sources == ()
+    assert snapshot_stores.newest_state([], up_to=9001).sources == ()
     assert snapshot_stores.stores == {}, "a dead snapshot store is forgotten"
     snapshot_stores.assign([member])
-    snapshot_stores.await_assigned(timeout_s=PATIENCE_S)
+    snapshot_stores.await_assigned()
     assert ray.get(worker.await_kept.remote(second.state, timeout_s=PATIENCE_S)) == Waited.KEPT
     assert [source.header for source in copies_at(snapshot_stores.stores)] == [second]
 
@@ -173,7 +172,6 @@ def test_older_copies_go_when_newer_ones_come(kept: tuple[object, SnapshotStores
         copies.put(header, bytes_of(header))
         pusher.offer(header, safe=StateId(version=version - 1, generation=0) if version > 1 else None)
         assert pusher.wait_for(header.state, timeout_s=PATIENCE_S) == Waited.KEPT
-        assert pusher.pushed.num_bytes == 2500
         assert pusher.pushed.seconds > 0
         headers = [source.header for source in copies_at(snapshot_stores.stores)]
         held = [each.state.version for each in headers if each.number == 3]

@@ -6,8 +6,7 @@ import pytest
 
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.cluster.workers.members import WorkerStart
-from rayfcp.cluster.workers.placement import CapacityError
+from rayfcp.cluster.workers.starting import CapacityError, WorkerStart
 from rayfcp.config import Config, ConfigError
 from tests.cluster.runs import run_config
 

@@ -13,7 +13,7 @@ import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
 from rayfcp.cluster.trainer import CONTROLLER_CPUS
-from rayfcp.cluster.workers.placement import bundle
+from rayfcp.cluster.workers.starting import bundle
 from rayfcp.config import Config, load_config
 from rayfcp.values.devices import DEVICES
 

@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
     *("checkpoints.resuming", "checkpoints.saving", "controller.following", "controller.stepping"),
-    *("controller.training", "controller.transitions", "planning.queue", "recovery.adoption", "recovery.losses"),
-    *("recovery.restoring", "workers.cluster_state", "workers.group", "workers.members", "workers.pending"),
+    *("controller.training", "controller.transitions", "planning.queue", "recovery.adoption"),
+    *("recovery.stores", "workers.calls", "workers.cluster_state", "workers.group", "workers.starting"),
 )
 ELASTIC = ("hang", "recoverable", "size")
 

@@ -18,10 +18,10 @@ from rayfcp.cluster.controller.stepping import Stepper
 from rayfcp.cluster.controller.transitions import Transitions
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.workers.calls import GroupCall
 from rayfcp.cluster.workers.cluster_state import ClusterState
-from rayfcp.cluster.workers.group import GroupCall, WorkerGroup
-from rayfcp.cluster.workers.members import WorkerStart, keep_alive
-from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.cluster.workers.group import WorkerGroup
+from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart, keep_alive
 from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.execute.reports import RankReport
 from rayfcp.execute.state.copies import HeldCopies
@@ -49,22 +49,22 @@ def _incomplete_copies() -> AbstractContextManager[Any]:
 
 def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
-    import rayfcp.cluster.workers.cluster_state as cluster_state
-    from rayfcp.cluster.recovery.restoring import CopyQuery
+    import rayfcp.cluster.recovery.stores as stores
 
-    collect, restorable = CopyQuery.collect, cluster_state.restorable
+    newest_state, source = SnapshotStores.newest_state, stores.Source
     copies: list[Any] = []
 
-    def collecting(self: CopyQuery, timeout_s: float) -> None:
-        collect(self, timeout_s)
-        copies[:] = self.copies
+    def made(**fields: Any) -> Any:
+        copies.append(source(**fields))
+        return copies[-1]
 
-    def mixed(*args: Any, **kwargs: Any) -> Any:
-        found = restorable(*args, **kwargs)
+    def mixed(self: SnapshotStores, members: Any, *, up_to: int) -> Any:
+        copies.clear()
+        found = newest_state(self, members, up_to=up_to)
         others = [each for each in copies if each.header.number == 0 and each.header.state != found.state]
         return replace(found, sources=(others[0], *found.sources[1:])) if others and found.sources else found
 
-    return _all(patch.object(CopyQuery, "collect", collecting), patch.object(cluster_state, "restorable", mixed))
+    return _all(patch.object(stores, "Source", made), patch.object(SnapshotStores, "newest_state", mixed))
 
 
 def _committed_early() -> AbstractContextManager[Any]:
@@ -201,14 +201,14 @@ def _orphans() -> AbstractContextManager[Any]:
 def _leaked_devices() -> AbstractContextManager[Any]:
     """A worker that is given up keeps its device."""
 
-    def give_up(self: PendingWorkers, launched: Any) -> None:
-        self._start.let_go(launched.id)
-        self._runtime.end(launched.handle)
+    def end(self: WorkerStart, worker: Any) -> None:
+        self._held.pop(worker.id, None)
+        self.runtime.end(worker.handle)
 
     import rayfcp.cluster.controller.following as following
 
     return _all(
-        patch.object(PendingWorkers, "_give_up", give_up),
+        patch.object(WorkerStart, "end", end),
         patch.object(following, "end_leftovers", lambda runtime, key: None),
     )
 
@@ -330,10 +330,10 @@ class _Silent:
     def __init__(self, monitor: Any) -> None:
         self._monitor = monitor
 
-    def ask(self) -> None: ...
+    def poll(self) -> None: ...
 
-    def heartbeat(self, number: int, *, is_busy: bool) -> Any:
-        return replace(self._monitor.heartbeat(number, is_busy=is_busy), silent_s=0.0)
+    def heartbeat(self, *, is_busy: bool) -> Any:
+        return replace(self._monitor.heartbeat(is_busy=is_busy), silent_s=0.0)
 
 
 def _copies_die_as_workers_start() -> AbstractContextManager[Any]:

@@ -266,15 +266,7 @@ class SimulatedRendezvous:
         self._number = number
 
     def of(self, cluster: ClusterSpec) -> Rendezvous:
-        return Rendezvous(
-            host=LOOPBACK,
-            port=self._number,
-            generation=cluster.generation,
-            num_ranks=cluster.num_ranks,
-            num_stages=cluster.num_stages,
-            tensor_parallel=cluster.tensor_parallel,
-            layers_of_stage=cluster.layers_of_stage,
-        )
+        return Rendezvous(host=LOOPBACK, port=self._number, cluster=cluster)
 
 
 class SimulatedFlag:

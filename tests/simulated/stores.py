@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rayfcp.cluster.recovery.stores import SnapshotStore
+from rayfcp.cluster.recovery.replication import SnapshotStore
 from rayfcp.cluster.runtime import NoAnswerError, TaskFailedError
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulated.workers import SimulatedWorker
 
 TRIES = 3
-"""As `rayfcp.cluster.recovery.pushing.TRIES`."""
+"""As `rayfcp.cluster.recovery.replication.TRIES`."""
 
 
 class Orphan:

@@ -10,14 +10,13 @@ CLUSTER = Path(__file__).resolve().parents[2] / "rayfcp" / "cluster"
 ACTORS = {
     "planning/decoders",
     "planning/planner",
-    "recovery/pushing",
-    "recovery/stores",
+    "recovery/replication",
     "workers/lifetime",
     "workers/worker",
 }
 """Code of actors other than the controller, which runs on Ray itself."""
 
-ON_RAY = ACTORS | {"controller/ray_metrics", "workers/rendezvous", "planning/profiling", "planning/preview"}
+ON_RAY = ACTORS | {"controller/ray_metrics", "planning/profiling", "planning/preview"}
 ON_RAY |= {"controller/following"}  # handles signals, of the main thread
 
 CONTROL = [

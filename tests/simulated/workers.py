@@ -56,7 +56,7 @@ class Generation:
 
     def __init__(self, world: World, meeting: Rendezvous) -> None:
         self.world, self.meeting = world, meeting
-        self.num_devices = meeting.num_ranks * meeting.num_stages * meeting.tensor_parallel
+        self.num_devices = meeting.cluster.num_devices
         self.members: dict[int, SimulatedWorker] = {}
         self.is_broken = False
         self._barriers: dict[str, dict[int, Callable[[Exception | None], None]]] = {}
@@ -393,7 +393,11 @@ class SimulatedWorker:
     def _checked(self, program: Program, plan_hash: str) -> Generation:
         """This device's generation, which the program must be made for."""
         generation = self.generation
-        if program.plan_hash != plan_hash or generation is None or program.generation != generation.meeting.generation:
+        if (
+            program.plan_hash != plan_hash
+            or generation is None
+            or program.generation != generation.meeting.cluster.generation
+        ):
             raise ValueError(f"the program is of another plan or generation: {program}, {plan_hash}")
         if program.step in self._behavior.broken_steps and self.number == 0:
             raise ZeroDivisionError("a bug in the model's code")
@@ -461,8 +465,8 @@ class SimulatedWorker:
     def _updated(self, batch: GlobalBatch, *, total: int, began_s: float, own_s: float) -> RankReport:
         assert self.shard is not None and self.generation is not None
         meeting = self.generation.meeting
-        place, tensor_rank = divmod(self.number, meeting.tensor_parallel)
-        stage, rank = divmod(place, meeting.num_ranks)
+        place, tensor_rank = divmod(self.number, meeting.cluster.tensor_parallel)
+        stage, rank = divmod(place, meeting.cluster.num_ranks)
         own = Span(rank=rank, stage=stage, kind=SpanKind.FORWARD, label="", start_s=began_s, stop_s=began_s + own_s)
         start, _ = self._interval(self.generation)
         skips = batch.step in self._behavior.skipped
@@ -497,7 +501,7 @@ class SimulatedWorker:
         from dataclasses import replace
 
         push = self._push
-        return replace(report, kept=push.kept, push_s=0.01, push_bytes=1, store_lost=push.is_lost)
+        return replace(report, kept=push.kept, push_s=0.01, store_lost=push.is_lost)
 
     def _copy(self, state: StateId, safe: StateId | None) -> None:
         assert self.shard is not None and self.generation is not None

@@ -11,7 +11,7 @@ from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.recovery.adoption import end_leftovers
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.placement import CapacityError
+from rayfcp.cluster.workers.starting import CapacityError
 from rayfcp.config import Config
 from rayfcp.telemetry.serving import target_files
 from rayfcp.values import StepReport
@@ -27,11 +27,9 @@ class Watcher(Protocol):
 
     def log(self, text: str) -> None:
         """Show one line about what is being done."""
-        ...
 
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
-        ...
 
 
 def follow(config: Config, data_dir: str, *, runtime: Runtime, watcher: Watcher) -> tuple[Outcome, list[StepReport]]:

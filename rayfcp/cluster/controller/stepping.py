@@ -14,14 +14,14 @@ from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
 from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
-from rayfcp.cluster.recovery.losses import Diagnosis, Heartbeat, Judge
 from rayfcp.cluster.runtime import Runtime
+from rayfcp.cluster.workers.calls import Heartbeat, Judge
 from rayfcp.cluster.workers.cluster_state import ClusterState, Generation
 from rayfcp.cluster.workers.facts import RunAbortedError, Waited
 from rayfcp.config import Config
 from rayfcp.config.models import ElasticConfig
 from rayfcp.cost.refit import Refit
-from rayfcp.elastic.hang import Sign, StepTimes, judge
+from rayfcp.elastic.hang import HangVerdict, Sign, StepTimes, judge
 from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.elastic.stragglers import DeviceTiming, Speeds
 from rayfcp.execute.reports import RankReport
@@ -252,17 +252,15 @@ def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -
     start_s = runtime.now_s()
     signs = {id: Sign.start(id, now_s=start_s) for id in ids}
 
-    def judge_heartbeats(heartbeats: Sequence[Heartbeat]) -> Diagnosis:
-        busy = {each.id: each for each in heartbeats if each.is_busy}
-        for id, heartbeat in busy.items():
-            beat = heartbeat.beat
+    def judge_heartbeats(heartbeats: Sequence[Heartbeat]) -> HangVerdict:
+        busy = [each for each in heartbeats if each.is_busy]
+        for each in busy:
+            beat = each.beat
             if beat is not None:
-                signs[id] = signs[id].heard(
-                    step=beat.step, num_done=beat.num_done, waiting=beat.waiting, now_s=heartbeat.received_s
+                signs[each.id] = signs[each.id].heard(
+                    step=beat.step, num_done=beat.num_done, waiting=beat.waiting, now_s=each.received_s
                 )
-        verdict = judge([signs[id] for id in busy], now_s=runtime.now_s(), deadline_s=deadline_s)
-        hung = frozenset(busy[id].number for id in verdict.hung)
-        return Diagnosis(hung=hung, stuck=verdict.stuck, reason=verdict.reason)
+        return judge([signs[each.id] for each in busy], now_s=runtime.now_s(), deadline_s=deadline_s)
 
     return judge_heartbeats
 

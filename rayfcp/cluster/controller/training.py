@@ -20,16 +20,14 @@ from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.measured import write_refitted
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.adoption import adopt_leftovers
-from rayfcp.cluster.recovery.losses import RanksLostError, WorkerFailedError
-from rayfcp.cluster.recovery.restoring import Restorable
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import Restorable, SnapshotStores
 from rayfcp.cluster.runtime import Flag, Runtime, TaskFailedError
+from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
 from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.members import WorkerStart
-from rayfcp.cluster.workers.placement import CapacityError, resolved_device
+from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, resolved_device
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
@@ -199,14 +197,14 @@ class TrainingRun:
             vocab_size=data.vocab_size,
             run_key=key,
         )
-        adopted = adopt_leftovers(self._runtime, key, timeout_s=config.elastic.hang_min_s)
+        members, left_stores = adopt_leftovers(self._runtime, key, timeout_s=config.elastic.hang_min_s)
         with ExitStack() as undo:
             # First the stores: they, and with them the copies they hold, are kept alive while workers start.
-            stores = SnapshotStores(config, runtime=self._runtime, run_key=key, adopted=adopted.stores)
+            stores = SnapshotStores(config, runtime=self._runtime, run_key=key, adopted=left_stores)
             undo.callback(stores.end)
-            if adopted.members:
-                self._announce(f"adopting {len(adopted.members)} workers of a lost controller")
-                worker_group = WorkerGroup(start, adopted.members)
+            if members:
+                self._announce(f"adopting {len(members)} workers of a lost controller")
+                worker_group = WorkerGroup(start, members)
             else:
                 worker_group = self._launch_workers(start)
             undo.callback(worker_group.end)

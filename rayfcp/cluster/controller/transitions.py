@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.recovery.losses import RanksLostError
-from rayfcp.cluster.recovery.restoring import Restorable
+from rayfcp.cluster.recovery.stores import Restorable
 from rayfcp.cluster.runtime import Flag
+from rayfcp.cluster.workers.calls import RanksLostError
 from rayfcp.cluster.workers.cluster_state import Generation
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.elastic.facts import Failure
@@ -91,7 +91,7 @@ class Transitions:
         self._stepper.copy_state(version)
         cluster = self._state.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
-        self._state.leave()
+        self._state.worker_group.call(lambda _, worker: worker.leave.remote())
         version = self._take_up(decision, cluster, version=version)
         self._record(EventKind.RESIZE, decision, step=version, since_s=since_s, before=before)
         self._count_resize(before)

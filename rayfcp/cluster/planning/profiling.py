@@ -11,8 +11,7 @@ from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import check_runnable, connected, prepared_data, with_absolute_paths
 from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.members import WorkerStart
-from rayfcp.cluster.workers.placement import resolved_device
+from rayfcp.cluster.workers.starting import WorkerStart, resolved_device
 from rayfcp.config import Config, ConfigError
 from rayfcp.cost.fit import PartTimings, PassShape, Timing, slowest
 from rayfcp.values import ModelProfile

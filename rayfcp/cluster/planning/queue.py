@@ -9,7 +9,7 @@ from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, CallError, NoAnswerError, Role, Runtime
 from rayfcp.cluster.workers.facts import RunAbortedError
-from rayfcp.cluster.workers.placement import CapacityError
+from rayfcp.cluster.workers.starting import CapacityError
 from rayfcp.config import Config
 from rayfcp.data import Sampler
 from rayfcp.plan import CostModel

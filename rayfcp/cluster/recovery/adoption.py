@@ -1,34 +1,34 @@
 """Workers and snapshot stores of a lost controller, found by their names."""
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rayfcp.cluster.runtime import CallError, Runtime
-from rayfcp.cluster.workers.facts import DeviceFacts
+from rayfcp.cluster.workers.facts import DeviceFacts, Member
 from rayfcp.cluster.workers.lifetime import DEVICE, STORE, WORKER, actor_name
-from rayfcp.cluster.workers.members import Member
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Leftovers:
-    """`members` are idle and in no generation; `stores` by node."""
-
-    members: tuple[Member, ...] = ()
-    stores: Mapping[str, Any]
-
-
-def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> Leftovers:
-    """Abort and return the workers and snapshot stores that are left of a run.
+def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tuple[list[Member], dict[str, Any]]:
+    """Abort the workers that are left of a run; return them, idle and in no generation, and the stores by node.
 
     Those that do not answer within `timeout_s`, or have not opened yet, are ended, and reservations without a worker
     are given back.
     """
     workers, stores = _named(runtime, run_key, WORKER), _named(runtime, run_key, STORE)
     end_s = runtime.now_s() + timeout_s
+
+    def answer(ref: Any) -> Any:
+        try:
+            return runtime.get(ref, timeout_s=max(0.0, end_s - runtime.now_s()))
+        except CallError:
+            return None
+
+    def end(handle: Any, *, what: str) -> None:
+        logger.warning("%s of the lost controller does not answer and is ended", what)
+        runtime.end(handle)
+
     for worker in workers.values():
         worker.abort.remote()
     answers = {
@@ -37,20 +37,20 @@ def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> Left
     opened = {id: store.open.remote() for id, store in stores.items()}
     members = []
     for id, refs in answers.items():
-        facts, group, idle = (_answer(runtime, ref, end_s=end_s) for ref in refs)
+        facts, group, idle = map(answer, refs)
         if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
             members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
         else:
-            _end(runtime, workers[id], what=f"worker {id}")
-    by_node = {}
+            end(workers[id], what=f"worker {id}")
+    by_node: dict[str, Any] = {}
     for id, ref in opened.items():
-        node = _answer(runtime, ref, end_s=end_s)
+        node = answer(ref)
         if node is None or node in by_node:
-            _end(runtime, stores[id], what=f"snapshot store {id}")
+            end(stores[id], what=f"snapshot store {id}")
         else:
             by_node[node] = stores[id]
     _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
-    return Leftovers(members=tuple(members), stores=by_node)
+    return members, by_node
 
 
 def end_leftovers(runtime: Runtime, run_key: str) -> None:
@@ -64,18 +64,6 @@ def end_leftovers(runtime: Runtime, run_key: str) -> None:
 
 def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:
     return runtime.named(actor_name(run_key, kind, id=""))
-
-
-def _answer(runtime: Runtime, ref: Any, *, end_s: float) -> Any:
-    try:
-        return runtime.get(ref, timeout_s=max(0.0, end_s - runtime.now_s()))
-    except CallError:
-        return None
-
-
-def _end(runtime: Runtime, handle: Any, *, what: str) -> None:
-    logger.warning("%s of the lost controller does not answer and is ended", what)
-    runtime.end(handle)
 
 
 def _release_all(runtime: Runtime, run_key: str, *, held: set[str]) -> None:

@@ -1,129 +1,38 @@
-"""Snapshot stores: one actor per node, which holds copies of the shards of the node before it in a ring.
+"""The snapshot stores of a run: one actor per node, with copies of the shards of the node before it in a ring."""
 
-The actor loads neither torch nor the model library, so that it starts quickly and needs little memory.
-"""
-
-import os
-import signal
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-import ray
-
-from rayfcp.cluster.runtime import ActorSpec, Role, Runtime
-from rayfcp.cluster.workers.facts import DeviceFacts
-from rayfcp.cluster.workers.lifetime import STORE, OrphanWatch, actor_name
-from rayfcp.cluster.workers.members import Member, keep_alive
+from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
+from rayfcp.cluster.workers.facts import DeviceFacts, Member, Source
+from rayfcp.cluster.workers.lifetime import STORE, actor_name
+from rayfcp.cluster.workers.starting import keep_alive
 from rayfcp.config import Config
-from rayfcp.execute.state.copies import HeldCopies, Wanted
-from rayfcp.values import ShardHeader, StateId
+from rayfcp.elastic.recoverable import ShardCopy, newest
+from rayfcp.values import StateId
 
-if TYPE_CHECKING:
-    import numpy as np
+logger = logging.getLogger(__name__)
 
-THREADS = 4
-
-
-class SnapshotStore:
-    """Actor that holds copies in the memory of one node. Thread-safe."""
-
-    def __init__(self, *, orphan_s: float) -> None:
-        self._copies = HeldCopies()
-        self._born: dict[int, str] = {}
-        self._watch = OrphanWatch(orphan_s)
-
-    def open(self) -> str:
-        """Return its node."""
-        return ray.get_runtime_context().get_node_id()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def beat(self) -> int:
-        """Heartbeat: bytes of all copies."""
-        self._watch.on_call()
-        return self._copies.num_bytes
-
-    def begin(
-        self, header: ShardHeader, *, offset: int, data: "np.ndarray", checksum: int, drop: StateId | None
-    ) -> bool:
-        """Begin a copy with its first bytes, `data` at byte `offset`, after dropping copies older than `drop`. Return
-        True if the copy is complete.
-
-        Raises:
-            ValueError: `data` has a wrong checksum or lies outside the copy, which is dropped.
-        """
-        self._watch.on_call()
-        if drop is not None:
-            self._copies.drop_older(drop)
-        if not self._copies.begin(header):
-            return True
-        return self._copies.write(header.state, header.number, offset=offset, data=data, checksum=checksum)
-
-    def write(self, state: StateId, number: int, *, offset: int, data: "np.ndarray", checksum: int) -> bool:
-        """Write further bytes of a copy, in any order. Return True if the copy is complete.
-
-        Raises:
-            ValueError: as `begin`.
-            CopyGoneError: the copy was dropped meanwhile.
-        """
-        self._watch.on_call()
-        return self._copies.write(state, number, offset=offset, data=data, checksum=checksum)
-
-    def headers(self) -> tuple[ShardHeader, ...]:
-        """Headers of the complete copies."""
-        self._watch.on_call()
-        return self._copies.headers()
-
-    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> "list[np.ndarray]":
-        """Parts of a copy; see `HeldCopies.pieces`."""
-        self._watch.on_call()
-        return self._copies.pieces(state, number, wanted=wanted)
-
-    def drop_copies(self) -> None:
-        self._watch.on_call()
-        self._copies.drop_all()
-
-    def watch(self, pids: Sequence[int]) -> None:
-        """Set the processes on this node that `kill` may end."""
-        self._watch.on_call()
-        self._born = {pid: born(pid) for pid in pids}
-
-    def kill(self, pid: int) -> bool:
-        """Send SIGKILL to a watched process, which may be stopped; False if it is gone already.
-
-        Raises:
-            ValueError: a process that is not watched.
-        """
-        self._watch.on_call()
-        if pid not in self._born:
-            raise ValueError(f"process {pid} is not watched; watch it first")
-        if not self._born[pid] or born(pid) != self._born[pid]:
-            return False
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-            return True
-        return False
-
-
-def born(pid: int) -> str:
-    """Start time of a process in kernel ticks, which distinguishes processes with the same pid; "?" on systems without
-    /proc, empty without such a process."""
-    path = Path(f"/proc/{pid}/stat")
-    try:
-        # The name in parentheses may hold spaces; the 20th field after it is the time.
-        return path.read_text().rpartition(")")[2].split()[19]
-    except FileNotFoundError:
-        return "" if Path("/proc/self").exists() else "?"
-    except ProcessLookupError:
-        return ""
-
+ANSWER_S = 5.0
+"""Time for workers and snapshot stores to list their copies, for which they have threads of their own."""
 
 END_S = 5.0
 """Time for snapshot stores to kill processes before they are ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restorable:
+    """The newest state with a copy of every shard, and one copy of each. Without one `state` is None and `reason` says
+    what is missing. `generation`: the newest one that left any copy, -1 if none did."""
+
+    state: StateId | None
+    sources: tuple[Source, ...]
+    reason: str
+    generation: int
 
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
@@ -146,44 +55,81 @@ class SnapshotStores:
     def __init__(
         self, config: Config, *, runtime: Runtime, run_key: str, adopted: Mapping[str, Any] | None = None
     ) -> None:
-        self._runtime, self._orphan_s, self._run_key = runtime, config.elastic.orphan_s, run_key
+        self._runtime, self._elastic, self._run_key = runtime, config.elastic, run_key
         self.stores: dict[str, Any] = dict(adopted or {})
         self._ring: dict[str, str] = {}
         self._assigned: dict[str, Any] = {}
         self._assigning: list[Any] = []
         self._kills: list[Any] = []
-        self._alive = keep_alive(runtime, self._orphan_s, handles=lambda: list(self.stores.values()))
+        self._alive = keep_alive(runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
 
     def assign(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
-        """Start stores on the nodes of these members where there are none, and tell each member which one to use,
-        without waiting (`await_assigned`). Nodes to `avoid`, such as draining ones, hold copies only if there are no
-        others.
+        """Start stores on the nodes of these members where there are none, and assign one to each member, without
+        waiting (`await_assigned`). Nodes to `avoid`, such as draining ones, hold copies only if there are no others.
 
         Stores of other nodes keep their copies until `forget` or `end`.
         """
         nodes = sorted({member.facts.node_id for member in members})
-        stay = set(nodes) - set(avoid)
         # Draining nodes send their copies to those that stay.
-        order = ring(stay or nodes)
+        order = ring(set(nodes) - set(avoid) or nodes)
         self._ring = {node: order.get(node) or next(iter(order)) for node in nodes}
         for node in nodes:  # also without copies: a store ends processes that hang
             if node not in self.stores:
-                self.stores[node] = self._launch(node)
+                name = actor_name(self._run_key, STORE, id=self._runtime.new_id())
+                spec = ActorSpec(role=Role.STORE, name=name, node_id=node)
+                self.stores[node] = self._runtime.start(spec, orphan_s=self._elastic.orphan_s)
         pids = defaultdict(list)
         self._assigning = []
         for member in members:
             pids[member.facts.node_id].append(member.facts.pid)
-            self._assign(member)
+            store = self.store_of(member.facts.node_id)
+            if self._assigned.get(member.id) is not store:
+                self._assigned[member.id] = store
+                self._assigning.append(member.handle.use_store.remote(store))
         for node, found in pids.items():
             self.stores[node].watch.remote(found)
 
-    def await_assigned(self, *, timeout_s: float) -> None:
+    def await_assigned(self) -> None:
         """Wait until all members use the stores of `assign`: before, their reports refer to earlier ones."""
-        self._runtime.wait_all(self._assigning, timeout_s=timeout_s)
+        self._runtime.wait_all(self._assigning, timeout_s=ANSWER_S)
 
     def store_of(self, node_id: str) -> Any:
         """Store that holds the copies of this node's devices."""
         return self.stores[self._ring[node_id]]
+
+    def newest_state(self, members: Sequence[Member], *, up_to: int) -> Restorable:
+        """Newest state of at most `up_to` steps in the memory of these members and all stores. After `ANSWER_S` waits
+        for further answers only while no state is complete, for `elastic.hang_min_s` at most."""
+        stores = {f"snapshot store on {node}": node for node in self.stores}
+        holders = {each.id: each.handle for each in members} | {id: self.stores[node] for id, node in stores.items()}
+        pending = {handle.headers.remote(): id for id, handle in holders.items()}
+        silent, copies = set(holders), []
+        end_s = self._runtime.now_s() + self._elastic.hang_min_s
+        while True:
+            for ref in self._runtime.wait_all(list(pending), timeout_s=ANSWER_S):
+                id = pending.pop(ref)
+                with suppress(CallError):
+                    headers = self._runtime.get(ref)
+                    copies += [Source(header=each, holder=holders[id], holder_id=id) for each in headers]
+                    silent.discard(id)
+            held = [
+                ShardCopy(header=each.header, where=each.holder_id, is_store=each.holder_id in stores)
+                for each in copies
+            ]
+            found = newest(each for each in held if each.header.state.version <= up_to)
+            if not pending or found.state is not None or self._runtime.now_s() > end_s:
+                break
+        for id in sorted(silent & stores.keys()):
+            logger.warning("the %s does not answer", id)
+            self.forget(stores[id])
+        copy = {(each.holder_id, each.header.state, each.header.number): each for each in copies}
+        return Restorable(
+            state=found.state,
+            # Workers prefer their own copies, and of equal copies take the first.
+            sources=tuple(copy[ids[0], found.state, number] for number, ids in enumerate(found.holders) if found.state),
+            reason=found.reason,
+            generation=max((each.header.state.generation for each in held), default=-1),
+        )
 
     def end_lost(self, nodes: Iterable[str]) -> None:
         """End the lost stores of these nodes' copies; `assign` replaces them."""
@@ -213,18 +159,3 @@ class SnapshotStores:
         self._runtime.wait_all(self._kills, timeout_s=END_S)
         for node in list(self.stores):
             self.forget(node)
-
-    def _launch(self, node: str) -> Any:
-        name = actor_name(self._run_key, STORE, id=self._runtime.new_id())
-        return self._runtime.start(ActorSpec(role=Role.STORE, name=name, node_id=node), orphan_s=self._orphan_s)
-
-    def _assign(self, member: Member) -> None:
-        store = self.store_of(member.facts.node_id)
-        if self._assigned.get(member.id) is not store:
-            self._assigned[member.id] = store
-            self._assigning.append(member.handle.use_store.remote(store))
-
-
-def store_id(node: str) -> str:
-    """Id of a node's store among the holders of copies."""
-    return f"snapshot store on {node}"

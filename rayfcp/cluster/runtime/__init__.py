@@ -7,7 +7,6 @@ faults (`tests/simulated`).
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -84,7 +83,6 @@ class Flag(Protocol):
 
     def wait(self, timeout: float | None = None, /) -> bool:
         """Wait until it is set, for `timeout` seconds at most; whether it is."""
-        ...
 
 
 class Timer(Protocol):
@@ -92,7 +90,6 @@ class Timer(Protocol):
 
     def close(self) -> None:
         """Stop calling."""
-        ...
 
 
 class Task(Protocol):
@@ -102,7 +99,6 @@ class Task(Protocol):
 
     def result(self) -> Any:
         """Wait for its end; its value."""
-        ...
 
 
 class Background(Protocol):
@@ -117,16 +113,6 @@ class RendezvousServer(Protocol):
     def of(self, cluster: ClusterSpec) -> Rendezvous: ...
 
 
-class PageServer(Protocol):
-    """An HTTP server for the pages of a run; see `rayfcp.telemetry.serving.RunServer`."""
-
-    port: int
-    target: str
-    token_file: Path | None
-
-    def close(self) -> None: ...
-
-
 class Runtime(Protocol):
     """Actors, calls, devices, nodes, time and threads.
 
@@ -139,29 +125,23 @@ class Runtime(Protocol):
 
     def start(self, spec: ActorSpec, /, *args: Any, **kwargs: Any) -> Any:
         """Handle of a new actor with these constructor arguments; returns before it runs."""
-        ...
 
     def end(self, handle: Any) -> None:
         """Kill an actor, started or not; it is not restarted."""
-        ...
 
     def named(self, prefix: str) -> dict[str, Any]:
         """Handles of the living actors whose name starts with `prefix`, by the rest of their names, sorted."""
-        ...
 
     def new_id(self) -> str:
         """Short id that no actor or reservation had before."""
-        ...
 
     # Calls.
 
     def wait(self, refs: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         """Wait until one of `refs` is ready, and return all that are; none on timeout."""
-        ...
 
     def wait_all(self, refs: Sequence[Any], *, timeout_s: float | None = None) -> list[Any]:
         """Wait until all of `refs` are ready, or the time is over, and return those that are."""
-        ...
 
     def get(self, ref: Any, *, timeout_s: float | None = None) -> Any:
         """Value of a reference.
@@ -169,66 +149,52 @@ class Runtime(Protocol):
         Raises:
             TaskFailedError, ActorLostError, NoAnswerError, CallError: it has none.
         """
-        ...
 
     def put(self, value: Any) -> Any:
         """Reference of a value."""
-        ...
 
     # Devices and nodes.
 
     def resources(self) -> dict[str, float]:
         """Resources of all living nodes together, by name."""
-        ...
 
     def reserve(self, resources: Mapping[str, float], *, name: str) -> Any:
         """Reservation of these resources on one node, which outlives the caller; granted once they are free. Names are
         unique."""
-        ...
 
     def granted(self, reservation: Any) -> Any:
         """Reference that is ready once the reservation is granted."""
-        ...
 
     def release(self, reservation: Any) -> None:
         """Give it back, granted or not; actors in it end."""
-        ...
 
     def reservations(self, prefix: str, *, granted: bool = False) -> dict[str, Any]:
         """Reservations whose name starts with `prefix`, by key; only those that are `granted`, or all."""
-        ...
 
     def key(self, reservation: Any) -> str:
         """Id of a reservation, the same in every process."""
-        ...
 
     def request(self, resources: Mapping[str, float], *, count: int) -> None:
         """Request `count` times these resources in total from the autoscaler; 0 withdraws. Never raises."""
-        ...
 
     def nodes(self) -> NodeView: ...
 
     def here(self) -> str:
         """Id of the caller's node."""
-        ...
 
     def rendezvous(self, *, alone: bool) -> RendezvousServer:
         """New rendezvous for a generation, `alone`: with all devices on the caller's node."""
-        ...
 
     # Time.
 
     def now_s(self) -> float:
         """Monotonic clock."""
-        ...
 
     def epoch_s(self) -> float:
         """Seconds since the epoch."""
-        ...
 
     def cpu_s(self) -> float:
         """CPU time of the calling thread."""
-        ...
 
     # Threads.
 
@@ -236,16 +202,13 @@ class Runtime(Protocol):
 
     def every(self, period_s: float, call: Callable[[], object], *, name: str) -> Timer:
         """Call `call` every `period_s` until closed, for the first time after one period; its errors are logged."""
-        ...
 
     def background(self, name: str) -> Background: ...
 
     # Telemetry.
 
-    def serve(
-        self, pages: Mapping[str, Page], /, *, run_dir: str | Path, host: str, port: int, token_file: str | None
-    ) -> PageServer: ...
+    def serve(self, pages: Mapping[str, Page], /, **options: Any) -> Any:
+        """Serve the pages of a run, as `rayfcp.telemetry.serving.RunServer` does with these options."""
 
     def mirror(self) -> Mirror | None:
         """Mirror of the metrics in the cluster's own monitoring, if any."""
-        ...

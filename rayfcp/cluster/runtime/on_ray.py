@@ -1,14 +1,15 @@
 """`Runtime` on Ray's public core API."""
 
+import importlib
 import logging
 import re
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -29,13 +30,13 @@ from rayfcp.cluster.runtime import (
     CallError,
     NoAnswerError,
     NodeView,
-    RendezvousServer,
     Role,
     TaskFailedError,
 )
-from rayfcp.cluster.workers.facts import LOOPBACK
+from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
 from rayfcp.telemetry.metrics import Mirror
 from rayfcp.telemetry.serving import Page, RunServer
+from rayfcp.values import ClusterSpec
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,20 @@ MANY, LINGER_S = 64, 0.002
 """With more references than `MANY`, `wait` collects for another `LINGER_S` what becomes ready after the first: each
 call of `ray.wait` takes time in proportion to the references, so that one call for each would take quadratic time
 (2.05 s instead of 0.24 s for 4,096)."""
+
+_ACTORS: dict[Role, tuple[str, str, dict[str, Any]]] = {
+    Role.CONTROLLER: ("controller.training", "Controller", {"num_cpus": 1, "max_concurrency": 3}),
+    Role.WORKER: ("workers.worker", "RankWorker", {"concurrency_groups": {"control": 2, "copies": 4}}),
+    Role.STORE: ("recovery.replication", "SnapshotStore", {"num_cpus": 0, "max_concurrency": 4}),
+    Role.PLANNER: ("planning.planner", "Planner", {"num_cpus": 1}),
+    Role.DECODER: (
+        "planning.decoders",
+        "Decoder",
+        {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"},
+    ),
+}
+"""Module, class and options of each role's actors. Of a worker's threads, `control` always answers, `copies` may wait,
+and all else runs in one thread."""
 
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -61,7 +76,7 @@ class RayRuntime:
 
     def start(self, spec: ActorSpec, /, *args: Any, **kwargs: Any) -> Any:
         if spec.role not in self._classes:
-            self._classes[spec.role] = ray.remote(**_class_options(spec.role))(self._class_of(spec.role))
+            self._classes[spec.role] = self._class_of(spec.role)
         return self._classes[spec.role].options(**_options(spec)).remote(*args, **kwargs)
 
     def end(self, handle: Any) -> None:
@@ -157,10 +172,8 @@ class RayRuntime:
     def here(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def rendezvous(self, *, alone: bool) -> RendezvousServer:
-        from rayfcp.cluster.workers.rendezvous import RendezvousStore
-
-        return RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
+    def rendezvous(self, *, alone: bool) -> "_RendezvousStore":
+        return _RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -180,37 +193,38 @@ class RayRuntime:
     def background(self, name: str) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
-    def serve(
-        self, pages: Mapping[str, Page], /, *, run_dir: str | Path, host: str, port: int, token_file: str | None
-    ) -> RunServer:
-        return RunServer(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
+    def serve(self, pages: Mapping[str, Page], /, **options: Any) -> RunServer:
+        return RunServer(pages, **options)
 
     def mirror(self) -> Mirror | None:
         from rayfcp.cluster.controller.ray_metrics import ray_mirror
 
         return ray_mirror()
 
-    def _class_of(self, role: Role) -> type:
-        """Imported here, since each of these modules uses this one or loads much."""
-        if role is Role.WORKER:
-            from rayfcp.cluster.workers.worker import RankWorker
+    def _class_of(self, role: Role) -> Any:
+        """Class of a role's actors for `ray.remote`; imported here, since its module uses this one or loads much."""
+        module, name, options = _ACTORS[role]
+        found: Any = self._worker if role is Role.WORKER else None
+        return ray.remote(**options)(found or getattr(importlib.import_module(f"rayfcp.cluster.{module}"), name))
 
-            return self._worker or RankWorker
-        if role is Role.STORE:
-            from rayfcp.cluster.recovery.stores import SnapshotStore
 
-            return SnapshotStore
-        if role is Role.PLANNER:
-            from rayfcp.cluster.planning.planner import Planner
+class _RendezvousStore:
+    """Key-value store in the controller's process, on a free port of `host` only, until the object is collected."""
 
-            return Planner
-        if role is Role.DECODER:
-            from rayfcp.cluster.planning.decoders import Decoder
+    def __init__(self, host: str) -> None:
+        import torch.distributed as dist
 
-            return Decoder
-        from rayfcp.cluster.controller.training import Controller
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        listener.listen()
+        self._host, self._port = host, listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
 
-        return Controller
+    def of(self, cluster: ClusterSpec) -> Rendezvous:
+        return Rendezvous(host=self._host, port=self._port, cluster=cluster)
 
 
 class _ThreadTimer:
@@ -230,21 +244,6 @@ class _ThreadTimer:
             except Exception as error:  # Ray may be shut down just now
                 if not self._closing.is_set():
                     logger.warning("%s: %s", self._name, error)
-
-
-def _class_options(role: Role) -> dict[str, Any]:
-    """Options of `ray.remote` for the actors of a role."""
-    if role is Role.WORKER:
-        from rayfcp.cluster.workers.worker import GROUPS
-
-        return {"concurrency_groups": GROUPS}
-    if role is Role.STORE:
-        from rayfcp.cluster.recovery.stores import THREADS
-
-        return {"num_cpus": 0, "max_concurrency": THREADS}
-    if role is Role.DECODER:
-        return {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 2, "scheduling_strategy": "SPREAD"}
-    return {"num_cpus": 1} | ({"max_concurrency": 3} if role is Role.CONTROLLER else {})
 
 
 def _options(spec: ActorSpec) -> dict[str, Any]:

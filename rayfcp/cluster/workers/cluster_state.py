@@ -6,14 +6,12 @@ from dataclasses import dataclass, replace
 
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
-from rayfcp.cluster.recovery.losses import RanksLostError
-from rayfcp.cluster.recovery.restoring import ANSWER_S, Restorable, restorable
-from rayfcp.cluster.recovery.stores import SnapshotStores
+from rayfcp.cluster.recovery.stores import ANSWER_S, Restorable, SnapshotStores
 from rayfcp.cluster.runtime import Flag, RendezvousServer, Runtime
+from rayfcp.cluster.workers.calls import RanksLostError, loss_of
 from rayfcp.cluster.workers.facts import with_stages
-from rayfcp.cluster.workers.group import WorkerGroup, join_devices, loss_of
-from rayfcp.cluster.workers.members import WorkerStart
-from rayfcp.cluster.workers.pending import PendingWorkers
+from rayfcp.cluster.workers.group import WorkerGroup, join_devices
+from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks
 from rayfcp.elastic.size import decide
@@ -77,13 +75,7 @@ class ClusterState:
 
     def newest_state(self, *, up_to: int) -> Restorable:
         """Newest state in memory of at most `up_to` steps: a step that is not in the log has to run again."""
-        found = restorable(
-            self.worker_group.all,
-            self.snapshot_stores,
-            runtime=self._runtime,
-            up_to=up_to,
-            patience_s=self._config.elastic.hang_min_s,
-        )
+        found = self.snapshot_stores.newest_state(self.worker_group.all, up_to=up_to)
         self._newest_number = max(self._newest_number, found.generation)
         return found
 
@@ -161,14 +153,6 @@ class ClusterState:
         self._generation = Generation(cluster=cluster, joined=tuple(joined), ids=decision.devices)
         return self._generation
 
-    def leave(self) -> None:
-        """Make all devices leave the generation in order; each keeps its copies.
-
-        Raises:
-            RanksLostError: a device was lost meanwhile.
-        """
-        self.worker_group.call(lambda _, worker: worker.leave.remote())
-
     def restore(self, found: Restorable) -> None:
         """Make all devices take up a state from copies.
 
@@ -206,7 +190,7 @@ class ClusterState:
         self._drop_dead()
         self.snapshot_stores.end_lost({self.worker_group.members[number].facts.node_id for number in numbers})
         self.assign_stores()
-        self.snapshot_stores.await_assigned(timeout_s=ANSWER_S)
+        self.snapshot_stores.await_assigned()
 
     def on_loss(self, error: RanksLostError) -> Failure:
         """Record a loss and drop dead members and stores."""
@@ -249,7 +233,7 @@ class ClusterState:
 
     def _take_pending(self) -> None:
         """Let pending workers that are ready stand by."""
-        self.worker_group.add(self._pending.ready())
+        self.worker_group.standby += self._pending.ready()
         # Accelerators that often lose their worker are avoided; CPU workers have no such place.
         self._place_of |= {member.id: member.facts.slot or member.id for member in self.worker_group.all}
 

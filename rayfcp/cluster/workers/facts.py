@@ -36,6 +36,16 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """An opened worker. `id` never changes; the reservation `group` holds its device."""
+
+    id: str
+    handle: Any
+    group: Any
+    facts: DeviceFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted=...)` gives
     parts of it."""
@@ -55,15 +65,11 @@ class Waited(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Address of a generation's key-value store, and its parallel layout; `layers_of_stage` as in `ClusterSpec`."""
+    """Address of a generation's key-value store, and its devices."""
 
     host: str
     port: int
-    generation: int
-    num_ranks: int
-    num_stages: int
-    tensor_parallel: int
-    layers_of_stage: tuple[int, ...]
+    cluster: ClusterSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

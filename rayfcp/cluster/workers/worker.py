@@ -9,13 +9,14 @@ import importlib
 import os
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
-from rayfcp.cluster.recovery.pushing import Pusher
+from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.workers.facts import LOOPBACK, DeviceFacts, Rendezvous, Source, Waited
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 
 MIB = 2**20
-
-GROUPS = {"control": 2, "copies": 4}
-"""Threads of each concurrency group: `control` always answers; `copies` may wait. All else runs in one thread."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -70,7 +68,9 @@ class RankWorker:
         torch.set_num_threads(self._config.train.threads_per_worker)
         self._device = resolve_device(self._config.cluster.device)
         self._engine = RankEngine(self._config, device=self._device, data_dir=self._data_dir)
-        _freeze_imports()
+        importlib.import_module("rayfcp.models.build")
+        gc.collect()
+        gc.freeze()  # imported modules: garbage collection is part of each recovery
         elastic = self._config.elastic
         self._pusher = Pusher(
             self._engine.copies,
@@ -150,7 +150,8 @@ class RankWorker:
 
     def join(self, number: int, rendezvous: Rendezvous, *, empty: bool = False) -> Joined:
         """Become device `number` of a generation, with initial weights, or `empty`, to be filled or loaded."""
-        from rayfcp.cluster.workers.rendezvous import client_of
+        import torch.distributed as dist
+
         from rayfcp.execute.parallel.groups import MeshPosition
         from rayfcp.models.build import sharded_model
         from rayfcp.models.describe import model_config
@@ -158,28 +159,34 @@ class RankWorker:
 
         if rendezvous.host == LOOPBACK:
             # Otherwise gloo listens at the address of the host's name.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-        library = model_config(self._config.model, vocab_size=self._vocab_size)
-        position = MeshPosition.of(
-            number,
-            num_ranks=rendezvous.num_ranks,
-            num_stages=rendezvous.num_stages,
-            tensor_parallel=rendezvous.tensor_parallel,
-        )
+            names = [name for _, name in socket.if_nameindex()]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in names else "lo0")
+        library, cluster = model_config(self._config.model, vocab_size=self._vocab_size), rendezvous.cluster
+
+        def store() -> dist.Store:
+            timeout = timedelta(seconds=self._config.elastic.start_timeout_s)
+            client: Any = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=timeout)
+            return dist.PrefixStore(f"generation-{cluster.generation}", client)
+
         return self._engine.join(
-            position,
-            store=lambda: client_of(rendezvous, timeout_s=self._config.elastic.start_timeout_s),
+            MeshPosition.of(
+                number,
+                num_ranks=cluster.num_ranks,
+                num_stages=cluster.num_stages,
+                tensor_parallel=cluster.tensor_parallel,
+            ),
+            store=store,
             make_model=lambda world: sharded_model(
                 library,
                 run=self._config.model,
                 seed=self._config.run.seed,
                 world=world,
-                layers_of_stage=rendezvous.layers_of_stage,
+                layers_of_stage=cluster.layers_of_stage,
                 empty=empty,
                 compiled=self._config.train.compile,
             ),
             hidden_size=text_of(library).hidden_size,
-            layers_of_stage=rendezvous.layers_of_stage or (text_of(library).num_hidden_layers,),
+            layers_of_stage=cluster.layers_of_stage or (text_of(library).num_hidden_layers,),
         )
 
     def leave(self) -> None:
@@ -195,21 +202,14 @@ class RankWorker:
         """
         from rayfcp.execute.state import snapshots
 
-        def own(header: ShardHeader) -> snapshots.Source:
-            held = self._engine.copies
-            return snapshots.Source(
-                header=header, pieces=lambda wanted: held.pieces(header.state, header.number, wanted=wanted)
-            )
+        def pieces_of(source: Source) -> "Callable[[Sequence[Wanted]], Sequence[np.ndarray]]":
+            header, copies = source.header, self._engine.copies
+            if source.holder_id == self._worker_id:
+                return lambda wanted: copies.pieces(header.state, header.number, wanted=wanted)
+            return lambda wanted: ray.get(source.holder.pieces.remote(header.state, header.number, wanted=wanted))
 
-        def others(source: Source) -> snapshots.Source:
-            header, holder = source.header, source.holder
-            return snapshots.Source(
-                header=header,
-                pieces=lambda wanted: ray.get(holder.pieces.remote(header.state, header.number, wanted=wanted)),
-            )
-
-        ours = [own(source.header) for source in sources if source.holder_id == self._worker_id]
-        self._engine.fill([*ours, *(others(source) for source in sources if source.holder_id != self._worker_id)])
+        own_first = sorted(sources, key=lambda each: each.holder_id != self._worker_id)
+        self._engine.fill([snapshots.Source(header=each.header, pieces=pieces_of(each)) for each in own_first])
 
     def take_snapshot(self, state: StateId, *, safe: StateId | None = None) -> None:
         """Copy the current state, and send the copy."""
@@ -255,13 +255,7 @@ class RankWorker:
             decoded=fetched(pixels, patience_s=self._config.elastic.hang_min_s / 2),
         )
         pushed = self._pusher.pushed
-        return dataclasses.replace(
-            report,
-            kept=pushed.kept,
-            push_s=pushed.seconds,
-            push_bytes=pushed.num_bytes,
-            store_lost=pushed.lost,
-        )
+        return dataclasses.replace(report, kept=pushed.kept, push_s=pushed.seconds, store_lost=pushed.lost)
 
     def begin_save(self, folder: str) -> None:
         self._engine.begin_save(folder)
@@ -278,16 +272,3 @@ class RankWorker:
 
     def close(self) -> None:
         self._engine.close()
-
-
-def _freeze_imports() -> None:
-    """Exclude imported modules from garbage collection, which is part of each recovery."""
-    importlib.import_module("rayfcp.models.build")
-    gc.collect()
-    gc.freeze()
-
-
-def loopback_interface() -> str:
-    """Name of the loopback interface: `lo` on Linux, `lo0` elsewhere."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next(name for name in ("lo", "lo0") if name in names)

@@ -1,11 +1,18 @@
-"""Sends a device's copies to a snapshot store, in a thread of its own."""
+"""Copies of shards, from a device to a snapshot store on another node.
+
+Neither side loads torch or the model library, so that stores start quickly and need little memory.
+"""
 
 import logging
+import os
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +20,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from rayfcp.cluster.workers.facts import Waited
-from rayfcp.execute.state.copies import CopyGoneError, HeldCopies
+from rayfcp.cluster.workers.lifetime import OrphanWatch
+from rayfcp.execute.state.copies import CopyGoneError, HeldCopies, Wanted
 from rayfcp.values import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -30,12 +38,11 @@ TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """`kept`: the newest state that the store holds completely. `seconds`, `num_bytes`: of the last copy sent. `lost`:
-    the store is gone or refuses copies, which wait for another one."""
+    """`kept`: the newest state that the store holds completely. `seconds`: time to send its copy. `lost`: the store is
+    gone or refuses copies, which wait for another one."""
 
     kept: StateId | None = None
     seconds: float = 0.0
-    num_bytes: int = 0
     lost: bool = False
 
 
@@ -51,25 +58,21 @@ class Pusher:
         self._store: Any = None
         self._newest: ShardHeader | None = None
         self._drop: StateId | None = None
-        self._pushed = Pushed()
+        self.pushed = Pushed()
         self._epoch = 0
         threading.Thread(target=self._run, name="pusher", daemon=True).start()
-
-    @property
-    def pushed(self) -> Pushed:
-        return self._pushed
 
     def use(self, store: Any) -> None:
         """Send to this store from now on, the newest copy first; None: send nothing."""
         with self._changed:
-            self._store, self._pushed = store, Pushed()
+            self._store, self.pushed = store, Pushed()
             self._epoch += 1
             self._changed.notify_all()
 
     def forget(self) -> None:
         """Forget all copies offered up to now."""
         with self._changed:
-            self._newest, self._pushed = None, Pushed(lost=self._pushed.lost)
+            self._newest, self.pushed = None, Pushed(lost=self.pushed.lost)
             self._epoch += 1
 
     def offer(self, header: ShardHeader, *, safe: StateId | None) -> None:
@@ -81,21 +84,21 @@ class Pusher:
     def wait_for(self, state: StateId, *, timeout_s: float) -> Waited:
         """Wait until the store has this state or a newer one of the same generation, is lost, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pushed.lost or self._has(state), timeout_s)
+            self._changed.wait_for(lambda: self.pushed.lost or self._has(state), timeout_s)
             if self._has(state):
                 return Waited.KEPT
-            return Waited.LOST if self._pushed.lost else Waited.LATE
+            return Waited.LOST if self.pushed.lost else Waited.LATE
 
     def _has(self, state: StateId) -> bool:
-        kept = self._pushed.kept
+        kept = self.pushed.kept
         return kept is not None and kept.generation == state.generation and kept >= state
 
     def _due(self) -> bool:
         return (
             self._store is not None
-            and not self._pushed.lost
+            and not self.pushed.lost
             and self._newest is not None
-            and self._pushed.kept != self._newest.state
+            and self.pushed.kept != self._newest.state
         )
 
     def _run(self) -> None:
@@ -110,10 +113,9 @@ class Pusher:
                 if self._epoch != epoch:
                     continue
                 if done:
-                    seconds = time.perf_counter() - start_s
-                    self._pushed = Pushed(kept=header.state, seconds=seconds, num_bytes=header.num_bytes)
+                    self.pushed = Pushed(kept=header.state, seconds=time.perf_counter() - start_s)
                 elif self._newest is header:
-                    self._pushed = Pushed(lost=True)
+                    self.pushed = Pushed(lost=True)
                 self._changed.notify_all()
 
     def _push(self, store: Any, header: ShardHeader, *, drop: StateId | None) -> bool:
@@ -149,15 +151,105 @@ class Pusher:
             data = np.frombuffer(part, np.uint8)
             if index == 0:
                 call = store.begin.remote(header, offset=offset, data=data, checksum=checksum, drop=drop)
-                if self._answer(call):
+                if ray.get(call, timeout=self._patience_s):
                     return True
                 continue
             if len(in_flight) == IN_FLIGHT:
-                done |= self._answer(in_flight.popleft())
+                done |= ray.get(in_flight.popleft(), timeout=self._patience_s)
             in_flight.append(store.write.remote(state, number, offset=offset, data=data, checksum=checksum))
         for call in in_flight:
-            done |= self._answer(call)
+            done |= ray.get(call, timeout=self._patience_s)
         return done
 
-    def _answer(self, call: Any) -> bool:
-        return bool(ray.get(call, timeout=self._patience_s))
+
+class SnapshotStore:
+    """Actor that holds copies in the memory of one node. Thread-safe."""
+
+    def __init__(self, *, orphan_s: float) -> None:
+        self._copies = HeldCopies()
+        self._born: dict[int, str] = {}
+        self._watch = OrphanWatch(orphan_s)
+
+    def open(self) -> str:
+        """Return its node."""
+        return ray.get_runtime_context().get_node_id()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def beat(self) -> int:
+        """Heartbeat: bytes of all copies."""
+        self._watch.on_call()
+        return self._copies.num_bytes
+
+    def begin(self, header: ShardHeader, *, offset: int, data: np.ndarray, checksum: int, drop: StateId | None) -> bool:
+        """Begin a copy with its first bytes, `data` at byte `offset`, after dropping copies older than `drop`. Return
+        True if the copy is complete.
+
+        Raises:
+            ValueError: `data` has a wrong checksum or lies outside the copy, which is dropped.
+        """
+        self._watch.on_call()
+        if drop is not None:
+            self._copies.drop_older(drop)
+        if not self._copies.begin(header):
+            return True
+        return self._copies.write(header.state, header.number, offset=offset, data=data, checksum=checksum)
+
+    def write(self, state: StateId, number: int, *, offset: int, data: np.ndarray, checksum: int) -> bool:
+        """Write further bytes of a copy, in any order. Return True if the copy is complete.
+
+        Raises:
+            ValueError: as `begin`.
+            CopyGoneError: the copy was dropped meanwhile.
+        """
+        self._watch.on_call()
+        return self._copies.write(state, number, offset=offset, data=data, checksum=checksum)
+
+    def headers(self) -> tuple[ShardHeader, ...]:
+        """Headers of the complete copies."""
+        self._watch.on_call()
+        return self._copies.headers()
+
+    def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[np.ndarray]:
+        """Parts of a copy; see `HeldCopies.pieces`."""
+        self._watch.on_call()
+        return self._copies.pieces(state, number, wanted=wanted)
+
+    def drop_copies(self) -> None:
+        self._watch.on_call()
+        self._copies.drop_all()
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Set the processes on this node that `kill` may end."""
+        self._watch.on_call()
+        self._born = {pid: born(pid) for pid in pids}
+
+    def kill(self, pid: int) -> bool:
+        """Send SIGKILL to a watched process, which may be stopped; False if it is gone already.
+
+        Raises:
+            ValueError: a process that is not watched.
+        """
+        self._watch.on_call()
+        if pid not in self._born:
+            raise ValueError(f"process {pid} is not watched; watch it first")
+        if not self._born[pid] or born(pid) != self._born[pid]:
+            return False
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            return True
+        return False
+
+
+def born(pid: int) -> str:
+    """Start time of a process in kernel ticks, which distinguishes processes with the same pid; "?" on systems without
+    /proc, empty without such a process."""
+    path = Path(f"/proc/{pid}/stat")
+    try:
+        # The name in parentheses may hold spaces; the 20th field after it is the time.
+        return path.read_text().rpartition(")")[2].split()[19]
+    except FileNotFoundError:
+        return "" if Path("/proc/self").exists() else "?"
+    except ProcessLookupError:
+        return ""

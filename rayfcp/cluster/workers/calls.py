@@ -1,0 +1,301 @@
+"""Calls of all devices at once: their heartbeats while the calls last, and losses of devices, which free the others."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFailedError
+from rayfcp.cluster.workers.facts import Member
+from rayfcp.config import ConfigError
+from rayfcp.elastic.hang import HangVerdict
+from rayfcp.execute.reports import Beat, CollectiveFailedError
+from rayfcp.values import InfeasiblePlanError
+
+LOOK_S = 1.0
+"""Between two looks at calls that last."""
+
+SILENT_S = 10.0
+"""Time for a device to answer while others report that an exchange failed. Well above the time in which Ray notices a
+lost node."""
+
+
+class WorkerFailedError(RuntimeError):
+    """A worker raised or died; the message names the device and holds the worker's own traceback or reason."""
+
+
+def value_of(runtime: Runtime, ref: Any, *, name: str) -> Any:
+    """Value that worker `name` returned.
+
+    Raises:
+        ConfigError, InfeasiblePlanError: raised by the worker, unchanged.
+        WorkerFailedError: any other failure; names the worker and the cause.
+    """
+    try:
+        return runtime.get(ref)
+    except TaskFailedError as error:
+        if isinstance(error.cause, ConfigError | InfeasiblePlanError):
+            raise error.cause from error
+        raise WorkerFailedError(f"{name} failed: {error.cause!r}\n{error.trace}") from error
+    except ActorLostError as error:
+        raise WorkerFailedError(f"{name} died: {error}") from error
+    except CallError as error:
+        raise WorkerFailedError(f"{name} could not be called: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostWorker:
+    """A worker that is gone: its process died, its node was lost, or it hung and was killed."""
+
+    id: str
+    number: int
+    node_id: str
+    cause: Literal["died", "node", "hung"]
+
+
+class RanksLostError(WorkerFailedError):
+    """Devices are gone, or an exchange failed though all are alive (`cause` collective, none `lost`). The calls of the
+    living devices have ended."""
+
+    def __init__(self, message: str, *, lost: Sequence[LostWorker]) -> None:
+        super().__init__(message)
+        self.lost = tuple(lost)
+
+    @property
+    def cause(self) -> Literal["died", "node", "hung", "collective"]:
+        """Cause of the most far-reaching loss."""
+        causes = {each.cause for each in self.lost}
+        for cause in ("node", "died", "hung"):
+            if cause in causes:
+                return cause
+        return "collective"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """State of a device while calls last, its own call too if it `is_busy`.
+
+    `beat`: its last answer, received at `received_s` of `Runtime.now_s`, None before the first. `silent_s`: seconds
+    since the next one was requested.
+    """
+
+    id: str
+    is_busy: bool
+    beat: Beat | None
+    received_s: float
+    silent_s: float
+
+
+Judge = Callable[[Sequence[Heartbeat]], HangVerdict]
+"""Called with the heartbeats of all devices about every second while calls last."""
+
+
+def judge_silence(limit_s: float) -> Judge:
+    """Judge that takes devices without heartbeat for `limit_s` for hung, however long calls last."""
+
+    def judge(heartbeats: Sequence[Heartbeat]) -> HangVerdict:
+        hung = tuple(each.id for each in heartbeats if each.silent_s > limit_s)
+        return HangVerdict(hung=hung, reason=f"sent no heartbeat for {limit_s:.0f} s" if hung else "")
+
+    return judge
+
+
+class HeartbeatMonitor:
+    """Requests heartbeats of one device, one at a time."""
+
+    def __init__(self, runtime: Runtime, member: Member) -> None:
+        self._runtime, self._member = runtime, member
+        self._ref: Any = None
+        self._requested_s = 0.0
+        self._beat: Beat | None = None
+        self._received_s = 0.0
+
+    def poll(self) -> ActorLostError | None:
+        """Take the answer if there is one and request the next; return the error if the device is gone."""
+        if self._ref is not None:
+            if not self._runtime.wait([self._ref], timeout_s=0):
+                return None
+            try:
+                self._beat = self._runtime.get(self._ref)
+            except ActorLostError as error:
+                return error
+            except CallError:
+                self._beat = None
+            self._received_s = self._runtime.now_s()
+        self._ref, self._requested_s = self._member.handle.beat.remote(), self._runtime.now_s()
+        return None
+
+    def heartbeat(self, *, is_busy: bool) -> Heartbeat:
+        return Heartbeat(
+            id=self._member.id,
+            is_busy=is_busy,
+            beat=self._beat,
+            received_s=self._received_s,
+            silent_s=self._runtime.now_s() - self._requested_s,
+        )
+
+
+class GroupCall:
+    """One call of each device, under way. Finds lost devices and frees the others.
+
+    Args:
+        names: names of the devices in messages.
+        judge: decides which devices hang while calls last.
+        end_s: time for a call to end after it was aborted.
+        end: ends a lost member for good.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        refs: Sequence[Any],
+        *,
+        runtime: Runtime,
+        names: Sequence[str],
+        judge: Judge,
+        end_s: float,
+        end: Callable[[Member], None],
+    ) -> None:
+        self._members, self._runtime, self._names, self._judge = members, runtime, names, judge
+        self._end_s, self._end = end_s, end
+        self._pending: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
+        self._values: list[Any] = [None] * len(refs)
+        self._monitors = [HeartbeatMonitor(runtime, member) for member in members]
+        self._gone: dict[int, Literal["died", "node", "hung"]] = {}
+        self._reason = ""
+        self._program_error: WorkerFailedError | None = None
+        self.waited_s = 0.0
+
+    def values(self) -> list[Any]:
+        """See `WorkerGroup.get`."""
+        while self._pending and not self._reason:
+            if not self._take_ended():
+                self._look()
+        if not self._reason:
+            return self._values
+        if not self._gone:
+            self._find_cause()
+        self._free()
+        raise self._lost()
+
+    def _take_ended(self) -> bool:
+        """Wait up to `LOOK_S` for calls to end; False if none did.
+
+        Raises:
+            ConfigError, InfeasiblePlanError: raised by a worker.
+        """
+        start_s = self._runtime.now_s()
+        done = self._runtime.wait(list(self._pending), timeout_s=LOOK_S)
+        self.waited_s += self._runtime.now_s() - start_s
+        for ref in done:
+            self._take(ref, number=self._pending.pop(ref))
+        return bool(done)
+
+    def _take(self, ref: Any, *, number: int) -> None:
+        name = self._names[number]
+        try:
+            self._values[number] = self._runtime.get(ref)
+        except TaskFailedError as error:
+            cause = error.cause
+            if isinstance(cause, ConfigError | InfeasiblePlanError):
+                raise cause from error
+            if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
+                self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
+            self._set_reason(f"{name} failed: {cause}")
+        except ActorLostError as error:
+            self._mark_gone(number, error)
+        except CallError as error:  # an argument of the call is lost
+            self._set_reason(f"{name} could not be called: {error}")
+
+    def _set_reason(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def _mark_gone(self, number: int, error: ActorLostError) -> None:
+        self._gone[number] = "node" if error.node_lost else "died"
+        self._set_reason(f"{self._names[number]} died: {error}")
+
+    def _look(self) -> None:
+        """Poll the heartbeats of all devices and judge them: calls may wait for a device whose own call has ended."""
+        for number, monitor in enumerate(self._monitors):
+            error = monitor.poll()
+            if error is not None:
+                self._mark_gone(number, error)
+        busy = set(self._pending.values())
+        verdict = self._judge(
+            [monitor.heartbeat(is_busy=number in busy) for number, monitor in enumerate(self._monitors)]
+        )
+        hung = [number for number, member in enumerate(self._members) if member.id in verdict.hung]
+        self._gone |= {number: "hung" for number in hung if number not in self._gone}
+        if hung or verdict.stuck:
+            names = ", ".join(self._names[number] for number in hung) or "an exchange"
+            self._set_reason(f"{names} hangs: {verdict.reason}")
+
+    def _find_cause(self) -> None:
+        """Find out by heartbeats whether something failed because a device is gone.
+
+        Raises:
+            WorkerFailedError: all are alive, and a worker's own program failed.
+        """
+        refs = {member.handle.beat.remote(): number for number, member in enumerate(self._members)}
+        silent = self._unanswered(refs, until_gone=True)
+        if self._program_error is not None and not self._gone:
+            raise self._program_error
+        if not self._gone:
+            self._gone |= dict.fromkeys(silent, "hung")
+
+    def _unanswered(self, refs: dict[Any, int], *, until_gone: bool) -> list[int]:
+        """Devices that do not answer within `SILENT_S`; those that turn out to be gone are marked."""
+        end_s, left = self._runtime.now_s() + SILENT_S, dict(refs)
+        while left and not (until_gone and self._gone):
+            done = self._runtime.wait(list(left), timeout_s=max(0.0, end_s - self._runtime.now_s()))
+            if not done:
+                break
+            for ref in done:
+                number, error = left.pop(ref), loss_of(self._runtime, ref)
+                if error is not None:
+                    self._mark_gone(number, error)
+        return list(left.values())
+
+    def _free(self) -> None:
+        """Abort the calls of living devices and wait for their end; a device whose call does not end is hung as well.
+        A call that had not begun when it was aborted is aborted again."""
+        living = [number for number in range(len(self._members)) if number not in self._gone]
+        refs = {self._members[number].handle.abort.remote(): number for number in living}
+        self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), "hung")
+        end_s = self._runtime.now_s() + self._end_s
+        again: dict[Any, int] = {}
+        while self._pending_of_living() and self._runtime.now_s() < end_s:
+            if not self._take_ended():
+                again |= {self._members[each].handle.abort.remote(): each for each in self._pending.values()}
+        self._unanswered(again, until_gone=False)  # so that none of them meets a later call
+        self._gone |= dict.fromkeys(self._pending.values(), "hung")
+
+    def _pending_of_living(self) -> bool:
+        self._pending = {ref: number for ref, number in self._pending.items() if number not in self._gone}
+        return bool(self._pending)
+
+    def _lost(self) -> WorkerFailedError:
+        """End lost members for good, stopped processes that do not react to the runtime included, so that their devices
+        are free."""
+        lost = [(number, self._members[number]) for number in sorted(self._gone)]
+        for _, member in lost:
+            self._end(member)
+        if self._program_error is not None and not lost:
+            return self._program_error
+        return RanksLostError(
+            self._reason,
+            lost=[
+                LostWorker(id=member.id, number=number, node_id=member.facts.node_id, cause=self._gone[number])
+                for number, member in lost
+            ],
+        )
+
+
+def loss_of(runtime: Runtime, ref: Any) -> ActorLostError | None:
+    """The error that says that the actor is gone, if the answer is one."""
+    try:
+        runtime.get(ref)
+    except ActorLostError as error:
+        return error
+    except CallError:
+        return None
+    return None

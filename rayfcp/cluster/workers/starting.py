@@ -1,0 +1,271 @@
+"""Workers of a run: reserved, started, opened, kept alive and ended, all at the beginning and missing ones later."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rayfcp.cluster.runtime import ActorSpec, Role, Runtime, Timer
+from rayfcp.cluster.workers.calls import WorkerFailedError, value_of
+from rayfcp.cluster.workers.facts import DeviceFacts, Member
+from rayfcp.cluster.workers.lifetime import DEVICE, WORKER, actor_name
+from rayfcp.config import Config, ConfigError
+from rayfcp.values.devices import AUTO, DEVICES, device_in
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS = 4
+"""Heartbeats within the silence that ends an orphan."""
+
+LOOK_S = 0.2
+MORE_WORKERS_WAIT_S = 2.0
+"""Time that a start with enough workers waits for one more."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Pause after workers that could not open; it doubles from the first to the longest."""
+
+
+class CapacityError(ConfigError):
+    """The cluster has too few devices; names what was requested and what exists."""
+
+
+def resolved_device(config: Config, *, runtime: Runtime) -> str:
+    """`auto` becomes what the cluster's nodes offer: GPUs, else NPUs, else CPUs."""
+    if config.cluster.device != AUTO:
+        return config.cluster.device
+    return device_in(runtime.resources()).name
+
+
+def bundle(device: str, *, threads: int) -> dict[str, float]:
+    """Ray resources of one worker."""
+    accelerator = DEVICES[device].resource
+    return {"CPU": float(threads)} | ({accelerator: 1.0} if accelerator else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launched:
+    """A worker requested at `requested_s` of `Runtime.now_s`, which starts once its device is granted. `opening`
+    references its facts."""
+
+    id: str
+    handle: Any
+    group: Any
+    opening: Any
+    requested_s: float
+
+    def opened(self, facts: DeviceFacts) -> Member:
+        return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)
+
+
+def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Timer:
+    """Call `beat` of actors often enough, until closed, that they do not end as orphans."""
+
+    def call() -> None:
+        for handle in handles():
+            handle.beat.remote()
+
+    return runtime.every(orphan_s / HEARTBEATS, call, name="keep alive")
+
+
+class WorkerStart:
+    """Starts and ends the workers of a run. No process owns them: whoever starts or adopts them keeps them alive with
+    `hold`, and ends them.
+
+    Args:
+        device: resolved value of `cluster.device`.
+    """
+
+    def __init__(
+        self, config: Config, *, runtime: Runtime, device: str, data_dir: str, vocab_size: int, run_key: str
+    ) -> None:
+        self.config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"device": device})})
+        self.runtime, self.run_key = runtime, run_key
+        self.resources = bundle(device, threads=config.train.threads_per_worker)
+        self._data_dir, self._vocab_size = data_dir, vocab_size
+        self._held: dict[str, Any] = {}
+        self._alive: Timer | None = None
+
+    def reserve(self) -> Any:
+        """Reserve one worker's device, granted once there is one; detached, and named after its run."""
+        return self.runtime.reserve(self.resources, name=actor_name(self.run_key, DEVICE, id=self.runtime.new_id()))
+
+    def launch(self, group: Any) -> Launched:
+        """Request a worker in this reservation, granted or not, without waiting."""
+        id = self.runtime.new_id()
+        name = actor_name(self.run_key, WORKER, id=id)
+        spec = ActorSpec(role=Role.WORKER, name=name, reservation=group, resources=self.resources)
+        handle = self.runtime.start(spec, self.config, self._data_dir, vocab_size=self._vocab_size, worker_id=id)
+        self.hold(id, handle)
+        now_s = self.runtime.now_s()
+        return Launched(id=id, handle=handle, group=group, opening=handle.open.remote(), requested_s=now_s)
+
+    def open_all(self, *, stopped: Callable[[], bool]) -> list[Member]:
+        """Start a worker on each of the devices that are there, in the order in which they open. Those that do not open
+        within `elastic.start_timeout_s` are ended, if the others are enough.
+
+        Raises:
+            CapacityError: too few devices, as `_reserve_all`.
+            ConfigError: a device is not what the configuration says.
+            WorkerFailedError: a worker cannot start.
+        """
+        launched = [self.launch(each) for each in self._reserve_all(stopped)]
+        try:
+            return self._open(launched)
+        except BaseException:
+            for each in launched:
+                self.end(each)
+            raise
+
+    def end(self, worker: Member | Launched) -> None:
+        """Kill a worker, started or not, and give its device back."""
+        self._held.pop(worker.id, None)
+        if not self._held and self._alive is not None:
+            self._alive.close()
+            self._alive = None
+        self.runtime.end(worker.handle)
+        self.runtime.release(worker.group)
+
+    def hold(self, id: str, handle: Any) -> None:
+        """Keep a worker alive until `end`."""
+        self._held[id] = handle
+        if self._alive is None:
+            # A copy of the handles: the timer may run in another thread.
+            orphan_s = self.config.elastic.orphan_s
+            self._alive = keep_alive(self.runtime, orphan_s, handles=lambda: list(self._held.values()))
+
+    def _reserve_all(self, stopped: Callable[[], bool]) -> list[Any]:
+        """Reserve as many devices as fit, from the minimum of `cluster.num_workers` to its maximum. Waits up to
+        `elastic.start_timeout_s` for the minimum, or until `stopped()`.
+
+        Raises:
+            CapacityError: the minimum does not fit by then; nothing stays reserved.
+        """
+        runtime, least, timeout_s = self.runtime, self.config.cluster.min_workers, self.config.elastic.start_timeout_s
+        waiting = {
+            runtime.granted(each): each for each in (self.reserve() for _ in range(self.config.cluster.max_workers))
+        }
+        kept: list[Any] = []
+        end_s = runtime.now_s() + timeout_s
+        while waiting and runtime.now_s() < end_s and not stopped():
+            done = runtime.wait(list(waiting), timeout_s=LOOK_S)
+            kept += [waiting.pop(ref) for ref in done]
+            if done and len(kept) >= least:
+                end_s = min(end_s, runtime.now_s() + MORE_WORKERS_WAIT_S)
+        is_enough = len(kept) >= least
+        for each in [*waiting.values(), *([] if is_enough else kept)]:
+            runtime.release(each)
+        if is_enough:
+            return kept
+        names = ("CPU", *(info.resource for info in DEVICES.values() if info.resource))
+        has = ", ".join(f"{name}: {count:g}" for name, count in runtime.resources().items() if name in names)
+        raise CapacityError(
+            f"cluster.num_workers asks for at least {least} x {self.resources}, {len(kept)} fit into {{{has}}} within "
+            f"{timeout_s:.0f} s; add nodes or ask for fewer"
+        )
+
+    def _open(self, launched: list[Launched]) -> list[Member]:
+        runtime, limit_s = self.runtime, self.config.elastic.start_timeout_s
+        left, members = {each.opening: number for number, each in enumerate(launched)}, []
+        end_s = runtime.now_s() + limit_s
+        while left and (done := runtime.wait(list(left), timeout_s=max(0.0, end_s - runtime.now_s()))):
+            for ref in done:
+                number = left.pop(ref)
+                members.append(launched[number].opened(value_of(runtime, ref, name=f"rank {number}")))
+        if len(members) < min(self.config.cluster.min_workers, len(launched)):
+            late = ", ".join(f"rank {number}" for number in left.values())
+            raise WorkerFailedError(
+                f"{late} did not open within elastic.start_timeout_s ({limit_s:.0f} s); "
+                "look at their nodes, or raise it"
+            )
+        for number in left.values():
+            self.end(launched[number])
+        return members
+
+
+class PendingWorkers:
+    """One pending worker per missing device, which starts and opens once there is a device for it. The autoscaler is
+    requested to provide what the whole run needs."""
+
+    def __init__(self, start: WorkerStart) -> None:
+        self._start, self._runtime = start, start.runtime
+        self._pending: list[Launched] = []
+        self._wanted = self._requested = 0
+        self._failures, self._again_s = 0, 0.0
+        self._with_device: set[str] = set()
+        self._looked_s = start.runtime.now_s()
+
+    @property
+    def requested_s(self) -> tuple[float, ...]:
+        """Time of each pending request, on `Runtime.now_s`."""
+        return tuple(each.requested_s for each in self._pending)
+
+    def want(self, missing: int, *, in_use: int) -> None:
+        """Keep `missing` workers pending beside the devices in use; surplus ones are given up, the latest first."""
+        self._wanted = missing
+        while len(self._pending) > missing:
+            self._start.end(self._pending.pop())
+        # The autoscaler takes a request for the whole cluster, so devices in use count as well.
+        devices = missing + in_use if missing else 0
+        if self._requested != devices:
+            self._requested = devices
+            self._runtime.request(self._start.resources, count=devices)
+        self._launch()
+
+    def ready(self) -> list[Member]:
+        """Workers that opened since the last call, which are not missing any more. Those that could not open, or have
+        not opened `elastic.start_timeout_s` after their device was granted, are requested anew after a pause. Never
+        waits.
+
+        Raises:
+            ConfigError: a worker says that the configuration cannot run where it is.
+        """
+        members, by_ref = [], {each.opening: each for each in self._pending}
+        for ref in self._runtime.wait_all(list(by_ref), timeout_s=0):
+            each = by_ref[ref]
+            self._pending.remove(each)
+            try:
+                members.append(each.opened(value_of(self._runtime, each.opening, name=f"worker {each.id}")))
+            except WorkerFailedError as error:
+                self._failed(each, error)
+            except ConfigError:
+                self._start.end(each)
+                raise
+        for each in self._late():
+            self._pending.remove(each)
+            self._failed(each, "it did not open within elastic.start_timeout_s")
+        if members:
+            self._failures = 0
+        self._wanted -= len(members)
+        self._launch()
+        return members
+
+    def end(self) -> None:
+        """Give up all pending workers and withdraw the request to the autoscaler."""
+        self.want(0, in_use=0)
+
+    def _late(self) -> list[Launched]:
+        """Workers that had their device one `elastic.start_timeout_s` ago. Polls once in that time, since each poll
+        asks the whole cluster."""
+        now_s = self._runtime.now_s()
+        if not self._pending or now_s - self._looked_s < self._start.config.elastic.start_timeout_s:
+            return []
+        self._looked_s = now_s
+        prefix = actor_name(self._start.run_key, DEVICE, id="")
+        granted = self._runtime.reservations(prefix, granted=True).keys()
+        with_device = {each.id for each in self._pending if self._runtime.key(each.group) in granted}
+        late = [each for each in self._pending if each.id in with_device & self._with_device]
+        self._with_device = with_device
+        return late
+
+    def _failed(self, launched: Launched, why: object) -> None:
+        logger.warning("a new worker could not start: %s", why)
+        self._start.end(launched)
+        self._failures += 1
+        pause_s = min(FIRST_PAUSE_S * 2 ** (self._failures - 1), LONGEST_PAUSE_S)
+        self._again_s = self._runtime.now_s() + pause_s
+
+    def _launch(self) -> None:
+        if self._runtime.now_s() < self._again_s:
+            return
+        while len(self._pending) < self._wanted:
+            self._pending.append(self._start.launch(self._start.reserve()))
