@@ -34,7 +34,6 @@ from clusters import Ground
 
 from rayfcp.cluster.controller import reporting
 from rayfcp.cluster.controller.training import TrainingRun
-from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
@@ -166,13 +165,7 @@ def measured(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     client.start()
     try:
         data_dir = prepared_data(config, log=lambda _: None)
-        TrainingRun(
-            config,
-            data_dir=data_dir,
-            runtime=RayRuntime(),
-            stopping=threading.Event(),
-            open_data=lambda: open_dataset(config, data_dir=data_dir),
-        ).execute()
+        TrainingRun(config, data_dir=data_dir, runtime=RayRuntime(), stopping=threading.Event()).execute()
     finally:
         ended.set()
         client.join()

@@ -11,7 +11,6 @@ from typing import Any
 
 from rayfcp.cluster import FlexTrainer
 from rayfcp.cluster.controller.training import TrainingRun
-from rayfcp.cluster.dataset import open_dataset
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config
@@ -72,17 +71,11 @@ def run_until_struck(
     data_dir = prepared_data(config, log=lambda _: None)
 
     def train(audience: Audience) -> None:
-        run = TrainingRun(
-            config,
-            data_dir=data_dir,
-            runtime=RayRuntime(ChaosWorker),
-            stopping=stopping,
-            open_data=lambda: open_dataset(config, data_dir=data_dir),
-        )
+        run = TrainingRun(config, data_dir=data_dir, runtime=RayRuntime(ChaosWorker), stopping=stopping)
         try:
             run.execute()
         finally:
-            audience.lines += run.messages(0)
+            audience.lines += run.messages
 
     injector = Injector(
         schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, log=log

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder, read_manifest
-from rayfcp.cluster.checkpoints.saving import Saver
+from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.config import ConfigError
@@ -83,14 +83,19 @@ class Run:
         self.said: list[str] = []
         self.metrics = MetricsExporter("saved", run_dir=folder / "saved")
         self.worker_group = Devices(2)
-        self.saver = self.make_saver("auto")
+        self.saver = Saver(
+            self.config,
+            runtime=RayRuntime(),
+            resume=self.make_resume("auto"),
+            worker_group=self.worker_group,
+            metrics=self.metrics,
+            log=self.said.append,
+        )
 
-    def make_saver(self, resume: str) -> Saver:
+    def make_resume(self, resume: str) -> Resume:
         checkpoint = self.config.checkpoint.model_copy(update={"resume": resume})
         config = self.config.model_copy(update={"checkpoint": checkpoint})
-        return Saver(
-            config, runtime=RayRuntime(), sampler=self._sampler, model={"hidden_size": 8}, log=self.said.append
-        )
+        return Resume(config, owner="own", sampler=self._sampler, model={"hidden_size": 8}, log=self.said.append)
 
     def write(self) -> list[SavedPart | None]:
         return self.worker_group.call(lambda _, worker: worker.finish_save.remote())
@@ -101,7 +106,7 @@ class Run:
         ranks: list[RankReport] = [
             replace(report_of(step, loss=1.0), number=number, saved=part) for number, part in enumerate(told)
         ]
-        self.saver.after_step(step, self.worker_group, ranks=ranks, metrics=self.metrics)
+        self.saver.after_step(step, ranks=ranks)
         self.saver._committer.submit(lambda: None).result()
 
     @property
@@ -132,7 +137,7 @@ def test_a_slow_write_holds_nothing_up_and_the_next_is_left_out(run: Run) -> Non
     assert run.steps == []
     run.step(5, None, second)
     assert run.steps == [2] and run.unfinished == []
-    assert run.saver.last(5, run.worker_group, metrics=run.metrics) is not None and run.steps == [2, 5]
+    assert run.saver.last(5) is not None and run.steps == [2, 5]
 
 
 def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) -> None:
@@ -141,7 +146,7 @@ def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) ->
     late, _ = run.write()
     run.saver.abandon()
     (given_up,) = run.unfinished
-    run.worker_group = Devices(1)
+    run.worker_group = run.saver._worker_group = Devices(1)
     run.step(2)
     run.step(3, late)
     assert run.steps == [], "what devices say of an older write is dropped"
@@ -151,7 +156,7 @@ def test_what_lost_devices_were_writing_is_given_up_and_never_mixes(run: Run) ->
     assert read_manifest(folder).world_size == 1
     assert sorted(path.name for path in folder.iterdir()) == ["__0_0.distcp", "manifest.json"]
     run.saver.abandon()
-    run.saver.finish(run.worker_group, metrics=run.metrics)
+    run.saver.finish()
 
 
 def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> None:
@@ -178,7 +183,7 @@ def test_failures_in_a_row_count_and_one_that_is_good_forgets_them(run: Run) -> 
 
 
 def test_falling_back_takes_the_newest_intact_one(run: Run) -> None:
-    assert run.saver.fall_back(run.worker_group, metrics=run.metrics) == 0
+    assert run.saver.fall_back() == 0
     for step in (2, 4):
         run.step(step)
         run.step(step + 1, *run.write())
@@ -187,7 +192,7 @@ def test_falling_back_takes_the_newest_intact_one(run: Run) -> None:
     (newer / "__1_0.distcp").write_bytes(bytes(100) + b"x")
     run.step(6)
     run.saver.abandon()
-    assert run.saver.fall_back(run.worker_group, metrics=run.metrics) == 2
+    assert run.saver.fall_back() == 2
     assert run.worker_group.call(lambda _, worker: worker.loaded.remote()) == [str(older)] * 2
     assert len(run.said) == 1 and str(newer / "__1_0.distcp") in run.said[0]
     run.step(4)
@@ -204,14 +209,14 @@ def test_damage_without_a_way_out_is_an_error(run: Run) -> None:
         run.step(step + 1)
     older, newer = CheckpointFolder(Path(run.config.run_dir) / "checkpoints", keep=1).complete()
     (newer / "__0_0.distcp").write_bytes(bytes(99) + b"x")
-    named = run.make_saver(str(newer))
-    assert named.first_step == 5, "sizes are right"
+    named = run.make_resume(str(newer))
+    assert named.step == 4, "sizes are right"
     with pytest.raises(ConfigError, match=r"^checkpoint\.resume is .*__0_0\.distcp has checksum") as caught:
         named.verify(run.worker_group)
     assert "\n" not in str(caught.value) and newer.exists()
-    automatic = run.make_saver("auto")
+    automatic = run.make_resume("auto")
     automatic.verify(run.worker_group)
-    assert automatic.first_step == 3 and automatic.source == str(older)
+    assert automatic.step == 2 and automatic.source == older
     assert (
         run.steps == [2]
         and f"checkpoints and steps after step 2 are in {Path(run.config.run_dir) / 'earlier-1'}" in run.said
@@ -220,5 +225,5 @@ def test_damage_without_a_way_out_is_an_error(run: Run) -> None:
     with pytest.raises(
         ConfigError, match=r"^no checkpoint in .* is intact: .*__1_0\.distcp holds 100 bytes, must be 101"
     ):
-        run.make_saver("auto")
-    assert run.make_saver("never").first_step == 1
+        run.make_resume("auto")
+    assert run.make_resume("never").step == 0

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from rayfcp.cluster.checkpoints.resuming import Resume
-from rayfcp.cluster.checkpoints.saving import Saver
+from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.controller.transitions import Transitions
+from rayfcp.cluster.controller.transitions import Training
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.workers.calls import GroupCall
@@ -229,23 +228,23 @@ def _early_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is committed as soon as one device has written its part."""
     after_step = Saver.after_step
 
-    def early(self: Saver, step: int, worker_group: Any, *, ranks: Any, metrics: Any) -> None:
+    def early(self: Saver, step: int, *, ranks: Any) -> None:
         pending = self._pending
         if pending is not None:
             for report in ranks:
                 pending.add(report.number, report.saved)
             if pending.parts:
                 pending.world_size = len(pending.parts)
-        after_step(self, step, worker_group, ranks=ranks, metrics=metrics)
+        after_step(self, step, ranks=ranks)
 
     return patch.object(Saver, "after_step", early)
 
 
 def _unread_checkpoint() -> AbstractContextManager[Any]:
     """A checkpoint is taken for whole by the sizes of its files."""
-    import rayfcp.cluster.checkpoints.resuming as resuming
+    import rayfcp.cluster.checkpoints.saving as saving
 
-    return patch.object(resuming, "_read_by", lambda worker_group: resuming.find_wrong_size)
+    return patch.object(saving, "_read_by", lambda worker_group: saving.find_wrong_size)
 
 
 def _forgotten_step() -> AbstractContextManager[Any]:
@@ -301,13 +300,13 @@ def _stays_on_leaving_nodes() -> AbstractContextManager[Any]:
 
 def _lossless_resize() -> AbstractContextManager[Any]:
     """A resize that had to go back to an older state goes on as if it had not (found by this simulation)."""
-    at_boundary = Transitions.at_boundary
+    at_boundary = Training.at_boundary
 
-    def same(self: Transitions, *, version: int) -> int:
+    def same(self: Training, *, version: int) -> int:
         at_boundary(self, version=version)
         return version
 
-    return patch.object(Transitions, "at_boundary", same)
+    return patch.object(Training, "at_boundary", same)
 
 
 def _unwatched() -> AbstractContextManager[Any]:
@@ -377,12 +376,12 @@ def _resumes_wrong_step() -> AbstractContextManager[Any]:
 
 def _no_recovery_counted() -> AbstractContextManager[Any]:
     """Recoveries are not counted."""
-    record = Transitions._record
+    record = Training._record
 
-    def silent(self: Transitions, kind: Any, decision: Any, **given: Any) -> None:
+    def silent(self: Training, kind: Any, decision: Any, **given: Any) -> None:
         record(self, kind, replace(decision, reason=""), **given)
 
-    return patch.object(Transitions, "_record", silent)
+    return patch.object(Training, "_record", silent)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rayfcp.config import ConfigError
 from rayfcp.execute.reports import FileSum
@@ -91,7 +91,10 @@ class CheckpointFolder:
         Raises:
             OSError: it is not complete; earlier ones still are.
         """
-        _write_manifest(unfinished / MANIFEST, manifest)
+        with (unfinished / MANIFEST).open("w") as file:
+            file.write(_text(manifest))
+            file.flush()
+            os.fsync(file.fileno())
         _sync(unfinished)
         final = self.root / f"{_FINISHED}{manifest.step:08d}"
         replaced = self._hide(final) if final.exists() else None
@@ -103,17 +106,14 @@ class CheckpointFolder:
             raise
         _sync(self.root)
         with suppress(OSError):  # the new one is complete even if old ones cannot be removed
-            self._hide_all_but_newest(final)
+            complete = self.complete()
+            newest = complete.index(final) + 1
+            for old in complete[: max(newest - self._keep, 0)] + complete[newest:]:
+                self.drop(self._hide(old))
         if replaced is not None:
             self.drop(replaced)
         self.sweep()
         return final
-
-    def _hide_all_but_newest(self, final: Path) -> None:
-        complete = self.complete()
-        newest = complete.index(final) + 1
-        for old in complete[: max(newest - self._keep, 0)] + complete[newest:]:
-            self.drop(self._hide(old))
 
     def complete(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
@@ -125,8 +125,7 @@ class CheckpointFolder:
 
     def _hide(self, folder: Path) -> Path:
         """Rename a folder before it is removed, so that a half-removed one never looks complete."""
-        gone = folder.with_name(f"{_HIDDEN}{folder.name}")
-        return folder.rename(gone)
+        return folder.rename(folder.with_name(f"{_HIDDEN}{folder.name}"))
 
 
 def step_of(folder: Path) -> int:
@@ -162,28 +161,16 @@ def check_same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
     """Check that a run resumes with the model of the checkpoint.
 
     Raises:
-        ConfigError: another model; names the model types, or the first key that differs.
+        ConfigError: another model; names its type, or the first key that differs.
     """
-    then, now = manifest.model.get("model_type"), model.get("model_type")
-    if then != now:
-        raise ConfigError(
-            f"the checkpoint is {then}, model.path is {now}; a resumed run keeps its model "
-            "(use another run.name, or checkpoint.resume=never)"
-        )
-    for key in sorted(manifest.model.keys() | model.keys()):
+    keys = manifest.model.keys() | model.keys()
+    for key in sorted(keys, key=lambda key: (key != "model_type", key)):
         then, now = manifest.model.get(key), model.get(key)
         if then != now:
             raise ConfigError(
                 f"model {key} is {now!r}, the checkpoint's is {then!r}; a resumed run keeps its model "
                 "(use another run.name, or checkpoint.resume=never)"
             )
-
-
-def _write_manifest(path: Path, manifest: Manifest) -> None:
-    with path.open("w") as file:
-        file.write(_text(manifest))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _text(manifest: Manifest) -> str:
@@ -201,10 +188,8 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-class Check(Protocol):
-    """Damage of the first file of a folder that differs from its checksum; None if all are intact."""
-
-    def __call__(self, folder: str, sums: Sequence[FileSum], /) -> str | None: ...
+Check = Callable[[str, Sequence[FileSum]], str | None]
+"""Damage of the first file of a folder that differs from its checksum; None if all are intact."""
 
 
 def newest_intact(

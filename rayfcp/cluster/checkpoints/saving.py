@@ -1,19 +1,165 @@
-"""Saves checkpoints in the background, and handles storage that fails."""
+"""Checkpoints of a run: the one that it resumes from, and those that it saves in the background."""
 
+import itertools
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rayfcp.cluster.checkpoints.folder import CheckpointFolder, Manifest
-from rayfcp.cluster.checkpoints.resuming import Resume
+from rayfcp.cluster.checkpoints.folder import (
+    Check,
+    CheckpointFolder,
+    Manifest,
+    check_same_model,
+    newest_intact,
+    shares,
+    step_of,
+)
 from rayfcp.cluster.runtime import Runtime, Task
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.group import WorkerGroup
-from rayfcp.config import Config
+from rayfcp.config import Config, ConfigError
 from rayfcp.data import Sampler
-from rayfcp.execute.reports import RankReport, SavedPart
+from rayfcp.execute.reports import FileSum, RankReport, SavedPart, find_wrong_size
+from rayfcp.telemetry.events import COUNTERS_FILE
 from rayfcp.telemetry.metrics import MetricsExporter
+from rayfcp.telemetry.steps import StepLog, read_steps
+
+_IRRELEVANT = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "architectures")
+
+
+class Resume:
+    """The checkpoint that a run resumes from: `source`, None for initial weights, and its `step`.
+
+    Before `verify` only sizes of files are checked.
+
+    Args:
+        owner: id of this controller, which no earlier one had.
+
+    Raises:
+        ConfigError: the checkpoint named by the user is damaged, none is intact, or it is of another model or data.
+    """
+
+    def __init__(
+        self, config: Config, *, owner: str, sampler: Sampler, model: dict[str, Any], log: Callable[[str], None]
+    ) -> None:
+        self._config, self.sampler, self._log = config, sampler, log
+        self.folder = CheckpointFolder(
+            Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{owner}-"
+        )
+        self.folder.open()
+        self.model = _comparable(model)
+        resume = config.checkpoint.resume
+        self._named = None if resume in ("auto", "never") else Path(resume)
+        self._refused = False
+        self.source: Path | None = None
+        self.step = self._named_step = 0
+        if resume != "never":
+            self._choose(find_wrong_size, candidates=[self._named] if self._named else self._own())
+
+    def verify(self, worker_group: WorkerGroup) -> None:
+        """Read all of its files, distributed over the workers; the next older checkpoint replaces a damaged one. Put
+        later checkpoints and steps aside if the run does not continue them; to be called before the step log opens."""
+        if self.source is not None:
+            older = [each for each in self._own() if step_of(each) <= self.step]
+            self._choose(_read_by(worker_group), candidates=[self._named] if self._named else older)
+        if self._refused or self._config.checkpoint.resume != "auto":
+            aside = put_aside(Path(self._config.run_dir), after_step=self.step)
+            if aside is not None:
+                self._log(f"checkpoints and steps after step {self.step} are in {aside}")
+
+    def load(self, worker_group: WorkerGroup) -> None:
+        """Make the workers load it, if there is one."""
+        if self.source is not None:
+            folder = str(self.source)
+            worker_group.call(lambda _, worker: worker.load.remote(folder))
+
+    def fall_back(self, worker_group: WorkerGroup) -> int:
+        """Load the newest intact checkpoint of the run; return its step, 0 without one."""
+        candidates = self._own()
+        if self._named is not None:
+            candidates = [each for each in candidates if step_of(each) > self._named_step] + [self._named]
+        self.source, self.step = None, 0
+        self._choose(_read_by(worker_group), candidates=candidates)
+        self.load(worker_group)
+        return self.step
+
+    def _own(self) -> list[Path]:
+        """Complete checkpoints in the run's folder, newest first."""
+        return self.folder.complete()[::-1]
+
+    def _choose(self, check: Check, *, candidates: Sequence[Path]) -> None:
+        def refuse(text: str) -> None:
+            self._refused = True
+            self._log(text)
+
+        try:
+            found = newest_intact(candidates, check=check, log=refuse)
+        except ConfigError as error:
+            if self._named is not None and len(candidates) == 1:
+                raise ConfigError(f"checkpoint.resume is {str(self._named)!r}, {error}") from error
+            raise
+        if found is None:
+            return
+        self.source, manifest = found
+        check_same_model(manifest, self.model)
+        try:
+            self.sampler.check_state(manifest.data)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.step = manifest.step
+        if self.source == self._named:
+            self._named_step = self.step
+
+
+def _read_by(worker_group: WorkerGroup) -> Check:
+    """Check that makes every worker read its share of the files."""
+
+    def check(folder: str, sums: Sequence[FileSum]) -> str | None:
+        parts = shares(sums, count=len(worker_group))
+        found: list[str | None] = worker_group.call(lambda number, worker: worker.verify.remote(folder, parts[number]))
+        return next((each for each in found if each is not None), None)
+
+    return check
+
+
+def put_aside(run_dir: Path, *, after_step: int) -> Path | None:
+    """Move checkpoints of later steps, and a copy of a step log with such steps, to `earlier-1`, `earlier-2`, ...
+
+    A run that restarts before them neither loses them nor takes them for its own; the log ends at `after_step` then,
+    and counters of a run that starts over are moved too. Return that folder, None if there was nothing to move.
+    """
+    step_log = run_dir / "steps.jsonl"
+    later = [
+        path for path in CheckpointFolder(run_dir / "checkpoints", keep=1).complete() if step_of(path) > after_step
+    ]
+    has_steps = any(report.step > after_step for report in read_steps(step_log))
+    if not later and not has_steps:
+        return None
+    folder = next(path for number in itertools.count(1) if not (path := run_dir / f"earlier-{number}").exists())
+    (folder / "checkpoints").mkdir(parents=True)
+    for path in later:
+        path.rename(folder / "checkpoints" / path.name)
+    if has_steps:
+        shutil.copy2(step_log, folder / step_log.name)
+        StepLog(step_log, resume_step=after_step).close()
+    if after_step == 0 and (counters := run_dir / COUNTERS_FILE).exists():
+        counters.rename(folder / counters.name)
+    return folder
+
+
+def _comparable(model: dict[str, Any]) -> dict[str, Any]:
+    """The library's configuration after a round trip through JSON, without keys that do not concern the weights."""
+    kept = {key: value for key, value in model.items() if key not in _IRRELEVANT and not key.startswith("_")}
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(kept))
+    except TypeError as error:
+        raise ConfigError(
+            f"model.path: its configuration cannot be written as JSON ({error}); choose another"
+        ) from error
+    return found
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,10 +182,11 @@ class Saver:
     """Saves every `checkpoint.every_steps` steps in the background, and once at the end.
 
     A checkpoint is committed when all devices have reported that their part is on disk; training continues meanwhile.
-    While a write is under way no other begins; one that fails is logged, counted and dropped.
+    While a write is under way no other begins; one that fails is logged, counted and dropped. `saved_step`: step of the
+    newest checkpoint, 0 without one.
 
     Raises:
-        CannotGoOnError: from most methods, when more than `checkpoint.max_failures` saves failed in a row.
+        RunAbortedError: from most methods, when more than `checkpoint.max_failures` saves failed in a row.
     """
 
     def __init__(
@@ -47,63 +194,33 @@ class Saver:
         config: Config,
         *,
         runtime: Runtime,
-        sampler: Sampler,
-        model: dict[str, Any],
+        resume: Resume,
+        worker_group: WorkerGroup,
+        metrics: MetricsExporter,
         log: Callable[[str], None],
     ) -> None:
-        self._config, self._sampler, self._log = config, sampler, log
-        self._folder = CheckpointFolder(
-            Path(config.run_dir) / "checkpoints", keep=config.checkpoint.keep, owner=f"{runtime.new_id()}-"
-        )
-        self._folder.open()
-        self._resume = Resume(config, self._folder, sampler=sampler, model=model, log=log)
+        self._config, self.resume, self._folder, self._log = config, resume, resume.folder, log
+        self._worker_group, self._metrics = worker_group, metrics
         self._pending: _Pending | None = None
         self._committer = runtime.background("checkpoint-commit")
         self._failures = 0
-        self._saved_step = self._resume.step
+        self.saved_step = resume.step
+        metrics.set_checkpoint(self.saved_step)
 
     @property
-    def first_step(self) -> int:
-        """The step after the checkpoint that the run resumes from."""
-        return self._resume.step + 1
-
-    @property
-    def source(self) -> str | None:
-        """The checkpoint that the run resumes from."""
-        return str(self._resume.folder) if self._resume.folder else None
-
-    @property
-    def saved_step(self) -> int:
-        """Step of the newest checkpoint, 0 without one."""
-        return self._saved_step
-
-    @property
-    def saved(self) -> str | None:
+    def saved(self) -> Path | None:
         """The newest checkpoint."""
-        return self.source if self._saved_step == self._resume.step else str(self._folder.latest())
+        return self.resume.source if self.saved_step == self.resume.step else self._folder.latest()
 
-    def verify(self, worker_group: WorkerGroup) -> None:
-        """Read the checkpoint that the run resumes from completely, and put later ones aside if the run leaves them. To
-        be called before the step log is opened."""
-        self._resume.verify(worker_group)
-        self._saved_step = self._resume.step
-
-    def resume(self, worker_group: WorkerGroup) -> None:
-        """Load the checkpoint that the run resumes from, if any."""
-        self._resume.load(worker_group)
-
-    def fall_back(self, worker_group: WorkerGroup, *, metrics: MetricsExporter) -> int:
+    def fall_back(self) -> int:
         """Load the newest intact checkpoint; return its step, 0 without one."""
         if self._pending is not None:  # abandoned if it was not on disk
-            pending = self._pending
-            self._note(pending, self._conclude(pending), metrics=metrics)
-        self._saved_step = self._resume.fall_back(worker_group)
-        metrics.set_checkpoint(self._saved_step)
-        return self._saved_step
+            self._conclude(self._pending)
+        self.saved_step = self.resume.fall_back(self._worker_group)
+        self._metrics.set_checkpoint(self.saved_step)
+        return self.saved_step
 
-    def after_step(
-        self, step: int, worker_group: WorkerGroup, *, ranks: Sequence[RankReport], metrics: MetricsExporter
-    ) -> None:
+    def after_step(self, step: int, *, ranks: Sequence[RankReport]) -> None:
         """Commit a checkpoint that is on disk; begin a write if one is due."""
         pending = self._pending
         if pending is not None:
@@ -112,26 +229,25 @@ class Saver:
             if pending.commit is None and len(pending.parts) == pending.world_size:
                 self._commit(pending)
             if pending.commit is not None and pending.commit.done():
-                self._count(pending, self._conclude(pending), metrics=metrics)
+                self._limit_failures(self._conclude(pending))
         every = self._config.checkpoint.every_steps
         if every and step % every == 0 and step < self._config.train.steps:
             if self._pending is None:
-                self._begin(step, worker_group)
+                self._begin(step)
             else:
                 self._log(
                     f"checkpoint of step {self._pending.step} is still being written; that of step {step} is skipped"
                 )
 
-    def save_now(self, step: int, worker_group: WorkerGroup) -> None:
+    def save_now(self, step: int) -> None:
         """Begin a write, unless one is under way."""
-        if self._pending is None and step > self._saved_step:
-            self._begin(step, worker_group)
+        if self._pending is None and step > self.saved_step:
+            self._begin(step)
 
-    def finish(self, worker_group: WorkerGroup, *, metrics: MetricsExporter) -> None:
+    def finish(self) -> None:
         """Wait for the write under way and commit it, before devices leave."""
         if self._pending is not None:
-            pending = self._pending
-            self._count(pending, self._wait(pending, worker_group), metrics=metrics)
+            self._limit_failures(self._wait(self._pending))
 
     def abandon(self) -> None:
         """Give up the write under way, as devices were lost, unless all of it is on disk. Its folder is removed later,
@@ -140,35 +256,33 @@ class Saver:
             self._folder.drop(self._pending.folder)
             self._pending = None
 
-    def last(self, step: int, worker_group: WorkerGroup, *, metrics: MetricsExporter) -> Path | None:
+    def last(self, step: int) -> Path | None:
         """Save the last step and wait until it is on disk; None if no step was done at all.
 
         Raises:
-            CannotGoOnError: it could not be written.
+            RunAbortedError: it could not be written.
         """
         if self._pending is not None:
-            self._note(self._pending, self._wait(self._pending, worker_group), metrics=metrics)
-        if step > self._saved_step:
-            pending = self._begin(step, worker_group)
-            problem = self._wait(pending, worker_group)
-            self._note(pending, problem, metrics=metrics)
+            self._wait(self._pending)
+        if step > self.saved_step:
+            problem = self._wait(self._begin(step))
             if problem:
                 raise RunAbortedError(
                     f"the last checkpoint, of step {step}, could not be written ({problem}); {self._remedy()}"
                 )
         return self._folder.latest()
 
-    def _begin(self, step: int, worker_group: WorkerGroup) -> _Pending:
+    def _begin(self, step: int) -> _Pending:
         folder = self._folder.unfinished(step).absolute()
         # Set before the calls: a loss during them must find what to give up.
-        pending = self._pending = _Pending(step=step, folder=folder, world_size=len(worker_group))
-        worker_group.call(lambda _, worker: worker.begin_save.remote(str(folder)))
+        pending = self._pending = _Pending(step=step, folder=folder, world_size=len(self._worker_group))
+        self._worker_group.call(lambda _, worker: worker.begin_save.remote(str(folder)))
         return pending
 
-    def _wait(self, pending: _Pending, worker_group: WorkerGroup) -> str:
+    def _wait(self, pending: _Pending) -> str:
         """Wait until it is committed; return the problem, empty if none."""
         if pending.commit is None:
-            for number, part in enumerate(worker_group.call(lambda _, worker: worker.finish_save.remote())):
+            for number, part in enumerate(self._worker_group.call(lambda _, worker: worker.finish_save.remote())):
                 pending.add(number, part)
             self._commit(pending)
         return self._conclude(pending)
@@ -179,8 +293,8 @@ class Saver:
         manifest = Manifest(
             step=pending.step,
             world_size=pending.world_size,
-            model=self._resume.model,
-            data=self._sampler.state(pending.step),
+            model=self.resume.model,
+            data=self.resume.sampler.state(pending.step),
             files=tuple(sorted((each for part in parts for each in part.files), key=lambda file: file.name)),
         )
         problem = next((part.error for part in parts if part.error), "")
@@ -189,23 +303,21 @@ class Saver:
         pending.commit = self._committer.submit(_commit, self._folder, pending.folder, manifest, problem)
 
     def _conclude(self, pending: _Pending) -> str:
+        """Wait for the commit and count it; return the problem, empty if none."""
         assert pending.commit is not None
         self._pending = None
         problem: str = pending.commit.result()
-        if not problem:
-            self._saved_step, self._failures = pending.step, 0
+        if problem:
+            self._failures += 1
+            self._metrics.count_failed_checkpoint()
+            self._log(f"checkpoint of step {pending.step} could not be written: {problem}")
+        else:
+            self.saved_step, self._failures = pending.step, 0
+            seconds = max(part.seconds for part in pending.parts.values())
+            self._metrics.observe_checkpoint(seconds, step=pending.step)
         return problem
 
-    def _note(self, pending: _Pending, problem: str, *, metrics: MetricsExporter) -> None:
-        if not problem:
-            metrics.observe_checkpoint(max(part.seconds for part in pending.parts.values()), step=pending.step)
-            return
-        self._failures += 1
-        metrics.count_failed_checkpoint()
-        self._log(f"checkpoint of step {pending.step} could not be written: {problem}")
-
-    def _count(self, pending: _Pending, problem: str, *, metrics: MetricsExporter) -> None:
-        self._note(pending, problem, metrics=metrics)
+    def _limit_failures(self, problem: str) -> None:
         most = self._config.checkpoint.max_failures
         if problem and self._failures > most:
             raise RunAbortedError(

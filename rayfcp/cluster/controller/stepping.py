@@ -12,14 +12,12 @@ from rayfcp.cluster.checkpoints.saving import Saver
 from rayfcp.cluster.controller.observing import observations, rank_seconds
 from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
-from rayfcp.cluster.planning.planner import PlanRecord
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.cluster.workers.calls import Heartbeat, Judge
 from rayfcp.cluster.workers.cluster_state import ClusterState, Generation
 from rayfcp.cluster.workers.facts import RunAbortedError, Waited
 from rayfcp.config import Config
-from rayfcp.config.models import ElasticConfig
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import HangVerdict, Sign, StepTimes, judge
 from rayfcp.elastic.recoverable import StoredSnapshots
@@ -27,7 +25,7 @@ from rayfcp.elastic.stragglers import DeviceTiming, Speeds
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
-from rayfcp.values import ClusterSpec, GlobalBatch, Sample, StateId, StepReport
+from rayfcp.values import ClusterSpec, GlobalBatch, StateId, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -67,10 +65,10 @@ class Stepper:
         log: Callable[[str], None],
         on_report: Callable[[StepReport], None],
     ) -> None:
-        self._config, self.cluster_state, self._plans, self._on_report = config, cluster_state, plans, on_report
+        self._config, self.cluster_state, self.plans, self._on_report = config, cluster_state, plans, on_report
         self._runtime = cluster_state.worker_group.runtime
         self.journal, self.saver, self._guard = journal, saver, guard
-        self._speeds = RankSpeeds(config.elastic, log=log)
+        self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
         self._times = StepTimes()
         self._finished: FinishedStep | None = None
@@ -95,15 +93,17 @@ class Stepper:
         """Plan the steps after `version` for these devices; plans for others are dropped."""
         cost = dataclasses.replace(self.refit.cost, ranks_per_node=ranks_per_node(cluster))
         self.refit = dataclasses.replace(self.refit, cost=cost)
-        self._plans.start(
-            version + 1, self._config.train.steps, cluster=self._speeds.applied_to(cluster, ids), cost=cost
-        )
+        self.plans.start(version + 1, self._config.train.steps, cluster=self._with_speeds(cluster, ids), cost=cost)
 
     def begin(self, generation: Generation, *, version: int) -> None:
         """Start a generation that holds the state after `version` steps: snapshots go to stores from now on, and later
         steps that were finished run again."""
         self._again_to = max(self._again_to, self.last_finished)
-        self._speeds.keep_only([member.id for member in self.cluster_state.worker_group.all])
+        metrics, worker_group = self.journal.metrics, self.cluster_state.worker_group
+        metrics.set_standing_by(len(worker_group.standby))
+        seconds = max(each.process_group_s for each in generation.joined)
+        metrics.set_process_groups(generation.joined[0].process_groups, seconds=seconds)
+        self._speeds = self._speeds.only([member.id for member in worker_group.all])
         self.last_finished = version
         self._droppable = []  # states of lost steps would drop the copies of this generation
         number = generation.cluster.generation
@@ -121,13 +121,15 @@ class Stepper:
         began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
         worker_group, waited_s = self.cluster_state.worker_group, self.cluster_state.worker_group.waited_s
         self._wait_until_safe(step)
-        planned = self._plans.take()
+        planned = self.plans.take()
         start_s = self._runtime.now_s()
         refs = self._dispatch(planned, step)
-        self._plans.refill()
+        self.plans.refill()
         self._learn()
         self.commit()
-        devices = worker_group.get(refs, judge=self._judge(planned))
+        deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
+        judge = judge_progress(self.cluster_state.ids, runtime=self._runtime, deadline_s=deadline_s)
+        devices = worker_group.get(refs, judge=judge)
         step_s = self._runtime.now_s() - start_s
         planned = dataclasses.replace(planned, pixels=())  # large, and not needed any more
         self._finished = FinishedStep(
@@ -138,7 +140,7 @@ class Stepper:
         self.cluster_state.on_step_finished()
         self._on_stored(devices)
         self._guard.check(planned.batch, devices[0], metrics=self.journal.metrics)
-        self.saver.after_step(step, worker_group, ranks=devices, metrics=self.journal.metrics)
+        self.saver.after_step(step, ranks=devices)
         idle_s = planned.wait_s + worker_group.waited_s - waited_s
         self.own_s.append((self._runtime.now_s() - began_s - idle_s, self._runtime.cpu_s() - cpu_s))
 
@@ -193,7 +195,6 @@ class Stepper:
         """References of the reports, one per device."""
         cluster, droppable = self.cluster_state.cluster, self._droppable_state(self._stored.safe)
         after = StateId(version=step, generation=cluster.generation)
-        snapshot = after if self._stored.due(step) else None
         refs: list[object] = []
         for number, worker in enumerate(self.cluster_state.worker_group.workers):
             place = number // cluster.tensor_parallel
@@ -202,7 +203,7 @@ class Stepper:
                     planned.programs[place],
                     planned.batch_ref,
                     plan_hash=planned.record.plan_hash,
-                    snapshot=snapshot,
+                    snapshot=after if self._stored.due(step) else None,
                     safe=droppable if self._stored.every else after,
                     pixels=planned.pixels[place : place + 1],
                 )
@@ -225,11 +226,37 @@ class Stepper:
         finished, state = self._finished, self.cluster_state
         if finished is None:
             return
-        record, metrics = finished.planned.record, self.journal.metrics
+        record, cluster = finished.planned.record, state.cluster
         if self._config.plan.refit:
             self.refit = self.refit.after(observations(record.groups, finished.devices))
-        self._speeds.update(record, finished.devices, ids=state.ids, cluster=state.cluster, metrics=metrics)
-        self._plans.use(self.refit.cost, cluster=self._speeds.applied_to(state.cluster, state.ids))
+        seconds = rank_seconds(record.own_s, finished.devices, num_ranks=cluster.num_ranks)
+        if seconds:
+            # All devices of a rank get the measurement of the rank.
+            of_rank = [
+                seconds[number // cluster.tensor_parallel % cluster.num_ranks] for number in range(len(state.ids))
+            ]
+            before, self._speeds = (
+                self._speeds,
+                self._speeds.after(
+                    [
+                        DeviceTiming(id=id, own_s=own_s, predicted_s=predicted_s)
+                        for id, (predicted_s, own_s) in zip(state.ids, of_rank, strict=True)
+                    ]
+                ),
+            )
+            for sentence in self._speeds.news(before):
+                self._log(sentence)
+            for number, id in enumerate(state.ids):
+                self.journal.metrics.set_speed(number, self._speeds.of(id))
+        self.plans.use(self.refit.cost, cluster=self._with_speeds(cluster, state.ids))
+
+    def _with_speeds(self, cluster: ClusterSpec, ids: Sequence[str]) -> ClusterSpec:
+        """`cluster` with the speeds that plans take into account."""
+        if not self._config.elastic.balance_speeds:
+            return dataclasses.replace(cluster, speed_of_rank=())
+        stages, tensor_parallel = cluster.num_stages, cluster.tensor_parallel
+        speeds = self._speeds.of_ranks(ids, num_stages=stages, tensor_parallel=tensor_parallel)
+        return dataclasses.replace(cluster, speed_of_rank=speeds)
 
     def _on_stored(self, devices: Sequence[RankReport]) -> None:
         """Take note of stored copies and lost stores."""
@@ -241,10 +268,6 @@ class Stepper:
             {id: report.kept for id, report in zip(self.cluster_state.ids, devices, strict=True)}
         )
         self.journal.metrics.set_snapshot(max(report.snapshot_s + report.push_s for report in devices))
-
-    def _judge(self, planned: PlannedStep) -> Judge:
-        deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
-        return judge_progress(self.cluster_state.ids, runtime=self._runtime, deadline_s=deadline_s)
 
 
 def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -> Judge:
@@ -263,47 +286,6 @@ def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -
         return judge([signs[each.id] for each in busy], now_s=runtime.now_s(), deadline_s=deadline_s)
 
     return judge_heartbeats
-
-
-class RankSpeeds:
-    """Speeds by device id, learned from steps. Devices that become slow, or recover, are logged."""
-
-    def __init__(self, elastic: ElasticConfig, *, log: Callable[[str], None]) -> None:
-        self._balance, self._log = elastic.balance_speeds, log
-        self._speeds = Speeds(slow_ratio=elastic.slow_ratio)
-
-    def update(
-        self,
-        record: PlanRecord,
-        reports: Sequence[RankReport],
-        *,
-        ids: Sequence[str],
-        cluster: ClusterSpec,
-        metrics: MetricsExporter,
-    ) -> None:
-        """Learn from the reports of a step; `ids` are in the order of device numbers. All devices of a rank get the
-        measurement of the rank."""
-        seconds = rank_seconds(record.own_s, reports, num_ranks=cluster.num_ranks)
-        measured = []
-        for number, id in enumerate(ids if seconds else ()):
-            predicted_s, own_s = seconds[number // cluster.tensor_parallel % cluster.num_ranks]
-            measured.append(DeviceTiming(id=id, own_s=own_s, predicted_s=predicted_s))
-        before, self._speeds = self._speeds, self._speeds.after(measured)
-        for sentence in self._speeds.news(before):
-            self._log(sentence)
-        if measured:
-            for number, id in enumerate(ids):
-                metrics.set_speed(number, self._speeds.of(id))
-
-    def applied_to(self, cluster: ClusterSpec, ids: Sequence[str]) -> ClusterSpec:
-        """`cluster` with the speeds that plans take into account."""
-        speeds: tuple[float, ...] = ()
-        if self._balance:
-            speeds = self._speeds.of_ranks(ids, num_stages=cluster.num_stages, tensor_parallel=cluster.tensor_parallel)
-        return dataclasses.replace(cluster, speed_of_rank=speeds)
-
-    def keep_only(self, ids: Sequence[str]) -> None:
-        self._speeds = self._speeds.only(ids)
 
 
 class NumberGuard:
@@ -351,17 +333,14 @@ class NumberGuard:
             "loss": str(report.loss),
             "grad_norm": str(report.grad_norm),
             "data": self._data_dir,
-            "samples": [_location(sample) for sample in batch.samples],
+            # The fields that locate a sample's tokens; its images are found with the row.
+            "samples": [
+                {name: value for name, value in dataclasses.asdict(sample).items() if name != "images"}
+                for sample in batch.samples
+            ],
         }
         try:
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             self._log(f"{self._path} could not be written: {error.strerror}")
-
-
-def _location(sample: Sample) -> dict[str, int]:
-    """Fields that locate a sample's tokens; its images are found with the row."""
-    fields = dataclasses.asdict(sample)
-    del fields["images"]
-    return fields

@@ -1,65 +1,51 @@
 """The controller actor: owns a run from its first worker to its last checkpoint."""
 
 import logging
-import statistics
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from rayfcp.cluster.checkpoints.saving import Saver
+from rayfcp.cluster.checkpoints.saving import Resume, Saver
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
-from rayfcp.cluster.controller.transitions import InitialGeneration, StoppedError, Transitions
+from rayfcp.cluster.controller.transitions import InitialGeneration, StoppedError, Training, finished
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
-from rayfcp.cluster.planning.measured import write_refitted
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.adoption import adopt_leftovers
-from rayfcp.cluster.recovery.stores import Restorable, SnapshotStores
+from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import Flag, Runtime, TaskFailedError
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
-from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops
+from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.lifetime import run_key
 from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, resolved_device
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
-from rayfcp.telemetry.live import RunState
 from rayfcp.telemetry.steps import read_steps
-from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move, SequenceSpec, StepReport
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, Move, SequenceSpec, StepReport
 from rayfcp.values.devices import DEVICES
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """One run; not an actor itself. `journal` is open from when workers were found."""
+    """One run; not an actor itself. `messages` are its log lines, `reports` those of committed steps; `journal` is open
+    from when workers were found."""
 
-    def __init__(
-        self, config: Config, *, data_dir: str, runtime: Runtime, stopping: Flag, open_data: Callable[[], Dataset]
-    ) -> None:
+    def __init__(self, config: Config, *, data_dir: str, runtime: Runtime, stopping: Flag) -> None:
         self._config, self._data_dir, self._runtime, self._stopping = config, data_dir, runtime, stopping
-        self._open_dataset = open_data
         self._run_dir = Path(config.run_dir)
         self._began_s = runtime.now_s()
-        self._messages: list[str] = []
-        self._reports: list[StepReport] = []
+        self.messages: list[str] = []
+        self.reports: list[StepReport] = []
         self.journal: Journal | None = None
-
-    def reports(self, after: int) -> tuple[StepReport, ...]:
-        """Reports of committed steps, without the first `after`."""
-        return tuple(self._reports[after:])
-
-    def messages(self, after: int) -> tuple[str, ...]:
-        """Log lines, without the first `after`."""
-        return tuple(self._messages[after:])
 
     def execute(self) -> Finished:
         """Train from start to end; everything that was started is ended, also after a failure.
@@ -74,26 +60,28 @@ class TrainingRun:
             cleanup.enter_context(hold(self._run_dir))
             try:
                 data = self._open_data()
-                saver = Saver(
+                resume = Resume(
                     self._config,
-                    runtime=self._runtime,
+                    owner=self._runtime.new_id(),
                     sampler=data.sampler,
                     model=data.library.to_dict(),
                     log=self._log,
                 )
                 (self._run_dir / "config.yaml").write_text(dump_config(self._config))
-                done, source = saver.first_step - 1, saver.source
+                done, source = resume.step, resume.source
                 if done >= self._config.train.steps:
                     self._announce(f"step {done} is done already, train.steps is {self._config.train.steps}; raise it")
-                    return Finished(last_step=done, checkpoint=source)
-                return self._start(data, saver, cleanup).run()
+                    return finished(done, source)
+                return self._start(data, resume, cleanup).run()
             except StoppedError:
-                return Finished(last_step=done, checkpoint=source)
+                return finished(done, source)
 
     def _open_data(self) -> Dataset:
+        from rayfcp.cluster.dataset import open_dataset
+
         config = self._config
         self._announce("reading lengths")
-        data = self._open_dataset()
+        data = open_dataset(config, data_dir=self._data_dir)
         self._announce(str(data.index))
         bound = configured_bound(config, data.model)
         if bound is not None:
@@ -103,18 +91,18 @@ class TrainingRun:
             self._announce(data.write_bad_rows(self._run_dir / "skipped_rows.jsonl"))
         return data
 
-    def _start(self, data: Dataset, saver: Saver, cleanup: ExitStack) -> "_Training":
+    def _start(self, data: Dataset, resume: Resume, cleanup: ExitStack) -> Training:
         """Start planners, workers and journal; `cleanup` ends them in reverse order, whatever happens."""
         config, runtime = self._config, self._runtime
         device = resolved_device(config, runtime=runtime)
-        first_batch = data.sampler.batch(saver.first_step)
+        first_batch = data.sampler.batch(resume.step + 1)
         planners = Planners(config, data.model, runtime=runtime, device=device, first_batch=first_batch, log=self._log)
         cleanup.callback(planners.end)
         if DEVICES[device].is_host and config.cluster.min_workers < config.cluster.max_workers:
             planners.await_ready()  # workers take all CPUs that they find
         cluster_state = self._acquire_workers(device, data)
         cleanup.callback(cluster_state.end)
-        initial = self._initial_generation(cluster_state, saver, data)
+        initial = self._initial_generation(cluster_state, resume, data)
         planners.await_ready()
         journal = self.journal = Journal(
             config,
@@ -127,86 +115,87 @@ class TrainingRun:
         cleanup.callback(journal.close)
         for reason, count in data.index.skipped.items():
             journal.metrics.count_skipped(reason, count=count)
-        journal.metrics.set_checkpoint(saver.saved_step)
         self._announce(f"live page: {journal.metrics.where}")
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)
         plans = PlanQueue(planners, data.sampler, lookahead=config.plan.lookahead_steps, decoders=decoders)
-        self._announce_devices(cluster_state, initial)
-        return self._training(
-            cluster_state,
-            initial,
-            saver=saver,
-            journal=journal,
-            plans=plans,
-            costs=StartCosts(
-                config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
-            ),
+        costs = StartCosts(
+            config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
         )
-
-    def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
-        cluster, found = initial.cluster, len(cluster_state.worker_group.all)
-        self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
-        idle = found - len(initial.decision.devices)
-        if idle:
-            self._announce(f"{idle} of {found} devices stand by: {cluster.num_ranks} ranks need the others")
-        if initial.version:
-            source = " from copies in memory" if initial.found else ""
-            self._announce(f"resuming from step {initial.version}{source}")
+        return self._training(cluster_state, initial, resume=resume, journal=journal, plans=plans, costs=costs)
 
     def _training(
         self,
         cluster_state: ClusterState,
         initial: InitialGeneration,
         *,
-        saver: Saver,
+        resume: Resume,
         journal: Journal,
         plans: PlanQueue,
         costs: StartCosts,
-    ) -> "_Training":
+    ) -> Training:
+        config, worker_group, cluster = self._config, cluster_state.worker_group, initial.cluster
+        self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
+        idle = len(worker_group.all) - len(initial.decision.devices)
+        if idle:
+            self._announce(
+                f"{idle} of {len(worker_group.all)} devices stand by: {cluster.num_ranks} ranks need the others"
+            )
+        if initial.version:
+            source = " from copies in memory" if initial.found else ""
+            self._announce(f"resuming from step {initial.version}{source}")
         stepper = Stepper(
-            self._config,
+            config,
             cluster_state,
             plans=plans,
             journal=journal,
-            saver=saver,
-            guard=NumberGuard(self._config, data_dir=self._data_dir, log=self._log),
-            cost=costs.guess(cluster_state.worker_group, initial.cluster),
+            saver=Saver(
+                config,
+                runtime=self._runtime,
+                resume=resume,
+                worker_group=worker_group,
+                metrics=journal.metrics,
+                log=self._log,
+            ),
+            guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
+            cost=costs.guess(worker_group, cluster),
             version=initial.version,
             log=self._log,
-            on_report=self._reports.append,
+            on_report=self.reports.append,
         )
-        return _Training(
-            self._config,
-            stepper=stepper,
-            transitions=Transitions(stepper, stopping=self._stopping, began_s=self._began_s, log=self._log),
+        return Training(
+            config,
+            stepper,
             initial=initial,
-            plans=plans,
             costs=costs,
+            stopping=self._stopping,
+            began_s=self._began_s,
+            log=self._log,
             announce=self._announce,
         )
 
     def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:
         """Adopt the workers and snapshot stores of a lost controller, or start workers."""
-        config, key = self._config, run_key(self._config)
+        config, runtime, key = self._config, self._runtime, run_key(self._config)
         start = WorkerStart(
-            config,
-            runtime=self._runtime,
-            device=device,
-            data_dir=self._data_dir,
-            vocab_size=data.vocab_size,
-            run_key=key,
+            config, runtime=runtime, device=device, data_dir=self._data_dir, vocab_size=data.vocab_size, run_key=key
         )
-        members, left_stores = adopt_leftovers(self._runtime, key, timeout_s=config.elastic.hang_min_s)
+        members, left_stores = adopt_leftovers(runtime, key, timeout_s=config.elastic.hang_min_s)
         with ExitStack() as undo:
             # First the stores: they, and with them the copies they hold, are kept alive while workers start.
-            stores = SnapshotStores(config, runtime=self._runtime, run_key=key, adopted=left_stores)
+            stores = SnapshotStores(config, runtime=runtime, run_key=key, adopted=left_stores)
             undo.callback(stores.end)
             if members:
                 self._announce(f"adopting {len(members)} workers of a lost controller")
-                worker_group = WorkerGroup(start, members)
             else:
-                worker_group = self._launch_workers(start)
+                self._announce(f"starting {config.cluster.max_workers} workers")
+                try:
+                    members = start.open_all(stopped=self._stopping.is_set)
+                except CapacityError as error:
+                    if self._stopping.is_set():
+                        raise StoppedError from error
+                    raise
+            worker_group = WorkerGroup(start, members)
             undo.callback(worker_group.end)
             cluster_state = ClusterState(
                 config, data, start=start, worker_group=worker_group, snapshot_stores=stores, log=self._log
@@ -214,29 +203,13 @@ class TrainingRun:
             undo.pop_all()
         return cluster_state
 
-    def _launch_workers(self, start: WorkerStart) -> WorkerGroup:
-        self._announce(f"starting {self._config.cluster.max_workers} workers")
-        try:
-            return WorkerGroup.launch(start, stopped=self._stopping.is_set)
-        except CapacityError as error:
-            if self._stopping.is_set():
-                raise StoppedError from error
-            raise
-
-    def _initial_generation(self, cluster_state: ClusterState, saver: Saver, data: Dataset) -> InitialGeneration:
-        found, decision = self._initial_state(cluster_state, saver)
-        cluster = cluster_state.spec(decision)
-        _check_longest(self._config, data, cluster)
-        version = saver.first_step - 1 if found is None or found.state is None else found.state.version
-        return InitialGeneration(decision=decision, cluster=cluster, found=found, version=version)
-
-    def _initial_state(self, cluster_state: ClusterState, saver: Saver) -> tuple[Restorable | None, Decision]:
-        """State in memory that is newer than the newest checkpoint, None without one, and the devices to start with.
-        In the latter case the checkpoint has been verified."""
+    def _initial_generation(self, cluster_state: ClusterState, resume: Resume, data: Dataset) -> InitialGeneration:
+        """Devices to start with, and the state in memory if it is newer than the newest checkpoint, which has been
+        verified otherwise."""
         while True:
             reports = read_steps(self._run_dir / "steps.jsonl")
             found = cluster_state.newest_state(up_to=reports[-1].step if reports else 0)
-            is_newer = found.state is not None and found.state.version >= saver.first_step
+            is_newer = found.state is not None and found.state.version > resume.step
             decision = cluster_state.await_devices(None, stopping=self._stopping)
             if decision.what is Move.GIVE_UP:
                 raise RunAbortedError(decision.reason)
@@ -246,12 +219,16 @@ class TrainingRun:
                 if not is_newer:
                     cluster_state.drop_copies()
                     cluster_state.select(decision)
-                    saver.verify(cluster_state.worker_group)
+                    resume.verify(cluster_state.worker_group)
+                break
             except RanksLostError as error:
                 cluster_state.on_loss(error)
                 self._log(f"{error}, before the first step; starting with the workers that are left")
-            else:
-                return found if is_newer else None, decision
+        cluster = cluster_state.spec(decision)
+        _check_longest(self._config, data, cluster)
+        restored = found if is_newer else None
+        version = resume.step if restored is None or restored.state is None else restored.state.version
+        return InitialGeneration(decision=decision, cluster=cluster, found=restored, version=version)
 
     def _announce(self, text: str) -> None:
         """Log what comes next.
@@ -259,83 +236,15 @@ class TrainingRun:
         Raises:
             StoppedError: the user stopped the run before its first step.
         """
-        if self._stopping.is_set() and not self._reports:
+        if self._stopping.is_set() and not self.reports:
             raise StoppedError
         self._log(text)
 
     def _log(self, text: str) -> None:
         logger.info(text)
-        self._messages.append(text)
+        self.messages.append(text)
         if self.journal is not None:
             self.journal.metrics.log(text)
-
-
-class _Training:
-    """The steps of a run, from its first generation to its last checkpoint."""
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        stepper: Stepper,
-        transitions: Transitions,
-        initial: InitialGeneration,
-        plans: PlanQueue,
-        costs: StartCosts,
-        announce: Callable[[str], None],
-    ) -> None:
-        self._config, self._stepper, self._transitions = config, stepper, transitions
-        self._initial, self._plans, self._costs, self._announce = initial, plans, costs, announce
-
-    def run(self) -> Finished:
-        """Train to the last step, or until stopped, and save. Forming the first generation and measuring it may be
-        interrupted by losses like any step."""
-        version, formed, measured = self._initial.version, False, False
-        stepper, transitions = self._stepper, self._transitions
-        while True:
-            try:
-                if not formed:
-                    formed = True
-                    transitions.begin(self._initial)
-                if not measured:
-                    self._measure(version)
-                    measured = True
-                while version < self._config.train.steps and not transitions.stopping.is_set():
-                    version = transitions.at_boundary(version=version)
-                    stepper.run(version + 1)
-                    version += 1
-                return self._finish(version)
-            except RanksLostError as error:
-                try:
-                    version = transitions.after_loss(error, step=version + 1)
-                except StoppedError:
-                    return Finished(last_step=stepper.saver.saved_step, checkpoint=stepper.saver.saved)
-
-    def _measure(self, version: int) -> None:
-        """Plan the steps with costs that are measured now."""
-        state, stepper = self._stepper.cluster_state, self._stepper
-        cost = self._costs.measure(state.worker_group, state.cluster)
-        stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, state.worker_group))
-        stepper.plan_for(state.cluster, state.ids, version=version)
-        self._announce("training")
-
-    def _finish(self, version: int) -> Finished:
-        stepper, journal = self._stepper, self._stepper.journal
-        stepper.commit()
-        journal.metrics.enter(RunState.SAVING)
-        cost = stepper.refit.cost
-        if stepper.refit.num_steps:
-            write_refitted(self._costs.profile_path, cost, num_steps=stepper.refit.num_steps)
-        journal.record.predict(lambda step: self._plans.simulate_step(step.programs, cluster=step.cluster, cost=cost))
-        self._announce("saving")
-        checkpoint = stepper.saver.last(version, stepper.cluster_state.worker_group, metrics=journal.metrics)
-        wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
-        return Finished(
-            last_step=version,
-            checkpoint=str(checkpoint) if checkpoint else None,
-            controller_s=statistics.median(wall_s),
-            controller_cpu_s=statistics.median(cpu_s),
-        )
 
 
 def _check_longest(config: Config, data: Dataset, cluster: ClusterSpec) -> None:
@@ -370,20 +279,12 @@ class Controller:
     """
 
     def __init__(self, config: Config, data_dir: str, *, runtime: Runtime) -> None:
-        from rayfcp.cluster.dataset import open_dataset
-
         self._stopping = runtime.flag()
-        self._run = TrainingRun(
-            config,
-            data_dir=data_dir,
-            runtime=runtime,
-            stopping=self._stopping,
-            open_data=lambda: open_dataset(config, data_dir=data_dir),
-        )
+        self._run = TrainingRun(config, data_dir=data_dir, runtime=runtime, stopping=self._stopping)
 
     def poll(self, *, messages: int, reports: int) -> Poll:
         """Messages and reports of committed steps, without the first `messages` and `reports`, which are known."""
-        return Poll(messages=self._run.messages(messages), reports=self._run.reports(reports))
+        return Poll(messages=tuple(self._run.messages[messages:]), reports=tuple(self._run.reports[reports:]))
 
     def stop(self) -> None:
         """End after the step that is running, with a checkpoint."""

@@ -1,14 +1,19 @@
-"""From one generation of devices to the next: the first one, resizes between steps, recovery from losses."""
+"""Training through generations of devices: steps, resizes between them, recovery from losses."""
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from rayfcp.cluster.controller.stepping import Stepper
+from rayfcp.cluster.planning.costs import StartCosts
+from rayfcp.cluster.planning.measured import write_refitted
 from rayfcp.cluster.recovery.stores import Restorable
 from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.workers.calls import RanksLostError
-from rayfcp.cluster.workers.cluster_state import Generation
-from rayfcp.cluster.workers.facts import RunAbortedError
+from rayfcp.cluster.workers.facts import Finished, RunAbortedError
+from rayfcp.cluster.workers.group import device_peak_flops
+from rayfcp.config import Config
 from rayfcp.elastic.facts import Failure
 from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.live import RunState
@@ -30,43 +35,89 @@ class InitialGeneration:
     version: int
 
 
-class Transitions:
-    """Carries out decisions about devices. Every generation is formed the same way: devices join, take up a state and
-    send it to snapshot stores, while planners plan its steps.
+class Training:
+    """The steps of a run, from its first generation to its last checkpoint. Every generation is formed the same way:
+    devices join, take up a state and send it to snapshot stores, while planners plan its steps.
 
     Args:
         began_s: start of the run on `Runtime.now_s`.
+        announce: logs what comes next; raises `StoppedError` if the run shall not go on.
     """
 
     def __init__(
         self,
+        config: Config,
         stepper: Stepper,
         *,
+        initial: InitialGeneration,
+        costs: StartCosts,
         stopping: Flag,
         began_s: float,
         log: Callable[[str], None],
+        announce: Callable[[str], None],
     ) -> None:
-        self._stepper, self._state = stepper, stepper.cluster_state
-        self._saver, self._journal = stepper.saver, stepper.journal
-        self.stopping, self._log, self._began_s = stopping, log, began_s
+        self._config, self._stepper, self._initial, self._costs = config, stepper, initial, costs
+        self._state, self._saver, self._journal = stepper.cluster_state, stepper.saver, stepper.journal
+        self._stopping, self._began_s, self._log, self._announce = stopping, began_s, log, announce
         self._runtime = self._state.worker_group.runtime
         self._lost_steps = 0
         """Finished steps that have to run again, since the last event."""
 
-    def begin(self, initial: InitialGeneration) -> None:
-        """Form the first generation, which is not planned for yet.
+    def run(self) -> Finished:
+        """Train to the last step, or until stopped, and save. Forming the first generation and measuring it may be
+        interrupted by losses like any step."""
+        version, formed, measured = self._initial.version, False, False
+        while True:
+            try:
+                if not formed:
+                    formed = True
+                    self._begin()
+                if not measured:
+                    self._measure(version)
+                    measured = True
+                while version < self._config.train.steps and not self._stopping.is_set():
+                    version = self.at_boundary(version=version)
+                    self._stepper.run(version + 1)
+                    version += 1
+                return self._finish(version)
+            except RanksLostError as error:
+                try:
+                    version = self._after_loss(error, step=version + 1)
+                except StoppedError:
+                    return finished(self._saver.saved_step, self._saver.saved)
 
-        Raises:
-            RanksLostError: devices were lost meanwhile.
-        """
+    def _begin(self) -> None:
+        """Form the first generation, which is not planned for yet."""
+        initial = self._initial
         generation = self._state.form(initial.decision, initial.cluster, empty=initial.found is not None)
         if initial.found is not None:
             self._state.restore(initial.found)
         else:
-            self._saver.resume(self._state.worker_group)
-        self._set_metrics(generation)
+            self._saver.resume.load(self._state.worker_group)
         self._stepper.begin(generation, version=initial.version)
         self._record(EventKind.START, initial.decision, step=initial.version, since_s=self._began_s)
+
+    def _measure(self, version: int) -> None:
+        """Plan the steps with costs that are measured now."""
+        state, stepper = self._state, self._stepper
+        cost = self._costs.measure(state.worker_group, state.cluster)
+        stepper.use_measured(cost, peak_flops=device_peak_flops(self._config, state.worker_group))
+        stepper.plan_for(state.cluster, state.ids, version=version)
+        self._announce("training")
+
+    def _finish(self, version: int) -> Finished:
+        stepper, journal = self._stepper, self._journal
+        stepper.commit()
+        journal.metrics.enter(RunState.SAVING)
+        cost = stepper.refit.cost
+        if stepper.refit.num_steps:
+            write_refitted(self._costs.profile_path, cost, num_steps=stepper.refit.num_steps)
+        journal.record.predict(lambda step: stepper.plans.simulate_step(step.programs, cluster=step.cluster, cost=cost))
+        self._announce("saving")
+        checkpoint = self._saver.last(version)
+        wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
+        medians = statistics.median(wall_s), statistics.median(cpu_s)
+        return finished(version, checkpoint, controller_s=medians[0], controller_cpu_s=medians[1])
 
     def at_boundary(self, *, version: int) -> int:
         """Grow, or leave draining nodes, after `version` steps if that is decided. Return the number of steps in the
@@ -82,22 +133,21 @@ class Transitions:
                 self._state.end_draining_standbys()
             for node in self._state.newly_draining():
                 self._log(f"node {node} is draining and nothing can replace it: {decision.reason}; saving")
-                self._saver.save_now(version, self._state.worker_group)
+                self._saver.save_now(version)
             return version
         self._log(decision.reason)
         before, since_s = len(self._state.ids), self._runtime.now_s()
         self._stepper.commit()
-        self._saver.finish(self._state.worker_group, metrics=self._journal.metrics)
+        self._saver.finish()
         self._stepper.copy_state(version)
         cluster = self._state.spec(decision)
         self._stepper.plan_for(cluster, decision.devices, version=version)
         self._state.worker_group.call(lambda _, worker: worker.leave.remote())
         version = self._take_up(decision, cluster, version=version)
         self._record(EventKind.RESIZE, decision, step=version, since_s=since_s, before=before)
-        self._count_resize(before)
         return version
 
-    def after_loss(self, error: RanksLostError, *, step: int) -> int:
+    def _after_loss(self, error: RanksLostError, *, step: int) -> int:
         """Continue with the devices that are left after a loss, or a failed exchange, in or before `step`. Return the
         number of steps in the recovered state.
 
@@ -120,16 +170,10 @@ class Transitions:
         cause = failure.cause.value
         self._record(EventKind.RECOVERY, decision, step=version, since_s=noticed_s, before=before, cause=cause)
         self._journal.metrics.observe_recovery(cause, seconds=self._runtime.now_s() - noticed_s)
-        self._count_resize(before)
         return version
 
-    def _count_resize(self, before: int) -> None:
-        devices = len(self._state.ids)
-        if devices != before:
-            self._journal.metrics.count_resize("up" if devices > before else "down")
-
     def _recover(self, failure: Failure, *, step: int) -> tuple[Decision, int]:
-        decision = self._state.await_devices(failure, stopping=self.stopping)
+        decision = self._state.await_devices(failure, stopping=self._stopping)
         if decision.what is Move.GIVE_UP:
             raise RunAbortedError(f"{decision.reason}{self._rescue(failure)}")
         if not decision.devices:
@@ -143,15 +187,19 @@ class Transitions:
     def _record(
         self, kind: EventKind, decision: Decision, *, step: int, since_s: float, before: int = 0, cause: str = ""
     ) -> None:
-        """Write an event with the steps lost since the last one."""
+        """Write an event with the steps lost since the last one; `before`: devices before it, 0 at the start."""
+        metrics, devices = self._journal.metrics, len(self._state.ids)
         lost_steps, self._lost_steps = self._lost_steps, 0
         if lost_steps:
-            self._journal.metrics.count_lost_steps(lost_steps)
+            metrics.count_lost_steps(lost_steps)
+        if before and devices != before:
+            metrics.count_resize("up" if devices > before else "down")
+        metrics.keep_ranks(devices)
         event = Event(
             kind=kind,
             step=step,
             at_s=self._runtime.epoch_s(),
-            devices=len(self._state.ids),
+            devices=devices,
             devices_before=before,
             seconds=self._runtime.now_s() - since_s,
             lost_steps=lost_steps,
@@ -159,7 +207,6 @@ class Transitions:
             reason=decision.reason,
             cluster=self._state.cluster,
         )
-        self._journal.metrics.keep_ranks(event.devices)
         self._journal.record.add_event(event)
 
     def _rescue(self, failure: Failure) -> str:
@@ -174,7 +221,7 @@ class Transitions:
         try:
             self._state.form(decision, self._state.spec(decision), empty=True)
             self._state.restore(found)
-            checkpoint = self._saver.last(step, self._state.worker_group, metrics=self._journal.metrics)
+            checkpoint = self._saver.last(step)
         except (RanksLostError, RunAbortedError, InfeasiblePlanError) as error:
             return f"; step {step} could not be saved: {' '.join(str(error).split())}"
         return f"; step {step} is saved in {checkpoint}"
@@ -191,24 +238,16 @@ class Transitions:
             version = found.state.version
             self._state.restore(found)
         else:
-            version = self._fall_back(found, decision, cluster)
-        self._set_metrics(generation)
+            self._state.drop_copies()  # those that are left are of steps that run again
+            version = self._saver.fall_back()
+            source = f"the checkpoint of step {version}" if version else "the beginning, as there is no checkpoint"
+            self._log(f"{found.reason}; resuming from {source}")
+            self._stepper.plan_for(cluster, decision.devices, version=version)
         self._lost_steps += max(0, self._stepper.last_finished - version)
         self._stepper.begin(generation, version=version)
         return version
 
-    def _fall_back(self, found: Restorable, decision: Decision, cluster: ClusterSpec) -> int:
-        """Load the newest checkpoint, else initial weights, as no state in memory is complete. The copies that are left
-        are of steps that run again."""
-        self._state.drop_copies()
-        version = self._saver.fall_back(self._state.worker_group, metrics=self._journal.metrics)
-        source = f"the checkpoint of step {version}" if version else "the beginning, as there is no checkpoint"
-        self._log(f"{found.reason}; resuming from {source}")
-        self._stepper.plan_for(cluster, decision.devices, version=version)
-        return version
 
-    def _set_metrics(self, generation: Generation) -> None:
-        metrics = self._journal.metrics
-        metrics.set_standing_by(len(self._state.worker_group.standby))
-        seconds = max(each.process_group_s for each in generation.joined)
-        metrics.set_process_groups(generation.joined[0].process_groups, seconds=seconds)
+def finished(last_step: int, checkpoint: Path | None, **own_s: float) -> Finished:
+    """Result of a run whose last checkpoint is this one."""
+    return Finished(last_step=last_step, checkpoint=str(checkpoint) if checkpoint else None, **own_s)
