@@ -19,7 +19,6 @@ from ray.core.generated import autoscaler_pb2
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.workers.calls import RanksLostError
-from rayfcp.cluster.workers.cluster_state import NodeWatch
 from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.starting import PendingWorkers
@@ -40,15 +39,14 @@ def keep_a_copy(worker_group: WorkerGroup) -> None:
 
 
 def drained(cluster: Cluster, node: Any) -> dict[str, Any]:
-    """What the watch says of a node that is told to leave."""
-    watch = NodeWatch(RayRuntime(), every_s=0.1)
-    before = dict(watch.view.draining)
+    """Draining nodes as the runtime lists them, of one that is told to leave."""
+    runtime = RayRuntime()
+    before = dict(runtime.nodes().draining)
     now_s = time.time()
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     global_worker.gcs_client.drain_node(node.node_id, reason, "leaves", int((now_s + DRAIN_S) * 1000))
-    until(lambda: bool(watch.view.draining))
-    (found,) = watch.view.draining.items()
-    watch.close()
+    until(lambda: bool(runtime.nodes().draining))
+    (found,) = runtime.nodes().draining.items()
     return {"before": before, "is_it": found[0] == node.node_id, "left_s": found[1] - now_s}
 
 

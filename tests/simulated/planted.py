@@ -101,7 +101,7 @@ def _drain_is_death() -> AbstractContextManager[Any]:
     decide = ClusterState.decide
 
     def ending(self: ClusterState, **given: Any) -> Any:
-        draining = self._watch.view.draining
+        draining = self._nodes.draining
         for member in self.worker_group.members:
             if member.facts.node_id in draining:
                 self._runtime.end(member.handle)
@@ -311,28 +311,13 @@ def _lossless_resize() -> AbstractContextManager[Any]:
 
 def _unwatched() -> AbstractContextManager[Any]:
     """Nobody asks after a device whose own call has ended, though others wait for it (found by this simulation)."""
-    look = GroupCall._look
+    poll = GroupCall._poll
 
-    def pending_only(self: GroupCall) -> None:
-        monitors = self._monitors
-        idle = set(range(len(monitors))) - set(self._pending.values())
-        self._monitors = [_Silent(each) if number in idle else each for number, each in enumerate(monitors)]
-        look(self)
-        self._monitors = monitors
+    def busy_only(self: GroupCall, number: int) -> None:
+        if number in self._pending.values():
+            poll(self, number)
 
-    return patch.object(GroupCall, "_look", pending_only)
-
-
-class _Silent:
-    """Is not asked."""
-
-    def __init__(self, monitor: Any) -> None:
-        self._monitor = monitor
-
-    def poll(self) -> None: ...
-
-    def heartbeat(self, *, is_busy: bool) -> Any:
-        return replace(self._monitor.heartbeat(is_busy=is_busy), silent_s=0.0)
+    return patch.object(GroupCall, "_poll", busy_only)
 
 
 def _copies_die_as_workers_start() -> AbstractContextManager[Any]:

@@ -15,14 +15,14 @@ from rayfcp.cluster.planning.measured import ranks_per_node
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
 from rayfcp.cluster.runtime import Runtime
 from rayfcp.cluster.workers.calls import Heartbeat, Judge
-from rayfcp.cluster.workers.cluster_state import ClusterState, Generation
+from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import RunAbortedError, Waited
 from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import HangVerdict, Sign, StepTimes, judge
 from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.elastic.stragglers import DeviceTiming, Speeds
-from rayfcp.execute.reports import RankReport
+from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
 from rayfcp.values import ClusterSpec, GlobalBatch, StateId, StepReport
@@ -95,19 +95,19 @@ class Stepper:
         self.refit = dataclasses.replace(self.refit, cost=cost)
         self.plans.start(version + 1, self._config.train.steps, cluster=self._with_speeds(cluster, ids), cost=cost)
 
-    def begin(self, generation: Generation, *, version: int) -> None:
+    def begin(self, joined: Sequence[Joined], *, version: int) -> None:
         """Start a generation that holds the state after `version` steps: snapshots go to stores from now on, and later
         steps that were finished run again."""
         self._again_to = max(self._again_to, self.last_finished)
         metrics, worker_group = self.journal.metrics, self.cluster_state.worker_group
         metrics.set_standing_by(len(worker_group.standby))
-        seconds = max(each.process_group_s for each in generation.joined)
-        metrics.set_process_groups(generation.joined[0].process_groups, seconds=seconds)
+        seconds = max(each.process_group_s for each in joined)
+        metrics.set_process_groups(joined[0].process_groups, seconds=seconds)
         self._speeds = self._speeds.only([member.id for member in worker_group.all])
         self.last_finished = version
         self._droppable = []  # states of lost steps would drop the copies of this generation
-        number = generation.cluster.generation
-        self._stored = self._stored.again(generation.ids, generation=number, first=version)
+        number = self.cluster_state.cluster.generation
+        self._stored = self._stored.again(self.cluster_state.ids, generation=number, first=version)
         self.cluster_state.assign_stores()
         if self._stored.every:
             self.cluster_state.take_snapshot(StateId(version=version, generation=number))

@@ -89,12 +89,12 @@ class Training:
     def _begin(self) -> None:
         """Form the first generation, which is not planned for yet."""
         initial = self._initial
-        generation = self._state.form(initial.decision, initial.cluster, empty=initial.found is not None)
+        joined = self._state.form(initial.decision, initial.cluster, empty=initial.found is not None)
         if initial.found is not None:
             self._state.restore(initial.found)
         else:
             self._saver.resume.load(self._state.worker_group)
-        self._stepper.begin(generation, version=initial.version)
+        self._stepper.begin(joined, version=initial.version)
         self._record(EventKind.START, initial.decision, step=initial.version, since_s=self._began_s)
 
     def _measure(self, version: int) -> None:
@@ -233,7 +233,7 @@ class Training:
         if found.state is not None and found.state.version != version:
             version = found.state.version
             self._stepper.plan_for(cluster, decision.devices, version=version)
-        generation = self._state.form(decision, cluster, empty=found.state is not None)
+        joined = self._state.form(decision, cluster, empty=found.state is not None)
         if found.state is not None:
             version = found.state.version
             self._state.restore(found)
@@ -244,7 +244,7 @@ class Training:
             self._log(f"{found.reason}; resuming from {source}")
             self._stepper.plan_for(cluster, decision.devices, version=version)
         self._lost_steps += max(0, self._stepper.last_finished - version)
-        self._stepper.begin(generation, version=version)
+        self._stepper.begin(joined, version=version)
         return version
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFailedError
 from rayfcp.cluster.workers.facts import Member
 from rayfcp.config import ConfigError
+from rayfcp.elastic.facts import Cause
 from rayfcp.elastic.hang import HangVerdict
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.values import InfeasiblePlanError
@@ -49,7 +50,7 @@ class LostWorker:
     id: str
     number: int
     node_id: str
-    cause: Literal["died", "node", "hung"]
+    cause: Cause
 
 
 class RanksLostError(WorkerFailedError):
@@ -61,16 +62,13 @@ class RanksLostError(WorkerFailedError):
         self.lost = tuple(lost)
 
     @property
-    def cause(self) -> Literal["died", "node", "hung", "collective"]:
+    def cause(self) -> Cause:
         """Cause of the most far-reaching loss."""
         causes = {each.cause for each in self.lost}
-        for cause in ("node", "died", "hung"):
-            if cause in causes:
-                return cause
-        return "collective"
+        return next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), Cause.COLLECTIVE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Heartbeat:
     """State of a device while calls last, its own call too if it `is_busy`.
 
@@ -79,10 +77,10 @@ class Heartbeat:
     """
 
     id: str
-    is_busy: bool
-    beat: Beat | None
-    received_s: float
-    silent_s: float
+    is_busy: bool = True
+    beat: Beat | None = None
+    received_s: float = 0.0
+    silent_s: float = 0.0
 
 
 Judge = Callable[[Sequence[Heartbeat]], HangVerdict]
@@ -97,41 +95,6 @@ def judge_silence(limit_s: float) -> Judge:
         return HangVerdict(hung=hung, reason=f"sent no heartbeat for {limit_s:.0f} s" if hung else "")
 
     return judge
-
-
-class HeartbeatMonitor:
-    """Requests heartbeats of one device, one at a time."""
-
-    def __init__(self, runtime: Runtime, member: Member) -> None:
-        self._runtime, self._member = runtime, member
-        self._ref: Any = None
-        self._requested_s = 0.0
-        self._beat: Beat | None = None
-        self._received_s = 0.0
-
-    def poll(self) -> ActorLostError | None:
-        """Take the answer if there is one and request the next; return the error if the device is gone."""
-        if self._ref is not None:
-            if not self._runtime.wait([self._ref], timeout_s=0):
-                return None
-            try:
-                self._beat = self._runtime.get(self._ref)
-            except ActorLostError as error:
-                return error
-            except CallError:
-                self._beat = None
-            self._received_s = self._runtime.now_s()
-        self._ref, self._requested_s = self._member.handle.beat.remote(), self._runtime.now_s()
-        return None
-
-    def heartbeat(self, *, is_busy: bool) -> Heartbeat:
-        return Heartbeat(
-            id=self._member.id,
-            is_busy=is_busy,
-            beat=self._beat,
-            received_s=self._received_s,
-            silent_s=self._runtime.now_s() - self._requested_s,
-        )
 
 
 class GroupCall:
@@ -159,8 +122,9 @@ class GroupCall:
         self._end_s, self._end = end_s, end
         self._pending: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
         self._values: list[Any] = [None] * len(refs)
-        self._monitors = [HeartbeatMonitor(runtime, member) for member in members]
-        self._gone: dict[int, Literal["died", "node", "hung"]] = {}
+        self._heartbeats = [Heartbeat(id=member.id) for member in members]
+        self._requests: list[tuple[Any, float]] = [(None, 0.0)] * len(members)
+        self._gone: dict[int, Cause] = {}
         self._reason = ""
         self._program_error: WorkerFailedError | None = None
         self.waited_s = 0.0
@@ -200,34 +164,45 @@ class GroupCall:
                 raise cause from error
             if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
                 self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
-            self._set_reason(f"{name} failed: {cause}")
+            self._reason = self._reason or f"{name} failed: {cause}"
         except ActorLostError as error:
             self._mark_gone(number, error)
         except CallError as error:  # an argument of the call is lost
-            self._set_reason(f"{name} could not be called: {error}")
-
-    def _set_reason(self, reason: str) -> None:
-        self._reason = self._reason or reason
+            self._reason = self._reason or f"{name} could not be called: {error}"
 
     def _mark_gone(self, number: int, error: ActorLostError) -> None:
-        self._gone[number] = "node" if error.node_lost else "died"
-        self._set_reason(f"{self._names[number]} died: {error}")
+        self._gone[number] = Cause.NODE if error.node_lost else Cause.DIED
+        self._reason = self._reason or f"{self._names[number]} died: {error}"
 
     def _look(self) -> None:
         """Poll the heartbeats of all devices and judge them: calls may wait for a device whose own call has ended."""
-        for number, monitor in enumerate(self._monitors):
-            error = monitor.poll()
-            if error is not None:
-                self._mark_gone(number, error)
         busy = set(self._pending.values())
-        verdict = self._judge(
-            [monitor.heartbeat(is_busy=number in busy) for number, monitor in enumerate(self._monitors)]
-        )
+        for number, heartbeat in enumerate(self._heartbeats):
+            heartbeat.is_busy = number in busy
+            self._poll(number)
+        verdict = self._judge(self._heartbeats)
         hung = [number for number, member in enumerate(self._members) if member.id in verdict.hung]
-        self._gone |= {number: "hung" for number in hung if number not in self._gone}
+        self._gone |= {number: Cause.HUNG for number in hung if number not in self._gone}
         if hung or verdict.stuck:
             names = ", ".join(self._names[number] for number in hung) or "an exchange"
-            self._set_reason(f"{names} hangs: {verdict.reason}")
+            self._reason = self._reason or f"{names} hangs: {verdict.reason}"
+
+    def _poll(self, number: int) -> None:
+        """Take a device's heartbeat if it came, and request the next one."""
+        heartbeat, (ref, requested_s) = self._heartbeats[number], self._requests[number]
+        if ref is None or self._runtime.wait([ref], timeout_s=0):
+            if ref is not None:
+                try:
+                    heartbeat.beat = self._runtime.get(ref)
+                except ActorLostError as error:
+                    self._mark_gone(number, error)
+                    return
+                except CallError:
+                    heartbeat.beat = None
+                heartbeat.received_s = self._runtime.now_s()
+            requested_s = self._runtime.now_s()
+            self._requests[number] = self._members[number].handle.beat.remote(), requested_s
+        heartbeat.silent_s = self._runtime.now_s() - requested_s
 
     def _find_cause(self) -> None:
         """Find out by heartbeats whether something failed because a device is gone.
@@ -240,7 +215,7 @@ class GroupCall:
         if self._program_error is not None and not self._gone:
             raise self._program_error
         if not self._gone:
-            self._gone |= dict.fromkeys(silent, "hung")
+            self._gone |= dict.fromkeys(silent, Cause.HUNG)
 
     def _unanswered(self, refs: dict[Any, int], *, until_gone: bool) -> list[int]:
         """Devices that do not answer within `SILENT_S`; those that turn out to be gone are marked."""
@@ -260,14 +235,14 @@ class GroupCall:
         A call that had not begun when it was aborted is aborted again."""
         living = [number for number in range(len(self._members)) if number not in self._gone]
         refs = {self._members[number].handle.abort.remote(): number for number in living}
-        self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), "hung")
+        self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), Cause.HUNG)
         end_s = self._runtime.now_s() + self._end_s
         again: dict[Any, int] = {}
         while self._pending_of_living() and self._runtime.now_s() < end_s:
             if not self._take_ended():
                 again |= {self._members[each].handle.abort.remote(): each for each in self._pending.values()}
         self._unanswered(again, until_gone=False)  # so that none of them meets a later call
-        self._gone |= dict.fromkeys(self._pending.values(), "hung")
+        self._gone |= dict.fromkeys(self._pending.values(), Cause.HUNG)
 
     def _pending_of_living(self) -> bool:
         self._pending = {ref: number for ref, number in self._pending.items() if number not in self._gone}

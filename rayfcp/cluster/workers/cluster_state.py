@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.recovery.stores import ANSWER_S, Restorable, SnapshotStores
-from rayfcp.cluster.runtime import Flag, RendezvousServer, Runtime
+from rayfcp.cluster.runtime import Flag, RendezvousServer
 from rayfcp.cluster.workers.calls import RanksLostError, loss_of
 from rayfcp.cluster.workers.facts import with_stages
 from rayfcp.cluster.workers.group import WorkerGroup, join_devices
@@ -21,32 +21,13 @@ from rayfcp.values import ClusterSpec, Decision, Move, StateId
 logger = logging.getLogger(__name__)
 
 
-class NodeWatch:
-    """Polls the nodes every `every_s` until closed; `view` is the last result."""
-
-    def __init__(self, runtime: Runtime, *, every_s: float) -> None:
-        self._runtime = runtime
-        self.view = runtime.nodes()
-        self._timer = runtime.every(every_s, self._look, name="node watch")
-
-    def close(self) -> None:
-        self._timer.close()
-
-    def _look(self) -> None:
-        self.view = self._runtime.nodes()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """A generation whose devices have joined, with initial weights unless they were restored."""
-
-    cluster: ClusterSpec
-    joined: tuple[Joined, ...]
-    ids: tuple[str, ...]
-
-
 class ClusterState:
-    """Workers in use and standing by, pending workers, snapshot stores and nodes. Ended by `end`."""
+    """Workers in use and standing by, pending workers, snapshot stores and nodes. Ended by `end`.
+
+    `ids`: devices of the current generation, in the order of their numbers.
+
+    Methods that call all devices raise `RanksLostError` if one was lost meanwhile.
+    """
 
     def __init__(
         self,
@@ -60,13 +41,15 @@ class ClusterState:
     ) -> None:
         self._config, self._data, self._log = config, data, log
         self._runtime, self.worker_group = start.runtime, worker_group
-        self._watch = NodeWatch(start.runtime, every_s=config.elastic.look_every_s)
+        self._nodes = start.runtime.nodes()
+        self._node_timer = start.runtime.every(config.elastic.look_every_s, self._look_at_nodes, name="node watch")
         self._pending = PendingWorkers(start)
         self._limits = Limits.of(config)
         self.snapshot_stores = snapshot_stores
         worker_group.kill_process = snapshot_stores.kill
         self._rendezvous: RendezvousServer | None = None
-        self._generation: Generation | None = None
+        self._cluster: ClusterSpec | None = None
+        self.ids: tuple[str, ...] = ()
         self._setbacks = Setbacks()
         self._losses: tuple[Loss, ...] = ()
         self._warned: set[str] = set()
@@ -82,23 +65,20 @@ class ClusterState:
     @property
     def cluster(self) -> ClusterSpec:
         """Cluster of the current generation."""
-        assert self._generation is not None
-        return self._generation.cluster
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        """Ids of the generation's devices, in the order of their numbers."""
-        assert self._generation is not None
-        return self._generation.ids
+        assert self._cluster is not None
+        return self._cluster
 
     def decide(self, *, failure: Failure | None = None, waiting_since_s: float | None = None) -> Decision:
         """Decide what to do about the devices now; new ones stand by from here on. More are requested, but not during a
         recovery, which needs the CPUs that starting processes would take."""
-        self._take_pending()
+        self.worker_group.standby += self._pending.ready()
+        # Accelerators that often lose their worker are avoided; CPU workers have no such place.
+        self._place_of |= {member.id: member.facts.slot or member.id for member in self.worker_group.all}
         if self._config.elastic.grow and failure is None and self._setbacks == Setbacks():
-            self._request(self._limits.max_devices)
+            self._request_missing()
         now_s = self._runtime.now_s()
-        if failure is None and waiting_since_s is None and self._generation is not None and self._is_quiet():
+        is_steady = failure is None and waiting_since_s is None and self._cluster is not None
+        if is_steady and not self._draining_in_use() and not self.worker_group.standby:
             return Decision(what=Move.GO_ON, reason="the devices are unchanged")
         return decide(self._facts(failure=failure, waiting_since_s=waiting_since_s), now_s=now_s)
 
@@ -122,7 +102,7 @@ class ClusterState:
             elif logged != decision.reason:
                 logger.info(decision.reason)
             logged = decision.reason
-            self._request(self._limits.max_devices)
+            self._request_missing()
             stopping.wait(self._config.elastic.look_every_s)
 
     def spec(self, decision: Decision) -> ClusterSpec:
@@ -139,44 +119,31 @@ class ClusterState:
         """Use the decision's devices, which have not joined yet; all others stand by."""
         self.worker_group.form(self.spec(decision), decision.devices)
 
-    def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> Generation:
+    def form(self, decision: Decision, cluster: ClusterSpec, *, empty: bool) -> list[Joined]:
         """Join the decision's devices; those in use before have left or been aborted. `empty`: without weights, which
-        will be filled.
-
-        Raises:
-            RanksLostError: a device was lost meanwhile.
-        """
+        will be filled."""
         self._newest_number = cluster.generation
         self.worker_group.form(cluster, decision.devices)
-        self._generation = Generation(cluster=cluster, joined=(), ids=decision.devices)
+        self._cluster, self.ids = cluster, decision.devices
         self._rendezvous, joined = join_devices(self.worker_group, cluster, empty=empty)
-        self._generation = Generation(cluster=cluster, joined=tuple(joined), ids=decision.devices)
-        return self._generation
+        return joined
 
     def restore(self, found: Restorable) -> None:
-        """Make all devices take up a state from copies.
-
-        Raises:
-            RanksLostError: a device was lost meanwhile.
-        """
+        """Make all devices take up a state from copies."""
         sources = self._runtime.put(found.sources)
         self.worker_group.call(lambda _, worker: worker.fill.remote(sources))
 
     def take_snapshot(self, state: StateId) -> None:
-        """Make all devices copy their shards and send them to snapshot stores, in the background.
-
-        Raises:
-            RanksLostError: a device was lost meanwhile.
-        """
+        """Make all devices copy their shards and send them to snapshot stores, in the background."""
         self.worker_group.call(lambda _, worker: worker.take_snapshot.remote(state))
 
     def assign_stores(self) -> None:
         """Give every device a store on another node that stays, and one on its own node that kills it if it hangs."""
-        self.snapshot_stores.assign(self.worker_group.all, avoid=self._watch.view.draining)
+        self.snapshot_stores.assign(self.worker_group.all, avoid=self._nodes.draining)
 
     def end_draining_standbys(self) -> None:
         """End the devices that stand by on draining nodes."""
-        draining = self._watch.view.draining
+        draining = self._nodes.draining
         self.worker_group.drop([each.id for each in self.worker_group.standby if each.facts.node_id in draining])
 
     def drop_copies(self) -> None:
@@ -196,12 +163,12 @@ class ClusterState:
         """Record a loss and drop dead members and stores."""
         now_s = self._runtime.now_s()
         self._losses += tuple(Loss(place=self._place_of[each.id], at_s=now_s) for each in error.lost)
-        gone = {each.node_id for each in error.lost if each.cause == "node"}
+        gone = {each.node_id for each in error.lost if each.cause is Cause.NODE}
         for node in sorted(gone - self._runtime.nodes().alive) if gone else ():
             self.snapshot_stores.forget(node)
         self._drop_dead()
         return Failure(
-            cause=Cause(error.cause), lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
+            cause=error.cause, lost=tuple(each.id for each in error.lost), message=" ".join(str(error).split())
         )
 
     def on_recovery(self, failure: Failure) -> None:
@@ -212,18 +179,20 @@ class ClusterState:
 
     def newly_draining(self) -> tuple[str, ...]:
         """Draining nodes with devices in use, each returned once."""
-        nodes = {member.facts.node_id for member in self.worker_group.members} & self._watch.view.draining.keys()
-        new = tuple(sorted(nodes - self._warned))
-        self._warned |= nodes
+        new = tuple(sorted(self._draining_in_use() - self._warned))
+        self._warned.update(new)
         return new
 
     def end(self) -> None:
         """End all workers and snapshot stores."""
-        for end in (self._pending.end, self._watch.close, self.worker_group.end, self.snapshot_stores.end):
+        for end in (self._pending.end, self._node_timer.close, self.worker_group.end, self.snapshot_stores.end):
             try:
                 end()
             except Exception:
                 logger.exception("ending devices")
+
+    def _look_at_nodes(self) -> None:
+        self._nodes = self._runtime.nodes()
 
     def _drop_dead(self) -> None:
         """End the dead among the members that stand by."""
@@ -231,25 +200,17 @@ class ClusterState:
         done = self._runtime.wait_all(list(beats), timeout_s=ANSWER_S)
         self.worker_group.drop([beats[ref] for ref in done if loss_of(self._runtime, ref) is not None])
 
-    def _take_pending(self) -> None:
-        """Let pending workers that are ready stand by."""
-        self.worker_group.standby += self._pending.ready()
-        # Accelerators that often lose their worker are avoided; CPU workers have no such place.
-        self._place_of |= {member.id: member.facts.slot or member.id for member in self.worker_group.all}
-
-    def _request(self, num_devices: int) -> None:
+    def _request_missing(self) -> None:
         """Request the devices that are missing; those on draining nodes do not count."""
-        staying = [each for each in self.worker_group.all if each.facts.node_id not in self._watch.view.draining]
-        self._pending.want(max(0, num_devices - len(staying)), in_use=len(staying))
+        staying = [each for each in self.worker_group.all if each.facts.node_id not in self._nodes.draining]
+        self._pending.want(max(0, self._limits.max_devices - len(staying)), in_use=len(staying))
 
-    def _is_quiet(self) -> bool:
-        """True if no device stands by and no node in use is draining."""
-        drained = {member.facts.node_id for member in self.worker_group.members} & self._watch.view.draining.keys()
-        return not drained and not self.worker_group.standby
+    def _draining_in_use(self) -> set[str]:
+        """Draining nodes with devices in use."""
+        return {member.facts.node_id for member in self.worker_group.members} & self._nodes.draining.keys()
 
     def _facts(self, *, failure: Failure | None, waiting_since_s: float | None) -> Facts:
         epoch_s, now_s = self._runtime.epoch_s(), self._runtime.now_s()
-        current = self._generation
         return Facts(
             limits=self._limits,
             devices=tuple(
@@ -262,11 +223,11 @@ class ClusterState:
                 facts=[member.facts for member in self.worker_group.all],
                 longest_tokens=int(self._data.index.lengths.max()),
             ),
-            active=current.ids if current else (),
-            num_stages=current.cluster.num_stages if current else 1,
+            active=self.ids,
+            num_stages=self._cluster.num_stages if self._cluster else 1,
             leaving=tuple(
                 Leaving(node_id=node, deadline_s=now_s + (at_s or epoch_s) - epoch_s)
-                for node, at_s in self._watch.view.draining.items()
+                for node, at_s in self._nodes.draining.items()
             ),
             starting_since_s=tuple(self._pending.requested_s),
             losses=self._losses,
