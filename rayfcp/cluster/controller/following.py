@@ -2,11 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from rayfcp.cluster.controller.training import Outcome, Poll
+from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.lock import sweep
 from rayfcp.cluster.recovery.adoption import end_leftovers
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
@@ -82,13 +82,16 @@ class _Follower:
     def _follow(self) -> Outcome:
         """Follow this controller to its end; the first Ctrl-C or SIGTERM makes it stop after the step under way."""
         running = self._controller.run.remote()
-        seen = [0, 0]
+        num_messages = num_reports = 0
         if self._stop_requested:
             self._controller.stop.remote()
         while True:
             try:
                 done = self._runtime.wait([running], timeout_s=POLL_S)
-                self._poll(seen)
+                poll = self._controller.poll.remote(messages=num_messages, reports=num_reports)
+                messages, reports = self._runtime.get(poll)
+                num_messages, num_reports = num_messages + len(messages), num_reports + len(reports)
+                self._show(messages, reports)
                 if done:
                     outcome: Outcome = self._runtime.get(running)
                     return outcome
@@ -99,15 +102,11 @@ class _Follower:
                 self._watcher.log("stopping after this step with a checkpoint; Ctrl-C or SIGTERM again stops at once")
                 self._controller.stop.remote()
 
-    def _poll(self, seen: list[int]) -> None:
-        """Show messages and reports beyond the `seen` ones; steps that an earlier controller reported are not shown
-        again."""
-        poll: Poll = self._runtime.get(self._controller.poll.remote(messages=seen[0], reports=seen[1]))
-        seen[0] += len(poll.messages)
-        seen[1] += len(poll.reports)
-        for message in poll.messages:
+    def _show(self, messages: Sequence[str], reports: Sequence[StepReport]) -> None:
+        """Show all but the steps that an earlier controller reported."""
+        for message in messages:
             self._watcher.log(message)
-        for report in poll.reports:
+        for report in reports:
             if not self.reports or report.step > self.reports[-1].step:
                 self.reports.append(report)
                 self._watcher.update(report)

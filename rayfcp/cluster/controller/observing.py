@@ -12,7 +12,7 @@ from rayfcp.cost.refit import GroupWork, Observation
 from rayfcp.execute.reports import RankReport
 from rayfcp.plan import CostModel
 from rayfcp.plan.imbalance import ENCODER
-from rayfcp.values import BatchPlan, ClusterSpec, MicrobatchPlan, SequenceSpec, SpanKind
+from rayfcp.values import BatchPlan, ClusterSpec, Group, SequenceSpec, SpanKind
 
 Loads = npt.NDArray[np.float64]
 
@@ -40,31 +40,25 @@ def timed_groups(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, cluster:
     if plan.pipelines:
         return ()
     by_id = {sequence.id: sequence for sequence in sequences}
-    return tuple(
-        _groups_of(microbatch, by_id, cluster=cluster) if microbatch.layout is None else ()
-        for microbatch in plan.microbatches
-    )
-
-
-def _groups_of(
-    microbatch: MicrobatchPlan, by_id: dict[int, SequenceSpec], *, cluster: ClusterSpec
-) -> tuple[TimedGroup, ...]:
     nodes = cluster.node_of_rank or (0,) * cluster.num_ranks
     speeds = cluster.speed_of_rank or (1.0,) * cluster.num_ranks
-    return tuple(
-        TimedGroup(
-            ranks=group.ranks,
-            part=GroupWork(
-                num_tokens=sum(by_id[each].num_tokens for each in group.sequences),
-                num_pairs=sum(by_id[each].attention_pairs for each in group.sequences),
-                degree=group.degree,
-                primitive=group.primitive,
-                crosses=len({nodes[rank] for rank in group.ranks}) > 1,
-            ),
-            predicted_s=predicted_s,
-            speed=min((speeds[rank] for rank in group.ranks), default=1.0),
+
+    def timed(group: Group, predicted_s: float) -> TimedGroup:
+        part = GroupWork(
+            num_tokens=sum(by_id[each].num_tokens for each in group.sequences),
+            num_pairs=sum(by_id[each].attention_pairs for each in group.sequences),
+            degree=group.degree,
+            primitive=group.primitive,
+            crosses=len({nodes[rank] for rank in group.ranks}) > 1,
         )
-        for group, predicted_s in zip(microbatch.groups, microbatch.group_s, strict=True)
+        speed = min((speeds[rank] for rank in group.ranks), default=1.0)
+        return TimedGroup(ranks=group.ranks, part=part, predicted_s=predicted_s, speed=speed)
+
+    return tuple(
+        tuple(timed(*each) for each in zip(microbatch.groups, microbatch.group_s, strict=True))
+        if microbatch.layout is None
+        else ()
+        for microbatch in plan.microbatches
     )
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,6 @@ logger = logging.getLogger(__name__)
 WRITE_EVERY_S = 60.0
 """Between two writes of `ranks.json`, each of which writes the whole file."""
 
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStep:
-    """A step of the trace with what it takes to simulate it: references of its programs, and the ranks it ran on."""
-
-    step: TracedStep
-    programs: tuple[Any, ...]
-    cluster: ClusterSpec
-
 
 class Recorder:
     """Writes `events.jsonl`, `ranks.json` and `trace.json`. Never waits for devices.
@@ -52,7 +41,8 @@ class Recorder:
     def __init__(self, run_dir: Path, *, runtime: Runtime, trace_steps: int, resume_step: int) -> None:
         self._run_dir, self._runtime = run_dir, runtime
         self._times = RankTimes.read(run_dir / rank_times.FILE, up_to=resume_step) if resume_step else RankTimes()
-        self._recorded: deque[RecordedStep] = deque(maxlen=trace_steps)
+        self._recorded: deque[tuple[TracedStep, tuple[Any, ...], ClusterSpec]] = deque(maxlen=trace_steps)
+        """Steps of the trace with what it takes to simulate them: references of their programs, and their ranks."""
         self._last_step, self._num_devices, self._written_s = resume_step, 0, self._runtime.now_s()
         if resume_step:
             self._end_killed_run()
@@ -71,29 +61,28 @@ class Recorder:
             step, {each.number: each.step_s - each.wait_s for each in devices if math.isfinite(each.wait_s)}
         )
         self._last_step = step
-        while self._recorded and self._recorded[-1].step.step >= step:
+        while self._recorded and self._recorded[-1][0].step >= step:
             self._recorded.pop()
-        traced = TracedStep(step=step, measured=spans_of(devices))
-        self._recorded.append(RecordedStep(step=traced, programs=planned.programs, cluster=cluster))
+        self._recorded.append((TracedStep(step=step, measured=spans_of(devices)), planned.programs, cluster))
         if self._runtime.now_s() - self._written_s >= WRITE_EVERY_S:
             self._write_times()
 
-    def predict(self, simulate: Callable[[RecordedStep], Sequence[Span]]) -> None:
+    def predict(self, simulate: Callable[[Sequence[Any], ClusterSpec], Sequence[Span]]) -> None:
         """Add simulated spans to the steps of the trace, up to the first one that cannot be simulated."""
-        for at, recorded in enumerate(self._recorded):
+        for at, (traced, programs, cluster) in enumerate(self._recorded):
             try:
-                traced = replace(recorded.step, predicted=tuple(simulate(recorded)))
+                predicted = tuple(simulate(programs, cluster))
             except Exception as error:
-                logger.warning("step %d has no prediction in the trace: %s", recorded.step.step, error)
+                logger.warning("step %d has no prediction in the trace: %s", traced.step, error)
                 return
-            self._recorded[at] = replace(recorded, step=traced)
+            self._recorded[at] = replace(traced, predicted=predicted), programs, cluster
 
     def close(self) -> None:
         self.add_event(self._end(self._runtime.epoch_s(), self._num_devices))
         self._write_times()
         if self._recorded:
             try:
-                write_steps(self._run_dir / FILE, [each.step for each in self._recorded])
+                write_steps(self._run_dir / FILE, [traced for traced, _, _ in self._recorded])
             except (OSError, ValueError):
                 logger.exception("trace of %s", self._run_dir)
 
@@ -132,7 +121,7 @@ class Journal:
         run_dir: Path,
         resume_step: int,
         began_s: float,
-        log: Log = logger.warning,
+        log: Callable[[str], None] = logger.warning,
     ) -> None:
         self._runtime, self._run_dir = runtime, run_dir
         self.metrics = MetricsExporter(
@@ -170,8 +159,17 @@ class Journal:
 
         A full disk does not stop the training: the line is written later.
         """
+        workers = [
+            DeviceTimes(
+                rank=each.number,
+                step_s=each.step_s,
+                busy_s=each.step_s - each.wait_s,
+                encode_s=sum(span.duration_s for span in each.spans if span.kind is SpanKind.ENCODE),
+            )
+            for each in ranks
+        ]
         self.metrics.observe_workers(
-            [_worker(each) for each in ranks],
+            workers,
             memory=[each.memory_bytes for each in ranks],
             picture=picture_of(report.step, groups=groups, ranks=ranks),
         )
@@ -216,7 +214,9 @@ def spans_of(devices: Sequence[RankReport]) -> tuple[Span, ...]:
     return tuple(span for each in devices if each.tensor_rank == 0 for span in each.spans)
 
 
-def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float) -> StepReport:
+def step_report(
+    planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: float, peak_flops: float, recovered: bool
+) -> StepReport:
     """Report of a finished step. `peak_flops` is that of all devices in use together."""
     record, batch = planned.record, planned.batch
     waited_s = sum(report.wait_s for report in ranks)
@@ -243,6 +243,7 @@ def step_report(planned: PlannedStep, ranks: Sequence[RankReport], *, step_s: fl
         num_microbatches=record.num_microbatches,
         plan_hash=record.plan_hash,
         samples_hash=batch.samples_hash,
+        recovered=recovered,
     )
 
 
@@ -263,12 +264,3 @@ def picture_of(step: int, *, groups: TimedGroups, ranks: Sequence[RankReport]) -
         ]
         start_s += max((group.predicted_s for group in in_microbatch), default=0.0)
     return StepTimeline(step=step, planned=tuple(planned), measured=spans_of(ranks))
-
-
-def _worker(report: RankReport) -> DeviceTimes:
-    return DeviceTimes(
-        rank=report.number,
-        step_s=report.step_s,
-        busy_s=report.step_s - report.wait_s,
-        encode_s=sum(span.duration_s for span in report.spans if span.kind is SpanKind.ENCODE),
-    )

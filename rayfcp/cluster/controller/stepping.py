@@ -156,9 +156,13 @@ class Stepper:
         if finished is None:
             return
         cluster, planned = self.cluster_state.cluster, finished.planned
-        peak_flops = self._peak_flops * cluster.num_devices
-        report = step_report(planned, finished.devices, step_s=finished.step_s, peak_flops=peak_flops)
-        report = dataclasses.replace(report, recovered=finished.again)
+        report = step_report(
+            planned,
+            finished.devices,
+            step_s=finished.step_s,
+            peak_flops=self._peak_flops * cluster.num_devices,
+            recovered=finished.again,
+        )
         self.journal.record.add_step(planned, finished.devices, cluster=cluster)
         if self.journal.commit(report, finished.devices, groups=planned.record.groups):
             self._on_report(report)
@@ -180,7 +184,7 @@ class Stepper:
             needed, worker_group = self._stored.needed(step), self.cluster_state.worker_group
             timeout_s = self._config.elastic.hang_min_s
             results = worker_group.get(
-                [worker.await_kept.remote(needed, timeout_s=timeout_s) for worker in worker_group.workers]
+                [each.await_kept.remote(needed, timeout_s=timeout_s) for each in worker_group.workers]
             )
             stored = [id for id, result in zip(self.cluster_state.ids, results, strict=True) if result is Waited.KEPT]
             self._stored = self._stored.after(dict.fromkeys(stored, needed))
@@ -231,19 +235,12 @@ class Stepper:
             self.refit = self.refit.after(observations(record.groups, finished.devices))
         seconds = rank_seconds(record.own_s, finished.devices, num_ranks=cluster.num_ranks)
         if seconds:
-            # All devices of a rank get the measurement of the rank.
-            of_rank = [
-                seconds[number // cluster.tensor_parallel % cluster.num_ranks] for number in range(len(state.ids))
-            ]
-            before, self._speeds = (
-                self._speeds,
-                self._speeds.after(
-                    [
-                        DeviceTiming(id=id, own_s=own_s, predicted_s=predicted_s)
-                        for id, (predicted_s, own_s) in zip(state.ids, of_rank, strict=True)
-                    ]
-                ),
-            )
+            timings = []
+            for number, id in enumerate(state.ids):
+                # All devices of a rank get the measurement of the rank.
+                predicted_s, own_s = seconds[number // cluster.tensor_parallel % cluster.num_ranks]
+                timings.append(DeviceTiming(id=id, own_s=own_s, predicted_s=predicted_s))
+            before, self._speeds = self._speeds, self._speeds.after(timings)
             for sentence in self._speeds.news(before):
                 self._log(sentence)
             for number, id in enumerate(state.ids):

@@ -255,14 +255,6 @@ def _check_longest(config: Config, data: Dataset, cluster: ClusterSpec) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Poll:
-    """Log lines and reports since the last poll."""
-
-    messages: tuple[str, ...]
-    reports: tuple[StepReport, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Result of a run: `finished`, or an `error` that the user can correct (`wrong_input`) or not (see `trace`)."""
 
@@ -282,9 +274,9 @@ class Controller:
         self._stopping = runtime.flag()
         self._run = TrainingRun(config, data_dir=data_dir, runtime=runtime, stopping=self._stopping)
 
-    def poll(self, *, messages: int, reports: int) -> Poll:
-        """Messages and reports of committed steps, without the first `messages` and `reports`, which are known."""
-        return Poll(messages=tuple(self._run.messages[messages:]), reports=tuple(self._run.reports[reports:]))
+    def poll(self, *, messages: int, reports: int) -> tuple[list[str], list[StepReport]]:
+        """Log lines and reports of committed steps, without the first `messages` and `reports`, which are known."""
+        return self._run.messages[messages:], self._run.reports[reports:]
 
     def stop(self) -> None:
         """End after the step that is running, with a checkpoint."""

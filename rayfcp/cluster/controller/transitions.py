@@ -112,7 +112,9 @@ class Training:
         cost = stepper.refit.cost
         if stepper.refit.num_steps:
             write_refitted(self._costs.profile_path, cost, num_steps=stepper.refit.num_steps)
-        journal.record.predict(lambda step: stepper.plans.simulate_step(step.programs, cluster=step.cluster, cost=cost))
+        journal.record.predict(
+            lambda programs, cluster: stepper.plans.simulate_step(programs, cluster=cluster, cost=cost)
+        )
         self._announce("saving")
         checkpoint = self._saver.last(version)
         wall_s, cpu_s = zip(*stepper.own_s, strict=True) if stepper.own_s else ((0.0,), (0.0,))
