@@ -166,15 +166,15 @@ def test_timers_call_until_closed_whatever_a_call_raises(runtime: Runtime) -> No
         calls.append(len(calls))
         raise ValueError("logged")
 
-    timer = runtime.every(0.01, call, name="probe")
+    stop = runtime.every(0.01, call, name="probe")
     until(lambda: len(calls) >= 3)
-    timer.close()
+    stop()
     until(lambda: not any(each.name == "probe" for each in threading.enumerate()))
 
 
 def test_background_calls_come_one_after_the_other(runtime: Runtime) -> None:
-    background, go, seen = runtime.background("probe"), runtime.flag(), []
-    tasks = [background.submit(lambda: seen.append(go.wait(PATIENCE_S))), background.submit(seen.append, 2)]
+    submit, go, seen = runtime.background("probe"), runtime.flag(), []
+    tasks = [submit(lambda: seen.append(go.wait(PATIENCE_S))), submit(seen.append, 2)]
     assert not tasks[1].done()
     go.set()
     tasks[1].result()

@@ -63,6 +63,7 @@ class Devices:
     """What a saver needs of a worker_group."""
 
     def __init__(self, count: int) -> None:
+        self.runtime = RayRuntime()
         self._handles = [Called(WritingDevice(number)) for number in range(count)]
 
     def __len__(self) -> int:
@@ -85,7 +86,6 @@ class Run:
         self.worker_group = Devices(2)
         self.saver = Saver(
             self.config,
-            runtime=RayRuntime(),
             resume=self.make_resume("auto"),
             worker_group=self.worker_group,
             metrics=self.metrics,
@@ -107,7 +107,7 @@ class Run:
             replace(report_of(step, loss=1.0), number=number, saved=part) for number, part in enumerate(told)
         ]
         self.saver.after_step(step, ranks=ranks)
-        self.saver._committer.submit(lambda: None).result()
+        self.saver._run_in_background(lambda: None).result()
 
     @property
     def steps(self) -> list[int]:

@@ -176,7 +176,7 @@ def _nobody_kept_alive() -> AbstractContextManager[Any]:
 
     def closed(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._alive.close()
+        self._stop_beats()
 
     def silent(self: WorkerStart, id: str, handle: Any) -> None:
         self._held[id] = handle
@@ -326,11 +326,11 @@ def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
 
     def late(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._alive.close()
+        self._stop_beats()
 
     def assigning(self: SnapshotStores, *args: Any, **kwargs: Any) -> None:
-        self._alive.close()
-        self._alive = keep_alive(self._runtime, self._orphan_s, handles=lambda: list(self.stores.values()))
+        self._stop_beats()
+        self._stop_beats = keep_alive(self._runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
         assign(self, *args, **kwargs)
 
     return _all(patch.object(SnapshotStores, "__init__", late), patch.object(SnapshotStores, "assign", assigning))

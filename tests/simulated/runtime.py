@@ -179,9 +179,10 @@ class SimulatedRuntime:
     def here(self) -> str:
         return self.process.node
 
-    def rendezvous(self, *, alone: bool) -> "SimulatedRendezvous":
+    def rendezvous(self, cluster: ClusterSpec, *, alone: bool) -> tuple[Rendezvous, None]:
+        """Its number stands for the port."""
         self._check()
-        return SimulatedRendezvous(self.world.next_pid(), process=self.process)
+        return Rendezvous(host=LOOPBACK, port=self.world.next_pid(), cluster=cluster), None
 
     # Time.
 
@@ -200,11 +201,11 @@ class SimulatedRuntime:
     def flag(self) -> "SimulatedFlag":
         return SimulatedFlag(self)
 
-    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> "SimulatedTimer":
-        return SimulatedTimer(self, period_s, call)
+    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> Callable[[], None]:
+        return SimulatedTimer(self, period_s, call).close
 
-    def background(self, name: str) -> "SimulatedBackground":
-        return SimulatedBackground(self)
+    def background(self, name: str) -> "Callable[..., SimulatedTask]":
+        return SimulatedBackground(self).submit
 
     # Telemetry.
 
@@ -257,16 +258,6 @@ class SimulatedRuntime:
             begin()
         else:
             reservation.when_granted.append(begin)
-
-
-class SimulatedRendezvous:
-    """The store lives in the controller's process and ends with it. Its number stands for the port."""
-
-    def __init__(self, number: int, *, process: Process) -> None:
-        self._number = number
-
-    def of(self, cluster: ClusterSpec) -> Rendezvous:
-        return Rendezvous(host=LOOPBACK, port=self._number, cluster=cluster)
 
 
 class SimulatedFlag:

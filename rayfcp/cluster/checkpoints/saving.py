@@ -17,7 +17,7 @@ from rayfcp.cluster.checkpoints.folder import (
     shares,
     step_of,
 )
-from rayfcp.cluster.runtime import Runtime, Task
+from rayfcp.cluster.runtime import Task
 from rayfcp.cluster.workers.facts import RunAbortedError
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.config import Config, ConfigError
@@ -193,7 +193,6 @@ class Saver:
         self,
         config: Config,
         *,
-        runtime: Runtime,
         resume: Resume,
         worker_group: WorkerGroup,
         metrics: MetricsExporter,
@@ -202,7 +201,7 @@ class Saver:
         self._config, self.resume, self._folder, self._log = config, resume, resume.folder, log
         self._worker_group, self._metrics = worker_group, metrics
         self._pending: _Pending | None = None
-        self._committer = runtime.background("checkpoint-commit")
+        self._run_in_background = worker_group.runtime.background("checkpoint-commit")
         self._failures = 0
         self.saved_step = resume.step
         metrics.set_checkpoint(self.saved_step)
@@ -300,7 +299,7 @@ class Saver:
         problem = next((part.error for part in parts if part.error), "")
         if len(parts) < pending.world_size:
             problem = f"{len(parts)} of {pending.world_size} devices wrote their part"
-        pending.commit = self._committer.submit(_commit, self._folder, pending.folder, manifest, problem)
+        pending.commit = self._run_in_background(_commit, self._folder, pending.folder, manifest, problem)
 
     def _conclude(self, pending: _Pending) -> str:
         """Wait for the commit and count it; return the problem, empty if none."""

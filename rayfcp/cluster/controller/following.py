@@ -8,10 +8,9 @@ from typing import Any, Protocol
 
 from rayfcp.cluster.controller.training import Outcome
 from rayfcp.cluster.lock import sweep
-from rayfcp.cluster.recovery.adoption import end_leftovers
 from rayfcp.cluster.runtime import ActorLostError, ActorSpec, Role, Runtime
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.starting import CapacityError
+from rayfcp.cluster.workers.starting import CapacityError, end_leftovers
 from rayfcp.config import Config
 from rayfcp.telemetry.serving import target_files
 from rayfcp.values import StepReport

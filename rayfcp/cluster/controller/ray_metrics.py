@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +11,7 @@ from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, Metric, Metr
 
 logger = logging.getLogger(__name__)
 
-TELL_EVERY_S = 4.0
+EXPORT_EVERY_S = 4.0
 """Ray's agents forget a gauge that was not set for two of their intervals, 20 s by default."""
 
 Key = tuple[str, tuple[tuple[str, str], ...]]
@@ -27,9 +27,8 @@ def ray_mirror() -> Mirror | None:
 
 
 class _RayMirror:
-    """Tells Ray from a thread of its own, so that steps wait for nothing: every gauge again and again, which keeps its
-    series alive and lets that of a rank that left end; of counters what came anew, since Ray's agents add up what they
-    are told.
+    """Exports from a thread of its own, so that steps wait for nothing: every gauge periodically, which keeps its
+    series alive and lets that of a rank that left end; of counters the increments, since Ray's agents add them up.
 
     The first failure is logged and ends the mirror: no training ends for a metric.
     """
@@ -38,9 +37,9 @@ class _RayMirror:
         self._metrics = {metric.name: _made(metric) for metric in METRICS}
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._gauges: dict[Key, float] = {}
-        self._amounts: Counter[Key] = Counter()
+        self._amounts: defaultdict[Key, float] = defaultdict(float)
         self._observed: Counter[tuple[Key, float]] = Counter()
-        self._thread = threading.Thread(target=self._keep_telling, name="ray-metrics", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ray-metrics", daemon=True)
         self._thread.start()
 
     def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
@@ -49,7 +48,7 @@ class _RayMirror:
 
     def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
         with self._lock:
-            self._amounts[name, tuple(labels.items())] += amount  # type: ignore[assignment]
+            self._amounts[name, tuple(labels.items())] += amount
 
     def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
         with self._lock:
@@ -60,22 +59,22 @@ class _RayMirror:
             self._gauges.pop((name, tuple(labels.items())), None)
 
     def close(self) -> None:
-        """Tells the last values, and no more."""
+        """Export the last values, and no more."""
         self._closing.set()
-        self._thread.join(timeout=TELL_EVERY_S)
+        self._thread.join(timeout=EXPORT_EVERY_S)
 
-    def _keep_telling(self) -> None:
+    def _run(self) -> None:
         try:
-            while not self._closing.wait(TELL_EVERY_S):
-                self._tell()
-            self._tell()
+            while not self._closing.wait(EXPORT_EVERY_S):
+                self._export()
+            self._export()
         except Exception:
             logger.warning("ray.util.metrics failed; from here on the run has its own endpoint only", exc_info=True)
 
-    def _tell(self) -> None:
+    def _export(self) -> None:
         with self._lock:
             gauges, amounts, observed = dict(self._gauges), self._amounts, self._observed
-            self._amounts, self._observed = Counter(), Counter()
+            self._amounts, self._observed = defaultdict(float), Counter()
         for (name, labels), value in gauges.items():
             self._metrics[name].set(value, tags=dict(labels))
         for (name, labels), amount in amounts.items():

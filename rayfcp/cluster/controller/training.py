@@ -16,7 +16,6 @@ from rayfcp.cluster.planning.capacity import configured_bound
 from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.decoders import Decoders
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
-from rayfcp.cluster.recovery.adoption import adopt_leftovers
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.runtime import Flag, Runtime, TaskFailedError
 from rayfcp.cluster.workers.calls import RanksLostError, WorkerFailedError
@@ -24,7 +23,7 @@ from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError, strategy_on
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.cluster.workers.lifetime import run_key
-from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, resolved_device
+from rayfcp.cluster.workers.starting import CapacityError, WorkerStart, adopt_leftovers, resolved_device
 from rayfcp.config import Config, ConfigError, dump_config
 from rayfcp.cost.bound import check_longest
 from rayfcp.plan.strategies.registry import slices
@@ -119,6 +118,7 @@ class TrainingRun:
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)
         plans = PlanQueue(planners, data.sampler, lookahead=config.plan.lookahead_steps, decoders=decoders)
+        self._announce_devices(cluster_state, initial)
         costs = StartCosts(
             config, data.model, device=device, profile_path=self._run_dir / "profile.json", log=self._announce
         )
@@ -134,31 +134,15 @@ class TrainingRun:
         plans: PlanQueue,
         costs: StartCosts,
     ) -> Training:
-        config, worker_group, cluster = self._config, cluster_state.worker_group, initial.cluster
-        self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
-        idle = len(worker_group.all) - len(initial.decision.devices)
-        if idle:
-            self._announce(
-                f"{idle} of {len(worker_group.all)} devices stand by: {cluster.num_ranks} ranks need the others"
-            )
-        if initial.version:
-            source = " from copies in memory" if initial.found else ""
-            self._announce(f"resuming from step {initial.version}{source}")
+        config, worker_group = self._config, cluster_state.worker_group
         stepper = Stepper(
             config,
             cluster_state,
             plans=plans,
             journal=journal,
-            saver=Saver(
-                config,
-                runtime=self._runtime,
-                resume=resume,
-                worker_group=worker_group,
-                metrics=journal.metrics,
-                log=self._log,
-            ),
+            saver=Saver(config, resume=resume, worker_group=worker_group, metrics=journal.metrics, log=self._log),
             guard=NumberGuard(config, data_dir=self._data_dir, log=self._log),
-            cost=costs.guess(worker_group, cluster),
+            cost=costs.guess(worker_group, initial.cluster),
             version=initial.version,
             log=self._log,
             on_report=self.reports.append,
@@ -173,6 +157,16 @@ class TrainingRun:
             log=self._log,
             announce=self._announce,
         )
+
+    def _announce_devices(self, cluster_state: ClusterState, initial: InitialGeneration) -> None:
+        cluster, found = initial.cluster, len(cluster_state.worker_group.all)
+        self._announce(f"joining {cluster.num_devices} devices as {cluster.num_ranks} ranks")
+        idle = found - len(initial.decision.devices)
+        if idle:
+            self._announce(f"{idle} of {found} devices stand by: {cluster.num_ranks} ranks need the others")
+        if initial.version:
+            source = " from copies in memory" if initial.found else ""
+            self._announce(f"resuming from step {initial.version}{source}")
 
     def _acquire_workers(self, device: str, data: Dataset) -> ClusterState:
         """Adopt the workers and snapshot stores of a lost controller, or start workers."""

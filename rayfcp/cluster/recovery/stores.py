@@ -61,7 +61,7 @@ class SnapshotStores:
         self._assigned: dict[str, Any] = {}
         self._assigning: list[Any] = []
         self._kills: list[Any] = []
-        self._alive = keep_alive(runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
+        self._stop_beats = keep_alive(runtime, self._elastic.orphan_s, handles=lambda: list(self.stores.values()))
 
     def assign(self, members: Sequence[Member], *, avoid: Iterable[str] = ()) -> None:
         """Start stores on the nodes of these members where there are none, and assign one to each member, without
@@ -155,7 +155,7 @@ class SnapshotStores:
 
     def end(self) -> None:
         """End all stores; the copies are lost."""
-        self._alive.close()
+        self._stop_beats()
         self._runtime.wait_all(self._kills, timeout_s=END_S)
         for node in list(self.stores):
             self.forget(node)

@@ -85,13 +85,6 @@ class Flag(Protocol):
         """Wait until it is set, for `timeout` seconds at most; whether it is."""
 
 
-class Timer(Protocol):
-    """A periodic call."""
-
-    def close(self) -> None:
-        """Stop calling."""
-
-
 class Task(Protocol):
     """A function that runs in the background."""
 
@@ -99,18 +92,6 @@ class Task(Protocol):
 
     def result(self) -> Any:
         """Wait for its end; its value."""
-
-
-class Background(Protocol):
-    """Runs functions one after the other, beside the caller."""
-
-    def submit(self, call: Callable[..., Any], /, *args: Any) -> Task: ...
-
-
-class RendezvousServer(Protocol):
-    """A key-value store where devices meet; serves for as long as the object is kept."""
-
-    def of(self, cluster: ClusterSpec) -> Rendezvous: ...
 
 
 class Runtime(Protocol):
@@ -182,8 +163,9 @@ class Runtime(Protocol):
     def here(self) -> str:
         """Id of the caller's node."""
 
-    def rendezvous(self, *, alone: bool) -> RendezvousServer:
-        """New rendezvous for a generation, `alone`: with all devices on the caller's node."""
+    def rendezvous(self, cluster: ClusterSpec, *, alone: bool) -> tuple[Rendezvous, Any]:
+        """New rendezvous for a generation, `alone`: with all devices on the caller's node; and the server, which serves
+        for as long as the object is kept."""
 
     # Time.
 
@@ -200,10 +182,12 @@ class Runtime(Protocol):
 
     def flag(self) -> Flag: ...
 
-    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> Timer:
-        """Call `call` every `period_s` until closed, for the first time after one period; its errors are logged."""
+    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> Callable[[], None]:
+        """Call `call` every `period_s`, for the first time after one period; its errors are logged. Return a function
+        that stops it."""
 
-    def background(self, name: str) -> Background: ...
+    def background(self, name: str) -> Callable[..., Task]:
+        """Function that runs `call(*args)` given to it in the background, one after the other."""
 
     # Telemetry.
 

@@ -31,6 +31,7 @@ from rayfcp.cluster.runtime import (
     NoAnswerError,
     NodeView,
     Role,
+    Task,
     TaskFailedError,
 )
 from rayfcp.cluster.workers.facts import LOOPBACK, Rendezvous
@@ -172,8 +173,17 @@ class RayRuntime:
     def here(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
-    def rendezvous(self, *, alone: bool) -> "_RendezvousStore":
-        return _RendezvousStore(LOOPBACK if alone else ray.util.get_node_ip_address())
+    def rendezvous(self, cluster: ClusterSpec, *, alone: bool) -> tuple[Rendezvous, Any]:
+        import torch.distributed as dist
+
+        # Listens at this address only.
+        host = LOOPBACK if alone else ray.util.get_node_ip_address()
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((host, 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+        return Rendezvous(host=host, port=port, cluster=cluster), store
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -187,11 +197,22 @@ class RayRuntime:
     def flag(self) -> threading.Event:
         return threading.Event()
 
-    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> "_ThreadTimer":
-        return _ThreadTimer(period_s, call, name=name)
+    def every(self, period_s: float, call: Callable[[], object], *, name: str) -> Callable[[], None]:
+        closing = threading.Event()
 
-    def background(self, name: str) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        def run() -> None:
+            while not closing.wait(period_s) and ray.is_initialized():
+                try:
+                    call()
+                except Exception as error:  # Ray may be shut down just now
+                    if not closing.is_set():
+                        logger.warning("%s: %s", name, error)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+        return closing.set
+
+    def background(self, name: str) -> Callable[..., Task]:
+        return ThreadPoolExecutor(max_workers=1, thread_name_prefix=name).submit
 
     def serve(self, pages: Mapping[str, Page], /, **options: Any) -> RunServer:
         return RunServer(pages, **options)
@@ -206,44 +227,6 @@ class RayRuntime:
         module, name, options = _ACTORS[role]
         found: Any = self._worker if role is Role.WORKER else None
         return ray.remote(**options)(found or getattr(importlib.import_module(f"rayfcp.cluster.{module}"), name))
-
-
-class _RendezvousStore:
-    """Key-value store in the controller's process, on a free port of `host` only, until the object is collected."""
-
-    def __init__(self, host: str) -> None:
-        import torch.distributed as dist
-
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((host, 0))
-        listener.listen()
-        self._host, self._port = host, listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host, self._port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
-
-    def of(self, cluster: ClusterSpec) -> Rendezvous:
-        return Rendezvous(host=self._host, port=self._port, cluster=cluster)
-
-
-class _ThreadTimer:
-    """Periodic calls in a thread of their own, which ends with the process or with Ray."""
-
-    def __init__(self, period_s: float, call: Callable[[], object], *, name: str) -> None:
-        self._period_s, self._call, self._name, self._closing = period_s, call, name, threading.Event()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
-
-    def close(self) -> None:
-        self._closing.set()
-
-    def _run(self) -> None:
-        while not self._closing.wait(self._period_s) and ray.is_initialized():
-            try:
-                self._call()
-            except Exception as error:  # Ray may be shut down just now
-                if not self._closing.is_set():
-                    logger.warning("%s: %s", self._name, error)
 
 
 def _options(spec: ActorSpec) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
 from rayfcp.cluster.recovery.stores import ANSWER_S, Restorable, SnapshotStores
-from rayfcp.cluster.runtime import Flag, RendezvousServer
+from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.workers.calls import RanksLostError, loss_of
 from rayfcp.cluster.workers.facts import with_stages
 from rayfcp.cluster.workers.group import WorkerGroup, join_devices
@@ -42,12 +43,12 @@ class ClusterState:
         self._config, self._data, self._log = config, data, log
         self._runtime, self.worker_group = start.runtime, worker_group
         self._nodes = start.runtime.nodes()
-        self._node_timer = start.runtime.every(config.elastic.look_every_s, self._look_at_nodes, name="node watch")
+        self._stop_looking = start.runtime.every(config.elastic.look_every_s, self._look_at_nodes, name="node watch")
         self._pending = PendingWorkers(start)
         self._limits = Limits.of(config)
         self.snapshot_stores = snapshot_stores
         worker_group.kill_process = snapshot_stores.kill
-        self._rendezvous: RendezvousServer | None = None
+        self._rendezvous: Any = None
         self._cluster: ClusterSpec | None = None
         self.ids: tuple[str, ...] = ()
         self._setbacks = Setbacks()
@@ -185,7 +186,7 @@ class ClusterState:
 
     def end(self) -> None:
         """End all workers and snapshot stores."""
-        for end in (self._pending.end, self._node_timer.close, self.worker_group.end, self.snapshot_stores.end):
+        for end in (self._pending.end, self._stop_looking, self.worker_group.end, self.snapshot_stores.end):
             try:
                 end()
             except Exception:

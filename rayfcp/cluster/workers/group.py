@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rayfcp.cluster.runtime import RendezvousServer
 from rayfcp.cluster.workers.calls import GroupCall, Judge, RanksLostError, judge_silence
 from rayfcp.cluster.workers.facts import DeviceFacts, Member, device_names
 from rayfcp.cluster.workers.starting import WorkerStart
@@ -120,14 +119,12 @@ class WorkerGroup:
         self.standby = [member for member in self.standby if member.id not in ids]
 
 
-def join_devices(
-    worker_group: WorkerGroup, cluster: ClusterSpec, *, empty: bool = False
-) -> tuple[RendezvousServer, list[Joined]]:
+def join_devices(worker_group: WorkerGroup, cluster: ClusterSpec, *, empty: bool = False) -> tuple[Any, list[Joined]]:
     """Make all workers devices of the cluster, in order; `empty`: with weights that will be filled. The server must
     live as long as the generation."""
     here = worker_group.runtime.here()
-    server = worker_group.runtime.rendezvous(alone=all(fact.node_id == here for fact in worker_group.facts))
-    rendezvous = server.of(cluster)
+    alone = all(fact.node_id == here for fact in worker_group.facts)
+    rendezvous, server = worker_group.runtime.rendezvous(cluster, alone=alone)
     return server, worker_group.call(lambda number, worker: worker.join.remote(number, rendezvous, empty=empty))
 
 

@@ -1,14 +1,15 @@
-"""Workers of a run: reserved, started, opened, kept alive and ended, all at the beginning and missing ones later."""
+"""Workers of a run: started at the beginning and later for missing devices, or adopted from a lost controller; kept
+alive and ended."""
 
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rayfcp.cluster.runtime import ActorSpec, Role, Runtime, Timer
+from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
 from rayfcp.cluster.workers.calls import WorkerFailedError, value_of
 from rayfcp.cluster.workers.facts import DeviceFacts, Member
-from rayfcp.cluster.workers.lifetime import DEVICE, WORKER, actor_name
+from rayfcp.cluster.workers.lifetime import DEVICE, STORE, WORKER, actor_name
 from rayfcp.config import Config, ConfigError
 from rayfcp.values.devices import AUTO, DEVICES, device_in
 
@@ -57,8 +58,8 @@ class Launched:
         return Member(id=self.id, handle=self.handle, group=self.group, facts=facts)
 
 
-def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Timer:
-    """Call `beat` of actors often enough, until closed, that they do not end as orphans."""
+def keep_alive(runtime: Runtime, orphan_s: float, *, handles: Callable[[], Iterable[Any]]) -> Callable[[], None]:
+    """Call `beat` of actors often enough that they do not end as orphans; return a function that stops it."""
 
     def call() -> None:
         for handle in handles():
@@ -83,7 +84,7 @@ class WorkerStart:
         self.resources = bundle(device, threads=config.train.threads_per_worker)
         self._data_dir, self._vocab_size = data_dir, vocab_size
         self._held: dict[str, Any] = {}
-        self._alive: Timer | None = None
+        self._stop_beats: Callable[[], None] | None = None
 
     def reserve(self) -> Any:
         """Reserve one worker's device, granted once there is one; detached, and named after its run."""
@@ -119,19 +120,19 @@ class WorkerStart:
     def end(self, worker: Member | Launched) -> None:
         """Kill a worker, started or not, and give its device back."""
         self._held.pop(worker.id, None)
-        if not self._held and self._alive is not None:
-            self._alive.close()
-            self._alive = None
+        if not self._held and self._stop_beats is not None:
+            self._stop_beats()
+            self._stop_beats = None
         self.runtime.end(worker.handle)
         self.runtime.release(worker.group)
 
     def hold(self, id: str, handle: Any) -> None:
         """Keep a worker alive until `end`."""
         self._held[id] = handle
-        if self._alive is None:
+        if self._stop_beats is None:
             # A copy of the handles: the timer may run in another thread.
             orphan_s = self.config.elastic.orphan_s
-            self._alive = keep_alive(self.runtime, orphan_s, handles=lambda: list(self._held.values()))
+            self._stop_beats = keep_alive(self.runtime, orphan_s, handles=lambda: list(self._held.values()))
 
     def _reserve_all(self, stopped: Callable[[], bool]) -> list[Any]:
         """Reserve as many devices as fit, from the minimum of `cluster.num_workers` to its maximum. Waits up to
@@ -269,3 +270,65 @@ class PendingWorkers:
             return
         while len(self._pending) < self._wanted:
             self._pending.append(self._start.launch(self._start.reserve()))
+
+
+def adopt_leftovers(runtime: Runtime, run_key: str, *, timeout_s: float) -> tuple[list[Member], dict[str, Any]]:
+    """Abort the workers that are left of a run; return them, idle and in no generation, and the stores by node.
+
+    Those that do not answer within `timeout_s`, or have not opened yet, are ended, and reservations without a worker
+    are given back.
+    """
+    workers, stores = _named(runtime, run_key, WORKER), _named(runtime, run_key, STORE)
+    end_s = runtime.now_s() + timeout_s
+
+    def answer(ref: Any) -> Any:
+        try:
+            return runtime.get(ref, timeout_s=max(0.0, end_s - runtime.now_s()))
+        except CallError:
+            return None
+
+    def end(handle: Any, *, what: str) -> None:
+        logger.warning("%s of the lost controller does not answer and is ended", what)
+        runtime.end(handle)
+
+    for worker in workers.values():
+        worker.abort.remote()
+    answers = {
+        id: (worker.facts.remote(), worker.group.remote(), worker.idle.remote()) for id, worker in workers.items()
+    }
+    opened = {id: store.open.remote() for id, store in stores.items()}
+    members = []
+    for id, refs in answers.items():
+        facts, group, idle = map(answer, refs)
+        if isinstance(facts, DeviceFacts) and group is not None and idle is not None:
+            members.append(Member(id=id, handle=workers[id], group=group, facts=facts))
+        else:
+            end(workers[id], what=f"worker {id}")
+    by_node: dict[str, Any] = {}
+    for id, ref in opened.items():
+        node = answer(ref)
+        if node is None or node in by_node:
+            end(stores[id], what=f"snapshot store {id}")
+        else:
+            by_node[node] = stores[id]
+    _release_all(runtime, run_key, held={runtime.key(member.group) for member in members})
+    return members, by_node
+
+
+def end_leftovers(runtime: Runtime, run_key: str) -> None:
+    """End all workers and snapshot stores of a run without controller, and withdraw its request to the autoscaler."""
+    for kind in (WORKER, STORE):
+        for handle in _named(runtime, run_key, kind).values():
+            runtime.end(handle)
+    _release_all(runtime, run_key, held=set())
+    runtime.request({}, count=0)
+
+
+def _named(runtime: Runtime, run_key: str, kind: str) -> dict[str, Any]:
+    return runtime.named(actor_name(run_key, kind, id=""))
+
+
+def _release_all(runtime: Runtime, run_key: str, *, held: set[str]) -> None:
+    for key, each in runtime.reservations(actor_name(run_key, DEVICE, id="")).items():
+        if key not in held:
+            runtime.release(each)

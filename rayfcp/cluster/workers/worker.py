@@ -29,7 +29,6 @@ from rayfcp.values import GlobalBatch, ModelProfile, ShardHeader, StateId
 if TYPE_CHECKING:
     import numpy as np
 
-
 MIB = 2**20
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -78,13 +77,13 @@ class RankWorker:
             chunk_bytes=elastic.snapshot_chunk_mib * MIB,
             patience_s=elastic.hang_min_s,
         )
-        context = ray.get_runtime_context()
+        context, backend = ray.get_runtime_context(), backend_of(self._device)
         accelerators = [id for ids in context.get_accelerator_ids().values() for id in ids]
         self._facts = DeviceFacts(
             node_id=context.get_node_id(),
             device=self._device.type,
-            memory_bytes=backend_of(self._device).total_memory_bytes(self._device),
-            peak_flops=backend_of(self._device).peak_flops(self._device),
+            memory_bytes=backend.total_memory_bytes(self._device),
+            peak_flops=backend.peak_flops(self._device),
             worker_id=self._worker_id,
             pid=os.getpid(),
             slot=f"{context.get_node_id()}/{','.join(accelerators)}" if accelerators else "",
