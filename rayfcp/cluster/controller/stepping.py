@@ -5,7 +5,6 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from rayfcp.cluster.checkpoints.saving import Saver
@@ -30,16 +29,6 @@ from rayfcp.values import ClusterSpec, GlobalBatch, StateId, StepReport
 logger = logging.getLogger(__name__)
 
 RECORD = "nonfinite.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedStep:
-    """A step that all devices finished. `again`: it had run before, or was under way, when devices were lost."""
-
-    planned: PlannedStep
-    devices: tuple[RankReport, ...]
-    step_s: float
-    again: bool
 
 
 class Stepper:
@@ -71,7 +60,8 @@ class Stepper:
         self._speeds, self._log = Speeds(slow_ratio=config.elastic.slow_ratio), log
         self._peak_flops = 0.0
         self._times = StepTimes()
-        self._finished: FinishedStep | None = None
+        self._finished: tuple[PlannedStep, list[RankReport], StepReport] | None = None
+        """The last step that all devices finished, unless it is written down."""
         self._stored = StoredSnapshots.start(
             (), generation=-1, first=version, every=config.elastic.snapshot_every_steps
         )
@@ -131,10 +121,15 @@ class Stepper:
         judge = judge_progress(self.cluster_state.ids, runtime=self._runtime, deadline_s=deadline_s)
         devices = worker_group.get(refs, judge=judge)
         step_s = self._runtime.now_s() - start_s
-        planned = dataclasses.replace(planned, pixels=())  # large, and not needed any more
-        self._finished = FinishedStep(
-            planned=planned, devices=tuple(devices), step_s=step_s, again=step <= self._again_to
+        report = step_report(
+            planned,
+            devices,
+            step_s=step_s,
+            peak_flops=self._peak_flops * self.cluster_state.cluster.num_devices,
+            recovered=step <= self._again_to,
         )
+        # Without images, which are large and not needed any more.
+        self._finished = dataclasses.replace(planned, pixels=()), devices, report
         self.last_finished = step
         self._times = self._times.after(step_s=step_s, predicted_s=planned.record.predicted_s)
         self.cluster_state.on_step_finished()
@@ -153,19 +148,11 @@ class Stepper:
     def commit(self) -> None:
         """Write down the last finished step, once."""
         finished, self._finished = self._finished, None
-        if finished is None:
-            return
-        cluster, planned = self.cluster_state.cluster, finished.planned
-        report = step_report(
-            planned,
-            finished.devices,
-            step_s=finished.step_s,
-            peak_flops=self._peak_flops * cluster.num_devices,
-            recovered=finished.again,
-        )
-        self.journal.record.add_step(planned, finished.devices, cluster=cluster)
-        if self.journal.commit(report, finished.devices, groups=planned.record.groups):
-            self._on_report(report)
+        if finished is not None:
+            planned, devices, report = finished
+            self.journal.record.add_step(planned, devices, cluster=self.cluster_state.cluster)
+            if self.journal.commit(report, devices, groups=planned.record.groups):
+                self._on_report(report)
 
     def broke(self, step: int) -> None:
         """Note that devices were lost while `step` was under way: it and finished steps that are lost run again."""
@@ -227,13 +214,13 @@ class Stepper:
 
     def _learn(self) -> None:
         """Refit cost model and speeds from the last finished step, while the next one runs."""
-        finished, state = self._finished, self.cluster_state
-        if finished is None:
+        if self._finished is None:
             return
-        record, cluster = finished.planned.record, state.cluster
+        planned, devices, _ = self._finished
+        record, state, cluster = planned.record, self.cluster_state, self.cluster_state.cluster
         if self._config.plan.refit:
-            self.refit = self.refit.after(observations(record.groups, finished.devices))
-        seconds = rank_seconds(record.own_s, finished.devices, num_ranks=cluster.num_ranks)
+            self.refit = self.refit.after(observations(record.groups, devices))
+        seconds = rank_seconds(record.own_s, devices, num_ranks=cluster.num_ranks)
         if seconds:
             timings = []
             for number, id in enumerate(state.ids):

@@ -151,24 +151,22 @@ class GroupCall:
         done = self._runtime.wait(list(self._pending), timeout_s=LOOK_S)
         self.waited_s += self._runtime.now_s() - start_s
         for ref in done:
-            self._take(ref, number=self._pending.pop(ref))
+            number = self._pending.pop(ref)
+            name = self._names[number]
+            try:
+                self._values[number] = self._runtime.get(ref)
+            except TaskFailedError as error:
+                cause = error.cause
+                if isinstance(cause, ConfigError | InfeasiblePlanError):
+                    raise cause from error
+                if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
+                    self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
+                self._reason = self._reason or f"{name} failed: {cause}"
+            except ActorLostError as error:
+                self._mark_gone(number, error)
+            except CallError as error:  # an argument of the call is lost
+                self._reason = self._reason or f"{name} could not be called: {error}"
         return bool(done)
-
-    def _take(self, ref: Any, *, number: int) -> None:
-        name = self._names[number]
-        try:
-            self._values[number] = self._runtime.get(ref)
-        except TaskFailedError as error:
-            cause = error.cause
-            if isinstance(cause, ConfigError | InfeasiblePlanError):
-                raise cause from error
-            if not isinstance(cause, CollectiveFailedError | CallError) and self._program_error is None:
-                self._program_error = WorkerFailedError(f"{name} failed: {cause!r}\n{error.trace}")
-            self._reason = self._reason or f"{name} failed: {cause}"
-        except ActorLostError as error:
-            self._mark_gone(number, error)
-        except CallError as error:  # an argument of the call is lost
-            self._reason = self._reason or f"{name} could not be called: {error}"
 
     def _mark_gone(self, number: int, error: ActorLostError) -> None:
         self._gone[number] = Cause.NODE if error.node_lost else Cause.DIED
