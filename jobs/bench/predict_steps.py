@@ -13,7 +13,6 @@ from predict_batches import Batch
 
 from rayfcp.cluster.planning.measured import analytic_cost, combine, measure_cost, without_shards
 from rayfcp.config import Config
-from rayfcp.cost.device import measured_hardware
 from rayfcp.cost.fit import (
     PartTimings,
     Timing,
@@ -21,6 +20,7 @@ from rayfcp.cost.fit import (
     half_tokens,
     many_image_shapes,
     many_shapes,
+    measured_hardware,
     slowest,
 )
 from rayfcp.execute.calibrate import time_passes

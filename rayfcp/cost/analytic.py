@@ -4,7 +4,7 @@ one tensor-parallel device."""
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Literal
 
 from rayfcp.cost.stages import outer_parameters
 from rayfcp.values import HardwareProfile, ModelProfile, SequenceSpec
@@ -59,16 +59,10 @@ def attention_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> f
 
 def model_flops(model: ModelProfile, sequences: Sequence[SequenceSpec]) -> float:
     """Forward and backward FLOPs of the whole model, output head and vision encoder included."""
-    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    linear = FORWARD_AND_BACKWARD * model.linear_flops_per_token * sum(each.num_tokens for each in sequences)
     runs = [run for sequence in sequences for run in sequence.images]
-    encoder = vision_flops(
-        model,
-        num_patches=sum(run.count * run.num_patches for run in runs),
-        pairs=sum(run.encoder_pairs for run in runs),
-    )
-    return (
-        FORWARD_AND_BACKWARD * model.linear_flops_per_token * num_tokens + attention_flops(model, sequences) + encoder
-    )
+    num_patches, pairs = sum(run.count * run.num_patches for run in runs), sum(run.encoder_pairs for run in runs)
+    return linear + attention_flops(model, sequences) + vision_flops(model, num_patches=num_patches, pairs=pairs)
 
 
 def vision_flops(model: ModelProfile, *, num_patches: float, pairs: float) -> float:
@@ -77,15 +71,34 @@ def vision_flops(model: ModelProfile, *, num_patches: float, pairs: float) -> fl
     vision = model.vision
     if vision is None:
         return 0.0
-    times = 1.0 if vision.frozen else FORWARD_AND_BACKWARD
-    return times * (
-        vision.linear_flops_per_patch(model.hidden_size) * num_patches + vision.attention_flops_per_pair * pairs
-    )
+    flops = vision.linear_flops_per_patch(model.hidden_size) * num_patches + vision.attention_flops_per_pair * pairs
+    return flops * (1.0 if vision.frozen else FORWARD_AND_BACKWARD)
 
 
 ATTENTION_BACKWARD = 2.5  # five products against two: flash attention computes the scores again
 LINEAR_BACKWARD = 2.0
 REDUCED_BYTES = 4  # gradients, partial or whole, are summed in fp32
+
+
+def recomputed_flops(model: ModelProfile, *, again: int) -> tuple[float, float]:
+    """FLOPs per pair of attention and per token of linear layers, forward and backward, of which `again` layers run
+    forward once more."""
+    attention = model.attention_flops_per_pair * (1 + ATTENTION_BACKWARD + again / model.num_layers)
+    return attention, model.linear_flops_per_token * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
+
+
+def ring_bytes(model: ModelProfile, *, again: int, bytes_per_element: int) -> tuple[int, int, int]:
+    """Bytes of one token over a hop in all layers: keys and values forward, those of all passes with the partial
+    gradients, which go back in fp32, and these alone."""
+    layers, kv_bytes = model.num_layers, model.kv_bytes_per_token(bytes_per_element)
+    returned_bytes = layers * model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
+    return layers * kv_bytes, (2 * layers + again) * kv_bytes + returned_bytes, returned_bytes
+
+
+def flops_per_s(hardware: HardwareProfile, *, bytes_per_element: int) -> tuple[float, float]:
+    """FLOP/s of attention and of linear layers; numbers wider than the profile's run at proportionally less."""
+    peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
+    return peak * hardware.attention_efficiency, peak * hardware.linear_efficiency
 
 
 def coefficients(
@@ -96,80 +109,62 @@ def coefficients(
     recomputed_layers: int,
     bytes_per_element: int,
     reduce_every: Literal["microbatch", "step"],
-    gather_every: Literal["microbatch", "step"] = "microbatch",
-    layers_of_stage: Sequence[int] = (),
+    gather_every: Literal["microbatch", "step"],
+    layers_of_stage: Sequence[int],
 ) -> dict[str, float]:
-    """Fields of `CostModel` by name. Numbers wider than the profile's run at proportionally less than its peak."""
-    sizes: _Sizes = {"again": recomputed_layers, "bytes_per_element": bytes_per_element}
-    found = {
-        **_compute(model, hardware, **sizes),
-        **_links(model, hardware, **sizes),
-        **_shards(
-            model,
-            hardware,
-            num_ranks=num_ranks,
-            layers_of_stage=layers_of_stage or (model.num_layers,),
-            bytes_per_element=bytes_per_element,
-            reduce_every=reduce_every,
-            gather_every=gather_every,
-        ),
-        "recomputed_layers": recomputed_layers,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-    }
-    if len(layers_of_stage) > 1:
-        return found
-    gathered, reduced = gather_every == "microbatch", reduce_every == "microbatch"
-    return found | _run_ahead(model, hardware, num_ranks=num_ranks, gathered=gathered, reduced=reduced, **sizes)
+    """Fields of `CostModel` by name.
 
-
-class _Sizes(TypedDict):
-    """Layers that run forward again, and bytes of a number."""
-
-    again: int
-    bytes_per_element: int
-
-
-def _compute(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
-    """Recomputed layers run their forward once more in backward."""
-    peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
-    attention = 1 + ATTENTION_BACKWARD + again / model.num_layers
-    forward_flops = model.linear_flops_per_token
-    linear_flops = forward_flops * (1 + LINEAR_BACKWARD) + 2.0 * again * model.layer_matmul_parameters
-    linear_s_per_token = linear_flops / (peak * hardware.linear_efficiency)
+    The head's backward counts as forward where there is one stage: a rank that is slow in forward has many tokens, and
+    much to do in the head, and ranks run ahead of each other up to the start of backward's first layer.
+    """
+    layers, again = model.num_layers, recomputed_layers
+    attention_flops, linear_flops = recomputed_flops(model, again=again)
+    attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
+    head_flops = 2.0 * model.vocab_size * model.hidden_size * (len(layers_of_stage) == 1)
+    linear_s_per_token = linear_flops / linear_rate
     return {
-        "attention_s_per_pair": model.attention_flops_per_pair * attention / (peak * hardware.attention_efficiency),
+        "attention_s_per_pair": attention_flops / attention_rate,
         "linear_s_per_token": linear_s_per_token,
         "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
         "attention_half_tokens": hardware.attention_half_tokens,
         "overlap": hardware.overlap,
-        "attention_forward": 1 / attention,
-        "linear_forward": forward_flops / linear_flops,
+        "attention_forward": model.attention_flops_per_pair / attention_flops,
+        "linear_forward": (model.linear_flops_per_token + LINEAR_BACKWARD * head_flops) / linear_flops,
+        "passes_forward": layers / (2 * layers + again),
+        "recomputed_layers": again,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "ranks_per_node": hardware.devices_per_node,
+        **_links(model, hardware, again=again, bytes_per_element=bytes_per_element),
+        **_shards(
+            model,
+            hardware,
+            num_ranks=num_ranks,
+            layers_of_stage=layers_of_stage,
+            bytes_per_element=bytes_per_element,
+            gathered=gather_every == "microbatch",
+            reduced=reduce_every == "microbatch",
+        ),
     }
 
 
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
-    """A ring moves keys and values in every pass, partial dK and dV in fp32; Ulysses moves queries, keys, values and
-    outputs."""
-    layers = model.num_layers
-    kv_bytes = model.kv_bytes_per_token(bytes_per_element)
-    returned_bytes = layers * model.kv_bytes_per_token(max(bytes_per_element, REDUCED_BYTES))
-    ring_bytes = (2 * layers + again) * kv_bytes + returned_bytes
-    exchanged_bytes = bytes_per_element * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    ulysses_bytes = (2 * layers + again) * exchanged_bytes
-    intra, inter = hardware.intra_node_bandwidth, inter_bandwidth(hardware)
+    """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
+    values and outputs."""
+    passes = 2 * model.num_layers + again
+    forward_bytes, hop_bytes, returned_bytes = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
+    heads = model.num_heads + model.num_kv_heads
+    ulysses_bytes = passes * bytes_per_element * model.head_dim * 2 * heads
     return {
-        "ring_intra_s_per_token": ring_bytes / intra,
-        "ring_inter_s_per_token": ring_bytes / hardware.inter_node_bandwidth,
-        "ring_s_per_round": (2 * layers + again) * hardware.latency_s,
-        "ring_forward": layers * kv_bytes / ring_bytes,
-        "ring_returned": returned_bytes / ring_bytes,
-        "ranks_per_node": hardware.devices_per_node,
-        "ulysses_intra_s_per_token": ulysses_bytes / intra,
-        "ulysses_inter_s_per_token": ulysses_bytes / inter,
-        "ulysses_kv_share": model.num_kv_heads / (model.num_heads + model.num_kv_heads),
-        "ulysses_s": 2 * (2 * layers + again) * hardware.latency_s,
-        "passes_forward": layers / (2 * layers + again),
+        "ring_intra_s_per_token": hop_bytes / hardware.intra_node_bandwidth,
+        "ring_inter_s_per_token": hop_bytes / hardware.inter_node_bandwidth,
+        "ring_s_per_round": passes * hardware.latency_s,
+        "ring_forward": forward_bytes / hop_bytes,
+        "ring_returned": returned_bytes / hop_bytes,
+        "ulysses_intra_s_per_token": ulysses_bytes / hardware.intra_node_bandwidth,
+        "ulysses_inter_s_per_token": ulysses_bytes / inter_bandwidth(hardware),
+        "ulysses_kv_share": model.num_kv_heads / heads,
+        "ulysses_s": 2 * passes * hardware.latency_s,
     }
 
 
@@ -180,51 +175,27 @@ def _shards(
     num_ranks: int,
     layers_of_stage: Sequence[int],
     bytes_per_element: int,
-    reduce_every: Literal["microbatch", "step"],
-    gather_every: Literal["microbatch", "step"],
-) -> dict[str, float]:
-    """Traffic of the stage that has most (`shard_traffic`); what is gathered or reduced once a step goes with the last
-    microbatch."""
-    stages = shard_traffic(
-        model, hardware, num_ranks=num_ranks, layers_of_stage=layers_of_stage, bytes_per_element=bytes_per_element
-    )
-    most = max(stages, key=lambda stage: stage.reduced_s)
-    gather_s, gather_shown_s = most.forward_s + most.backward_s, most.exposed_s
-    if gather_every == "step":
-        gather_s = most.forward_s
-    gathered, reduced = gather_every == "microbatch", reduce_every == "microbatch"
-    return {
-        "shard_s": gathered * gather_s + reduced * most.reduced_s,
-        "reduce_s": (not gathered) * gather_s + (not reduced) * most.reduced_s,
-        "exposed_s": gathered * gather_shown_s + reduced * most.reduced_exposed_s,
-        "reduce_exposed_s": (not gathered) * gather_shown_s + (not reduced) * most.reduced_exposed_s,
-    }
-
-
-def _run_ahead(
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    num_ranks: int,
-    again: int,
-    bytes_per_element: int,
     gathered: bool,
     reduced: bool,
 ) -> dict[str, float]:
-    """Run-ahead of a single stage: no rank begins a layer before all have begun the one before and the layer's
-    parameters are there. A rank that is slow in forward has many tokens, and much to do in the head; so forward goes to
-    the start of backward's first layer, and `linear_forward` has all of the head."""
-    layers, peak = model.num_layers, hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
-    layer_s = 2.0 * model.layer_matmul_parameters / (peak * hardware.linear_efficiency)  # a token's, forward
-    token_s = model.linear_flops_per_token / (peak * hardware.linear_efficiency)
-    all_s = token_s * (1 + LINEAR_BACKWARD) + again * layer_s
-    moved = model.layer_parameters * (num_ranks - 1) / num_ranks
-    waited = gathered * bytes_per_element + reduced * max(bytes_per_element, REDUCED_BYTES)
-    return {
-        "linear_forward": ((1 + LINEAR_BACKWARD) * token_s - LINEAR_BACKWARD * layers * layer_s) / all_s,
-        "ahead": hardware.overlap / layers,
-        "ahead_s": hardware.overlap * moved * waited / collective_bandwidth(hardware, num_ranks=num_ranks),
+    """Traffic of the stage that has most (`shard_traffic`); what is gathered or reduced once a step goes with the last
+    microbatch. Run-ahead of a single stage: no rank begins a layer before all have begun the one before and the layer's
+    parameters are there."""
+    sizes = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
+    stages = shard_traffic(model, hardware, layers_of_stage=layers_of_stage, **sizes)
+    most = max(stages, key=lambda stage: stage.reduced_s)
+    gather_s = most.forward_s + gathered * most.backward_s
+    found = {
+        "shard_s": gathered * gather_s + reduced * most.reduced_s,
+        "reduce_s": (not gathered) * gather_s + (not reduced) * most.reduced_s,
+        "exposed_s": gathered * most.exposed_s + reduced * most.reduced_exposed_s,
+        "reduce_exposed_s": (not gathered) * most.exposed_s + (not reduced) * most.reduced_exposed_s,
     }
+    if len(layers_of_stage) > 1:
+        return found
+    gather_s, reduce_s = parameter_s(hardware, **sizes)
+    layer_s = model.layer_parameters * (gathered * gather_s + reduced * reduce_s)
+    return found | {"ahead": hardware.overlap / model.num_layers, "ahead_s": hardware.overlap * layer_s}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +210,24 @@ class ShardTraffic:
     backward_exposed_s: float
     reduced_exposed_s: float
 
+    @classmethod
+    def of(cls, layers: int, layer: int, outer: int, *, per: tuple[float, float], kept: bool) -> "ShardTraffic":
+        """Traffic of `layers` of `layer` parameters and `outer` beside them, at `parameter_s` `per` parameter.
+
+        Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
+        the first layer come before anything computes, and their gradients go when nothing does any more. A backward
+        pass begins with a last layer that is still gathered (`kept`), or with nothing to hide that one behind.
+        """
+        gather_s, reduce_s = per
+        return cls(
+            forward_s=(layers * layer + outer) * gather_s,
+            backward_s=(layers - kept) * layer * gather_s,
+            reduced_s=(layers * layer + outer) * reduce_s,
+            exposed_s=(outer + layer) * gather_s,
+            backward_exposed_s=0.0 if kept else layer * gather_s,
+            reduced_exposed_s=(outer + layer) * reduce_s,
+        )
+
 
 def shard_traffic(
     model: ModelProfile,
@@ -248,47 +237,37 @@ def shard_traffic(
     layers_of_stage: Sequence[int],
     bytes_per_element: int,
 ) -> tuple[ShardTraffic, ...]:
-    """Traffic of each stage: (N - 1) / N of its parameters pass each of its N ranks.
-
-    Layers are gathered for forward and for backward, embedding and head once, and gradients are scattered in fp32.
-    Embedding, head and the first layer come before anything computes, and their gradients go when nothing does any
-    more. A backward pass begins with the head and a last layer that is still gathered, or, on stages without head, with
-    nothing to hide the first layer behind.
-    """
-    s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
-    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
+    """Traffic of each stage of N ranks; the last one's backward pass begins with the head and a layer that is kept."""
+    per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
-    one, last = model.layer_parameters, len(layers_of_stage) - 1
     return tuple(
-        ShardTraffic(
-            forward_s=(layers * one + outer[stage]) * gather_s,
-            backward_s=(layers - (stage == last)) * one * gather_s,
-            reduced_s=(layers * one + outer[stage]) * reduce_s,
-            exposed_s=(outer[stage] + one) * gather_s,
-            backward_exposed_s=one * gather_s if stage < last else 0.0,
-            reduced_exposed_s=(outer[stage] + one) * reduce_s,
-        )
-        for stage, layers in enumerate(layers_of_stage)
+        ShardTraffic.of(layers, model.layer_parameters, own, per=per, kept=stage == len(layers_of_stage) - 1)
+        for stage, (layers, own) in enumerate(zip(layers_of_stage, outer, strict=True))
     )
+
+
+def parameter_s(hardware: HardwareProfile, *, num_ranks: int, bytes_per_element: int) -> tuple[float, float]:
+    """Seconds in which one parameter is gathered, and its gradient reduced in fp32, among N ranks that shard it: (N -
+    1) / N of the parameters pass each rank.
+
+    Traffic enters a node over the links of all its ranks at once and is spread inside, so a rank is not limited to its
+    own link between nodes.
+    """
+    bandwidth = hardware.intra_node_bandwidth
+    if num_ranks > hardware.devices_per_node:
+        bandwidth = min(bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))
+    s_per_byte = (num_ranks - 1) / num_ranks / bandwidth
+    return bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
 
 
 def hop_bandwidth(hardware: HardwareProfile, *, num_ranks: int, num_stages: int) -> float:
     """Bytes/s from a rank of a stage to its place in the next one, while all ranks of a stage send."""
     if num_ranks * num_stages <= hardware.devices_per_node:
         return hardware.intra_node_bandwidth
-    shared = hardware.node_uplink_bandwidth / min(num_ranks, hardware.devices_per_node)
+    return inter_bandwidth(hardware, senders=min(num_ranks, hardware.devices_per_node))
+
+
+def inter_bandwidth(hardware: HardwareProfile, *, senders: int = 0) -> float:
+    """Bytes/s of a rank between nodes while `senders` ranks of its node send (0: all)."""
+    shared = hardware.node_uplink_bandwidth / (senders or hardware.devices_per_node)
     return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
-
-
-def inter_bandwidth(hardware: HardwareProfile) -> float:
-    """Bytes/s of a rank between nodes while all ranks of its node send."""
-    shared = hardware.node_uplink_bandwidth / hardware.devices_per_node
-    return min(hardware.inter_node_bandwidth, shared) if shared else hardware.inter_node_bandwidth
-
-
-def collective_bandwidth(hardware: HardwareProfile, *, num_ranks: int) -> float:
-    """Bytes/s into each rank when all ranks gather. Traffic enters a node over the links of all its ranks at once and
-    is spread inside, so a rank is not limited to its own link between nodes."""
-    if num_ranks <= hardware.devices_per_node:
-        return hardware.intra_node_bandwidth
-    return min(hardware.intra_node_bandwidth, hardware.devices_per_node * inter_bandwidth(hardware))

@@ -10,13 +10,14 @@ import numpy.typing as npt
 from rayfcp.cost.analytic import (
     ATTENTION_BACKWARD,
     LINEAR_BACKWARD,
-    REDUCED_BYTES,
-    collective_bandwidth,
+    ShardTraffic,
+    flops_per_s,
     inter_bandwidth,
+    parameter_s,
 )
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
-from rayfcp.values import HardwareProfile, ModelProfile
+from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.arrays import Floats
 from rayfcp.values.profile import exact_fields
 
@@ -75,15 +76,15 @@ class EncoderCost:
             return None
         trained = not vision.frozen
         linear, attention = 1 + trained * LINEAR_BACKWARD, 1 + trained * ATTENTION_BACKWARD
-        peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
-        linear_flops = linear * vision.linear_flops_per_patch(model.hidden_size)
-        s_per_patch = linear_flops / (peak * hardware.linear_efficiency)
+        attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
+        s_per_patch = linear * vision.linear_flops_per_patch(model.hidden_size) / linear_rate
+        per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
         row_bytes = (1 + trained) * vision.num_mergers * model.hidden_size * bytes_per_element
         per_token = token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=bytes_per_element)
         held = patch_bytes(model, bytes_per_element=bytes_per_element)
         return cls(
             s_per_patch=s_per_patch,
-            s_per_pair=attention * vision.attention_flops_per_pair / (peak * hardware.attention_efficiency),
+            s_per_pair=attention * vision.attention_flops_per_pair / attention_rate,
             half_patches=hardware.attention_half_tokens,
             fixed_s=hardware.linear_half_tokens * s_per_patch,
             linear_forward=1 / linear,
@@ -94,7 +95,7 @@ class EncoderCost:
             kept_tokens=held.kept / per_token,
             working_tokens=held.working / per_token,
             frozen=vision.frozen,
-            **_shards(model, hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element, reduced=reduced),
+            **_shards(vision, model.hidden_size, per=per, reduced=reduced),
         )
 
     @classmethod
@@ -123,25 +124,19 @@ class EncoderCost:
         return float(overlapped_s(computed_s, traffic_s, exposed_s, overlap)) + moved_s
 
 
-def _shards(
-    model: ModelProfile, hardware: HardwareProfile, *, num_ranks: int, bytes_per_element: int, reduced: bool
-) -> dict[str, float]:
-    """Traffic of the encoder's shards: all parameters are gathered for forward, layers again for backward, gradients
-    scattered in fp32. The patch embedding, the mergers and the first layer come before anything computes, and the last
-    gradients go when nothing computes any more. A frozen encoder has no backward pass."""
-    assert model.vision is not None, "the model is a VLM"
-    vision = model.vision
-    s_per_byte = (num_ranks - 1) / num_ranks / collective_bandwidth(hardware, num_ranks=num_ranks)
-    gather_s, reduce_s = bytes_per_element * s_per_byte, max(bytes_per_element, REDUCED_BYTES) * s_per_byte
-    one, outer = vision.layer_parameters, vision.outer_parameters(model.hidden_size)
-    layers = vision.num_layers * one
-    gathers = {"shard_s": ((2 - vision.frozen) * layers + outer) * gather_s, "exposed_s": (outer + one) * gather_s}
+def _shards(vision: VisionProfile, token_size: int, *, per: tuple[float, float], reduced: bool) -> dict[str, float]:
+    """Traffic of the encoder's shards; a frozen one has no backward pass."""
+    each = ShardTraffic.of(
+        vision.num_layers, vision.layer_parameters, vision.outer_parameters(token_size), per=per, kept=False
+    )
     if vision.frozen:
-        return gathers
-    total_s, last_s = (layers + outer) * reduce_s, (outer + one) * reduce_s
-    if reduced:
-        return {"shard_s": gathers["shard_s"] + total_s, "exposed_s": gathers["exposed_s"] + last_s}
-    return gathers | {"reduce_s": total_s, "reduce_exposed_s": last_s}
+        return {"shard_s": each.forward_s, "exposed_s": each.exposed_s}
+    return {
+        "shard_s": each.forward_s + each.backward_s + reduced * each.reduced_s,
+        "exposed_s": each.exposed_s + reduced * each.reduced_exposed_s,
+        "reduce_s": (not reduced) * each.reduced_s,
+        "reduce_exposed_s": (not reduced) * each.reduced_exposed_s,
+    }
 
 
 def check_one_stage(name: str, *, num_stages: int) -> None:

@@ -1,27 +1,30 @@
-"""Coefficients of the cost model from timed passes: which passes are timed, and the fit.
+"""Coefficients of the cost model and a hardware profile from timed passes: which passes are timed, and the fit.
 
 Non-negative least squares on relative errors. Source: Flexible Context Parallelism, section 5, "Profiler Integration
 and Cost Modeling": times over lengths and degrees, then a functional relationship (Eq. 8-10); the paper does not state
 how that is fitted.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import nnls
 
+from rayfcp.cost.analytic import recomputed_flops, ring_bytes
 from rayfcp.cost.encoder import EncoderCost
 from rayfcp.cost.model import CostModel
 from rayfcp.values import (
     BatchPlan,
     EncoderShare,
     Group,
+    HardwareProfile,
     Images,
     LayerKinds,
     MicrobatchPlan,
+    ModelProfile,
     Primitive,
     SequenceSpec,
     VisionProfile,
@@ -62,42 +65,31 @@ class PartTimings:
     gather_s: Points
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """`constant_s` + `per_unit_s` x units, both at least 0."""
-
-    constant_s: float
-    per_unit_s: float
-
-    @property
-    def units_per_s(self) -> float:
-        return 1.0 / self.per_unit_s if self.per_unit_s > 0 else float("inf")
-
-
 def slowest(timings: Sequence[PartTimings]) -> PartTimings:
     """The longest time of each part over ranks that were timed together."""
+    parts = zip(*((each.attention_s, each.linear_s, each.message_s, each.gather_s) for each in timings), strict=True)
+    attention_s, linear_s, message_s, gather_s = (
+        tuple(max(points, key=lambda point: point[1]) for points in zip(*by_rank, strict=True)) for by_rank in parts
+    )
+    return PartTimings(attention_s=attention_s, linear_s=linear_s, message_s=message_s, gather_s=gather_s)
 
-    def longest(name: str) -> Points:
-        by_rank = (getattr(timing, name) for timing in timings)
-        return tuple(max(points, key=lambda point: point[1]) for points in zip(*by_rank, strict=True))
 
-    return PartTimings(**{field.name: longest(field.name) for field in dataclasses.fields(PartTimings)})
-
-
-def line(points: Points) -> Line:
-    """The line with the least squares of relative errors.
+def line(points: Points) -> tuple[float, float]:
+    """Constant seconds and units per second of the line with the least squares of relative errors.
 
     Raises:
         ValueError: no points.
     """
-    constant_s, per_unit_s = _fit_points([(1.0, units) for units, _ in points], points)
-    return Line(constant_s=constant_s, per_unit_s=per_unit_s)
+    if not points:
+        raise ValueError("points is (), must hold at least 1 timing; time more sizes")
+    constant_s, per_unit_s = _solve([(1.0, units) for units, _ in points], [seconds for _, seconds in points])
+    return constant_s, 1.0 / per_unit_s if per_unit_s > 0 else math.inf
 
 
 def half_tokens(points: Points) -> float:
     """`HardwareProfile.linear_half_tokens`: the tokens that take a product as long as its constant."""
-    found = line(points)
-    return min(found.constant_s / found.per_unit_s, MAX_HALF_TOKENS) if found.per_unit_s > 0 else 0.0
+    constant_s, tokens_per_s = line(points)
+    return min(constant_s * tokens_per_s, MAX_HALF_TOKENS) if tokens_per_s < math.inf else 0.0
 
 
 def attention_half_tokens(points: Points) -> float:
@@ -106,23 +98,18 @@ def attention_half_tokens(points: Points) -> float:
     A constant per kernel call is fitted beside it and left to the fixed cost.
     """
     rows = [(1.0, tokens / 2, tokens * (tokens + 1) / 2) for tokens, _ in points]
-    _, per_token_s, per_pair_s = _fit_points(rows, points)
+    _, per_token_s, per_pair_s = _solve(rows, [seconds for _, seconds in points])
     return min(per_token_s / per_pair_s, MAX_HALF_TOKENS) if per_pair_s > 0 else 0.0
 
 
-def _fit_points(rows: Sequence[Sequence[float]], points: Points) -> tuple[float, ...]:
-    if not points:
-        raise ValueError("no points were timed, must be at least 1; time more sizes")
-    seconds = np.array([seconds for _, seconds in points])
-    return _solve(np.array(rows, np.float64), seconds, seconds)
-
-
-def _solve(features: Floats, seconds: Floats, measured_s: Floats) -> tuple[float, ...]:
+def _solve(features: npt.ArrayLike, seconds: npt.ArrayLike, measured_s: npt.ArrayLike | None = None) -> Floats:
     """Non-negative coefficients of `features` (rows of passes) that explain `seconds`, of passes that took `measured_s`
-    in all, with the least squares of errors relative to these."""
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
-    solution, _ = nnls(features / scale / measured_s[:, None], seconds / measured_s)
-    return tuple(float(value) for value in solution / scale)
+    in all (absent: `seconds`), with the least squares of errors relative to these."""
+    rows, wanted = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
+    whole = wanted if measured_s is None else np.asarray(measured_s, np.float64)
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    solution, _ = nnls(rows / scale / whole[:, None], wanted / whole)
+    return np.asarray(solution / scale)
 
 
 MANY = 16
@@ -188,9 +175,10 @@ def many_shapes(num_ranks: int, *, max_tokens: int) -> list[PassShape]:
     in rings over powers of two of the ranks and over all of them (of lengths up to `max_tokens` x degree). Where
     `max_tokens` is too little for that, `few_shapes`."""
     degrees = sorted({num_ranks, *(1 << power for power in range(num_ranks.bit_length()))})
+    sizes = [max_tokens >> power for power in range(max_tokens.bit_length())]
     shapes = []
     for degree in degrees:
-        for tokens_per_rank in _halves(max_tokens):
+        for tokens_per_rank in (size for size in sizes if size >= min(64, max_tokens)):
             for count in (1, 4, MANY) if degree == 1 else (1, 4 * degree):
                 length = tokens_per_rank * degree // count
                 if length >= max(MANY, degree):
@@ -211,44 +199,31 @@ def exchange_shapes(degrees: Sequence[int], *, max_tokens: int) -> list[PassShap
     ]
 
 
-def _halves(max_tokens: int) -> Iterator[int]:
-    """`max_tokens` and its halves down to 64."""
-    size = max_tokens
-    while size >= min(64, max_tokens) and size > 0:
-        yield size
-        size //= 2
-
-
 def pass_plan(
     shape: PassShape, *, num_ranks: int, recomputed_layers: int
 ) -> tuple[BatchPlan, tuple[SequenceSpec, ...]]:
     """Plan of one microbatch in which as many groups as fit each run the shape, and its sequences."""
-    size, groups = len(shape.lengths), num_ranks // shape.degree
-    sequences = tuple(replace(each, id=index) for index, each in enumerate(shape.sequences * groups))
-    encoding: tuple[EncoderShare, ...] = ()
-    if shape.images:
-        encoding = tuple(
-            EncoderShare(rank=index // size * shape.degree, sequence=index, first=0, last=shape.images.count)
-            for index in range(len(sequences))
+    size, num_groups = len(shape.lengths), num_ranks // shape.degree
+    sequences = tuple(replace(each, id=index) for index, each in enumerate(shape.sequences * num_groups))
+    groups = tuple(
+        Group(
+            ranks=tuple(range(first, first + shape.degree)),
+            sequences=tuple(range(group * size, (group + 1) * size)),
+            primitive=shape.primitive,
         )
-    microbatch = MicrobatchPlan(
-        groups=tuple(
-            Group(
-                ranks=tuple(range(group * shape.degree, (group + 1) * shape.degree)),
-                sequences=tuple(range(group * size, (group + 1) * size)),
-                primitive=shape.primitive,
-            )
-            for group in range(groups)
-        ),
-        group_s=(0.0,) * groups,
-        predicted_s=0.0,
-        encoding=encoding,
+        for group, first in enumerate(range(0, num_groups * shape.degree, shape.degree))
+    )
+    encoding = tuple(
+        EncoderShare(rank=group.ranks[0], sequence=sequence, first=0, last=shape.images.count)
+        for group in groups
+        for sequence in group.sequences
+        if shape.images
     )
     plan = BatchPlan(
         strategy="calibration",
         num_ranks=num_ranks,
         generation=0,
-        microbatches=(microbatch,),
+        microbatches=(MicrobatchPlan(groups=groups, group_s=(0.0,) * num_groups, predicted_s=0.0, encoding=encoding),),
         recomputed_layers=recomputed_layers,
         predicted_s=0.0,
         lower_bound_s=0.0,
@@ -422,17 +397,17 @@ def fit_cost(cost: CostModel, timings: Sequence[Timing], *, overlaps: Sequence[f
 def _fit_local(start: CostModel, guess: CostModel, *, local: Sequence[Timing]) -> CostModel:
     """`start` with fixed cost, linear layers and attention from passes of single ranks; a vanished term at `MIN_SHARE`
     of the guess, if that explains the timings about as well."""
-    measured_s = np.array([timing.seconds for timing in local])
+    measured_s = [timing.seconds for timing in local]
     half = guess.attention_half_tokens / 2
     features = [(1.0, each.num_tokens, each.num_pairs + half * each.num_tokens) for each in local]
-    fixed_s, linear_s, attention_s = _solve(np.array(features), measured_s, measured_s)
+    fixed_s, linear_s, attention_s = _solve(features, measured_s)
     fitted = start.with_coefficients(fixed_s=fixed_s, linear_s_per_token=linear_s, attention_s_per_pair=attention_s)
     if linear_s > 0.0 and attention_s > 0.0:
         return fitted
     vanished = "linear_s_per_token" if linear_s == 0.0 else "attention_s_per_pair"
     held = guess.with_coefficients(**{vanished: MIN_SHARE * getattr(guess, vanished)})
     computed = [(1.0, held.compute_s(timing.num_pairs, timing.num_tokens)) for timing in local]
-    fixed_s, scale = _solve(np.array(computed), measured_s, measured_s)
+    fixed_s, scale = _solve(computed, measured_s)
     least = fitted.with_coefficients(
         fixed_s=fixed_s,
         linear_s_per_token=scale * held.linear_s_per_token,
@@ -495,3 +470,65 @@ def mean_error(cost: CostModel, timings: Sequence[Timing]) -> float:
     """Mean of |predicted - measured| / measured; 0 without timings."""
     errors = [abs(predicted_s(cost, timing) - timing.seconds) / timing.seconds for timing in timings]
     return sum(errors) / len(errors) if errors else 0.0
+
+
+def measured_hardware(
+    base: HardwareProfile,
+    cost: CostModel,
+    *,
+    model: ModelProfile,
+    name: str,
+    peak_flops: float,
+    memory_bytes: int,
+    bytes_per_element: int,
+    linear_half_tokens: float = 0.0,
+    num_nodes: int = 1,
+) -> HardwareProfile:
+    """`base` with the efficiencies, links and overheads that `cost` implies for a device that runs `model`.
+
+    Efficiencies are the shares of `peak_flops` that whole passes reached; where they reached more, that is the peak.
+    Bandwidth and latency are a ring's; gathers are part of `microbatch_overhead_s`. Values of `base` stay where nothing
+    was measured: links inside nodes of one rank, links between nodes of a single node, both without rings; bandwidth
+    where a ring's bytes vanished in noise, and attention's efficiency where its time did. `linear_half_tokens` takes
+    its part of the fixed cost, at most all of it.
+
+    Raises:
+        ValueError: linear layers take no time, which no efficiency explains.
+    """
+    if cost.linear_s_per_token <= 0:
+        raise ValueError(f"linear_s_per_token is {cost.linear_s_per_token}, must be above 0; time more shapes")
+    attention_flops, linear_flops = recomputed_flops(model, again=cost.recomputed_layers)
+    attention_rate = attention_flops / cost.attention_s_per_pair if cost.attention_s_per_pair > 0 else 0.0
+    linear_rate = linear_flops / cost.linear_s_per_token
+    peak_flops = max(peak_flops, attention_rate, linear_rate)
+    half_tokens = min(linear_half_tokens, cost.fixed_s / cost.linear_s_per_token)
+    return replace(
+        base,
+        name=name,
+        peak_flops=peak_flops,
+        memory_bytes=memory_bytes,
+        linear_efficiency=linear_rate / peak_flops,
+        attention_efficiency=attention_rate / peak_flops or base.attention_efficiency,
+        microbatch_overhead_s=max(0.0, cost.fixed_s - half_tokens * cost.linear_s_per_token),
+        dtype_bytes=bytes_per_element,
+        overlap=cost.overlap,
+        attention_half_tokens=cost.attention_half_tokens,
+        linear_half_tokens=half_tokens,
+        source="",
+        **_measured_links(cost, model, bytes_per_element=bytes_per_element, num_nodes=num_nodes),  # type: ignore[arg-type]
+    )
+
+
+def _measured_links(
+    cost: CostModel, model: ModelProfile, *, bytes_per_element: int, num_nodes: int
+) -> dict[str, float]:
+    """Bandwidths and latency of the links that a ring was timed on."""
+    measured = {"intra_node_bandwidth": cost.ranks_per_node > 1, "inter_node_bandwidth": num_nodes > 1}
+    links, again = [name for name, is_measured in measured.items() if is_measured], cost.recomputed_layers
+    if not links or cost.ring_intra_s_per_token == cost.ring_s_per_round == 0:
+        return {}
+    latency = {"latency_s": cost.ring_s_per_round / (2 * model.num_layers + again)}
+    if cost.ring_intra_s_per_token == 0:
+        return latency
+    _, hop_bytes, _ = ring_bytes(model, again=again, bytes_per_element=bytes_per_element)
+    return latency | dict.fromkeys(links, hop_bytes / cost.ring_intra_s_per_token)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rayfcp.cost.analytic import LINEAR_BACKWARD, ShardTraffic, hop_bandwidth, shard_traffic
+from rayfcp.cost.analytic import LINEAR_BACKWARD, ShardTraffic, flops_per_s, hop_bandwidth, shard_traffic
 from rayfcp.cost.memory import GIB, LayerBytes, layer_bytes, stage_state_bytes
 from rayfcp.cost.stages import check_layers, split_layers
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile
@@ -81,7 +81,7 @@ class PipelineCost:
         """
         layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
         check_layers(model, layers)
-        peak = hardware.peak_flops * min(1.0, hardware.dtype_bytes / bytes_per_element)
+        _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         head_flops = 2.0 * model.vocab_size * model.hidden_size * (1 + LINEAR_BACKWARD)
         memory = hardware.memory_bytes if memory_bytes is None else memory_bytes
         hop = hop_bandwidth(hardware, num_ranks=num_ranks, num_stages=num_stages)
@@ -91,7 +91,7 @@ class PipelineCost:
         return cls(
             num_layers=model.num_layers,
             layers_of_stage=layers,
-            head_s_per_token=head_flops / (peak * hardware.linear_efficiency),
+            head_s_per_token=head_flops / linear_rate,
             transfer_s_per_token=model.hidden_size * bytes_per_element / hop,
             transfer_s=hardware.latency_s,
             traffic=shard_traffic(model, hardware, layers_of_stage=layers, **sizes),

@@ -24,7 +24,6 @@ from rayfcp.cluster.planning.measured import (
     write_measured,
 )
 from rayfcp.config import Config
-from rayfcp.cost.device import measured_hardware
 from rayfcp.cost.fit import (
     PartTimings,
     PassShape,
@@ -37,6 +36,7 @@ from rayfcp.cost.fit import (
     line,
     many_image_shapes,
     many_shapes,
+    measured_hardware,
 )
 from rayfcp.plan import HARDWARE, CostModel, hardware_profile
 from rayfcp.plan.assembly import exchange_degrees
@@ -218,8 +218,8 @@ def profile_table(profiled: Profiled) -> str:
         rows.append(("ring", f"{ring_us:.4g} us a token and hop, {hop_ms:.4g} ms a hop"))
         rows.append(("overlap", f"{cost.overlap:.2f} of the shorter of ring and attention"))
         for label, points in (("message alone", parts.message_s), ("gather alone", parts.gather_s)):
-            found = line(points)
-            rows.append((label, f"{found.units_per_s / 1e9:.3g} GB/s, {1e6 * found.constant_s:.3g} us latency"))
+            latency_s, bytes_per_s = line(points)
+            rows.append((label, f"{bytes_per_s / 1e9:.3g} GB/s, {1e6 * latency_s:.3g} us latency"))
     rows.append(("fit error", f"{measured.fit.mean_error:.1%} mean over fitted passes"))
     held = [measured.passes[at] for at in measured.held_out]
     rows.append(("held-out error", f"{measured.held_out_error:.1%} mean" if held else "nothing was held out"))

@@ -10,7 +10,7 @@ from rayfcp.cluster.planning.measured import BYTES, analytic_cost, without_shard
 from rayfcp.cluster.workers.facts import kinds_of_stages, layers_of_stage, strategy_on
 from rayfcp.config import Config
 from rayfcp.cost.analytic import device_model
-from rayfcp.cost.device import measured_hardware
+from rayfcp.cost.fit import measured_hardware
 from rayfcp.plan import CostModel, attention_flops, hardware_profile, model_flops, plan_batch
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.imbalance import imbalance_of, rank_loads
