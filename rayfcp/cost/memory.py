@@ -64,17 +64,32 @@ def state_bytes(
 
     Sharded states; two gathered layers, embedding and head; unreduced fp32 gradients of the whole model
     (`reduce_every="step"`) or of what is gathered (`"microbatch"`); the loss (`loss_bytes`); the same of a vision
-    encoder (`encoder_state_bytes`).
+    encoder, and of a frozen one only what is needed to run it.
     """
-    embeddings = model.num_parameters - model.num_layers * model.layer_parameters
-    gathered = min(GATHERED_LAYERS, model.num_layers) * model.layer_parameters + embeddings
-    unreduced = model.num_parameters if reduce_every == "step" else gathered
-    sharded = -(-STATE_BYTES * model.num_parameters // num_devices)
-    loss = loss_bytes(model, bytes_per_element=bytes_per_element)
-    encoder = encoder_state_bytes(
-        model, num_devices=num_devices, bytes_per_element=bytes_per_element, reduce_every=reduce_every
+    language = stage_state_bytes(
+        model,
+        layers_of_stage=(model.num_layers,),
+        stage=0,
+        num_ranks=num_devices,
+        bytes_per_element=bytes_per_element,
+        reduce_every=reduce_every,
+        gather_every="microbatch",
     )
-    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES + loss + encoder
+    vision = model.vision
+    if vision is None:
+        return language
+    passing = min(GATHERED_LAYERS, vision.num_layers) * vision.layer_parameters
+    passing += vision.outer_parameters(model.hidden_size)
+    whole = vision.num_parameters(model.hidden_size)
+    if vision.frozen:  # fp32 weights and what is gathered
+        return language - (-FP32_BYTES * whole // num_devices) + passing * bytes_per_element
+    unreduced = whole if reduce_every == "step" else passing
+    return language + _states(whole, num_devices, gathered=passing * bytes_per_element, unreduced=unreduced)
+
+
+def _states(whole: int, num_devices: int, *, gathered: int, unreduced: int) -> int:
+    """Bytes of the sharded states of `whole` parameters, `gathered` bytes of them and `unreduced` gradients."""
+    return -(-STATE_BYTES * whole // num_devices) + gathered + unreduced * FP32_BYTES
 
 
 def stage_state_bytes(
@@ -99,7 +114,7 @@ def stage_state_bytes(
     gathered = whole if gather_every == "step" else passing
     unreduced = whole if reduce_every == "step" else passing
     loss = loss_bytes(model, bytes_per_element=bytes_per_element) if last else 0
-    return -(-STATE_BYTES * whole // num_ranks) + gathered * bytes_per_element + unreduced * FP32_BYTES + loss
+    return _states(whole, num_ranks, gathered=gathered * bytes_per_element, unreduced=unreduced) + loss
 
 
 def loss_chunk_tokens(hidden_size: int, *, bytes_per_element: int) -> int:
@@ -211,21 +226,6 @@ def patch_bytes(model: ModelProfile, *, bytes_per_element: int) -> PatchBytes:
         return PatchBytes(kept=rows, working=layer)
     mergers = vision.num_mergers * e * (2 * vision.hidden_size + 2 * vision.merger_size // vision.merged_patches)
     return PatchBytes(kept=vision.num_layers * layer + mergers + rows, working=layer)
-
-
-def encoder_state_bytes(
-    model: ModelProfile, *, num_devices: int, bytes_per_element: int, reduce_every: Literal["microbatch", "step"]
-) -> int:
-    """`state_bytes` of `model.vision` (0: none): of a frozen encoder fp32 weights and what is gathered."""
-    vision = model.vision
-    if vision is None:
-        return 0
-    whole = vision.num_parameters(model.hidden_size)
-    outer = vision.outer_parameters(model.hidden_size)
-    gathered = min(GATHERED_LAYERS, vision.num_layers) * vision.layer_parameters + outer
-    sharded = -(-(FP32_BYTES if vision.frozen else STATE_BYTES) * whole // num_devices)
-    unreduced = 0 if vision.frozen else (whole if reduce_every == "step" else gathered)
-    return sharded + gathered * bytes_per_element + unreduced * FP32_BYTES
 
 
 def layer_token_bytes(model: ModelProfile, *, bytes_per_element: int) -> int:

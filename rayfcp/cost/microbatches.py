@@ -1,9 +1,10 @@
 """Seconds and bytes of microbatches on each pipeline stage (InfiniPipe, section 3.1, Eqs. 1-10, corrected): chunks of
 slices with context, and microbatches of whole sequences in groups or in layouts of their own."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from rayfcp.cost.analytic import LINEAR_BACKWARD
 from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.layout import layout_passes
 from rayfcp.cost.model import CostModel, group_speeds, speeds_of
-from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.values import ClusterSpec, Layout, MicrobatchPlan, Primitive, SequenceSpec
 from rayfcp.values.arrays import Bools, Floats, Ints
@@ -72,35 +72,6 @@ class Passes(NamedTuple):
             return self
         again_s = cost.recomputed_layers * self.layer_s(cost)
         return self._replace(backward_s=np.maximum(self.backward_s - again_s, 0.0))
-
-
-def chunks_of(microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, SequenceSpec]) -> Chunks:
-    """Columns of the microbatches of one pipeline, all their groups taken together."""
-    columns = np.zeros((len(Chunks._fields), len(microbatches)))
-    chunks = Chunks(*columns)
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for at, microbatch in enumerate(microbatches):
-        spans = {each.sequence: (each.start, each.stop) for each in microbatch.slices}
-        for sequence in (by_id[each] for group in microbatch.groups for each in group.sequences):
-            start, stop = spans.get(sequence.id, (0, sequence.num_tokens))
-            earlier = pieces.setdefault(sequence.id, [])
-            _add(chunks, at, sequence, start=start, stop=stop, earlier=[size for _, size in earlier])
-            if stop < sequence.num_tokens:
-                chunks.kept[at] += stop - start
-            else:
-                chunks.finished[at] += start
-            earlier.append((at, stop - start))
-    return chunks
-
-
-def _add(chunks: Chunks, at: int, sequence: SequenceSpec, *, start: int, stop: int, earlier: Sequence[int]) -> None:
-    size = stop - start
-    chunks.tokens[at] += size
-    chunks.pairs[at] += sequence.block_pairs(start, stop)
-    chunks.sides[at] += sum(max(size, each) for each in earlier)
-    chunks.context[at] += start
-    chunks.longest[at] = max(chunks.longest[at], *earlier, 0)
-    chunks.earlier[at] += len(earlier)
 
 
 def chunk_passes(
@@ -260,9 +231,9 @@ def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Bools, reduc
     pipeline = cost.pipeline
     assert pipeline is not None, "stages have a cost"
     again = pipeline.gather_every == "microbatch"
-    gathered = gathered | again
-    reduced = reduced | (pipeline.reduce_every == "microbatch")
-    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = _traffic(pipeline)
+    gathered, reduced = gathered | again, reduced | (pipeline.reduce_every == "microbatch")
+    columns = np.array([dataclasses.astuple(each) for each in pipeline.traffic]).T[:, :, None]
+    gather_s, back_s, reduce_s, shown_s, back_shown_s, reduce_shown_s = columns
     return times._replace(
         forward_s=overlapped_s(times.forward_s, gathered * gather_s, gathered * shown_s, cost.overlap),
         backward_s=overlapped_s(
@@ -272,15 +243,6 @@ def beside_traffic(times: StageTimes, *, cost: CostModel, gathered: Bools, reduc
             cost.overlap,
         ),
     )
-
-
-def _traffic(pipeline: PipelineCost) -> Floats:
-    """[kind, stage, 1]: gathers of forward and backward and the reduction, then what of each is exposed."""
-    seconds = [
-        (a.forward_s, a.backward_s, a.reduced_s, a.exposed_s, a.backward_exposed_s, a.reduced_exposed_s)
-        for a in pipeline.traffic
-    ]
-    return np.array(seconds).T[:, :, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,25 +278,32 @@ def whole_costs(
     cost: CostModel,
 ) -> WholeCosts:
     """Seconds and bytes without recomputation and without traffic of parameters; groups are priced on their ranks."""
+    pipeline = cost.pipeline
+    assert pipeline is not None, "stages have a cost"
     counts = np.array([1 if each.layout else len(each.groups) for each in microbatches])
-    if any(each.layout for each in microbatches):
-        rows = [
-            _of_layout(each.layout, by_id=by_id, cluster=cluster, cost=cost)
-            if each.layout
-            else _of_groups([each], by_id=by_id, cluster=cluster, cost=cost)
-            for each in microbatches
-        ]
-        loads = _Loads(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
-    else:
-        loads = _of_groups(microbatches, by_id=by_id, cluster=cluster, cost=cost)
+    rows = []
+    for is_layout, some in groupby(microbatches, key=lambda each: each.layout is not None):
+        load = _of_layouts if is_layout else _of_groups
+        rows.append(load(list(some), by_id=by_id, cluster=cluster, cost=cost))
+    loads = _Loads(*(np.concatenate(columns) for columns in zip(*rows, strict=True)))
     first = np.cumsum(counts) - counts
     passes = Passes(loads.forward_s, loads.backward_s, loads.tokens, loads.speed)
     groups = computed_times(passes.without_recomputation(cost), cost=cost)
+    tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
+    none = np.zeros_like(tokens)  # nothing is kept for later slices
     return WholeCosts(
         groups=groups,
         first=first,
         times=StageTimes(*(np.maximum.reduceat(each, first, axis=-1) for each in groups)),
-        held=_whole_bytes(loads, first=first, cost=cost),
+        held=_stage_bytes(
+            cost,
+            tokens=tokens,
+            attended=attended,
+            later=none,
+            computing=pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought)),
+            summed=none,
+            begun=none,
+        ),
     )
 
 
@@ -362,24 +331,22 @@ def _of_groups(
     return _Loads(passes_s[0], passes_s[1], held, attended, attended, speeds)
 
 
-def _of_layout(layout: Layout, *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel) -> _Loads:
-    """Load of a layout, one row. A rank of a run that shares heads has its share of the heads of the run's tokens, and
-    of those that arrive in rounds that run as one."""
-    forward_s, backward_s = layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost)
-    sizes = np.array([block.num_tokens for block in layout.blocks], np.float64)
-    owners = np.array([block.rank for block in layout.blocks], np.int64)
-    tokens = np.bincount(owners, sizes, minlength=cluster.num_ranks)
-    share = cost.kv_share(layout.heads) if layout.heads > 1 else 1.0
-    attended = np.ceil(share * tokens.reshape(-1, layout.heads).sum(axis=1)).max()
-    rows = (
-        forward_s,
-        backward_s,
-        tokens.max(),
-        max(attended, tokens.max()),
-        np.ceil(share * _brought(layout, sizes, num_ranks=cluster.num_ranks)),
-        speeds_of(cluster).min(),
-    )
-    return _Loads(*(np.array([each], np.float64) for each in rows))
+def _of_layouts(
+    microbatches: Sequence[MicrobatchPlan], *, by_id: Mapping[int, SequenceSpec], cluster: ClusterSpec, cost: CostModel
+) -> _Loads:
+    """Loads of layouts. A rank of a run that shares heads has its share of the heads of the run's tokens, and of those
+    that arrive in rounds that run as one."""
+    rows = []
+    for layout in (each.layout for each in microbatches):
+        assert layout is not None, "these microbatches have layouts"
+        forward_s, backward_s = layout_passes(layout, by_id=by_id, cluster=cluster, cost=cost)
+        sizes = np.array([block.num_tokens for block in layout.blocks], np.float64)
+        tokens = np.bincount([block.rank for block in layout.blocks], sizes, minlength=cluster.num_ranks)
+        share = cost.kv_share(layout.heads) if layout.heads > 1 else 1.0
+        attended = max(np.ceil(share * tokens.reshape(-1, layout.heads).sum(axis=1)).max(), tokens.max())
+        brought = np.ceil(share * _brought(layout, sizes, num_ranks=cluster.num_ranks))
+        rows.append((forward_s, backward_s, tokens.max(), attended, brought, speeds_of(cluster).min()))
+    return _Loads(*np.array(rows, np.float64).T)
 
 
 def _brought(layout: Layout, sizes: Floats, *, num_ranks: int) -> float:
@@ -390,19 +357,6 @@ def _brought(layout: Layout, sizes: Floats, *, num_ranks: int) -> float:
         for number, step in enumerate(layout.rounds)
         for transfer in step.transfers
     ]
-    if not moved:
-        return 0.0
-    places = np.repeat([place for place, _ in moved], [len(blocks) for _, blocks in moved])
+    places = np.repeat([place for place, _ in moved], [len(blocks) for _, blocks in moved]).astype(np.int64)
     blocks = np.fromiter(chain.from_iterable(blocks for _, blocks in moved), np.int64)
-    return float(np.bincount(places, sizes[blocks]).max())
-
-
-def _whole_bytes(loads: _Loads, *, first: Ints, cost: CostModel) -> StageBytes:
-    """Bytes of microbatches of whole sequences: nothing is kept for later slices."""
-    assert cost.pipeline is not None, "stages have a cost"
-    tokens, attended, brought = (np.maximum.reduceat(column, first) for column in loads[2:5])
-    none = np.zeros_like(tokens)
-    computing = cost.pipeline.layer_bytes.computing(tokens, np.maximum(attended, brought))
-    return _stage_bytes(
-        cost, tokens=tokens, attended=attended, later=none, computing=computing, summed=none, begun=none
-    )
+    return float(np.bincount(places, sizes[blocks]).max(initial=0.0))
