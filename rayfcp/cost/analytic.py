@@ -112,15 +112,10 @@ def coefficients(
     gather_every: Literal["microbatch", "step"],
     layers_of_stage: Sequence[int],
 ) -> dict[str, float]:
-    """Fields of `CostModel` by name.
-
-    The head's backward counts as forward where there is one stage: a rank that is slow in forward has many tokens, and
-    much to do in the head, and ranks run ahead of each other up to the start of backward's first layer.
-    """
-    layers, again = model.num_layers, recomputed_layers
+    """Fields of `CostModel` by name."""
+    again = recomputed_layers
     attention_flops, linear_flops = recomputed_flops(model, again=again)
     attention_rate, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
-    head_flops = 2.0 * model.vocab_size * model.hidden_size * (len(layers_of_stage) == 1)
     linear_s_per_token = linear_flops / linear_rate
     return {
         "attention_s_per_pair": attention_flops / attention_rate,
@@ -128,9 +123,8 @@ def coefficients(
         "fixed_s": hardware.microbatch_overhead_s + hardware.linear_half_tokens * linear_s_per_token,
         "attention_half_tokens": hardware.attention_half_tokens,
         "overlap": hardware.overlap,
-        "attention_forward": model.attention_flops_per_pair / attention_flops,
-        "linear_forward": (model.linear_flops_per_token + LINEAR_BACKWARD * head_flops) / linear_flops,
-        "passes_forward": layers / (2 * layers + again),
+        "attention_forward": 1 / (1 + ATTENTION_BACKWARD + again / model.num_layers),
+        "linear_forward": _linear_forward(model, again=again, rate=linear_rate, num_stages=len(layers_of_stage)),
         "recomputed_layers": again,
         "num_heads": model.num_heads,
         "num_kv_heads": model.num_kv_heads,
@@ -148,6 +142,15 @@ def coefficients(
     }
 
 
+def _linear_forward(model: ModelProfile, *, again: int, rate: float, num_stages: int) -> float:
+    """Share of linear layers in forward. Of a single stage, all of the head: a rank that is slow in forward has many
+    tokens and much to do in the head, and run-ahead counts from the start of backward's first layer."""
+    token_s, layer_s = model.linear_flops_per_token / rate, 2.0 * model.layer_matmul_parameters / rate  # forward
+    all_s = token_s * (1 + LINEAR_BACKWARD) + again * layer_s
+    backward_s = LINEAR_BACKWARD * (model.num_layers * layer_s if num_stages == 1 else token_s)
+    return ((1 + LINEAR_BACKWARD) * token_s - backward_s) / all_s
+
+
 def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_per_element: int) -> dict[str, float]:
     """A ring moves keys and values in every pass, and their gradients (`ring_bytes`); Ulysses moves queries, keys,
     values and outputs."""
@@ -159,6 +162,7 @@ def _links(model: ModelProfile, hardware: HardwareProfile, *, again: int, bytes_
         "ring_intra_s_per_token": hop_bytes / hardware.intra_node_bandwidth,
         "ring_inter_s_per_token": hop_bytes / hardware.inter_node_bandwidth,
         "ring_s_per_round": passes * hardware.latency_s,
+        "passes_forward": model.num_layers / passes,
         "ring_forward": forward_bytes / hop_bytes,
         "ring_returned": returned_bytes / hop_bytes,
         "ulysses_intra_s_per_token": ulysses_bytes / hardware.intra_node_bandwidth,

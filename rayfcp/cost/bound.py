@@ -12,29 +12,6 @@ from rayfcp.values import ClusterSpec, InfeasiblePlanError, Primitive, SequenceS
 from rayfcp.values.arrays import Bools, Floats, Ints
 
 
-def encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:
-    """Seconds that images add at least to the two terms of `lower_bound`, that of all ranks together and that of one
-    rank; (0, 0) without images.
-
-    The images of a batch take their seconds on ranks that encode; the mean over ranks, weighted by speed, is the first
-    term, the largest image on the fastest rank the second. An image has its tokens in its microbatch, so that at least
-    ceil(tokens of images / (N x max_tokens_per_rank)) microbatches encode. In each, every rank pays the encoder's fixed
-    seconds and its first gathers, and once its last reductions.
-    """
-    encoder, speeds = cost.encoder, speeds_of(cluster)
-    images = ImageColumns.of(sequences)
-    if encoder is None or not len(images):
-        return 0.0, 0.0
-    forward_s, backward_s = encoder.passes_s(images.patches)
-    seconds = forward_s + backward_s
-    fewest = -(-int(images.tokens.sum()) // (cluster.num_ranks * cluster.max_tokens_per_rank))
-    shown_s = fewest * encoder.exposed_s + encoder.reduce_exposed_s
-    fixed_s = fewest * encoder.fixed_s
-    shared_s = (float(seconds.sum()) + cluster.num_ranks * fixed_s) / float(speeds.sum())
-    alone_s = (float(seconds.max()) + fixed_s) / float(speeds.max())
-    return shared_s + shown_s, alone_s + shown_s
-
-
 def lower_bound(
     sequences: Sequence[SequenceSpec],
     *,
@@ -73,7 +50,7 @@ def lower_bound(
     (after each, where each reduces: then x includes it) it waits for the reductions of its last layer, embedding and
     head, which begin when it has computed everything. No second of (3) is one of (1) or (2).
     (4) Images are encoded before the forward pass, backward after the backward pass of their microbatch, and every
-    rank waits in each for all others, whose shards it gathers. So encoding (`encoder_bound`) comes on top of (1) to
+    rank waits in each for all others, whose shards it gathers. So encoding (`_encoder_bound`) comes on top of (1) to
     (3): all of it in the mean over ranks, as in (1), and the largest image on one rank, as in (2).
 
     Raises:
@@ -93,11 +70,34 @@ def lower_bound(
         alone_s = _alone_s(longest, cluster=cluster, cost=cost, primitives=used)
     fewest = -(-num_tokens // (num_ranks * cluster.max_tokens_per_rank))
     fixed_s, fastest_s = cost.fixed_s * (num_ranks / total), cost.fixed_s / float(speeds.max())
-    encoded_s, largest_s = encoder_bound(sequences, cluster=cluster, cost=cost)
+    encoded_s, largest_s = _encoder_bound(sequences, cluster=cluster, cost=cost)
     return max(
         shared_s + fewest * (fixed_s + cost.exposed_s) + cost.reduce_exposed_s + encoded_s,
         alone_s + fewest * (fastest_s + cost.exposed_s) + cost.reduce_exposed_s + largest_s,
     )
+
+
+def _encoder_bound(sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel) -> tuple[float, float]:
+    """Seconds that images add at least to the two terms of `lower_bound`, that of all ranks together and that of one
+    rank; (0, 0) without images.
+
+    The images of a batch take their seconds on ranks that encode; the mean over ranks, weighted by speed, is the first
+    term, the largest image on the fastest rank the second. An image has its tokens in its microbatch, so that at least
+    ceil(tokens of images / (N x max_tokens_per_rank)) microbatches encode. In each, every rank pays the encoder's fixed
+    seconds and its first gathers, and once its last reductions.
+    """
+    encoder, speeds = cost.encoder, speeds_of(cluster)
+    images = ImageColumns.of(sequences)
+    if encoder is None or not len(images):
+        return 0.0, 0.0
+    forward_s, backward_s = encoder.passes_s(images.patches)
+    seconds = forward_s + backward_s
+    fewest = -(-int(images.tokens.sum()) // (cluster.num_ranks * cluster.max_tokens_per_rank))
+    shown_s = fewest * encoder.exposed_s + encoder.reduce_exposed_s
+    fixed_s = fewest * encoder.fixed_s
+    shared_s = (float(seconds.sum()) + cluster.num_ranks * fixed_s) / float(speeds.sum())
+    alone_s = (float(seconds.max()) + fixed_s) / float(speeds.max())
+    return shared_s + shown_s, alone_s + shown_s
 
 
 def _extra_s(
@@ -127,31 +127,18 @@ def _alone_s(
     degrees = np.arange(least, cluster.num_ranks + 1)
     fastest = np.sort(speeds_of(cluster))[::-1]
     slowest = fastest[least - 1 :]
+    load = sequence.attention_pairs, sequence.num_tokens
     seconds = [
         _rings_s(sequence, degrees, crosses=crosses, fastest=fastest, cost=cost)
         if primitive is Primitive.RING
-        else cost.group_s(
-            sequence.attention_pairs,
-            sequence.num_tokens,
-            degree=degrees,
-            primitive=primitive,
-            crosses=crosses,
-            speed=slowest,
-        )
+        else cost.group_s(*load, degree=degrees, primitive=primitive, crosses=crosses, speed=slowest)
         for primitive in primitives
         for crosses in (np.full(len(degrees), True), degrees > max(nodes.values()))
     ]
     return float(np.min(seconds)) - cost.fixed_s / float(fastest[0])
 
 
-def _rings_s(
-    sequence: SequenceSpec,
-    degrees: Ints,
-    *,
-    crosses: Bools,
-    fastest: Floats,
-    cost: CostModel,
-) -> Floats:
+def _rings_s(sequence: SequenceSpec, degrees: Ints, *, crosses: Bools, fastest: Floats, cost: CostModel) -> Floats:
     """Seconds that one rank of a ring takes at least, by degree.
 
     Every rank has two zig-zag slices of at least p = floor(L / 2d) tokens, so at least its share of 2 d p tokens: in

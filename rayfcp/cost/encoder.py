@@ -1,8 +1,6 @@
 """Cost of a vision encoder: seconds and memory of images, of moving their features, of the encoder's shards."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,6 @@ from rayfcp.cost.kernels.group_time import overlapped_s
 from rayfcp.cost.memory import patch_bytes, token_bytes
 from rayfcp.values import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.arrays import Floats
-from rayfcp.values.profile import exact_fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +51,7 @@ class EncoderCost:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            value = getattr(self, name)
+        for name, value in ((name, getattr(self, name)) for name in self.__slots__):
             if not 0 <= value < float("inf"):
                 raise ValueError(f"encoder.{name} is {value}, must be finite and at least 0; measure it again")
 
@@ -97,11 +93,6 @@ class EncoderCost:
             frozen=vision.frozen,
             **_shards(vision, model.hidden_size, per=per, reduced=reduced),
         )
-
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, Any]) -> "EncoderCost":
-        """As `CostModel.of_fields`."""
-        return cls(**exact_fields(cls, fields, source="encoder cost"))
 
     def passes_s(self, num_patches: npt.ArrayLike) -> tuple[Floats, Floats]:
         """Seconds of images in forward and in backward."""

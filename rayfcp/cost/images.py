@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -33,15 +33,13 @@ class ImageColumns:
         runs = np.array([len(each.images) for each in ordered], np.int64)
         fields = chain.from_iterable(_RUN(run) for each in ordered for run in each.images)
         table = np.fromiter(fields, np.int64, 5 * int(runs.sum())).reshape(-1, 5)
-        at, step = _repeated(table[:, 4])
+        at = np.repeat(np.arange(len(table)), table[:, 4])
+        step = np.arange(len(at)) - np.searchsorted(at, at)
         start, stride, tokens, patches, _ = table[at].T
         sequence = np.repeat([each.id for each in ordered], runs)[at].astype(np.int64)
         first = np.searchsorted(sequence, sequence, side="left")
-        return cls._of(sequence, np.arange(len(at)) - first, start + step * stride, tokens.copy(), patches.copy())
-
-    @classmethod
-    def _of(cls, sequence: Ints, number: Ints, start: Ints, tokens: Ints, patches: Ints) -> "ImageColumns":
-        return cls(sequence, number, start, tokens, patches, np.cumsum(tokens) - tokens)
+        row = np.cumsum(tokens) - tokens
+        return cls(sequence, np.arange(len(at)) - first, start + step * stride, tokens.copy(), patches.copy(), row)
 
     def __len__(self) -> int:
         return len(self.sequence)
@@ -50,7 +48,10 @@ class ImageColumns:
         """Images of these sequences."""
         mine = np.isin(self.sequence, np.fromiter(sequences, np.int64, len(sequences)))
         columns = (self.sequence, self.number, self.start, self.tokens, self.patches)
-        return self if mine.all() else ImageColumns._of(*(each[mine] for each in columns))
+        sequence, number, start, tokens, patches = (each[mine] for each in columns)
+        return (
+            self if mine.all() else ImageColumns(sequence, number, start, tokens, patches, np.cumsum(tokens) - tokens)
+        )
 
     def rows_before(self, sequence: Ints, position: Ints) -> Ints:
         """Number of rows before each token."""
@@ -80,20 +81,13 @@ class ImageColumns:
         rank, sequence, number = rank[order], self.sequence[order], self.number[order]
         new = np.ones(len(order), bool)
         new[1:] = (np.diff(rank) != 0) | (np.diff(sequence) != 0) | (np.diff(number) != 1)
-        heads = np.append(np.flatnonzero(new), len(order)).tolist()
-        columns = rank.tolist(), sequence.tolist(), number.tolist()
+        firsts = np.flatnonzero(new)
+        lasts = np.append(firsts[1:], len(order)) - 1
+        columns = rank[firsts], sequence[firsts], number[firsts], number[lasts[: len(firsts)]] + 1
         return tuple(
-            EncoderShare(
-                rank=columns[0][at], sequence=columns[1][at], first=columns[2][at], last=columns[2][stop - 1] + 1
-            )
-            for at, stop in pairwise(heads)
+            EncoderShare(rank=rank, sequence=sequence, first=first, last=last)
+            for rank, sequence, first, last in zip(*(each.tolist() for each in columns), strict=True)
         )
-
-
-def _repeated(counts: Ints) -> tuple[Ints, Ints]:
-    """Index i `counts[i]` times, and the number of each repetition."""
-    at = np.repeat(np.arange(len(counts)), counts)
-    return at, np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -86,16 +87,6 @@ def layout_passes(
 
 def passes_s(rounds: Rounds, linear_s: Floats, *, hold: int, cost: CostModel) -> tuple[float, float]:
     """`layout_passes` of rounds as columns; `linear_s`: linear layers and fixed cost of each rank."""
-    forward, again, backward = _passes(cost, hold=hold)
-    both = (backward, again) if cost.recomputed_layers else (backward,)
-    return (
-        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
-        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
-    )
-
-
-def _passes(cost: CostModel, *, hold: int) -> tuple[Pass, Pass, Pass]:
-    """Forward, forward once more for recomputed layers, and the rest of backward."""
     once, first = cost.passes_forward, cost.attention_forward
     forward = Pass(attention=first, keys=cost.ring_forward, gradients=0.0, latencies=once, hold=0)
     again = Pass(
@@ -112,7 +103,11 @@ def _passes(cost: CostModel, *, hold: int) -> tuple[Pass, Pass, Pass]:
         latencies=once,
         hold=hold,
     )
-    return forward, again, backward
+    both = (backward, again) if cost.recomputed_layers else (backward,)
+    return (
+        _layer_s(rounds, (forward,), linear_s=cost.linear_forward * linear_s),
+        _layer_s(rounds, both, linear_s=(1 - cost.linear_forward) * linear_s),
+    )
 
 
 def _layer_s(rounds: Rounds, passes: Sequence[Pass], *, linear_s: Floats) -> float:
@@ -139,6 +134,7 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
     per_pair_s = cost.attention_s_per_pair / layout.heads
     own_s = per_pair_s * (work.own_pairs + half * work.own_sides) / speeds
     brought_s = per_pair_s * (work.pairs + half * work.sides) / speeds[work.target]
+    tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)  # as if all held those of the fullest
     return Rounds(
         work_s=_phases_s(layout, phase=phase_of(work.round), work=work, own_s=own_s, brought_s=brought_s),
         phase=phase_of(np.arange(len(layout.rounds))),
@@ -148,16 +144,10 @@ def _rounds(layout: Layout, work: LayoutWork, *, cluster: ClusterSpec, cost: Cos
         across=across.astype(np.int64),
         moved_s=cost.kv_share(layout.heads) * hop_s * work.moved_tokens,
         latency_s=float(cost.ring_s_per_round),
-        exchange_s=_exchange_s(layout, work, nodes=nodes, cost=cost),
+        exchange_s=cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1)),
         heads=layout.heads,
         overlap=float(cost.overlap),
     )
-
-
-def _exchange_s(layout: Layout, work: LayoutWork, *, nodes: Ints, cost: CostModel) -> Floats:
-    """Seconds of each run's exchanges, those of a Ulysses group whose ranks all hold as many tokens as its fullest."""
-    tokens = layout.heads * work.tokens.reshape(-1, layout.heads).max(axis=1)
-    return cost.exchanges_s(tokens, degree=layout.heads, crosses=(nodes != nodes[:, :1]).any(axis=1))
 
 
 def _phases_s(layout: Layout, *, phase: Ints, work: LayoutWork, own_s: Floats, brought_s: Floats) -> Floats:
@@ -194,14 +184,10 @@ def ring_tokens(tokens: Floats) -> Floats:
 def round_tokens(layout: Layout, *, num_ranks: int) -> Floats:
     """Tokens whose keys and values each rank sends or receives in the rounds of a layout, of its share of heads."""
     sizes = [block.num_tokens for block in layout.blocks]
-    num_runs = num_ranks // layout.heads
-    sent, received = np.zeros(num_runs), np.zeros(num_runs)
-    for step in layout.rounds:
-        for transfer in step.transfers:
-            num_tokens = sum(sizes[block] for block in transfer.blocks)
-            sent[transfer.source] += num_tokens
-            received[transfer.target] += num_tokens
-    return np.repeat(np.maximum(sent, received), layout.heads)
+    moved = np.zeros((2, num_ranks // layout.heads))
+    for transfer in chain.from_iterable(step.transfers for step in layout.rounds):
+        moved[(0, 1), (transfer.source, transfer.target)] += sum(sizes[block] for block in transfer.blocks)
+    return np.repeat(moved.max(axis=0), layout.heads)
 
 
 def exchanged_heads(tokens: Floats, cost: CostModel) -> Floats:

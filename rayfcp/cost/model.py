@@ -17,9 +17,9 @@ from rayfcp.cost.kernels.group_time import Terms, overlapped_s
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.cost.stages import split_layers
 from rayfcp.cost.work import visible_ring_share
-from rayfcp.values import ClusterSpec, HardwareProfile, LayerKind, LayerKinds, ModelProfile, Primitive
+from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
 from rayfcp.values.arrays import Bools, Floats
-from rayfcp.values.profile import exact_fields
+from rayfcp.values.profile import read_fields
 
 
 def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Terms, Terms]:
@@ -231,13 +231,7 @@ class CostModel:
             )
         if num_stages > 1:
             found["pipeline"] = PipelineCost.from_profiles(
-                model,
-                hardware,
-                layers_of_stage=layers,
-                num_stages=num_stages,
-                memory_bytes=memory_bytes,
-                **sizes,
-                **traffic,
+                model, hardware, layers_of_stage=layers, memory_bytes=memory_bytes, **sizes, **traffic
             )
         return cls(**found, layer_kinds=model.layer_kinds)
 
@@ -248,11 +242,7 @@ class CostModel:
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        known = exact_fields(cls, fields, source="cost model")
-        pipeline = known["pipeline"] and PipelineCost.of_fields(known["pipeline"])
-        encoder = known["encoder"] and EncoderCost.of_fields(known["encoder"])
-        kinds = tuple((LayerKind(**kind), layers) for kind, layers in known["layer_kinds"])
-        return cls(**{**known, "pipeline": pipeline, "encoder": encoder, "layer_kinds": kinds})
+        return read_fields(cls, fields, source="cost model")
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear
@@ -368,10 +358,8 @@ def speeds_of(cluster: ClusterSpec) -> Floats:
 
 def group_speeds(groups: Iterable[Sequence[int]], *, cluster: ClusterSpec) -> Floats:
     """Speed of each group's slowest rank, for which the others wait: they have equal work."""
-    held = list(groups)
-    if not cluster.speed_of_rank:
-        return np.ones(len(held))
-    return np.array([min(cluster.speed_of_rank[rank] for rank in ranks) for ranks in held], np.float64)
+    speeds = cluster.speed_of_rank
+    return np.array([min(speeds[rank] for rank in ranks) if speeds else 1.0 for ranks in groups], np.float64)
 
 
 def idle_passes_s(cost: CostModel, *, cluster: ClusterSpec) -> Floats:

@@ -1,14 +1,13 @@
 """Pipeline stages in the cost model: their layers, the traffic between them, and their memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rayfcp.cost.analytic import LINEAR_BACKWARD, ShardTraffic, flops_per_s, hop_bandwidth, shard_traffic
 from rayfcp.cost.memory import GIB, LayerBytes, layer_bytes, stage_state_bytes
-from rayfcp.cost.stages import check_layers, split_layers
+from rayfcp.cost.stages import check_layers
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile
-from rayfcp.values.profile import exact_fields
 
 Every = Literal["microbatch", "step"]
 
@@ -45,18 +44,18 @@ class PipelineCost:
     @property
     def tokens_alone(self) -> int:
         """Tokens of a rank that every stage holds of a microbatch alone in its pipeline, with nothing recomputed."""
-        each = self.layer_bytes
-        sizes = [layers * each.layer(1, 1) + each.computing(1, 1) for layers in self.layers_of_stage]
-        sizes[-1] += each.head
-        return min(budget // size for budget, size in zip(self.budget_bytes, sizes, strict=True))
+        return self._tokens(self.layer_bytes.layer(1, 1), head=(0,) * (self.num_stages - 1) + (self.layer_bytes.head,))
 
     @property
     def tokens_recomputed(self) -> int:
         """`tokens_alone` with everything recomputed, with which a run plans (`ClusterSpec.max_tokens_per_rank`)."""
-        each = self.layer_bytes
-        beside = each.head + each.computing(1, 1)
-        sizes = [layers * each.kept + beside for layers in self.layers_of_stage]
-        return min(budget // size for budget, size in zip(self.budget_bytes, sizes, strict=True))
+        return self._tokens(self.layer_bytes.kept, head=(self.layer_bytes.head,) * self.num_stages)
+
+    def _tokens(self, layer: int, *, head: Sequence[int]) -> int:
+        """Tokens that fit every stage where each layer keeps `layer` bytes of one, and the stage `head` beside."""
+        computing = self.layer_bytes.computing(1, 1)
+        stages = zip(self.budget_bytes, self.layers_of_stage, head, strict=True)
+        return min(budget // (layers * layer + computing + more) for budget, layers, more in stages)
 
     @classmethod
     def from_profiles(
@@ -65,12 +64,11 @@ class PipelineCost:
         hardware: HardwareProfile,
         *,
         num_ranks: int,
-        num_stages: int,
-        layers_of_stage: Sequence[int] = (),
-        memory_bytes: int | None = None,
+        layers_of_stage: tuple[int, ...],
+        memory_bytes: int | None,
         bytes_per_element: int,
         reduce_every: Every,
-        gather_every: Every = "microbatch",
+        gather_every: Every,
     ) -> "PipelineCost":
         """From the profiles of the model and of a rank's device of each stage with `memory_bytes` (absent: the
         profile's).
@@ -79,41 +77,24 @@ class PipelineCost:
             ValueError: layers that do not make up the stages.
             InfeasiblePlanError: a stage's states alone do not fit its devices.
         """
-        layers = tuple(layers_of_stage) or split_layers(model.num_layers, num_stages)
-        check_layers(model, layers)
+        check_layers(model, layers_of_stage)
         _, linear_rate = flops_per_s(hardware, bytes_per_element=bytes_per_element)
         head_flops = 2.0 * model.vocab_size * model.hidden_size * (1 + LINEAR_BACKWARD)
         memory = hardware.memory_bytes if memory_bytes is None else memory_bytes
-        hop = hop_bandwidth(hardware, num_ranks=num_ranks, num_stages=num_stages)
+        hop = hop_bandwidth(hardware, num_ranks=num_ranks, num_stages=len(layers_of_stage))
         sizes: dict[str, Any] = {"num_ranks": num_ranks, "bytes_per_element": bytes_per_element}
         every: dict[str, Any] = {"reduce_every": reduce_every, "gather_every": gather_every}
-        states = _states(model, layers, memory_bytes=memory, **sizes, **every)
+        states = _states(model, layers_of_stage, memory_bytes=memory, **sizes, **every)
         return cls(
             num_layers=model.num_layers,
-            layers_of_stage=layers,
+            layers_of_stage=layers_of_stage,
             head_s_per_token=head_flops / linear_rate,
             transfer_s_per_token=model.hidden_size * bytes_per_element / hop,
             transfer_s=hardware.latency_s,
-            traffic=shard_traffic(model, hardware, layers_of_stage=layers, **sizes),
+            traffic=shard_traffic(model, hardware, layers_of_stage=layers_of_stage, **sizes),
             budget_bytes=tuple(memory - each for each in states),
             layer_bytes=layer_bytes(model, bytes_per_element=bytes_per_element),
             **every,
-        )
-
-    @classmethod
-    def of_fields(cls, fields: Mapping[str, Any]) -> "PipelineCost":
-        """As `CostModel.of_fields`."""
-        known = exact_fields(cls, fields, source="pipeline cost")
-        traffic = [exact_fields(ShardTraffic, each, source="pipeline traffic") for each in known["traffic"]]
-        layer = exact_fields(LayerBytes, known["layer_bytes"], source="layer bytes")
-        return cls(
-            **known
-            | {
-                "layers_of_stage": tuple(known["layers_of_stage"]),
-                "budget_bytes": tuple(known["budget_bytes"]),
-                "traffic": tuple(ShardTraffic(**each) for each in traffic),
-                "layer_bytes": LayerBytes(**layer),
-            }
         )
 
 

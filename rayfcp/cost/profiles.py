@@ -185,24 +185,5 @@ def _nearest(name: str, known: list[str]) -> str:
 
 
 HARDWARE: Shipped[HardwareProfile] = Shipped(HardwareProfile, file="hardware.yaml", what="hardware")
-
-
-def hardware_profile(name_or_path: str) -> HardwareProfile:
-    """The profile of that name, or the one in that YAML file.
-
-    Raises:
-        ConfigError: unknown name (with the nearest known one), or a file that holds no hardware profile.
-    """
-    return HARDWARE.find(name_or_path)
-
-
 MODELS: Shipped[ModelProfile] = Shipped(ModelProfile, file="models.yaml", what="model")
-
-
-def model_profile(name_or_path: str) -> ModelProfile:
-    """The profile of that name, or the one in that YAML file.
-
-    Raises:
-        ConfigError: unknown name (with the nearest known one), or a file that holds no model profile.
-    """
-    return MODELS.find(name_or_path)
+hardware_profile, model_profile = HARDWARE.find, MODELS.find

@@ -103,12 +103,17 @@ class Refit:
         """
         if not observations:
             return self
-        measured_s = _measured(observations)
+        for index, each in enumerate(observations):
+            if not (math.isfinite(each.seconds) and each.seconds > 0 and each.groups):
+                raise ValueError(
+                    f"observation {index} has {len(each.groups)} groups in {each.seconds} s, must have at least 1 in "
+                    "more than 0 s; leave it out"
+                )
         information = FORGETTING * np.array(self.information)
         moment = FORGETTING * np.array(self.moment)
         columns = _Columns(observations)
         expected_s = columns.rows(self.profiled, unit=self.profiled).sum(axis=1)
-        targets = measured_s / expected_s
+        targets = np.array([each.seconds for each in observations]) / expected_s
         cost, usual = self.cost, self.usual_error
         weights = np.ones(len(observations))
         rows = np.zeros((len(observations), len(COEFFICIENTS)))
@@ -133,16 +138,6 @@ class Refit:
             usual_error=usual,
             num_steps=self.num_steps + 1,
         )
-
-
-def _measured(observations: Sequence[Observation]) -> Floats:
-    for index, each in enumerate(observations):
-        if not (math.isfinite(each.seconds) and each.seconds > 0 and each.groups):
-            raise ValueError(
-                f"observation {index} has {len(each.groups)} groups in {each.seconds} s, must have at least 1 in more "
-                "than 0 s; leave it out"
-            )
-    return np.array([each.seconds for each in observations])
 
 
 class _Columns:
