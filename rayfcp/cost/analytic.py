@@ -215,7 +215,7 @@ class ShardTraffic:
     reduced_exposed_s: float
 
     @classmethod
-    def of(cls, layers: int, layer: int, outer: int, *, per: tuple[float, float], kept: bool) -> "ShardTraffic":
+    def of(cls, layers: int, *, layer: int, outer: int, per: tuple[float, float], kept: bool) -> "ShardTraffic":
         """Traffic of `layers` of `layer` parameters and `outer` beside them, at `parameter_s` `per` parameter.
 
         Layers are gathered for forward and for backward, the others once, and gradients are scattered. The others and
@@ -245,7 +245,9 @@ def shard_traffic(
     per = parameter_s(hardware, num_ranks=num_ranks, bytes_per_element=bytes_per_element)
     outer = outer_parameters(model, num_stages=len(layers_of_stage))
     return tuple(
-        ShardTraffic.of(layers, model.layer_parameters, own, per=per, kept=stage == len(layers_of_stage) - 1)
+        ShardTraffic.of(
+            layers, layer=model.layer_parameters, outer=own, per=per, kept=stage == len(layers_of_stage) - 1
+        )
         for stage, (layers, own) in enumerate(zip(layers_of_stage, outer, strict=True))
     )
 

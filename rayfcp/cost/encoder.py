@@ -117,9 +117,8 @@ class EncoderCost:
 
 def _shards(vision: VisionProfile, token_size: int, *, per: tuple[float, float], reduced: bool) -> dict[str, float]:
     """Traffic of the encoder's shards; a frozen one has no backward pass."""
-    each = ShardTraffic.of(
-        vision.num_layers, vision.layer_parameters, vision.outer_parameters(token_size), per=per, kept=False
-    )
+    layer, outer = vision.layer_parameters, vision.outer_parameters(token_size)
+    each = ShardTraffic.of(vision.num_layers, layer=layer, outer=outer, per=per, kept=False)
     if vision.frozen:
         return {"shard_s": each.forward_s, "exposed_s": each.exposed_s}
     return {
