@@ -6,14 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
 from rayfcp.plan import CostModel
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes, pipeline_plan, run
 from rayfcp.program import lower
 from rayfcp.simulate import simulate
 from rayfcp.values import Primitive, Slice
 from tests.masks import specs
-from tests.plan.pipeline.columns import chunks_of
 from tests.plan.pipeline.runs import run_lengths
 from tests.simulate.helpers import MODEL, machine
 from tests.simulate.pipelines import plan_of_chunks

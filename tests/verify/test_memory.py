@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.cost.microbatches import chunk_bytes
+from rayfcp.cost.microbatches import chunk_bytes, chunks_of
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.pipeline.schedule import order_of, peak_bytes
 from rayfcp.program import RankProgram, lower
@@ -16,7 +16,6 @@ from rayfcp.values import BatchPlan, ClusterSpec, Group, Primitive, SequenceSpec
 from rayfcp.verify import check_plan
 from rayfcp.verify.memory import check_memory, most_held
 from tests.examples import examples
-from tests.plan.pipeline.columns import chunks_of
 from tests.program.pipelines import chunk, pipeline, plan_of, split_split_hybrid
 
 STAGES = 3

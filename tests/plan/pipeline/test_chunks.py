@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayfcp.cost.microbatches import chunks_of
 from rayfcp.plan.pipeline.chunks import (
     Chunked,
     ChunkWork,
@@ -20,7 +21,6 @@ from rayfcp.plan.pipeline.planner import microbatches_of
 from rayfcp.values import Primitive, SequenceSpec
 from tests.examples import examples
 from tests.plan.helpers import batches
-from tests.plan.pipeline.columns import chunks_of
 from tests.plan.pipeline.runs import run_lengths
 
 works = st.builds(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.config.models import PipelineOptions, PlanConfig
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
 from rayfcp.plan import CostModel, plan_batch
 from rayfcp.plan.pipeline.schedule import order_of, peak_bytes, run
 from rayfcp.program import lower
@@ -16,7 +16,6 @@ from rayfcp.values import BatchPlan, ClusterSpec, InfeasiblePlanError, Primitive
 from rayfcp.verify import check_programs
 from tests.examples import examples
 from tests.plan.helpers import batch_of, batches
-from tests.plan.pipeline.columns import chunks_of
 from tests.plan.pipeline.helpers import staged_cost
 from tests.plan.pipeline.runs import run_lengths
 

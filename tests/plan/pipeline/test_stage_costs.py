@@ -6,13 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.cost.memory import layer_bytes
-from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, stage_times
+from rayfcp.cost.microbatches import chunk_bytes, chunk_passes, chunks_of, stage_times
 from rayfcp.cost.stages import outer_parameters, split_by_cost, split_layers
 from rayfcp.plan import model_profile
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, peak_bytes
 from rayfcp.values import Group, InfeasiblePlanError, MicrobatchPlan, Primitive, Slice
 from tests.plan.helpers import batch_of
-from tests.plan.pipeline.columns import chunks_of
 from tests.plan.pipeline.helpers import descending, staged_cost
 
 BATCH = batch_of([17, 4])
