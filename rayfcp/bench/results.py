@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rayfcp.bench.request import BenchRequest
+from rayfcp.compare.table import aligned
 
 Grid = tuple[tuple[float, ...], ...]
 """`[microbatch][rank]`."""
@@ -187,30 +188,22 @@ def _block_table(report: BenchReport) -> str:
         ("TFLOP/s", lambda row: f"{row.flops / row.seconds / 1e12:.3g}"),
         ("MFU", lambda row: _percent(report.mfu(row.flops, seconds=row.seconds))),
     ]
-    return _aligned([[name for name, _ in columns], *([text(row) for _, text in columns] for row in report.blocks)])
+    rows = [[text(row) for _, text in columns] for row in report.blocks]
+    return "\n".join(aligned([[name for name, _ in columns], *rows], left=(0,)))
 
 
 def _entry_table(report: BenchReport) -> str:
     rows = [["strategy", "microbatches", "slowest", "imbalance", "planned", "efficiency", "MFU/single", "error"]]
-    left = []
+    refused = []
     for each in report.entries:
         if each.seconds is None:
-            left.append(f"{each.strategy}: not run, {each.reason}")
+            refused.append(f"{each.strategy}: not run, {each.reason}")
             continue
         shares = [each.seconds.imbalance, each.planned_imbalance]
         shares += [each.efficiency(report.kernel), each.mfu_share(report.kernel)]
         first = [each.strategy, f"{len(each.seconds.forward_s)}", _ms(each.seconds.slowest_s)]
         rows.append([*first, *(_percent(share) for share in shares), f"{each.error:.1e}"])
-    return "\n".join([_aligned(rows), *left])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """The first column from the left, the others from the right."""
-    first, *others = (max(len(row[at]) for row in rows) for at in range(len(rows[0])))
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *(text.rjust(width) for text, width in zip(row[1:], others, strict=True))])
-        for row in rows
-    )
+    return "\n".join([*aligned(rows, left=(0,)), *refused])
 
 
 def _ms(seconds: float) -> str:

@@ -22,17 +22,18 @@ from rayfcp.compare.lengths import batches_of, lengths_of
 from rayfcp.compare.page import SIDEWAYS
 from rayfcp.compare.planning import options_of
 from rayfcp.compare.results import Entry
-from rayfcp.compare.table import degrees_text
+from rayfcp.compare.table import aligned, degrees_text
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import get
+from rayfcp.telemetry.page import table
 from rayfcp.telemetry.summary import counted, number, seconds
 from rayfcp.values import HardwareProfile, ModelProfile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdviceRequest:
-    """A comparison and what is searched beside it.
+    """A comparison and the sizes that are searched.
 
     `stages`, `tensor_parallel`: None where they are searched; `inputs` has 1 there. `data`: the run's data, if known.
     """
@@ -81,7 +82,7 @@ ranks."""
 
 
 def suits(strategy: str, layout: ParallelLayout) -> bool:
-    """Whether a strategy is tried on a layout: baselines on stages only if their system has them."""
+    """Return whether a strategy is tried on a layout: baselines on stages only if their system has them."""
     info = get(strategy)
     if layout.num_stages == 1:
         return not info.needs_stages
@@ -112,11 +113,9 @@ class Advice:
         given = self.comparison.as_json()
         inputs = {**given["inputs"], **self.request.as_json(), "memory_gib": self.memory_gib}
         layouts = [trial.as_json() for trial in self.trials]
-        layouts += [
-            {"num_stages": each.num_stages, "tensor_parallel": each.tensor_parallel, "status": "infeasible"}
-            | {"strategy": None, "reason": why}
-            for each, why in self.misfits.items()
-        ]
+        for layout, why in self.misfits.items():
+            sizes = {"num_stages": layout.num_stages, "tensor_parallel": layout.tensor_parallel}
+            layouts.append({**sizes, "status": "infeasible", "strategy": None, "reason": why})
         best = None
         if self.best is not None:
             gains = {name: trial.as_json() | {"gain": self.gain(name)} for name, trial in self.systems.items()}
@@ -144,7 +143,7 @@ class Advisor:
         self._inputs = replace(
             request.inputs, memory_gib=planned_memory_gib(request.inputs, self.hardware), strategies=()
         )
-        self._names = chosen(request.inputs.strategies)
+        self._names, self._options = chosen(request.inputs.strategies), options_of(request.inputs)
         self.batches = batches_of(request.inputs, model=self.model)
         self.layouts = layouts(
             request.inputs.devices,
@@ -157,7 +156,7 @@ class Advisor:
 
     @property
     def num_pairs(self) -> int:
-        """Strategies times layouts: approximately the number of log lines."""
+        """Strategies times layouts, approximately the number of log lines."""
         return len(self._names) * len(self.layouts)
 
     def advise(self, *, log: Log = lambda _: None) -> Advice:
@@ -186,48 +185,38 @@ class Advisor:
             view = view_of(
                 layout, inputs=self._inputs, model=self.model, hardware=self.hardware, split_vocabulary=key[1]
             )
-            self._candidates[key] = LayoutCandidate(
-                view, model=self.model, batches=self.batches, options=options_of(self._request.inputs)
-            )
+            self._candidates[key] = LayoutCandidate(view, model=self.model, batches=self.batches, options=self._options)
         return self._candidates[key]
 
     def _misfit(self, layout: ParallelLayout) -> str:
         return misfit(layout, inputs=self._inputs, model=self.model, hardware=self.hardware)
 
-    def _trials(self, name: str, places: Sequence[ParallelLayout], *, split: bool) -> tuple[Trial, ...]:
-        fitting = [layout for layout in places if suits(name, layout) and not self._misfit(layout)]
+    def _trials(self, name: str, layouts: Sequence[ParallelLayout], *, split: bool) -> tuple[Trial, ...]:
+        fitting = [layout for layout in layouts if suits(name, layout) and not self._misfit(layout)]
         candidates = [self.candidate(layout, split=split) for layout in fitting]
         key = name, any(candidate.view.split_vocabulary for candidate in candidates)
         if key not in self._searched:
             self._searched[key] = LayoutSearch(name, candidates, effort=self._effort, log=self._log).run()
         return self._searched[key]
 
-    def _of_system(self, name: str, system: BaselineSystem) -> tuple[Trial, ...]:
-        places = [layout for layout in self.layouts if system.staged or layout.num_stages == 1]
-        return self._trials(name, places, split=True)
-
     def _best_of(self, system: BaselineSystem) -> Trial | None:
-        return fastest([trial for name in system.strategies for trial in self._of_system(name, system)])
+        layouts = [layout for layout in self.layouts if system.staged or layout.num_stages == 1]
+        return fastest([trial for name in system.strategies for trial in self._trials(name, layouts, split=True)])
 
     def _comparison(self, trials: Sequence[Trial], *, systems: dict[str, Trial]) -> Comparison:
         """Return every strategy on its best layout."""
         entries, scenes, devices = [], [], self._inputs.devices
         for name in self._names:
-            mine = [trial for trial in trials if trial.strategy == name]
-            best = fastest(mine)
+            own = [trial for trial in trials if trial.strategy == name]
+            best = fastest(own)
             if best is None or best.entry is None:
-                entries.append(
-                    Entry(strategy=name, feasible=False, reason=self._why_none(name, mine), num_ranks=devices)
-                )
-                continue
-            entries.append(best.entry)
-            scenes += [best.scene] if best.scene else []
+                why = self._why_none(name, own)
+                entries.append(Entry(strategy=name, feasible=False, reason=why, num_ranks=devices))
+            else:
+                entries.append(best.entry)
+                scenes += [best.scene] if best.scene else []
         case = Case(
-            model=self.model,
-            hardware=self.hardware,
-            num_ranks=devices,
-            batches=self.batches,
-            options=options_of(self._request.inputs),
+            model=self.model, hardware=self.hardware, num_ranks=devices, batches=self.batches, options=self._options
         )
         system, trial = min(systems.items(), key=lambda each: each[1].iteration_s, default=("", None))
         return Comparison(
@@ -241,11 +230,11 @@ class Advisor:
     def _why_none(self, name: str, trials: Sequence[Trial]) -> str:
         if trials:
             return f"on none of {len(trials)} layouts; on {trials[0].layout}: {trials[0].reason}"
-        places = [layout for layout in self.layouts if suits(name, layout)]
-        if not places:
-            needs = "needs pipeline stages" if get(name).needs_stages else "is compared without pipeline stages"
-            return f"{name} {needs}, --stages is {self._request.stages}; give auto"
-        return self._misfit(places[0])
+        suited = [layout for layout in self.layouts if suits(name, layout)]
+        if suited:
+            return self._misfit(suited[0])
+        needs = "needs pipeline stages" if get(name).needs_stages else "is compared without pipeline stages"
+        return f"{name} {needs}, --stages is {self._request.stages}; give auto"
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:
@@ -254,31 +243,33 @@ def fastest(trials: Sequence[Trial]) -> Trial | None:
     return min(done, key=lambda trial: trial.iteration_s, default=None)
 
 
-OTHERS = {"simulated": "takes", "predicted": "is predicted to take", "bounded": "cannot take less than"}
-
-
 def recommendation(advice: Advice) -> list[str]:
     """Return a few lines, the recommendation first."""
     best = advice.best
     if best is None or best.entry is None:
-        return [
-            f"No recommendation: no strategy has a plan on any of {len(advice.layouts)} layouts.",
-            *_refusals(advice),
-        ]
+        reasons = [f"{entry.strategy}: {entry.reason}" for entry in advice.comparison.entries]
+        return [f"No recommendation: no strategy has a plan on any of {len(advice.layouts)} layouts.", *reasons]
+    batches, entry = advice.comparison.case.batches, best.entry
+    tokens_per_s = sum(lengths_of(batches)) / len(batches) / best.iteration_s
     lines = [
-        f"Recommended: {named(best)}: {seconds(best.iteration_s)} per iteration expected "
-        f"({number(round(_tokens_per_s(advice, best)))} tokens/s), {best.entry.peak_memory_gib:.1f} of "
-        f"{advice.memory_gib:.1f} GiB per device."
+        f"Recommended: {_named(best)}: {seconds(best.iteration_s)} per iteration expected "
+        f"({number(round(tokens_per_s))} tokens/s), {entry.peak_memory_gib:.1f} of {advice.memory_gib:.1f} GiB per "
+        "device."
     ]
     for name, system in advice.systems.items():
+        why = " (its tensor-parallel devices split embedding and head, which rayfcp replicates)"
         lines.append(
-            f"{advice.gain(name):.2f} times as fast as {name}'s best layout: {named(system)}, "
-            f"{seconds(system.iteration_s)}{_advantage(system) if advice.gain(name) < 1 else ''}."
+            f"{advice.gain(name):.2f} times as fast as {name}'s best layout: {_named(system)}, "
+            f"{seconds(system.iteration_s)}{why if advice.gain(name) < 1 and system.split_vocabulary else ''}."
         )
-    return [*lines, f"Why: {_why(advice, best)}"]
+    above = 100 * max((entry.gap or 1) - 1, 0)
+    return [
+        *lines,
+        f"Its groups have degrees {degrees_text(entry.degrees or {})}, {above:.1f} % above the lower bound.",
+    ]
 
 
-def named(trial: Trial) -> str:
+def _named(trial: Trial) -> str:
     """Name strategy, layout and setting of a trial."""
     assert trial.entry is not None
     entry, layout = trial.entry, trial.layout
@@ -289,50 +280,6 @@ def named(trial: Trial) -> str:
     return f"{on}, {layers} recomputed, gradients reduced per {entry.reduce_every}"
 
 
-def _advantage(system: Trial) -> str:
-    return " (its tensor-parallel devices split embedding and head, which rayfcp replicates)" * (
-        system.split_vocabulary
-    )
-
-
-def _tokens_per_s(advice: Advice, best: Trial) -> float:
-    batches = advice.comparison.case.batches
-    return sum(lengths_of(batches)) / len(batches) / best.iteration_s
-
-
-def _why(advice: Advice, best: Trial) -> str:
-    """Say what the strategy takes on other layouts, as far as is known, and how its plans look."""
-    assert best.entry is not None
-    own = [each for each in advice.trials if each.strategy == best.strategy and not each.split_vocabulary]
-    others = [each for each in own if each is not best]
-    parts = []
-    for status, says in OTHERS.items():
-        found = [each for each in others if each.status == status]
-        if found:
-            nearest = min(found, key=known_s)
-            parts.append(f"on {nearest.layout} it {says} {seconds(known_s(nearest))}{_beside(len(found) - 1)}")
-    unfit = sum(each.status == "infeasible" for each in others) + len(advice.misfits)
-    parts += [f"{counted(unfit, 'layout')} {'do' if unfit > 1 else 'does'} not fit"] if unfit else []
-    degrees = degrees_text(best.entry.degrees or {})
-    parts.append(f"its groups have degrees {degrees}, {100 * max((best.entry.gap or 1) - 1, 0):.1f} % above the bound")
-    return "; ".join(parts) + "."
-
-
-def known_s(trial: Trial) -> float:
-    """Return simulated or predicted seconds or a lower bound, by the trial's status."""
-    known = {"predicted": trial.predicted_s, "bounded": trial.lower_bound_s}
-    return trial.iteration_s if trial.status == "simulated" else known[trial.status] or 0.0
-
-
-def _beside(count: int) -> str:
-    return f", on {counted(count, 'other')} more" if count else ""
-
-
-def _refusals(advice: Advice) -> list[str]:
-    return [f"{entry.strategy}: {entry.reason}" for entry in advice.comparison.entries]
-
-
-MARKS = {"simulated": "", "predicted": "~", "bounded": "≥"}
 KEY = (
     "seconds per iteration; ~ predicted for the first batch only; ≥ lower bound, not simulated; - no plan; "
     "strategies that were not requested are those of other systems"
@@ -341,74 +288,50 @@ KEY = (
 
 def format_layouts(advice: Advice) -> str:
     """Return recommendation, table and reasons of omissions as text, without a newline at the end."""
-    heads = ["stages", "tensor", "ranks", *layout_columns(advice)]
-    rows = [
-        [str(each.num_stages), str(each.tensor_parallel), str(_ranks(advice, each)), *_texts(advice, each)]
-        for each in advice.layouts
-    ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = [
-        "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (heads, *rows)
-    ]
-    gaps = [f"  {layout}: {why}" for layout, why in _gaps(advice)]
-    return "\n".join([*recommendation(advice), "", *lines, KEY, *(["infeasible:", *gaps] if gaps else [])])
+    omissions = [f"  {layout}: {why}" for layout, why in _omissions(advice)]
+    lines = [*recommendation(advice), "", *aligned(_layout_rows(advice)), KEY]
+    return "\n".join([*lines, *(["infeasible:", *omissions] if omissions else [])])
 
 
 def layout_section(advice: Advice) -> str:
     """Return the same as a section of the page."""
     first, *others = recommendation(advice)
-    names = layout_columns(advice)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ("layout", "ranks", *names))
-    rows = []
-    for layout in advice.layouts:
-        pairs = "".join(_pair(advice, _trial(advice, name, layout)) for name in names)
-        rows.append(f"<tr><td>{layout}</td><td>{_ranks(advice, layout)}</td>{pairs}</tr>")
-    gaps = "".join(f"<li><b>{layout}</b>: {escape(why)}</li>" for layout, why in _gaps(advice))
-    lines = "".join(f"<p>{escape(line)}</p>" for line in others)
+    heads, *rows = _layout_rows(advice)
+    omissions = "".join(f"<li><b>{layout}</b>: {escape(why)}</li>" for layout, why in _omissions(advice))
     return (
-        f'<h2>Layout</h2><p class="lead">{escape(first)}</p>{lines}{SIDEWAYS}'
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-        f'<p class="note">{escape(KEY[:1].upper() + KEY[1:])}. Point at a figure for its reason.</p>'
-        + (f'<ul class="refused">{gaps}</ul>' if gaps else "")
+        f'<h2>Layout</h2><p class="lead">{escape(first)}</p>{"".join(f"<p>{escape(line)}</p>" for line in others)}'
+        f'{SIDEWAYS}<div class="wide">{table(heads, rows)}</div>'
+        f'<p class="note">{escape(KEY[:1].upper() + KEY[1:])}.</p>'
+        + (f'<ul class="refused">{omissions}</ul>' if omissions else "")
     )
 
 
-def layout_columns(advice: Advice) -> list[str]:
-    """Return strategies in the order of the search, those of baseline systems last."""
-    return list(dict.fromkeys(trial.strategy for trial in advice.trials))
+def _layout_rows(advice: Advice) -> list[list[str]]:
+    """Heads, and a row per layout; strategies in the order of the search, those of baseline systems last."""
+    names = list(dict.fromkeys(trial.strategy for trial in advice.trials))
+    rows = [["stages", "tensor", "ranks", *names]]
+    for layout in advice.layouts:
+        sizes = [layout.num_stages, layout.tensor_parallel, advice.request.inputs.devices // layout.devices_per_rank]
+        rows.append([*map(str, sizes), *(_time_text(advice, name, layout) for name in names)])
+    return rows
 
 
-def _ranks(advice: Advice, layout: ParallelLayout) -> int:
-    return advice.request.inputs.devices // layout.devices_per_rank
-
-
-def _trial(advice: Advice, name: str, layout: ParallelLayout) -> Trial | None:
-    """Return the trial as rayfcp runs it, else as the baseline system does."""
+def _time_text(advice: Advice, name: str, layout: ParallelLayout) -> str:
+    """Time of a strategy on a layout as rayfcp runs it, else as the baseline system does."""
     found = [each for each in advice.trials if each.strategy == name and each.layout == layout]
-    return min(found, key=lambda each: each.split_vocabulary, default=None)
-
-
-def _texts(advice: Advice, layout: ParallelLayout) -> list[str]:
-    return [_text(_trial(advice, name, layout)) for name in layout_columns(advice)]
-
-
-def _text(trial: Trial | None) -> str:
+    trial = min(found, key=lambda each: each.split_vocabulary, default=None)
     if trial is None or trial.status == "infeasible":
         return "-"
-    return f"{MARKS[trial.status]}{seconds(known_s(trial))}"
+    if trial.status == "simulated":
+        return seconds(trial.iteration_s)
+    return (
+        f"~{seconds(trial.predicted_s or 0)}"
+        if trial.status == "predicted"
+        else f"≥{seconds(trial.lower_bound_s or 0)}"
+    )
 
 
-def _pair(advice: Advice, trial: Trial | None) -> str:
-    if trial is None:
-        return "<td>-</td>"
-    why = trial.reason or (trial.entry.reason if trial.entry else "")
-    text = escape(_text(trial))
-    strong = f"<b>{text}</b>" if trial is advice.best else text
-    mark = ' class="ours"' if not get(trial.strategy).is_baseline else ""
-    return f'<td{mark} title="{escape(why)}">{strong}</td>'
-
-
-def _gaps(advice: Advice) -> Sequence[tuple[ParallelLayout, str]]:
+def _omissions(advice: Advice) -> Sequence[tuple[ParallelLayout, str]]:
     """Return layouts on which no requested strategy has a plan, with reasons."""
     requested = {entry.strategy for entry in advice.comparison.entries}
     own = [each for each in advice.trials if each.strategy in requested and not each.split_vocabulary]

@@ -85,7 +85,7 @@ EXAMPLES = """\
 Lengths: one whole number per line, a .json list, .npy, or .parquet with a column `length`; or dist:NAME for a synthetic
 distribution of text (lognormal, bimodal, long-tail, github, commoncrawl, wikipedia) or of videos with captions (msrvtt,
 internvid, openvid; dist:msrvtt@1 takes 1 image per second). A .json list may hold rows with images beside numbers:
-  {"tokens": 9000, "images": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
+  {"tokens": 9000, "pictures": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
 
 Examples:
   rayfcp compare --lengths dist:msrvtt --model qwen3-vl-8b --hardware ascend-910c --devices 64 \\
@@ -110,7 +110,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths", required=True, metavar="FILE", help="sequence lengths in tokens: a file or dist:NAME"
     )
     needed.add_argument("--model", required=True, metavar="NAME", help="model profile: name or YAML path")
-    needed.add_argument("--freeze-vision", action="store_true", help="do not train the vision encoder")
+    needed.add_argument(
+        "--freeze-vision", dest="frozen_vision", action="store_true", help="do not train the vision encoder"
+    )
     needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile: name or YAML path")
     needed.add_argument("--devices", required=True, type=positive, metavar="D", help="number of devices")
     needed.add_argument(
@@ -133,13 +135,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-seqlen", required=True, type=positive, metavar="L", help="cut longer sequences to L tokens"
     )
     needed.add_argument(
-        "--strategies", default="all", metavar="A,B", help="strategies, separated by commas (default: all)"
+        "--strategies",
+        type=names_of,
+        default="all",
+        metavar="A,B",
+        help="strategies, separated by commas (default: all)",
     )
     needed.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the draw (default: 0)")
     _add_memory(parser)
-    _add_stages(parser)
-    _add_advice(parser)
-    out = parser.add_argument_group("output beside the table")
+    _add_planning(parser)
+    out = parser.add_argument_group("output in addition to the table")
     out.add_argument("--json", metavar="OUT", help="write all figures as JSON")
     out.add_argument("--html", metavar="OUT", help="write a self-contained HTML page")
 
@@ -164,25 +169,18 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         help="layers with activation recomputation (default: auto, the best of none, half and all for each strategy; "
         "pipeline planners choose per stage and microbatch)",
     )
-    memory.add_argument(
-        "--reduce-every",
-        choices=("auto", "step", "microbatch"),
-        help="how often gradients are reduced (default: auto, the better for each strategy)",
-    )
-    memory.add_argument(
-        "--gather-every",
-        choices=("auto", "step", "microbatch"),
-        help="how often the parameters of pipeline stages are gathered (default: auto, the better for each strategy)",
-    )
+    for option, what in (
+        ("--reduce-every", "gradients are reduced"),
+        ("--gather-every", "the parameters of pipeline stages are gathered"),
+    ):
+        memory.add_argument(
+            option,
+            choices=("auto", "step", "microbatch"),
+            help=f"how often {what} (default: auto, the better for each strategy)",
+        )
 
 
-def _add_advice(parser: argparse.ArgumentParser) -> None:
-    advice = parser.add_argument_group("configuration of the best layout and strategy")
-    advice.add_argument("--write-config", metavar="FILE", help="write a configuration for rayfcp train")
-    advice.add_argument("--data", metavar="PATH", help="data of that configuration (default: a placeholder)")
-
-
-def _add_stages(parser: argparse.ArgumentParser) -> None:
+def _add_planning(parser: argparse.ArgumentParser) -> None:
     stages = parser.add_argument_group("planning")
     stages.add_argument(
         "--packing",
@@ -197,6 +195,14 @@ def _add_stages(parser: argparse.ArgumentParser) -> None:
         default="exact",
         help="degrees of flex-ring: exact, or dp, the paper's dynamic program (default: exact)",
     )
+    advice = parser.add_argument_group("configuration of the best layout and strategy")
+    advice.add_argument("--write-config", metavar="FILE", help="write a configuration for rayfcp train")
+    advice.add_argument("--data", metavar="PATH", help="data of that configuration (default: a placeholder)")
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Parse names that are separated by commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def positive(text: str) -> int:

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,13 +40,10 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigError: Arguments that cannot be used, or a file that cannot be written.
     """
     inputs = inputs_of(arguments)
-    for option, path in (
-        ("--json", arguments.json),
-        ("--html", arguments.html),
-        ("--write-config", arguments.write_config),
-    ):
+    for name in ("json", "html", "write_config"):
+        path = getattr(arguments, name)
         if path is not None and Path(path).is_dir():
-            raise ConfigError(f"{option} is {path!r}, a folder; give the path of a file")
+            raise ConfigError(f"--{name.replace('_', '-')} is {path!r}, a folder; give the path of a file")
     if arguments.data is not None and arguments.write_config is None:
         raise ConfigError(
             "--data is given without --write-config, of which it is a part; give --write-config its path too"
@@ -85,28 +83,10 @@ def _write_all(arguments: argparse.Namespace, *, results: dict[str, Any], page: 
 
 
 def inputs_of(arguments: argparse.Namespace) -> Inputs:
-    """Return the arguments as a value."""
-    return Inputs(
-        lengths=arguments.lengths,
-        model=arguments.model,
-        frozen_vision=arguments.freeze_vision,
-        hardware=arguments.hardware,
-        devices=arguments.devices,
-        stages=arguments.stages or 1,
-        tensor_parallel=arguments.tensor_parallel or 1,
-        global_batch=arguments.global_batch,
-        batches=arguments.batches,
-        max_seqlen=arguments.max_seqlen,
-        memory_gib=arguments.memory_gib,
-        max_tokens_per_rank=arguments.max_tokens_per_rank,
-        recompute_layers=arguments.recompute_layers,
-        reduce_every=None if arguments.reduce_every == "auto" else arguments.reduce_every,
-        gather_every=None if arguments.gather_every == "auto" else arguments.gather_every,
-        packing=arguments.packing,
-        degrees=arguments.degrees,
-        strategies=tuple(name.strip() for name in arguments.strategies.split(",") if name.strip()),
-        seed=arguments.seed,
-    )
+    """Return the arguments as a value; sizes that are searched are 1."""
+    given = {field.name: getattr(arguments, field.name) for field in fields(Inputs)}
+    given = {name: None if value == "auto" else value for name, value in given.items()}
+    return Inputs(**given | {"stages": given["stages"] or 1, "tensor_parallel": given["tensor_parallel"] or 1})
 
 
 def _write(option: str, path: str, *, text: str) -> None:

@@ -22,34 +22,12 @@ from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 from rayfcp.verify import check_plan
 
-
-def plan_auto_timed(
-    sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
-) -> tuple[BatchPlan, float]:
-    """Return the plan that `auto` chooses by simulation on the compared hardware, and the CPU seconds it took.
-
-    Raises:
-        InfeasiblePlanError: No strategy has a plan for this batch.
-    """
-    start_s = time.process_time()
-
-    def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
-        return lower(plan, sequences, reduce_every=setting.reduce_every)
-
-    def seconds(programs: Sequence[RankProgram]) -> float:
-        return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
-
-    plans = plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
-    plan = choose(plans, lowered=lowered, seconds=seconds).plan
-    return plan, time.process_time() - start_s
-
-
 Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Input of all strategies. `hardware`: of a rank (on a stage), i.e. of `tensor_parallel` devices together;
+    """Input of all strategies. `hardware`: that of a rank (on a stage), `tensor_parallel` devices together;
     `num_ranks`: without stages."""
 
     model: ModelProfile
@@ -63,8 +41,8 @@ class Case:
 class Comparison:
     """All entries in the order of the strategies, and the simulated first batch of each feasible one.
 
-    `system`: name and iteration time of the fastest system searched beside the entries, the reference of speedups
-    where no baseline is among them.
+    `system`: name and iteration time of the fastest system that was searched too, the reference of speedups where no
+    baseline is among the entries.
     """
 
     inputs: Inputs
@@ -110,13 +88,11 @@ def compare(
     case = _case(inputs, log=log, options=options or options_of(inputs))
     entries, scenes = [], []
     for name in names:
-        entry, scene = min(
-            (
-                _evaluate_on(name, case=case, inputs=inputs, num_stages=each, log=log, check=check)
-                for each in stages_of(name, inputs)
-            ),
-            key=lambda each: math.inf if each[0].iteration_s is None else each[0].iteration_s,
-        )
+        found = [
+            _evaluate_on(name, case=case, inputs=inputs, num_stages=each, log=log, check=check)
+            for each in stages_of(name, inputs)
+        ]
+        entry, scene = min(found, key=lambda each: each[0].iteration_s or math.inf)
         entries.append(entry)
         scenes += [scene] if scene else []
     return Comparison(inputs=inputs, case=case, entries=tuple(entries), scenes=tuple(scenes))
@@ -187,11 +163,17 @@ def evaluate(
     Raises:
         InfeasiblePlanError: A batch has no plan.
     """
-    measured, scene, reason = _run(name, setting, case=case, family=family, log=log, check=check)
+    figures: list[BatchFigures] = []
+    scenes: list[Scene] = []
+    for number, batch in enumerate(case.batches):
+        log(f"{name}: batch {number + 1} of {len(case.batches)}")
+        measured, scene = _measured(name, batch, setting=setting, case=case, family=family, check=check and number == 0)
+        figures.append(measured)
+        scenes = scenes or [replace(scene, strategy=name)]
     entry = Entry(
         strategy=name,
         feasible=True,
-        reason=reason,
+        reason=scenes[0].plan.reason,
         num_ranks=family.num_ranks,
         num_stages=family.num_stages,
         recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
@@ -199,52 +181,57 @@ def evaluate(
         gather_every=setting.gather_every,
         layers_of_stage=setting.cluster.layers_of_stage,
         max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
-        **averaged(measured),
+        **averaged(figures),
     )
-    return entry, scene
+    return entry, scenes[0]
 
 
-def _run(
-    name: str, setting: Setting, *, case: Case, family: Family, log: Log, check: bool
-) -> tuple[Sequence[BatchFigures], Scene, str]:
-    """Return the figures of all batches, and the scene and the reason of the first plan."""
-    figures, scenes, plans = [], [], []
-    for number, batch in enumerate(case.batches):
-        log(f"{name}: batch {number + 1} of {len(case.batches)}")
-        plan, plan_s = (
-            plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
-            if name == AUTO
-            else plan_timed(batch, strategy=name, setting=setting, options=case.options)
-        )
-        if check and number == 0:
-            _check(plan, batch, setting=setting)
-        measured, scene = measure(
-            plan,
-            batch,
-            model=case.model,
-            hardware=case.hardware,
-            setting=setting,
-            bound_s=bound_s(batch, settings=family.settings, placed_freely=_is_free(plan)),
-            plan_s=plan_s,
-        )
-        figures.append(measured)
-        scenes.append(replace(scene, strategy=name))
-        plans.append(plan)
-    return figures, scenes[0], plans[0].reason
-
-
-def _is_free(plan: BatchPlan) -> bool:
-    """Whether the strategy places blocks itself, independently of groups."""
-    return any(microbatch.layout is not None for microbatch in plan.microbatches)
-
-
-def _check(plan: BatchPlan, batch: Batch, *, setting: Setting) -> None:
-    """Validate one plan.
+def _measured(
+    name: str, batch: Batch, *, setting: Setting, case: Case, family: Family, check: bool
+) -> tuple[BatchFigures, Scene]:
+    """Plan and simulate one batch.
 
     Raises:
         RuntimeError: The plan is wrong: an internal error, not the user's.
     """
-    try:
-        check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
-    except ValueError as error:
-        raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
+    plan, plan_s = (
+        plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
+        if name == AUTO
+        else plan_timed(batch, strategy=name, setting=setting, options=case.options)
+    )
+    if check:
+        try:
+            check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
+        except ValueError as error:
+            raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
+    placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
+    return measure(
+        plan,
+        batch,
+        model=case.model,
+        hardware=case.hardware,
+        setting=setting,
+        bound_s=bound_s(batch, settings=family.settings, placed_freely=placed_freely),
+        plan_s=plan_s,
+    )
+
+
+def plan_auto_timed(
+    sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
+) -> tuple[BatchPlan, float]:
+    """Return the plan that `auto` chooses by simulation on the compared hardware, and the CPU seconds it took.
+
+    Raises:
+        InfeasiblePlanError: No strategy has a plan for this batch.
+    """
+    start_s = time.process_time()
+
+    def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
+        return lower(plan, sequences, reduce_every=setting.reduce_every)
+
+    def simulated_s(programs: Sequence[RankProgram]) -> float:
+        return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
+
+    plans = plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
+    plan = choose(plans, lowered=lowered, seconds=simulated_s).plan
+    return plan, time.process_time() - start_s

@@ -19,29 +19,24 @@ from rayfcp.cost.profiles import pick
 from rayfcp.values import Images, ModelProfile, SequenceSpec
 
 Row = int | SequenceSpec
-"""A sequence as it is drawn: plain text by its length, or with its images."""
+"""A drawn sequence: plain text as its length, or a sequence with its images."""
 
 ROW = ("tokens", "targets", "pictures")
 RUN = ("start", "tokens", "patches", "count", "stride")
 
 
 class WrongRowsError(ValueError):
-    """What is wrong with the content of a file of lengths."""
-
-
-def is_row(value: object) -> bool:
-    """Whether an entry of a .json list is meant as a row with images."""
-    return isinstance(value, dict)
+    """Wrong content of a file of lengths."""
 
 
 def row_of(value: Any, *, entry: int) -> Row:
-    """Entry `entry`, from 1, of a list in which some rows have images.
+    """Return entry `entry`, from 1, of a list in which some rows have images.
 
     Raises:
-        WrongRowsError: it is none; names the entry, the field, the value and the bound.
+        WrongRowsError: It is not a row; the message has the entry, the field, the value and the bound.
     """
     where = f"entry {entry}"
-    if not is_row(value):
+    if not isinstance(value, dict):
         return _whole(value, where=where, least=1)
     _check_names(value, ROW, needed=("tokens",), where=where)
     tokens = _whole(value["tokens"], where=f"{where}: tokens", least=1)
@@ -67,14 +62,9 @@ def _run(value: object, *, where: str) -> Images:
     _check_names(value, RUN, needed=RUN[:3], where=where)
     numbers = {"count": 1, "stride": value["tokens"], **value}
     whole = {name: _whole(numbers[name], where=f"{where}: {name}", least=name != "start") for name in RUN}
+    names = {"tokens": "num_tokens", "patches": "num_patches"}
     try:
-        return Images(
-            start=whole["start"],
-            num_tokens=whole["tokens"],
-            num_patches=whole["patches"],
-            count=whole["count"],
-            stride=whole["stride"],
-        )
+        return Images(**{names.get(name, name): value for name, value in whole.items()})
     except ValueError as error:
         raise WrongRowsError(f"{where}: {error}") from None
 
@@ -97,10 +87,10 @@ def _whole(value: object, *, where: str, least: int) -> int:
 
 
 def cut(row: Row, max_seqlen: int) -> Row:
-    """The row's first `max_seqlen` tokens, or those before a image that would be cut.
+    """Return the row's first `max_seqlen` tokens, or those before an image that would be cut.
 
     Raises:
-        ConfigError: nothing is before it.
+        ConfigError: Nothing is before it.
     """
     if isinstance(row, int):
         return min(row, max_seqlen)
@@ -116,17 +106,17 @@ def cut(row: Row, max_seqlen: int) -> Row:
             break
     if tokens == 0:
         raise ConfigError(
-            f"--max-seqlen is {max_seqlen}, must be at least {row.images[0].num_tokens}, the tokens of a image "
+            f"--max-seqlen is {max_seqlen}, must be at least {row.images[0].num_tokens}, the tokens of an image "
             "that a row starts with; raise it"
         )
     return dataclasses.replace(row, num_tokens=tokens, num_targets=min(row.num_targets, tokens - 1), images=tuple(runs))
 
 
-def check_seen(rows: Sequence[Row], *, source: str, model: ModelProfile | None) -> None:
-    """The model sees the rows' images, and makes of their patches as many tokens as they have.
+def check_encoded(rows: Sequence[Row], *, source: str, model: ModelProfile | None) -> None:
+    """Check that the model encodes the rows' images into as many tokens as the rows state.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: It does not.
     """
     runs = [run for row in rows if not isinstance(row, int) for run in row.images]
     if not runs:
@@ -138,6 +128,6 @@ def check_seen(rows: Sequence[Row], *, source: str, model: ModelProfile | None) 
     for run in runs:
         if run.num_patches != vision.merged_patches * run.num_tokens:
             raise ConfigError(
-                f"--lengths {source!r} has a image of {run.num_patches} patches and {run.num_tokens} tokens, must "
+                f"--lengths {source!r} has an image of {run.num_patches} patches and {run.num_tokens} tokens, must "
                 f"have {vision.merged_patches} patches a token as model {model.name if model else ''}; correct it"
             )

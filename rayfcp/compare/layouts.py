@@ -99,11 +99,7 @@ def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
 
 
 def layouts(
-    num_devices: int,
-    *,
-    hardware: HardwareProfile,
-    stages: int | None = None,
-    tensor_parallel: int | None = None,
+    num_devices: int, *, hardware: HardwareProfile, stages: int | None = None, tensor_parallel: int | None = None
 ) -> tuple[ParallelLayout, ...]:
     """Return all layouts, at least one, that use all devices and keep tensor-parallel devices on one node; sizes that
     are not given are searched."""
@@ -175,22 +171,18 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         """Return an entry of `layouts`."""
-        entry = self.entry
+        figures = ("iteration_s", "peak_memory_gib", "recomputed_layers", "reduce_every", "gather_every")
         return {
             "strategy": self.strategy,
             "num_stages": self.layout.num_stages,
             "tensor_parallel": self.layout.tensor_parallel,
             "split_vocabulary": self.split_vocabulary,
             "status": self.status,
-            "reason": self.reason or (entry.reason if entry else ""),
+            "reason": self.reason or (self.entry.reason if self.entry else ""),
             "lower_bound_s": self.lower_bound_s,
             "predicted_s": self.predicted_s,
-            "iteration_s": entry.iteration_s if entry else None,
-            "peak_memory_gib": entry.peak_memory_gib if entry else None,
-            "recomputed_layers": entry.recomputed_layers if entry else None,
-            "reduce_every": entry.reduce_every if entry else None,
-            "gather_every": entry.gather_every if entry else None,
-            "layers_of_stage": list(entry.layers_of_stage) if entry else [],
+            **{name: getattr(self.entry, name, None) for name in figures},
+            "layers_of_stage": list(self.entry.layers_of_stage) if self.entry else [],
         }
 
 
@@ -217,8 +209,7 @@ class LayoutCandidate:
             longest=max(lengths_of(self.case.batches)),
             num_stages=self.view.layout.num_stages,
         )
-        settings = [as_run(each) for each in found.settings]
-        kept = tuple(each for each in settings if each is not None)
+        kept = tuple(setting for each in found.settings if (setting := _as_run(each)) is not None)
         why = found.why_none or "its stages have no memory for one token beside their states; add stages or memory"
         return replace(found, settings=kept, why_none="" if kept else why)
 
@@ -281,7 +272,7 @@ class LayoutCandidate:
         return replace(entry, mfu=entry.mfu * useful if entry.mfu is not None else None)
 
 
-def as_run(setting: Setting) -> Setting | None:
+def _as_run(setting: Setting) -> Setting | None:
     """Return the setting with the token budget of a run; None if not one token fits."""
     pipeline = setting.cost.pipeline
     if pipeline is None:
@@ -299,42 +290,37 @@ class Effort:
     margin: float = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Screened:
-    """A candidate with its prediction for the first batch."""
-
-    candidate: LayoutCandidate
-    predicted_s: float
-    setting: Setting
-
-
 class LayoutSearch:
     """Trials of one strategy on several candidates, in their order."""
 
     def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, effort: Effort, log: Log) -> None:
         self._strategy, self._candidates, self._effort, self._log = strategy, candidates, effort, log
         self._trials: dict[LayoutCandidate, Trial] = {}
-        self._screened: dict[LayoutCandidate, Screened] = {}
+        self._predicted: dict[LayoutCandidate, tuple[float, Setting]] = {}
 
     def run(self) -> tuple[Trial, ...]:
         """Return one trial per candidate; only the fastest keeps its scene."""
-        waiting = self._by_prediction([candidate for candidate in self._candidates if self._fits(candidate)])
+        deferred = []
+        fitting = [candidate for candidate in self._candidates if self._fits(candidate)]
+        for candidate in sorted(fitting, key=lambda each: each.bounds_s(self._strategy)[0]):
+            if candidate.bounds_s(self._strategy)[0] >= self._best_predicted_s:
+                deferred.append(candidate)
+            else:
+                self._predict(candidate)
         self._simulate()
-        for candidate in waiting:
+        for candidate in deferred:
             if self._mean_bound_s(candidate) < self._best_s:
-                self._screen(candidate)
+                self._predict(candidate)
         self._simulate()
-        for candidate in self._candidates:
-            if candidate not in self._trials:
-                self._trials[candidate] = self._left_out(candidate)
         best_s = self._best_s
+        trials = [self._trials.get(candidate) or self._not_simulated(candidate) for candidate in self._candidates]
         return tuple(
             each if each.status != "simulated" or each.iteration_s <= best_s else replace(each, scene=None)
-            for each in (self._trials[candidate] for candidate in self._candidates)
+            for each in trials
         )
 
     def _fits(self, candidate: LayoutCandidate) -> bool:
-        """Whether the candidate has a setting and bounds."""
+        """Return whether the candidate has a setting and bounds."""
         why = candidate.family.why_none
         if not why:
             try:
@@ -345,74 +331,56 @@ class LayoutSearch:
             self._refuse(candidate, why)
         return not why
 
-    def _by_prediction(self, candidates: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
-        """Plan the first batch on each, from the lowest bound on; return those that were deferred."""
-        waiting = []
-        for candidate in sorted(candidates, key=lambda each: each.bounds_s(self._strategy)[0]):
-            if candidate.bounds_s(self._strategy)[0] >= self._predicted_s:
-                waiting.append(candidate)
-            else:
-                self._screen(candidate)
-        return waiting
-
-    def _screen(self, candidate: LayoutCandidate) -> None:
+    def _predict(self, candidate: LayoutCandidate) -> None:
+        """Plan the first batch."""
         self._log(f"{self._strategy} on {candidate.view.layout}: planning")
         try:
-            predicted_s, setting = candidate.predicted(self._strategy)
+            self._predicted[candidate] = candidate.predicted(self._strategy)
         except InfeasiblePlanError as error:
             self._refuse(candidate, str(error))
-        else:
-            self._screened[candidate] = Screened(candidate=candidate, predicted_s=predicted_s, setting=setting)
 
     def _simulate(self) -> None:
         """Simulate the best by prediction within the effort."""
-        for each in sorted(self._screened.values(), key=lambda one: one.predicted_s):
-            candidate, num_done = each.candidate, sum(one.status == "simulated" for one in self._trials.values())
-            late = each.predicted_s > (1 + self._effort.margin) * self._predicted_s
+        for candidate, (predicted_s, setting) in sorted(self._predicted.items(), key=lambda each: each[1][0]):
+            num_done = sum(each.status == "simulated" for each in self._trials.values())
+            late = predicted_s > (1 + self._effort.margin) * self._best_predicted_s
             if candidate in self._trials or (num_done and (late or num_done >= self._effort.finalists)):
                 continue
             if self._mean_bound_s(candidate) >= self._best_s:
                 continue
             try:
-                done = candidate.simulated(self._strategy, each.setting, log=self._log_on(candidate))
+                done = candidate.simulated(self._strategy, setting, log=self._log_on(candidate))
             except InfeasiblePlanError as error:
                 self._refuse(candidate, str(error))
             else:
-                self._trials[candidate] = replace(done, predicted_s=each.predicted_s)
+                self._trials[candidate] = replace(done, predicted_s=predicted_s)
 
     def _log_on(self, candidate: LayoutCandidate) -> Log:
         return lambda text: self._log(f"{candidate.view.layout}: {text}")
 
     def _refuse(self, candidate: LayoutCandidate, why: str) -> None:
         self._trials[candidate] = Trial(**candidate.about(self._strategy), status="infeasible", reason=why)
-        self._screened.pop(candidate, None)
+        self._predicted.pop(candidate, None)
 
-    def _left_out(self, candidate: LayoutCandidate) -> Trial:
-        bound_s, best_s, screened = self._mean_bound_s(candidate), self._best_s, self._screened.get(candidate)
+    def _not_simulated(self, candidate: LayoutCandidate) -> Trial:
+        bound_s, best_s = self._mean_bound_s(candidate), self._best_s
         common = {**candidate.about(self._strategy), "lower_bound_s": bound_s}
         if bound_s >= best_s:
             why = f"no plan takes less than {seconds(bound_s)}, another layout takes {seconds(best_s)}"
             return Trial(**common, status="bounded", reason=why)
-        assert screened is not None, "a candidate that no bound excludes was planned"
+        predicted_s, setting = self._predicted[candidate]  # planned, as no bound excludes it
         why = (
-            f"predicted to take {seconds(screened.predicted_s)} for the first batch, the best layout "
-            f"{seconds(self._predicted_s)}"
+            f"predicted to take {seconds(predicted_s)} for the first batch, the best layout "
+            f"{seconds(self._best_predicted_s)}"
         )
-        return Trial(
-            **common,
-            status="predicted",
-            reason=why,
-            predicted_s=screened.predicted_s,
-            setting=screened.setting,
-        )
+        return Trial(**common, status="predicted", reason=why, predicted_s=predicted_s, setting=setting)
 
     def _mean_bound_s(self, candidate: LayoutCandidate) -> float:
         return fmean(candidate.bounds_s(self._strategy))
 
     @property
-    def _predicted_s(self) -> float:
-        """Best prediction so far."""
-        return min((each.predicted_s for each in self._screened.values()), default=math.inf)
+    def _best_predicted_s(self) -> float:
+        return min((predicted_s for predicted_s, _ in self._predicted.values()), default=math.inf)
 
     @property
     def _best_s(self) -> float:

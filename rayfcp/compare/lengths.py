@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.distributions import DISTRIBUTIONS
-from rayfcp.compare.image_lengths import Row, WrongRowsError, check_seen, cut, is_row, row_of
+from rayfcp.compare.image_lengths import Row, WrongRowsError, check_encoded, cut, row_of
 from rayfcp.compare.videos import IMAGES_PER_SECOND, VIDEOS, frames_of
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
@@ -28,7 +28,7 @@ R = TypeVar("R", bound=Sized)
 
 
 def batches_of(inputs: Inputs, *, model: ModelProfile) -> tuple[Batch, ...]:
-    """The batches that a comparison asks for (`draw_batches`)."""
+    """Return the batches of a comparison (`draw_batches`)."""
     return draw_batches(
         inputs.lengths,
         num_batches=inputs.batches,
@@ -48,12 +48,12 @@ def draw_batches(
     seed: int,
     model: ModelProfile | None = None,
 ) -> tuple[Batch, ...]:
-    """The sequences of each batch as the model's layers and encoder see them, ids their positions: drawn without
+    """Return the sequences of each batch with the model's kinds of layers, ids their positions: drawn without
     replacement with `seed`, cut to `max_seqlen`, images whole. Without `model`, plain text.
 
     Raises:
-        ConfigError: the file cannot be used, holds fewer rows than the batches need, or has images that the model
-            does not see.
+        ConfigError: The file cannot be used, holds fewer rows than the batches need, or has images without a model that
+            encodes them.
     """
     needed = num_batches * global_batch
     if source.startswith(DISTRIBUTION):
@@ -66,7 +66,7 @@ def draw_batches(
                 f"({num_batches} x {global_batch} = {needed}), as none is drawn twice; lower one of them"
             )
         rows = [rows[at] for at in np.random.default_rng(seed).permutation(len(rows))[:needed]]
-        check_seen(rows, source=source, model=model)
+        check_encoded(rows, source=source, model=model)
     kinds = model.layer_kinds if model else ()
     return tuple(
         sequences_of_rows([cut(row, max_seqlen) for row in rows[first : first + global_batch]], layer_kinds=kinds)
@@ -75,7 +75,7 @@ def draw_batches(
 
 
 def lengths_of(batches: Sequence[Batch]) -> list[int]:
-    """Tokens of all sequences of all batches."""
+    """Return the tokens of all sequences of all batches."""
     return [sequence.num_tokens for batch in batches for sequence in batch]
 
 
@@ -89,14 +89,8 @@ def sequences_of_rows(rows: Sequence[Row], *, layer_kinds: LayerKinds = ()) -> B
     )
 
 
-def _as_rows(lengths: Lengths) -> Sequence[Row]:
-    """Rows of plain text."""
-    rows: list[int] = lengths.tolist()
-    return rows
-
-
 def _drawn(name: str, count: int, *, max_seqlen: int, seed: int, model: ModelProfile | None) -> Sequence[Row]:
-    """`count` rows of a named distribution, or of a set of videos and, behind an @, how many images a second."""
+    """Draw `count` rows of a named distribution, or of a set of videos with, after an @, its images per second."""
     word, _, rate = name.partition(RATE)
     try:
         pick(word, (*DISTRIBUTIONS, *VIDEOS), what="distribution")
@@ -109,7 +103,8 @@ def _drawn(name: str, count: int, *, max_seqlen: int, seed: int, model: ModelPro
             raise ValueError(f"distribution {word} is of text, which has no images; drop {RATE}{rate}")
     except ValueError as error:
         raise ConfigError(f"--lengths: {error}") from None
-    return _as_rows(DISTRIBUTIONS[word].sample(count, seed=seed))
+    lengths: list[int] = DISTRIBUTIONS[word].sample(count, seed=seed).tolist()
+    return lengths
 
 
 def _rate(text: str) -> float:
@@ -123,40 +118,43 @@ def _rate(text: str) -> float:
 
 
 def read_rows(path: str) -> Sequence[Row]:
-    """All rows of a file: lengths as in `read_lengths`, and in a .json list also objects with images.
+    """Return all rows of a file: lengths as in `read_lengths`, and in a .json list also objects with images.
 
     Raises:
-        ConfigError: as `read_lengths`, or an object that is no row.
+        ConfigError: As `read_lengths`, or an object that is not a row.
     """
-    if Path(path).suffix.lower() == ".json":
-        return _read(path, _json_rows)
-    return _as_rows(read_lengths(path))
+
+    def rows(values: Any) -> Sequence[Row]:
+        if isinstance(values, list) and any(isinstance(value, dict) for value in values):
+            return [row_of(value, entry=entry) for entry, value in enumerate(values, start=1)]
+        lengths: list[int] = _whole(values).tolist()
+        return lengths
+
+    return _read(path, rows)
 
 
 def read_lengths(path: str) -> Lengths:
-    """All lengths of a file: .json list, .npy, .parquet with a column `length`, else one integer per line.
+    """Return all lengths of a file: .json list, .npy, .parquet with a column `length`, else one integer per line.
 
     Raises:
-        ConfigError: no such file, a wrong format, or a length that is no whole number of at least 1 (with its line
+        ConfigError: A missing file, a wrong format, or a length that is not a whole number of at least 1 (with its line
             or position, from 1).
     """
-    readers: dict[str, Callable[[Path], Lengths]] = {".json": _json, ".npy": _npy, ".parquet": _parquet}
-    return _read(path, readers.get(Path(path).suffix.lower(), _lines))
+    return _read(path, _whole)
 
 
-def _read(path: str, reader: Callable[[Path], R]) -> R:
-    """What the reader makes of the file, its errors in one line."""
+def _read(path: str, convert: Callable[[Any], R]) -> R:
+    """Convert the values of a file; all errors are one line."""
+    suffix = Path(path).suffix.lower()
     try:
-        rows = reader(Path(path))
+        rows = convert(READERS.get(suffix, _lines)(Path(path)))
     except FileNotFoundError as error:
         raise ConfigError(f"--lengths {path!r} does not exist; check the path, or name one as dist:github") from error
     except WrongRowsError as error:
         raise ConfigError(f"--lengths {path!r}: {error}") from error
     except (OSError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(
-            f"--lengths {path!r} cannot be read as {Path(path).suffix.lower() or 'text'}: {why}"
-        ) from error
+        raise ConfigError(f"--lengths {path!r} cannot be read as {suffix or 'text'}: {why}") from error
     if len(rows) == 0:
         raise ConfigError(f"--lengths {path!r} holds no lengths; give one whole number a line")
     return rows
@@ -165,53 +163,43 @@ def _read(path: str, reader: Callable[[Path], R]) -> R:
 def _lines(path: Path) -> Lengths:
     texts = path.read_text(encoding="utf-8").splitlines()
     try:
-        numbers = np.array([int(text) for text in texts if text.strip()], np.int64)
+        return _whole(np.array([int(text) for text in texts if text.strip()], np.int64))
     except (ValueError, OverflowError):
-        numbers = np.zeros(1, np.int64)
-    if numbers.size and numbers.min() < 1:
         for number, text in enumerate(texts, start=1):
             word = text.strip()
             if word and not (word.isascii() and word.isdigit() and 0 < int(word) < 1 << 62):
-                raise WrongRowsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1")
-    return numbers
+                raise WrongRowsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1") from None
+        raise
 
 
-def _json(path: Path) -> Lengths:
-    return _whole(_json_list(path))
-
-
-def _json_rows(path: Path) -> Sequence[Row]:
-    rows = _json_list(path)
-    if not any(is_row(row) for row in rows):
-        return _as_rows(_whole(rows))
-    return [row_of(row, entry=entry) for entry, row in enumerate(rows, start=1)]
-
-
-def _json_list(path: Path) -> list[Any]:
+def _json(path: Path) -> list[Any]:
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, list):
         raise WrongRowsError(f"holds a {type(data).__name__}, must be a list of whole numbers")
     return data
 
 
-def _npy(path: Path) -> Lengths:
+def _npy(path: Path) -> Any:
     data = np.load(path, allow_pickle=False)
     if not isinstance(data, np.ndarray) or data.ndim != 1:
         raise WrongRowsError(f"has shape {np.shape(data)}, must have one dimension")
-    return _whole(data)
+    return data
 
 
-def _parquet(path: Path) -> Lengths:
+def _parquet(path: Path) -> Any:
     from pyarrow import parquet
 
     file = parquet.ParquetFile(path)
     if COLUMN not in file.schema_arrow.names:
         raise WrongRowsError(f"has columns {', '.join(file.schema_arrow.names)}, must have one named {COLUMN!r}")
-    return _whole(file.read(columns=[COLUMN]).column(COLUMN).to_pylist())
+    return file.read(columns=[COLUMN]).column(COLUMN).to_pylist()
+
+
+READERS: dict[str, Callable[[Path], Any]] = {".json": _json, ".npy": _npy, ".parquet": _parquet}
 
 
 def _whole(values: Any) -> Lengths:
-    """The values if all are whole numbers of at least 1."""
+    """Return the values if all are whole numbers of at least 1."""
     array = np.asarray(values)
     if array.dtype.kind in "iu" and (array.size == 0 or array.min() >= 1):
         return array.astype(np.int64)

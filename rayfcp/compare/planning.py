@@ -78,19 +78,16 @@ def best_prediction(
     Raises:
         InfeasiblePlanError: `predict` raised it for all settings.
     """
-    best: tuple[float, Setting] | None = None
+    found: list[tuple[float, Setting]] = []
     why = InfeasiblePlanError("no setting was tried")
     for name, setting in product(get(strategy).settings_from or (strategy,), settings):
         try:
-            seconds = predict(name, setting)
+            found.append((predict(name, setting), setting))
         except InfeasiblePlanError as error:
             why = error
-            continue
-        if best is None or seconds < best[0]:
-            best = (seconds, setting)
-    if best is None:
+    if not found:
         raise why
-    return best
+    return min(found, key=lambda each: each[0])
 
 
 def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: bool) -> float:
@@ -161,5 +158,5 @@ def plan_lengths(
     setting = best_setting(strategy, sequences, settings=family.settings, options=options)
     plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    values["recomputed_layers"] = setting.recomputed_layers
-    return PlannedBatch(**values, sequences=sequences, cluster=setting.cluster, cost=setting.cost)
+    values |= {"recomputed_layers": setting.recomputed_layers, "sequences": sequences}
+    return PlannedBatch(**values, cluster=setting.cluster, cost=setting.cost)

@@ -81,15 +81,8 @@ class Entry:
             shown["breakdown"] = {name: getattr(self.breakdown, name) for name in PARTS}
         shown["degrees"] = None if self.degrees is None else {str(key): value for key, value in self.degrees.items()}
         shown["speedup_over_best_baseline"] = self.speedup(best_baseline_s)
-        shown["per_batch"] = [
-            {
-                "iteration_s": each.iteration_s,
-                "lower_bound_s": each.lower_bound_s,
-                "gap": each.gap,
-                "plan_s": each.plan_s,
-            }
-            for each in self.per_batch
-        ]
+        names = ("iteration_s", "lower_bound_s", "gap", "plan_s")
+        shown["per_batch"] = [{name: getattr(each, name) for name in names} for each in self.per_batch]
         return shown
 
     def speedup(self, best_baseline_s: float | None) -> float | None:
@@ -108,19 +101,22 @@ def best_baseline(entries: Sequence[Entry]) -> Entry | None:
 def averaged(batches: Sequence[BatchFigures]) -> dict[str, Any]:
     """Return the figures of an Entry from those of its batches."""
 
-    def mean(name: str) -> float:
-        return statistics.fmean(getattr(each, name) for each in batches)
+    def mean(name: str, *, of: Sequence[Any] = batches) -> float:
+        return statistics.fmean(getattr(each, name) for each in of)
 
     degrees: Counter[int] = Counter()
     for each in batches:
         degrees.update(each.degrees)
+    uneven = [each.imbalance.by_resource for each in batches]
+    resources = dict.fromkeys(name for each in uneven for name in each)
     names = ("iteration_s", "lower_bound_s", "gap", "tokens_per_s_per_rank", "mfu", "attention_mfu", "bubble")
     return {
         **{name: mean(name) for name in names},
-        "imbalance": _mean_imbalance(batches),
-        "breakdown": Breakdown(
-            **{name: statistics.fmean(getattr(each.breakdown, name) for each in batches) for name in PARTS}
+        # of each resource over the batches that use it
+        "imbalance": Imbalance(
+            **{name: statistics.fmean(each[name] for each in uneven if name in each) for name in resources}
         ),
+        "breakdown": Breakdown(**{name: mean(name, of=[each.breakdown for each in batches]) for name in PARTS}),
         "peak_memory_gib": max(each.peak_memory_gib for each in batches),
         "plan_s": statistics.median(each.plan_s for each in batches),
         "num_microbatches": _whole(mean("num_microbatches")),
@@ -129,15 +125,8 @@ def averaged(batches: Sequence[BatchFigures]) -> dict[str, Any]:
     }
 
 
-def _mean_imbalance(batches: Sequence[BatchFigures]) -> Imbalance:
-    """Average each resource over the batches that use it."""
-    found = [each.imbalance.by_resource for each in batches]
-    names = dict.fromkeys(name for each in found for name in each)
-    return Imbalance(**{name: statistics.fmean(each[name] for each in found if name in each) for name in names})
-
-
 def _whole(value: float) -> float:
-    return int(value) if value == int(value) else value  # JSON says 3, not 3.0
+    return int(value) if value == int(value) else value  # JSON has 3, not 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,17 +152,11 @@ def measure(
     """Simulate a plan; `hardware` is that of a rank (on a stage)."""
     programs = lower(plan, sequences, reduce_every=setting.reduce_every)
     timeline = timeline_of(programs, model=model, hardware=hardware, setting=setting)
+    names = ("num_tokens", "num_ranks", "iteration_s", "mfu", "attention_mfu", "imbalance", "bubble", "breakdown")
     measured = BatchFigures(
-        num_tokens=timeline.num_tokens,
-        num_ranks=timeline.num_ranks,
-        iteration_s=timeline.iteration_s,
+        **{name: getattr(timeline, name) for name in names},
         lower_bound_s=bound_s,
-        mfu=timeline.mfu,
-        attention_mfu=timeline.attention_mfu,
-        imbalance=timeline.imbalance,
-        bubble=timeline.bubble,
         peak_memory_gib=max(timeline.peak_memory_bytes) / GIB / setting.cluster.tensor_parallel,
-        breakdown=timeline.breakdown,
         plan_s=plan_s,
         degrees=plan.degrees,
         num_microbatches=len(plan.microbatches),

@@ -1,12 +1,14 @@
-"""Settings that the trainer chooses beside the plan: recomputed layers, and how often gradients are reduced and
+"""Settings that the trainer chooses in addition to the plan: recomputed layers, and how often gradients are reduced and
 parameters gathered.
 
 Strategies without pipeline stages use all devices as ranks, pipelines divide them over stages: two families, each with
 its ranks and its settings.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from rayfcp.compare.arguments import Inputs, ReduceEvery
 from rayfcp.config import ConfigError
@@ -69,21 +71,17 @@ def settings_of(
     Raises:
         InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
     """
-    found, why = [], InfeasiblePlanError("no setting was tried")
-    for layers, reduce_every in _choices(inputs, num_layers=model.num_layers):
-        try:
-            tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
-                model,
-                num_devices=num_ranks,
-                memory_bytes=_setting_memory_bytes(inputs, hardware=hardware),
-                recomputed_layers=layers,
-                bytes_per_element=hardware.dtype_bytes,
-                reduce_every=reduce_every,
-            )
-            _check_longest(longest, tokens, num_ranks=num_ranks)
-        except InfeasiblePlanError as error:
-            why = error
-            continue
+
+    def setting(layers: int, reduce_every: ReduceEvery) -> Setting:
+        tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
+            model,
+            num_devices=num_ranks,
+            memory_bytes=_memory_bytes(inputs, hardware=hardware),
+            recomputed_layers=layers,
+            bytes_per_element=hardware.dtype_bytes,
+            reduce_every=reduce_every,
+        )
+        _check_longest(longest, tokens, num_ranks=num_ranks)
         cost = CostModel.from_profiles(
             model,
             hardware,
@@ -93,7 +91,23 @@ def settings_of(
             reduce_every=reduce_every,
         )
         cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel)
-        found.append(Setting(recomputed_layers=layers, reduce_every=reduce_every, cluster=cluster, cost=cost))
+        return Setting(recomputed_layers=layers, reduce_every=reduce_every, cluster=cluster, cost=cost)
+
+    return _feasible(setting, _choices(inputs, num_layers=model.num_layers))
+
+
+def _feasible(setting: Callable[..., Setting], choices: Iterable[tuple[Any, ...]]) -> tuple[Setting, ...]:
+    """Return the settings of all feasible choices.
+
+    Raises:
+        InfeasiblePlanError: There is none; reason of the last choice.
+    """
+    found, why = [], InfeasiblePlanError("no setting was tried")
+    for choice in choices:
+        try:
+            found.append(setting(*choice))
+        except InfeasiblePlanError as error:
+            why = error
     if not found:
         raise why
     return tuple(found)
@@ -113,12 +127,6 @@ def _choices(inputs: Inputs, *, num_layers: int) -> list[tuple[int, ReduceEvery]
     if inputs.reduce_every is not None:
         reductions = (inputs.reduce_every,)
     return [(count, reduce_every) for count in layers for reduce_every in reductions]
-
-
-def _setting_memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
-    if inputs.memory_gib is None:
-        return hardware.memory_bytes
-    return int(inputs.memory_gib * inputs.tensor_parallel * GIB)
 
 
 def _check_longest(longest: int, tokens: int, *, num_ranks: int) -> None:
@@ -187,64 +195,33 @@ def stage_settings(
     either: tuple[ReduceEvery, ...] = ("step", "microbatch")
     reductions = (inputs.reduce_every,) if inputs.reduce_every else either
     gathers = (inputs.gather_every,) if inputs.gather_every else either
-    splits = dict.fromkeys(split(model, inputs.stages) for split in (_evenly, split_by_cost))
-    found, why = [], InfeasiblePlanError("no setting was tried")
-    for layers, reduce_every, gather_every in product(splits, reductions, gathers):
-        try:
-            found.append(
-                _setting(
-                    inputs,
-                    model=model,
-                    hardware=hardware,
-                    num_ranks=num_ranks,
-                    layers=layers,
-                    reduce_every=reduce_every,
-                    gather_every=gather_every,
-                )
-            )
-        except InfeasiblePlanError as error:
-            why = error
-    if not found:
-        raise why
-    return tuple(found)
+    splits = dict.fromkeys((split_layers(model.num_layers, inputs.stages), split_by_cost(model, inputs.stages)))
 
+    def setting(layers: tuple[int, ...], reduce_every: ReduceEvery, gather_every: ReduceEvery) -> Setting:
+        cost = CostModel.from_profiles(
+            model,
+            hardware,
+            num_ranks=num_ranks,
+            num_stages=len(layers),
+            layers_of_stage=layers,
+            memory_bytes=_memory_bytes(inputs, hardware=hardware),
+            bytes_per_element=hardware.dtype_bytes,
+            reduce_every=reduce_every,
+            gather_every=gather_every,
+        )
+        assert cost.pipeline is not None, "there are stages"
+        cluster = ClusterSpec(
+            num_ranks=num_ranks,
+            max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
+            num_stages=len(layers),
+            tensor_parallel=inputs.tensor_parallel,
+            layers_of_stage=layers,
+        )
+        return Setting(
+            recomputed_layers=0, cluster=cluster, cost=cost, reduce_every=reduce_every, gather_every=gather_every
+        )
 
-def _setting(
-    inputs: Inputs,
-    *,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    num_ranks: int,
-    layers: tuple[int, ...],
-    reduce_every: ReduceEvery,
-    gather_every: ReduceEvery,
-) -> Setting:
-    cost = CostModel.from_profiles(
-        model,
-        hardware,
-        num_ranks=num_ranks,
-        num_stages=len(layers),
-        layers_of_stage=layers,
-        memory_bytes=_memory_bytes(inputs, hardware=hardware),
-        bytes_per_element=hardware.dtype_bytes,
-        reduce_every=reduce_every,
-        gather_every=gather_every,
-    )
-    assert cost.pipeline is not None, "there are stages"
-    cluster = ClusterSpec(
-        num_ranks=num_ranks,
-        max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
-        num_stages=len(layers),
-        tensor_parallel=inputs.tensor_parallel,
-        layers_of_stage=layers,
-    )
-    return Setting(
-        recomputed_layers=0, reduce_every=reduce_every, gather_every=gather_every, cluster=cluster, cost=cost
-    )
-
-
-def _evenly(model: ModelProfile, num_stages: int) -> tuple[int, ...]:
-    return split_layers(model.num_layers, num_stages)
+    return _feasible(setting, product(splits, reductions, gathers))
 
 
 def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:

@@ -1,6 +1,6 @@
 """Results as text: one aligned row per strategy, the fastest first, and infeasible strategies below."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from rayfcp.compare.comparison import Comparison
 from rayfcp.compare.results import Entry
@@ -12,7 +12,18 @@ Column = tuple[str, Callable[[Entry], str]]
 def columns(comparison: Comparison) -> tuple[Column, ...]:
     """Return heads, and the text of a feasible entry below each."""
     reference = comparison.reference
-    encoder: tuple[Column, ...] = (("encoder", _encoder_text),) if _has_images(comparison) else ()
+    encoder: tuple[Column, ...] = (
+        (
+            (
+                "encoder",
+                lambda each: (
+                    percent(each.imbalance.encoder) if each.imbalance and each.imbalance.encoder is not None else "-"
+                ),
+            ),
+        )
+        if _has_images(comparison)
+        else ()
+    )
     return (
         ("strategy", lambda each: each.strategy),
         ("iteration", lambda each: seconds(each.iteration_s or 0.0)),
@@ -37,17 +48,9 @@ def format_table(comparison: Comparison) -> str:
     feasible = ranked(comparison.entries)
     lines = []
     if feasible:
-        heads, cells = zip(*columns(comparison), strict=True)
-        rows = [heads, *([cell(entry) for cell in cells] for entry in feasible)]
-        widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
-        left = {0, len(heads) - 1, len(heads) - 2}
-        for row in rows:
-            padded = [
-                text.ljust(width) if at in left else text.rjust(width)
-                for at, (text, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(padded).rstrip())
-        lines += ["", *footnotes(comparison)]
+        heads, texts = zip(*columns(comparison), strict=True)
+        rows = [heads, *([text(entry) for text in texts] for entry in feasible)]
+        lines += [*aligned(rows, left=(0, len(heads) - 2, len(heads) - 1)), "", *footnotes(comparison)]
     others = [entry for entry in comparison.entries if not entry.feasible]
     if others:
         width = max(len(entry.strategy) for entry in others)
@@ -56,8 +59,21 @@ def format_table(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
+def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = ()) -> list[str]:
+    """Return lines of columns of equal width; columns of numbers are right-aligned, those in `left` are not."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = [
+        [
+            text.ljust(width) if at in left else text.rjust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in rows
+    ]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
 def footnotes(comparison: Comparison) -> list[str]:
-    """Return what the columns mean, and what the speedup refers to."""
+    """Return the meaning of the columns, and the reference of the speedup."""
     reference = comparison.reference
     encoder = " encoder: of the vision encoder's time likewise;" if _has_images(comparison) else ""
     over = f"over {reference[0]}; " if reference else "needs a baseline among --strategies; "
@@ -76,11 +92,6 @@ def ranked(entries: Sequence[Entry]) -> list[Entry]:
 
 def _has_images(comparison: Comparison) -> bool:
     return any(each.imbalance and each.imbalance.encoder is not None for each in comparison.entries)
-
-
-def _encoder_text(entry: Entry) -> str:
-    uneven = entry.imbalance.encoder if entry.imbalance else None
-    return "-" if uneven is None else percent(uneven)
 
 
 def degrees_text(degrees: dict[int, float], *, most: int = 6) -> str:
