@@ -115,20 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     needed.add_argument("--hardware", required=True, metavar="NAME", help="hardware profile: name or YAML path")
     needed.add_argument("--devices", required=True, type=positive, metavar="D", help="number of devices")
-    needed.add_argument(
-        "--stages",
-        type=positive_or_auto,
-        default=1,
-        metavar="P|auto",
-        help="pipeline stages of strategies that use them; auto: search for the best (default: 1)",
-    )
-    needed.add_argument(
-        "--tensor-parallel",
-        type=positive_or_auto,
-        default=1,
-        metavar="T|auto",
-        help="tensor-parallel devices; auto: search for the best (default: 1)",
-    )
+    for option, metavar, what in (
+        ("--stages", "P|auto", "pipeline stages of strategies that use them"),
+        ("--tensor-parallel", "T|auto", "tensor-parallel devices"),
+    ):
+        help_text = f"{what}; auto: search for the best (default: 1)"
+        needed.add_argument(option, type=positive_or_auto, default=1, metavar=metavar, help=help_text)
     needed.add_argument("--global-batch", required=True, type=positive, metavar="B", help="sequences per global batch")
     needed.add_argument("--batches", required=True, type=positive, metavar="K", help="number of global batches")
     needed.add_argument(
@@ -143,10 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     needed.add_argument("--seed", type=not_negative, default=0, metavar="S", help="seed of the draw (default: 0)")
     _add_memory(parser)
-    _add_planning(parser)
-    out = parser.add_argument_group("output in addition to the table")
-    out.add_argument("--json", metavar="OUT", help="write all figures as JSON")
-    out.add_argument("--html", metavar="OUT", help="write a self-contained HTML page")
+    _add_planning_and_output(parser)
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +169,7 @@ def _add_memory(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _add_planning(parser: argparse.ArgumentParser) -> None:
+def _add_planning_and_output(parser: argparse.ArgumentParser) -> None:
     stages = parser.add_argument_group("planning")
     stages.add_argument(
         "--packing",
@@ -198,6 +187,9 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     advice = parser.add_argument_group("configuration of the best layout and strategy")
     advice.add_argument("--write-config", metavar="FILE", help="write a configuration for rayfcp train")
     advice.add_argument("--data", metavar="PATH", help="data of that configuration (default: a placeholder)")
+    out = parser.add_argument_group("output in addition to the table")
+    out.add_argument("--json", metavar="OUT", help="write all figures as JSON")
+    out.add_argument("--html", metavar="OUT", help="write a self-contained HTML page")
 
 
 def names_of(text: str) -> tuple[str, ...]:
