@@ -94,7 +94,7 @@ LayerKinds = tuple[tuple[LayerKind, int], ...]
 FULL = LayerKind()
 
 
-def layers_work(kinds: LayerKinds, start: Any, stop: Any) -> Work:
+def layers_work(kinds: LayerKinds, *, start: Any, stop: Any) -> Work:
     """Work of the queries `[start, stop)` of a sequence in the mean over layers; whole numbers if there is one kind."""
     if len(kinds) <= 1:
         return (kinds[0][0] if kinds else FULL).work(start, stop)

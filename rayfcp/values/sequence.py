@@ -79,7 +79,9 @@ class SequenceSpec:
     def block_pairs(self, start: int, stop: int) -> float:
         """Pairs of the queries `[start, stop)`, in the mean over layers."""
         return (
-            float(pairs) if isinstance(pairs := layers_work(self.layer_kinds, start, stop).pairs, float) else int(pairs)
+            float(pairs)
+            if isinstance(pairs := layers_work(self.layer_kinds, start=start, stop=stop).pairs, float)
+            else int(pairs)
         )
 
 

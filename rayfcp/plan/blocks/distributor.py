@@ -75,7 +75,7 @@ def distribute(pool: Pool, *, limits: RankLimits, options: BlockOptions) -> Piec
 
 def piece_pairs(pool: Pool, pieces: Pieces) -> Floats:
     """Pairs of each block's queries with all keys of its sequence, in the mean over layers."""
-    return np.asarray(layers_work(pool.layer_kinds, pieces.start, pieces.stop).pairs, np.float64)
+    return np.asarray(layers_work(pool.layer_kinds, start=pieces.start, stop=pieces.stop).pairs, np.float64)
 
 
 def loads_of(pool: Pool, pieces: Pieces) -> tuple[Floats, Floats]:

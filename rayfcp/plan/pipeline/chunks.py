@@ -57,7 +57,7 @@ class ChunkWork:
 
     def pairs(self, start: int, stop: int) -> float:
         """Pairs of a sequence's queries `[start, stop)`, in the mean over layers."""
-        return float(layers_work(self.layer_kinds, start, stop).pairs)
+        return float(layers_work(self.layer_kinds, start=start, stop=stop).pairs)
 
     def seconds(self, start: int, stop: int) -> float:
         """Seconds of the slice `[start, stop)`."""
@@ -150,7 +150,7 @@ class Chunked:
 def balanced_ends(longest: int, count: int, *, work: ChunkWork, rows: int) -> tuple[int, ...]:
     """Ends of `count` slices that take a backward pass as long as each other, rounded to `rows` tokens."""
     places = np.unique(np.linspace(0, longest, PLACES).astype(np.int64))
-    seconds = work.pair_s * layers_work(work.layer_kinds, 0, places).pairs + work.token_s * places
+    seconds = work.pair_s * layers_work(work.layer_kinds, start=0, stop=places).pairs + work.token_s * places
     due = np.arange(1, count + 1) * seconds[-1] / count
     return _rounded(np.append(np.interp(due[:-1], seconds, places), longest), rows=rows)
 
