@@ -6,7 +6,7 @@ import time
 from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import HistogramMetricFamily
@@ -15,59 +15,39 @@ from prometheus_client.registry import Collector
 
 from rayfcp.telemetry.events import COUNTERS_FILE, KeptCounters
 from rayfcp.telemetry.live import DeviceTimes, Live, RunState, StepTimeline, live_page
-from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, RANK, Metric, MetricKind
+from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, RANK, Metric, MetricKind, Persistence
 from rayfcp.telemetry.serving import RunServer, announce, withdraw
 from rayfcp.values import StepReport
 
 
-class Mirror(Protocol):
-    """Another exporter of the same metrics; `name` without prefix, `labels` with `run`. Must not raise."""
+PERSISTENT = frozenset(metric.name for metric in METRICS if metric.kept is Persistence.COUNTERS)
+
+
+class Mirror:
+    """Another exporter of the same metrics; `name` without prefix, `labels` with `run`. Methods must not raise; here
+    they do nothing."""
 
     def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
         """Set a gauge."""
-        ...
 
     def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
         """Increase a counter; counts of earlier processes are not included."""
-        ...
 
     def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
         """Add values to a histogram."""
-        ...
 
     def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
         """End the series of a gauge."""
-        ...
 
     def close(self) -> None:
         """End all series."""
-        ...
-
-
-class NoMirror:
-    """Mirror that ignores everything."""
-
-    def set(self, name: str, value: float, *, labels: Mapping[str, str]) -> None:
-        pass
-
-    def add(self, name: str, amount: float, *, labels: Mapping[str, str]) -> None:
-        pass
-
-    def observe(self, name: str, value: float, *, labels: Mapping[str, str], times: int) -> None:
-        pass
-
-    def remove(self, name: str, *, labels: Mapping[str, str]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RunSeries:
     """All `METRICS` of one run. Series with known labels exist from the start, others from their first value on."""
 
     def __init__(self, run: str, *, mirror: Mirror | None = None) -> None:
-        self._run, self._mirror = {"run": run}, mirror or NoMirror()
+        self._run, self._mirror = {"run": run}, mirror or Mirror()
         self.registry = CollectorRegistry()
         self._gauges: dict[str, Gauge] = {}
         self._counters: dict[str, Counter] = {}
@@ -151,8 +131,10 @@ class _Histogram(Collector):
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         counts, family = self._counts, HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
-        bounds = [(f"{bound:.1f}", bound) for bound in DEGREE_BUCKETS]
-        buckets = [(name, sum(count for value, count in counts.items() if value <= bound)) for name, bound in bounds]
+        buckets = [
+            (f"{bound:.1f}", sum(count for value, count in counts.items() if value <= bound))
+            for bound in DEGREE_BUCKETS
+        ]
         buckets.append(("+Inf", counts.total()))
         total = sum(value * count for value, count in counts.items())
         family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=total)
@@ -193,7 +175,11 @@ class MetricsExporter:
         self._counted_to = 0
         self._speeds: dict[int, float] = {}
         self._has_images = False
-        pages = {"/": live_page, "/api/state": self._state, "/metrics": self._metrics}
+        pages = {
+            "/": live_page,
+            "/api/state": lambda _accept: ("application/json", self._live.text().encode()),
+            "/metrics": self._metrics,
+        }
         self._server = serve(pages, run_dir=run_dir, host=host, port=port, token_file=token_file)
         self._epoch_s = epoch_s
         self.port, self.target = self._server.port, self._server.target
@@ -275,15 +261,16 @@ class MetricsExporter:
         self._series.set("devices_standing_by", count)
         self._live.set_devices(standing_by=count)
 
-    def set_slow_ratio(self, ratio: float) -> None:
-        self._series.set("straggler_threshold_ratio", ratio)
+    def set(self, name: str, value: float) -> None:
+        """Set a gauge without labels; `name` without the prefix."""
+        self._series.set(name, value)
 
-    def set_process_groups(self, count: int, *, seconds: float) -> None:
-        self._series.set("process_groups", count)
-        self._series.set("process_group_seconds", seconds)
-
-    def set_snapshot(self, seconds: float) -> None:
-        self._series.set("snapshot_seconds", seconds)
+    def count(self, name: str, amount: int = 1, **labels: str) -> None:
+        """Increase a counter; `name` without the prefix."""
+        self._series.add(name, amount, **labels)
+        if name in PERSISTENT:
+            self._kept.add(name, amount, labels=labels)
+            self._live.count(name, amount)
 
     def set_checkpoint(self, step: int) -> None:
         """Set the step of the newest complete checkpoint, 0 without one."""
@@ -294,31 +281,13 @@ class MetricsExporter:
         """Count a committed checkpoint."""
         self._series.set("checkpoint_seconds", seconds)
         self.set_checkpoint(step)
-        self._count("checkpoints_total")
+        self.count("checkpoints_total")
 
     def observe_recovery(self, cause: str, *, seconds: float) -> None:
         """Count a recovery that took `seconds` from the detection of the loss."""
-        self._count("recoveries_total", cause=cause)
+        self.count("recoveries_total", cause=cause)
         self._series.set("recovery_seconds", seconds)
         self._live.add_recovery(cause, seconds=seconds)
-
-    def count_lost_steps(self, count: int) -> None:
-        """Count finished steps that will be repeated."""
-        self._count("lost_steps_total", count)
-
-    def count_resize(self, direction: str) -> None:
-        """`direction`: up or down."""
-        self._count("resizes_total", direction=direction)
-
-    def count_skipped(self, reason: str, *, count: int) -> None:
-        """Count dropped rows, found at each start."""
-        self._series.add("sequences_skipped_total", count, reason=reason)
-
-    def count_failed_checkpoint(self) -> None:
-        self._count("failed_checkpoints_total")
-
-    def count_skipped_update(self) -> None:
-        self._count("skipped_updates_total")
 
     def enter(self, state: RunState) -> None:
         """Set the state on the live page; a committed step sets it to `training`."""
@@ -337,14 +306,6 @@ class MetricsExporter:
         withdraw(self._run_dir)
         self._server.close()
         self._series.close()
-
-    def _count(self, name: str, amount: int = 1, **labels: str) -> None:
-        self._series.add(name, amount, **labels)
-        self._kept.add(name, amount, labels=labels)
-        self._live.count(name, amount)
-
-    def _state(self, _accept: str) -> tuple[str, bytes]:
-        return "application/json", self._live.text().encode()
 
     def _metrics(self, accept: str) -> tuple[str, bytes]:
         encode, kind = choose_encoder(accept)

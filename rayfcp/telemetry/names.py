@@ -145,35 +145,21 @@ def metrics_page() -> str:
     """Return the content of `docs/metrics.md`."""
     parts = [(files("rayfcp.telemetry") / "data" / "metrics.md").read_text(encoding="utf-8")]
     for kind in MetricKind:
-        rows = [_row(metric) for metric in METRICS if metric.kind is kind]
-        kept = " continues from |" if kind is not MetricKind.GAUGE else ""
-        rule = " --- |" if kept else ""
-        parts.append(f"## {kind.capitalize()}s\n")
-        parts.append(f"| name | labels | unit | meaning |{kept}\n| --- | --- | --- | --- |{rule}")
-        parts.append("\n".join(rows) + "\n")
+        heads = ["name", "labels", "unit", "meaning", *(["continues from"] if kind is not MetricKind.GAUGE else [])]
+        rows = [heads, ["---"] * len(heads), *(_row(metric) for metric in METRICS if metric.kind is kind)]
+        lines = [f"| {' | '.join(row)} |\n" for row in rows]
+        parts.append(f"## {kind.capitalize()}s\n\n{''.join(lines)}")
     parts.append(f"Buckets of degrees: {', '.join(map(str, DEGREE_BUCKETS))}.\n")
     return "\n".join(parts)
 
 
-def _row(metric: Metric) -> str:
-    cells = [f"`{PREFIX}{metric.name}`", _labels(metric), metric.unit, _cell(metric.help)]
+def _row(metric: Metric) -> list[str]:
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    labels += f": {', '.join(metric.known)}" if metric.known else ""
+    row = [f"`{PREFIX}{metric.name}`", labels, metric.unit, metric.help.replace("|", "\\|")]
     if metric.kind is not MetricKind.GAUGE:
-        cells.append(_whence(metric.kept))
-    return f"| {' | '.join(cells)} |"
-
-
-def _labels(metric: Metric) -> str:
-    if metric.known:
-        return f"`{metric.labels[0]}`: {', '.join(metric.known)}"
-    return ", ".join(f"`{label}`" for label in metric.labels)
-
-
-def _whence(kept: Persistence | None) -> str:
-    return f"`{kept}`" if kept else "counted at each start"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+        row.append(f"`{metric.kept}`" if metric.kept else "counted at each start")
+    return row
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def config(tmp_path: Path) -> Config:
 def test_counts_go_on_and_the_page_shows_steps_of_earlier_lives(config: Config) -> None:
     with life(config, resume_step=0) as journal:
         assert commit(journal, 1, 2, 3) == [True, True, True]
-        journal.metrics.count_resize("up")
+        journal.metrics.count("resizes_total", direction="up")
     with life(config, resume_step=1) as journal:
         value = journal.metrics.value
         assert value("tokens_total") == 3000 and value("resizes_total", direction="up") == 1
@@ -87,7 +87,7 @@ def test_a_run_that_goes_back_on_purpose_counts_from_there(
 ) -> None:
     with life(config, resume_step=0) as journal:
         commit(journal, 1, 2, 3)
-        journal.metrics.count_resize("up")
+        journal.metrics.count("resizes_total", direction="up")
     earlier = put_aside(Path(config.run_dir), after_step=after_step)
     assert earlier is not None and len(read_steps(earlier / "steps.jsonl")) == 3
     with life(config, resume_step=after_step) as journal:

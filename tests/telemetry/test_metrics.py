@@ -62,16 +62,17 @@ def test_values_of_steps(exporter: MetricsExporter) -> None:
 
 def test_every_name_of_the_contract_with_label_run(exporter: MetricsExporter) -> None:
     exporter.observe_step(report(1), goodput=0.9)
-    exporter.set_process_groups(4, seconds=0.5)
+    exporter.set("process_groups", 4)
+    exporter.set("process_group_seconds", 0.5)
     work(exporter, 0)
     exporter.set_standing_by(2)
-    exporter.set_slow_ratio(0.8)
-    exporter.count_skipped("empty", count=3)
+    exporter.set("straggler_threshold_ratio", 0.8)
+    exporter.count("sequences_skipped_total", 3, reason="empty")
     exporter.observe_checkpoint(0.25, step=1)
     exporter.observe_recovery("died", seconds=0.5)
-    exporter.count_lost_steps(1)
-    exporter.count_resize("down")
-    exporter.set_snapshot(0.1)
+    exporter.count("lost_steps_total", 1)
+    exporter.count("resizes_total", direction="down")
+    exporter.set("snapshot_seconds", 0.1)
     exporter.set_speed(0, 0.75)
     samples = scrape(exporter.url)
     names = {name for name, _ in samples}
@@ -156,10 +157,10 @@ def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
     for _ in range(2):
         exporter = MetricsExporter("demo", run_dir=tmp_path)
         exporter.observe_recovery("hung", seconds=1.0)
-        exporter.count_resize("down")
-        exporter.count_lost_steps(3)
+        exporter.count("resizes_total", direction="down")
+        exporter.count("lost_steps_total", 3)
         exporter.observe_checkpoint(0.1, step=4)
-        exporter.count_skipped("empty", count=7)
+        exporter.count("sequences_skipped_total", 7, reason="empty")
         samples = scrape(exporter.url)
         exporter.close()
     assert value(samples, "recoveries_total", cause="hung") == 2

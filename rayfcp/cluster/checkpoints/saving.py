@@ -308,7 +308,7 @@ class Saver:
         problem: str = pending.commit.result()
         if problem:
             self._failures += 1
-            self._metrics.count_failed_checkpoint()
+            self._metrics.count("failed_checkpoints_total")
             self._log(f"checkpoint of step {pending.step} could not be written: {problem}")
         else:
             self.saved_step, self._failures = pending.step, 0

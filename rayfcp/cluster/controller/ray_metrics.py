@@ -26,7 +26,7 @@ def ray_mirror() -> Mirror | None:
         return None
 
 
-class _RayMirror:
+class _RayMirror(Mirror):
     """Exports from a thread of its own, so that steps wait for nothing: every gauge periodically, which keeps its
     series alive and lets that of a rank that left end; of counters the increments, since Ray's agents add them up.
 

@@ -136,7 +136,7 @@ class Journal:
             serve=runtime.serve,
             epoch_s=runtime.epoch_s,
         )
-        self.metrics.set_slow_ratio(config.elastic.slow_ratio)
+        self.metrics.set("straggler_threshold_ratio", config.elastic.slow_ratio)
         step_log = run_dir / "steps.jsonl"
         self.metrics.restore(read_steps(step_log), resume_step=resume_step)
         self.record = Recorder(
@@ -189,7 +189,7 @@ class Journal:
     def _report_broken_images(self, ranks: Sequence[RankReport]) -> None:
         for name in sorted({name for each in ranks for name in each.broken} - self._broken_images):
             self._broken_images.add(name)
-            self.metrics.count_skipped("picture_broken", count=1)
+            self.metrics.count("sequences_skipped_total", reason="picture_broken")
             self._log(f"targets of a row with a broken image do not count: {name}")
 
     def close(self) -> None:

@@ -92,7 +92,8 @@ class Stepper:
         metrics, worker_group = self.journal.metrics, self.cluster_state.worker_group
         metrics.set_standing_by(len(worker_group.standby))
         seconds = max(each.process_group_s for each in joined)
-        metrics.set_process_groups(joined[0].process_groups, seconds=seconds)
+        metrics.set("process_groups", joined[0].process_groups)
+        metrics.set("process_group_seconds", seconds)
         self._speeds = self._speeds.only([member.id for member in worker_group.all])
         self.last_finished = version
         self._droppable = []  # states of lost steps would drop the copies of this generation
@@ -251,7 +252,7 @@ class Stepper:
         self._stored = self._stored.after(
             {id: report.kept for id, report in zip(self.cluster_state.ids, devices, strict=True)}
         )
-        self.journal.metrics.set_snapshot(max(report.snapshot_s + report.push_s for report in devices))
+        self.journal.metrics.set("snapshot_seconds", max(report.snapshot_s + report.push_s for report in devices))
 
 
 def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -> Judge:
@@ -300,7 +301,7 @@ class NumberGuard:
                 "train.on_nonfinite=skip"
             )
         if not again:
-            metrics.count_skipped_update()
+            metrics.count("skipped_updates_total")
         in_a_row = next(count for count in range(1, batch.step + 1) if batch.step - count not in self._skipped)
         if in_a_row > self._train.max_skipped_steps:
             raise RunAbortedError(

@@ -113,7 +113,7 @@ class TrainingRun:
         )
         cleanup.callback(journal.close)
         for reason, count in data.index.skipped.items():
-            journal.metrics.count_skipped(reason, count=count)
+            journal.metrics.count("sequences_skipped_total", count, reason=reason)
         self._announce(f"live page: {journal.metrics.where}")
         decoders = Decoders(config, runtime=runtime, data_dir=self._data_dir)
         cleanup.callback(decoders.end)

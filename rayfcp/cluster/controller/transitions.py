@@ -193,9 +193,9 @@ class Training:
         metrics, devices = self._journal.metrics, len(self._state.ids)
         lost_steps, self._lost_steps = self._lost_steps, 0
         if lost_steps:
-            metrics.count_lost_steps(lost_steps)
+            metrics.count("lost_steps_total", lost_steps)
         if before and devices != before:
-            metrics.count_resize("up" if devices > before else "down")
+            metrics.count("resizes_total", direction="up" if devices > before else "down")
         metrics.keep_ranks(devices)
         event = Event(
             kind=kind,
