@@ -50,35 +50,31 @@ class Baseline:
 
 def baseline_charts(baseline: Baseline, *, marks: Sequence[Mark]) -> list[Chart]:
     """Return imbalance and step time of some batches, planned statically and by the run's strategy."""
-    static, own = f"static baseline: {baseline.static}", f"this run: {baseline.own}"
-    steps = [each.step for each in baseline.steps]
+    steps = baseline.steps
+    imbalance = (
+        "Compute imbalance and the static baseline",
+        f"(max − mean) / max over ranks; {len(steps)} of the run's batches, planned and simulated",
+        "percent",
+        [(each.before.compute, each.after.compute) for each in steps],
+    )
+    time = (
+        "Simulated step and the static baseline",
+        f"Without the optimizer; static plans take {number(round(baseline.speedup, 2))} times as long",
+        "seconds",
+        [(each.before_s, each.after_s) for each in steps],
+    )
+    names = (f"static baseline: {baseline.static}", f"this run: {baseline.own}")
     return [
         over_steps(
             "lines",
-            "Compute imbalance and the static baseline",
-            note=f"(max − mean) / max over ranks; {len(steps)} of the run's batches, planned and simulated",
-            steps=steps,
-            series={
-                static: [each.before.compute for each in baseline.steps],
-                own: [each.after.compute for each in baseline.steps],
-            },
-            format="percent",
+            title,
+            note=note,
+            steps=[each.step for each in steps],
+            series=dict(zip(names, zip(*values, strict=True), strict=True)),
+            format=unit,
             zero=True,
             dots=True,
             marks=marks,
-        ),
-        over_steps(
-            "lines",
-            "Simulated step and the static baseline",
-            note=f"Without the optimizer; static plans take {number(round(baseline.speedup, 2))} times as long",
-            steps=steps,
-            series={
-                static: [each.before_s for each in baseline.steps],
-                own: [each.after_s for each in baseline.steps],
-            },
-            format="seconds",
-            zero=True,
-            dots=True,
-            marks=marks,
-        ),
+        )
+        for title, note, unit, values in (imbalance, time)
     ]

@@ -80,10 +80,6 @@ def tokens_per_s(report: StepReport) -> float:
     return report.num_tokens / report.step_s if report.step_s > 0 else 0.0
 
 
-def _prediction_ratio(report: StepReport) -> float:
-    return report.predicted_s / report.step_s if report.step_s > 0 else math.nan
-
-
 LOSS = LineChart(title="Loss", note="Nats per target token", series={"loss": lambda r: r.loss}, zero=False)
 TRAINING = (
     LOSS,
@@ -112,7 +108,7 @@ PREDICTION = (
     LineChart(
         title="Predicted over measured",
         note="1 is exact; below 1, steps took longer than predicted",
-        series={"ratio": _prediction_ratio},
+        series={"ratio": lambda r: r.predicted_s / r.step_s if r.step_s > 0 else math.nan},
         level=1.0,
     ),
     LineChart(

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from rayfcp.telemetry.files import write_whole
 from rayfcp.telemetry.names import METRICS, Persistence
@@ -108,31 +109,7 @@ class Event:
     cluster: ClusterSpec | None = None
 
 
-def to_line(event: Event) -> str:
-    """Return one line of JSON with its newline."""
-    fields = dataclasses.asdict(event) | {"reason": event.reason[:MAX_REASON]}
-    return json.dumps(fields) + "\n"
-
-
-def from_line(line: str) -> Event:
-    """Return the event of one line.
-
-    Raises:
-        ValueError: The line is not a complete event.
-    """
-    fields: Any = json.loads(line)
-    try:
-        cluster = fields.pop("cluster")
-        if cluster is not None:
-            cluster = ClusterSpec(**{key: _given(value) for key, value in cluster.items()})
-        fields["kind"] = EventKind(fields["kind"])
-        return Event(**fields, cluster=cluster)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"line is not an event: {error}") from error
-
-
-def _given(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
+_EVENT = TypeAdapter(Event)
 
 
 def read_events(path: str | Path) -> tuple[Event, ...]:
@@ -141,7 +118,7 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
     found = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.exists() else []:
         try:
-            found.append(from_line(line))
+            found.append(_EVENT.validate_json(line))
         except ValueError:
             logger.warning("%s has a line that is not an event", file)
     return tuple(found)
@@ -149,10 +126,11 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
 
 def append_event(path: str | Path, event: Event) -> None:
     """Append a line in one write. A full disk is logged and does not stop the run."""
+    fields = dataclasses.asdict(event) | {"reason": event.reason[:MAX_REASON]}
     try:
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(handle, to_line(event).encode())
+            os.write(handle, f"{json.dumps(fields)}\n".encode())
         finally:
             os.close(handle)
     except OSError as error:

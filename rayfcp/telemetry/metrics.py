@@ -19,7 +19,6 @@ from rayfcp.telemetry.names import DEGREE_BUCKETS, METRICS, PREFIX, RANK, Metric
 from rayfcp.telemetry.serving import RunServer, announce, withdraw
 from rayfcp.values import StepReport
 
-
 PERSISTENT = frozenset(metric.name for metric in METRICS if metric.kept is Persistence.COUNTERS)
 
 
@@ -132,10 +131,9 @@ class _Histogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         counts, family = self._counts, HistogramMetricFamily(self._name, self._text, labels=list(self._labels))
         buckets = [
-            (f"{bound:.1f}", sum(count for value, count in counts.items() if value <= bound))
-            for bound in DEGREE_BUCKETS
+            (name, sum(count for value, count in counts.items() if value <= bound))
+            for name, bound in (*((f"{bound:.1f}", bound) for bound in DEGREE_BUCKETS), ("+Inf", math.inf))
         ]
-        buckets.append(("+Inf", counts.total()))
         total = sum(value * count for value, count in counts.items())
         family.add_metric(list(self._labels.values()), buckets=buckets, sum_value=total)
         yield family

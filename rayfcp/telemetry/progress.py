@@ -1,9 +1,9 @@
 """Progress of long work: a bar on a terminal, plain lines elsewhere."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from rayfcp.telemetry.charts import tokens_per_s
@@ -18,13 +18,15 @@ WIDE_BAR, NARROW_BAR, NARROW_TERMINAL = 24, 10, 100
 CLOCK = 7
 """Characters of `0:12:34`."""
 
+LINE_EVERY_S = 5.0
+
 
 class Terminal:
     """Context manager that shows a bar while it is entered, and afterwards if it `stays`; lines where `stream` is no
     terminal.
 
     The first columns are fixed: with `counts` steps done and, with `eta`, the time left; without `counts` the time
-    elapsed. What is said of the state follows the bar, cut to what fits.
+    elapsed. The parts of a description follow the bar, as many as fit.
     """
 
     def __init__(
@@ -39,17 +41,21 @@ class Terminal:
     ) -> None:
         self._stream = stream or sys.stderr
         self._total = total
+        self._shown_step, self._line_at_s = -1, -math.inf
         self._bar: RichProgress | None = None
         self._task: TaskID
         if self._stream.isatty():  # rich takes a while to import
             from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
             console = Console(file=self._stream)
             bar_width = WIDE_BAR if console.width >= NARROW_TERMINAL else NARROW_BAR
             self._text_width = console.width - bar_width - 2
             self._text_width -= (2 * len(str(total)) + 2) * counts + (CLOCK + 1) * (eta or not counts)
-            columns = _columns(bar_width=bar_width, counts=counts, eta=eta)
+            columns: list[ProgressColumn] = [MofNCompleteColumn()] if counts else [TimeElapsedColumn()]
+            columns += [TimeRemainingColumn()] if eta else []
+            columns += [BarColumn(bar_width=bar_width), TextColumn("{task.description}", markup=False)]
             self._bar = Bar(*columns, console=console, transient=not stays)
             self._task = self._bar.add_task("", total=total, completed=done)
 
@@ -69,14 +75,21 @@ class Terminal:
         self._bar.update(self._task, completed=min(completed, self._total), description=text)
         return True
 
+    def show_step(self, step: int, parts: Sequence[str]) -> None:
+        """Update the bar; without one, write a line for the first step, the last, and every `LINE_EVERY_S`."""
+        if self.move(step, parts) or step == self._shown_step:
+            return
+        now_s = time.monotonic()
+        if now_s - self._line_at_s >= LINE_EVERY_S or step >= self._total:
+            self._line_at_s, self._shown_step = now_s, step
+            self.log("  ".join((f"step {step}/{self._total}", *parts)))
+
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -95,37 +108,15 @@ def fitting(parts: Sequence[str], *, width: int) -> str:
     return text
 
 
-def _columns(*, bar_width: int, counts: bool, eta: bool) -> "list[ProgressColumn]":
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    first: list[ProgressColumn] = [MofNCompleteColumn()] if counts else [TimeElapsedColumn()]
-    first += [TimeRemainingColumn()] if eta else []
-    return [*first, BarColumn(bar_width=bar_width), TextColumn("{task.description}", markup=False)]
-
-
-LINE_EVERY_S = 5.0
-
-
 class Progress(Terminal):
-    """Progress of the steps `(first_step, total_steps]` of a run.
+    """Progress of a run of `total_steps` steps."""
 
-    Without a terminal a line is written for the first and the last step, and every `LINE_EVERY_S` seconds.
-    """
-
-    def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        super().__init__(total_steps, eta=True, done=first_step, stays=True, stream=stream)
-        self._line_at_s: float | None = None
+    def __init__(self, total_steps: int, *, stream: TextIO | None = None) -> None:
+        super().__init__(total_steps, eta=True, stays=True, stream=stream)
 
     def update(self, report: StepReport) -> None:
         """Show a committed step."""
-        parts = describe(report)
-        if self.move(report.step, parts):
-            return
-        now_s = time.monotonic()
-        due = self._line_at_s is None or now_s - self._line_at_s >= LINE_EVERY_S
-        if due or report.step >= self._total:
-            self._line_at_s = now_s
-            self.log("  ".join((f"step {report.step}/{self._total}", *parts)))
+        self.show_step(report.step, describe(report))
 
 
 def describe(report: StepReport) -> tuple[str, ...]:

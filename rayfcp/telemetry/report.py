@@ -4,9 +4,10 @@ import math
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,6 @@ class History:
     goodput: float
     num_starts: int
     num_recoveries: int
-    num_resizes: int
     lost_steps: int
     recovery_s: float
     start_s: float
@@ -58,11 +58,10 @@ def history_of(events: Sequence[Event], reports: Sequence[StepReport], *, last_w
         goodput=min(1.0, productive_s / wall_s) if wall_s > 0 else math.nan,
         num_starts=sum(event.kind is EventKind.START for event in events),
         num_recoveries=len(recoveries),
-        num_resizes=sum(event.kind is EventKind.RESIZE for event in events),
         lost_steps=sum(event.lost_steps for event in events),
         recovery_s=sum(event.seconds for event in recoveries),
         start_s=sum(event.seconds for event in events if event.kind is EventKind.START),
-        worlds=_changes([report.world_size for report in reports]),
+        worlds=tuple(devices for devices, _ in groupby(report.world_size for report in reports)),
     )
 
 
@@ -88,10 +87,6 @@ def _wall_s(events: Sequence[Event], *, last_write_s: float) -> float:
     return total_s if total_s > 0 else math.nan
 
 
-def _changes(values: Sequence[int]) -> tuple[int, ...]:
-    return tuple(value for index, value in enumerate(values) if index == 0 or value != values[index - 1])
-
-
 MAX_WORLDS = 4
 """Changes of the number of devices that a tile spells out."""
 
@@ -101,33 +96,40 @@ Tile = tuple[str, str, str, str]
 
 def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None) -> list[Tile]:
     """Return the tiles: loss, speed, balance, and interruptions. Medians leave out the first step."""
-    balance = "mean of steps; (max − mean) / max over ranks"
+    balance = "(max − mean) / max over ranks"
     if baseline is not None:
-        balance = f"mean of steps; {baseline.static} on the same batches: {percent(baseline.before)}"
+        balance = f"{baseline.static} on the same batches: {percent(baseline.before)}"
+    starts = "one start" if history.num_starts == 1 else f"over {history.num_starts} starts"
+    worlds = " → ".join(map(str, history.worlds))
+    if len(history.worlds) > MAX_WORLDS:
+        worlds = f"{min(history.worlds)}–{max(history.worlds)}"
+    resizes = "constant" if len(history.worlds) == 1 else counted(len(history.worlds) - 1, "change")
     blocked = f"blocked on planning: {percent(summary.median_plan_wait_ratio)} of step time"
+    off = f"prediction off by {percent(summary.prediction_error)}"
+    repeated = f"{duration(history.recovery_s)} in total, {counted(history.lost_steps, 'step')} repeated"
     return [
         ("steps", "Steps", f"{summary.last_step:,}", f"{summary.num_steps:,} in steps.jsonl"),
         ("loss", "Loss", number(summary.last_loss), f"from {number(summary.first_loss)} at step {summary.first_step}"),
-        ("wall", "Wall time", _or_dash(history.wall_s, duration), _starts(history)),
-        ("goodput", "Goodput", _or_dash(history.goodput, percent), _goodput(history)),
         (
-            "speed",
-            "Tokens per second",
-            number(summary.tokens_per_s),
-            f"median of steps; {summary.num_tokens:,} tokens in total",
+            "wall",
+            "Wall time",
+            duration(history.wall_s) if math.isfinite(history.wall_s) else "–",
+            starts if history.num_starts else "not recorded by this run",
         ),
-        ("mfu", "MFU", percent(summary.mfu), f"median of steps; attention alone {percent(summary.attention_mfu)}"),
+        ("goodput", "Goodput", percent(history.goodput) if math.isfinite(history.goodput) else "–", _goodput(history)),
+        ("speed", "Tokens per second", number(summary.tokens_per_s), f"median; {summary.num_tokens:,} tokens in total"),
+        ("mfu", "MFU", percent(summary.mfu), f"median; attention alone {percent(summary.attention_mfu)}"),
         (
             "step",
             "Step time",
             seconds(summary.step_s),
-            f"median; prediction off by {percent(summary.prediction_error)}",
+            f"median; {off}",
         ),
-        ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), balance),
+        ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), f"mean; {balance}"),
         ("degree", "Mean CP degree", number(summary.mean_degree), "ranks per group, averaged over ranks"),
         ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {blocked}"),
-        ("devices", "Devices", _worlds(history.worlds), _resizes(history)),
-        ("recoveries", "Recoveries", str(history.num_recoveries), _recoveries(history)),
+        ("devices", "Devices", worlds, resizes),
+        ("recoveries", "Recoveries", str(history.num_recoveries), repeated if history.num_recoveries else "no losses"),
     ]
 
 
@@ -155,45 +157,21 @@ def duration(value: float) -> str:
     if value < 60:
         return seconds(value)
     whole = round(value)
-    for size, name, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {name} {whole % size // below} {smaller}"
-    raise AssertionError("a minute or more has a unit")
-
-
-def _or_dash(value: float, form: Callable[[float], str]) -> str:
-    return form(value) if math.isfinite(value) else "–"
-
-
-def _starts(history: History) -> str:
-    if not history.num_starts:
-        return "not recorded by this run"
-    return "one start" if history.num_starts == 1 else f"over {history.num_starts} starts"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def _goodput(history: History) -> str:
-    """Say where the rest of the wall time went, as far as it is recorded."""
+    """Return where the rest of the wall time went, as far as it is recorded."""
     if not math.isfinite(history.goodput):
         return "committed steps over wall time"
     other_s = max(0.0, (1 - history.goodput) * history.wall_s - history.start_s - history.recovery_s)
     parts = {"starting": history.start_s, "recovering": history.recovery_s, "compiling, saving and the rest": other_s}
-    rest = ", ".join(f"{duration(spent_s)} {what}" for what, spent_s in parts.items() if spent_s >= 0.05)
+    rest = ", ".join(f"{duration(spent_s)} {name}" for name, spent_s in parts.items() if spent_s >= 0.05)
     return "of wall time in committed steps" + (f"; else {rest}" if rest else "")
-
-
-def _worlds(worlds: Sequence[int]) -> str:
-    shown = [str(each) for each in worlds]
-    return f"{min(worlds)}–{max(worlds)}" if len(shown) > MAX_WORLDS else " → ".join(shown)
-
-
-def _resizes(history: History) -> str:
-    return "constant" if len(history.worlds) == 1 else counted(len(history.worlds) - 1, "change")
-
-
-def _recoveries(history: History) -> str:
-    if not history.num_recoveries:
-        return "no losses"
-    return f"{duration(history.recovery_s)} in total, {counted(history.lost_steps, 'step')} repeated"
 
 
 TABLE_STEPS, TABLE_EVENTS = 50, 200
@@ -205,22 +183,21 @@ def steps_table(reports: Sequence[StepReport]) -> str:
     rows = [
         (
             str(r.step) + (" (repeated)" if r.recovered else ""),
-            number(r.loss),
-            number(r.grad_norm),
+            *map(number, (r.loss, r.grad_norm)),
             f"{r.num_tokens:,}",
             str(r.num_sequences),
-            seconds(r.step_s),
-            seconds(r.predicted_s),
-            seconds(r.plan_wait_s),
-            percent(r.mfu),
-            percent(r.imbalance.compute),
+            *map(seconds, (r.step_s, r.predicted_s, r.plan_wait_s)),
+            *map(percent, (r.mfu, r.imbalance.compute)),
             describe_degrees(r.degrees),
         )
         for r in reports[-TABLE_STEPS:]
     ]
     shown = f"Last {len(rows)} steps" if len(rows) < len(reports) else "All steps"
-    steps = table((*heads, "degrees"), rows)
-    return f"<details><summary>{shown} as a table</summary><div>{steps}</div></details>"
+    return _folded(f"{shown} as a table", table((*heads, "degrees"), rows))
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary><div>{body}</div></details>"
 
 
 def plans_table(reports: Sequence[StepReport]) -> str:
@@ -257,103 +234,86 @@ def events_table(events: Sequence[Event]) -> str:
     return f'<div class="card events">{table(heads, rows)}</div>'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Contents of a run directory with at least one committed step."""
-
-    name: str
-    reports: tuple[StepReport, ...]
-    events: tuple[Event, ...]
-    times: RankTimes
-    trace: Trace
-    config_text: str
-    last_write_s: float
-
-
-def read_run(run_dir: str | Path) -> RunFiles:
-    """Read a run directory, of which only `steps.jsonl` is required.
+    """Contents of a run directory, of which only `steps.jsonl` is required.
 
     Raises:
         ValueError: It holds no committed step, or a broken line.
     """
-    folder = Path(run_dir)
-    steps, config = folder / "steps.jsonl", folder / "config.yaml"
-    reports = read_steps(steps)
-    if not reports:
-        raise ValueError(
-            f"run directory {str(folder)!r} has no step in steps.jsonl; give the directory of a run that has trained"
-        )
-    return RunFiles(
-        name=folder.name,
-        reports=reports,
-        events=read_events(folder / event_log.FILE),
-        times=RankTimes.read(folder / rank_times.FILE, up_to=reports[-1].step),
-        trace=read_trace(folder / trace.FILE),
-        config_text=config.read_text(encoding="utf-8") if config.exists() else "",
-        last_write_s=steps.stat().st_mtime,
-    )
+
+    def __init__(self, run_dir: str | Path) -> None:
+        folder = Path(run_dir)
+        steps, config = folder / "steps.jsonl", folder / "config.yaml"
+        self.name, self.reports = folder.name, read_steps(steps)
+        if not self.reports:
+            raise ValueError(
+                f"run directory {str(folder)!r} has no step in steps.jsonl; give that of a run that has trained"
+            )
+        self.events = read_events(folder / event_log.FILE)
+        self.summary = _summary(self.reports, self.events)
+        self.times = RankTimes.read(folder / rank_times.FILE, up_to=self.reports[-1].step)
+        self.trace = read_trace(folder / trace.FILE)
+        self.config_text = config.read_text(encoding="utf-8") if config.exists() else ""
+        self.last_write_s = steps.stat().st_mtime
 
 
 def summary_of(run_dir: str | Path) -> RunSummary | None:
     """Return the summary of a run directory; None without a committed step."""
     folder = Path(run_dir)
     reports = read_steps(folder / "steps.jsonl")
-    return summarize(reports, started_after=_starts_of(read_events(folder / event_log.FILE))) if reports else None
+    return _summary(reports, read_events(folder / event_log.FILE)) if reports else None
 
 
-def _starts_of(events: Sequence[Event]) -> list[int]:
-    return [event.step for event in events if event.kind is EventKind.START]
+def _summary(reports: Sequence[StepReport], events: Sequence[Event]) -> RunSummary:
+    return summarize(reports, started_after=[event.step for event in events if event.kind is EventKind.START])
 
 
 def write_report(run_dir: str | Path, *, baseline: Baseline | None = None) -> Path:
     """Write `run_dir/report.html` from the run's files, and a static baseline if there is one.
 
     Raises:
-        ValueError: As `read_run`.
+        ValueError: As `RunFiles`.
     """
-    run = read_run(run_dir)
     page = Path(run_dir) / "report.html"
-    write_whole(page, render(run, baseline=baseline))
+    write_whole(page, _render(RunFiles(run_dir), baseline=baseline))
     return page
 
 
-def render(run: RunFiles, *, baseline: Baseline | None = None) -> str:
-    """Return the page."""
+def _render(run: RunFiles, *, baseline: Baseline | None) -> str:
     config = yaml.safe_load(run.config_text) if run.config_text else {}
     name = str(_at(config, "run", "name") or run.name)
-    summary = summarize(run.reports, started_after=_starts_of(run.events))
+    summary = run.summary
     history = history_of(run.events, run.reports, last_write_s=run.last_write_s)
     lead = _unbroken(_headline(summary, history, baseline=baseline))
     parts = [
         f'<header><h1>{escape(name)}</h1><p class="lead">{lead}</p>',
-        *(f"<p>{escape(line)}</p>" for line in _facts(run, summary, config=config)),
+        *(f"<p>{escape(line)}</p>" for line in _facts(run, config=config)),
         f"</header>{tiles_html(tiles_of(summary, history, baseline=baseline))}",
         *_sections(run, baseline=baseline),
         f"<h2>Details</h2>{steps_table(run.reports)}",
     ]
     if run.config_text:
-        text = escape(run.config_text)
-        parts.append(f"<details><summary>Configuration</summary><div><pre>{text}</pre></div></details>")
+        parts.append(_folded("Configuration", f"<pre>{escape(run.config_text)}</pre>"))
     return html_page(f"{name} · rayfcp", "".join(parts))
 
 
 def _headline(summary: RunSummary, history: History, *, baseline: Baseline | None) -> str:
-    """Say in one or two sentences what the run achieved."""
-    devices = counted(summary.world_size, "device")
-    said = (
-        f"{counted(summary.num_steps, 'step')} on {devices}: {number(summary.tokens_per_s)} tokens per second at "
-        f"{percent(summary.mfu)} MFU, loss {number(summary.first_loss)} → {number(summary.last_loss)}"
+    """Return in one or two sentences what the run achieved."""
+    text = (
+        f"{counted(summary.num_steps, 'step')} on {counted(summary.world_size, 'device')}: "
+        f"{number(summary.tokens_per_s)} tokens per second at {percent(summary.mfu)} MFU, "
+        f"loss {number(summary.first_loss)} → {number(summary.last_loss)}"
     )
-    said += f", {counted(history.num_recoveries, 'recovery', plural='recoveries')}." if history.num_recoveries else "."
-    if baseline is not None:
-        said += (
-            f" Its plans are {baseline.speedup:.2f} times as fast as {baseline.static}'s on the same batches "
-            "(simulated)."
-        )
-    return said
+    text += f", {counted(history.num_recoveries, 'recovery', plural='recoveries')}." if history.num_recoveries else "."
+    if baseline is None:
+        return text
+    return (
+        f"{text} Its plans are {baseline.speedup:.2f} times as fast as {baseline.static}'s on the same batches "
+        "(simulated)."
+    )
 
 
-def _facts(run: RunFiles, summary: RunSummary, *, config: Any) -> list[str]:
+def _facts(run: RunFiles, *, config: Any) -> list[str]:
     """Return lines of the header: strategy and model; data, date, host and version."""
     from rayfcp import __version__
 
@@ -361,7 +321,7 @@ def _facts(run: RunFiles, summary: RunSummary, *, config: Any) -> list[str]:
     model = _at(config, "model", "path") or _at(config, "model", "name")
     if not model and shape:
         model = f"{shape.get('model_type')}, {shape.get('num_layers')} layers of width {shape.get('hidden_size')}"
-    what = [summary.strategy, model, _at(config, "model", "dtype"), _at(config, "cluster", "device")]
+    what = [run.summary.strategy, model, _at(config, "model", "dtype"), _at(config, "cluster", "device")]
     started = [f"started {_date(run.events[0].at_s)}"] if run.events else []
     written = f"report written {_date(time.time())} on {socket.gethostname()} by rayfcp {__version__}"
     data = _at(config, "data", "paths")

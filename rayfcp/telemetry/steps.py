@@ -6,7 +6,6 @@ import json
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from rayfcp.telemetry.files import write_whole
@@ -111,9 +110,7 @@ class StepLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,11 @@ def write_steps(path: str | Path, steps: Sequence[TracedStep], *, max_events: in
         if kept and num_events > max_events:
             break
         kept.insert(0, step)
-    predicted = [_later(span, step.start_s) for step in kept for span in step.predicted]
+    predicted = [
+        replace(span, start_s=span.start_s + step.start_s, stop_s=span.stop_s + step.start_s)
+        for step in kept
+        for span in step.predicted
+    ]
     measured = [span for step in kept for span in step.measured]
     timelines = {PREDICTED: predicted} if predicted else {}
     marks = {f"step {each.step}": each.start_s for each in kept}
@@ -51,7 +55,7 @@ def write_steps(path: str | Path, steps: Sequence[TracedStep], *, max_events: in
 
 def write_trace(
     path: str | Path,
-    timelines: Mapping[str, Iterable[Span]],
+    timelines: Mapping[str, Sequence[Span]],
     *,
     origin_s: float | None = None,
     marks: Mapping[str, float] | None = None,
@@ -65,18 +69,18 @@ def write_trace(
     named: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
     process = 0
-    for timeline, given in timelines.items():
-        spans = list(given)
+    for timeline, spans in timelines.items():
         stages = sorted({span.stage for span in spans})
         start_s = min((span.start_s for span in spans), default=0.0) if origin_s is None else origin_s
         for stage in stages:
             process += 1
             name = timeline if len(stages) == 1 else f"{timeline}, stage {stage}"
             here = [span for span in spans if span.stage == stage]
-            named += _names(process, name=name, tracks={track_of(span) for span in here})
+            named += _names(process, name=name, tracks=sorted({track_of(span) for span in here}))
             events += [_event(span, process=process, start_s=start_s) for span in here]
-    since_s = origin_s or 0.0
-    events += [_mark(name, process=process, ts=_microseconds(at_s - since_s)) for name, at_s in (marks or {}).items()]
+    for name, at_s in (marks or {}).items():
+        ts = _microseconds(at_s - (origin_s or 0.0))
+        events.append({"name": name, "cat": "step", "ph": "i", "s": "g", "ts": ts, "pid": process, "tid": 1})
     # An enclosing span comes before what it encloses.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0), event["pid"], event["tid"]))
     write_whole(path, json.dumps({"displayTimeUnit": "ms", "traceEvents": named + events}, allow_nan=False) + "\n")
@@ -101,10 +105,6 @@ def _thread(track: int) -> int:
     return track + 1  # viewers take 0 for the idle thread
 
 
-def _later(span: Span, by_s: float) -> Span:
-    return replace(span, start_s=span.start_s + by_s, stop_s=span.stop_s + by_s)
-
-
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
 
@@ -124,29 +124,18 @@ def _event(span: Span, *, process: int, start_s: float) -> dict[str, Any]:
     }
 
 
-def _mark(name: str, *, process: int, ts: float) -> dict[str, Any]:
-    """A global instant."""
-    return {"name": name, "cat": "step", "ph": "i", "s": "g", "ts": ts, "pid": process, "tid": 1}
-
-
-def _names(process: int, *, name: str, tracks: set[int]) -> list[dict[str, Any]]:
-    events = [
-        _meta("process_name", process, args={"name": name}),
-        _meta("process_sort_index", process, args={"sort_index": process}),
+def _names(process: int, *, name: str, tracks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the events that name and order a process and its tracks."""
+    titled = [(track, f"rank {track // 2}" + " messages" * (track % 2)) for track in tracks]
+    named = [("process", 0, process, name), *(("thread", _thread(track), track, title) for track, title in titled)]
+    return [
+        {"name": f"{of}_{key}", "ph": "M", "pid": process, "tid": thread, "args": {key: value}}
+        for of, thread, index, title in named
+        for key, value in (("name", title), ("sort_index", index))
     ]
-    for track in sorted(tracks):
-        title = f"rank {track // 2}" + (" messages" if track % 2 else "")
-        thread = _thread(track)
-        events.append(_meta("thread_name", process, thread=thread, args={"name": title}))
-        events.append(_meta("thread_sort_index", process, thread=thread, args={"sort_index": track}))
-    return events
 
 
-def _meta(name: str, process: int, *, args: dict[str, Any], thread: int = 0) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": process, "tid": thread, "args": args}
-
-
-COLOURS = {
+COLOURS: Mapping[str, str] = {
     SpanKind.FORWARD: "--c1",
     SpanKind.TRANSFER: "--c2",
     SpanKind.BACKWARD: "--c3",
@@ -163,16 +152,6 @@ MAX_DRAWN = 40_000
 """Spans that a page holds; ranks beyond are only in the file."""
 
 HELP = "Click, then turn the wheel or pinch to zoom; drag to move, double click for all; keys + − 0 and arrows."
-
-
-def colour_of(kind: str) -> str:
-    """Return the CSS variable of a kind of span, also of one that is unknown."""
-    return next((colour for known, colour in COLOURS.items() if known == kind), COLOURS[SpanKind.WAIT])
-
-
-def legend_of(kinds: Iterable[str]) -> list[tuple[str, str]]:
-    """Return legend entries of kinds of spans: class of the colour, and name."""
-    return [(f"kind-{kind}" if kind in set(SpanKind) else "kind-wait", kind) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +175,11 @@ def read_trace(path: str | Path) -> Trace:
     """Read tracks in the order of process and track; none from an absent or broken file."""
     try:
         events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
-        names = {(event["pid"], event["name"], event["tid"]): event["args"] for event in events if event["ph"] == "M"}
+        names = {
+            (event["pid"], event["tid"]): str(event["args"]["name"])
+            for event in events
+            if event["ph"] == "M" and "name" in event["args"]
+        }
         rows: dict[tuple[int, int], list[tuple[float, float, str, str]]] = {}
         marks = []
         for event in events:
@@ -210,8 +193,8 @@ def read_trace(path: str | Path) -> Trace:
         return Trace()
     tracks = tuple(
         Track(
-            process=_name(names, key=(process, "process_name", 0), other=str(process)),
-            name=_name(names, key=(process, "thread_name", track), other=str(track)),
+            process=names.get((process, 0), str(process)),
+            name=names.get((process, track), str(track)),
             events=tuple(row),
         )
         for (process, track), row in sorted(rows.items())
@@ -245,8 +228,10 @@ def timeline_chart(trace: Trace, *, max_spans: int = MAX_DRAWN) -> Chart | None:
             for start_s, stop_s, kind, name in track.events
         ],
         "words": [[name] for name in names],
-        "colours": [colour_of(kind) for kind in kinds],
-        "legends": [{"title": "", "entries": legend_of(kinds)}],
+        "colours": [COLOURS.get(kind, COLOURS[SpanKind.WAIT]) for kind in kinds],
+        "legends": [
+            {"title": "", "entries": [(f"kind-{kind}" if kind in COLOURS else "kind-wait", kind) for kind in kinds]}
+        ],
         "views": views + [("all", 0.0, stop_s)] * (len(marks) > 1),
         "chosen": len(views) - 1,
         "inscribed": True,
@@ -266,7 +251,3 @@ def _drawable(tracks: Sequence[Track], *, max_spans: int) -> tuple[Track, ...]:
             break
         kept.add(name)
     return tuple(track for track in tracks if track.name in kept)
-
-
-def _name(names: dict[tuple[int, str, int], dict[str, Any]], *, key: tuple[int, str, int], other: str) -> str:
-    return str(names.get(key, {}).get("name", other))

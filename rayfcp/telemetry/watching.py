@@ -11,7 +11,7 @@ from urllib.request import OpenerDirector, ProxyHandler, Request, build_opener
 import yaml
 
 from rayfcp.config import ConfigError
-from rayfcp.telemetry.progress import LINE_EVERY_S, Terminal
+from rayfcp.telemetry.progress import Terminal
 from rayfcp.telemetry.serving import SD_FILE, TOKEN_FILE, read_token
 from rayfcp.telemetry.summary import number, percent, seconds
 
@@ -38,7 +38,7 @@ class RunPage:
 
     @property
     def is_named(self) -> bool:
-        """Whether the run directory names a server."""
+        """True if the run directory names a server."""
         return (self._run_dir / SD_FILE).exists()
 
     def ask(self) -> State:
@@ -88,16 +88,15 @@ class RunPage:
 
     def _get(self, token: str | None) -> State:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = Request(f"http://{self._target()}/api/state", headers=headers)
         try:
-            with self._opener.open(
-                Request(f"http://{self._target()}/api/state", headers=headers), timeout=ANSWER_S
-            ) as answer:
+            with self._opener.open(request, timeout=ANSWER_S) as answer:
                 state: State = json.load(answer)
                 return state
         except HTTPError:
             raise
         except (OSError, HTTPException, ValueError) as error:
-            raise NoAnswerError(f"no server answers at {self._target()}") from error
+            raise NoAnswerError(f"no server answers at {request.host}") from error
 
 
 def watch(
@@ -108,17 +107,19 @@ def watch(
     Raises:
         ConfigError: no run is alive there, or it does not come back within `patience_s`.
     """
-    page = RunPage(run_dir)
+    page, message = RunPage(run_dir), ""
     try:
         state, where = page.ask(), page.where
     except NoAnswerError as error:
         raise _not_alive(run_dir, error) from error
     answered_s = time.monotonic()
     with Terminal(state["target_steps"], done=state["step"], stays=True, stream=stream) as terminal:
-        shown = _Lines(terminal)
         terminal.log(f"live page: {where}")
         while True:
-            shown.show(state)
+            if state["message"] != message:
+                message = state["message"]
+                terminal.log(message)
+            terminal.show_step(state["step"], describe_state(state))
             time.sleep(every_s)
             try:
                 state, answered_s = page.ask(), time.monotonic()
@@ -150,27 +151,6 @@ def describe_state(state: State) -> list[str]:
     if devices["standing_by"]:
         parts.append(f"{devices['standing_by']} standing by")
     return parts
-
-
-class _Lines:
-    """Messages and steps that have been shown."""
-
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-        self._message, self._step, self._line_at_s = "", -1, -LINE_EVERY_S
-
-    def show(self, state: State) -> None:
-        """Log a new message, and update the bar or, without a terminal, write a line every `LINE_EVERY_S`."""
-        if state["message"] != self._message:
-            self._message = state["message"]
-            self._terminal.log(self._message)
-        parts = describe_state(state)
-        if self._terminal.move(state["step"], parts) or state["step"] == self._step:
-            return
-        now_s = time.monotonic()
-        if now_s - self._line_at_s >= LINE_EVERY_S or state["step"] >= state["target_steps"]:
-            self._line_at_s, self._step = now_s, state["step"]
-            self._terminal.log("  ".join((f"step {state['step']}/{state['target_steps']}", *parts)))
 
 
 def _not_alive(run_dir: str | Path, error: NoAnswerError) -> ConfigError:

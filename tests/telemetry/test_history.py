@@ -67,7 +67,7 @@ def test_wall_time_counts_every_start_to_its_end_and_no_pause_between() -> None:
     steps = [report(step, step_s=5.0, world_size=world) for step, world in ((1, 4), (2, 4), (3, 3), (4, 3), (5, 4))]
     history = history_of(told, steps, last_write_s=1050.0)
     assert history.wall_s == 50.0 + 50.0 and history.goodput == 25.0 / 100.0
-    assert (history.num_starts, history.num_recoveries, history.num_resizes, history.lost_steps) == (2, 1, 1, 1)
+    assert (history.num_starts, history.num_recoveries, history.lost_steps) == (2, 1, 1)
     assert history.worlds == (4, 3, 4) and history.recovery_s == 4.0
     assert list(marks_of(told)) == [(3, "recovery"), (6, "resize")]
     killed = history_of([told[0], told[3], told[4]], steps, last_write_s=1050.0)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -70,9 +71,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 PACKAGES = {"tensorboard": "tensorboardX", "mlflow": "mlflow", "wandb": "wandb"}
-"""Package by name of the logger, which is also the name of the extra that installs it."""
-
-CLASSES = {"tensorboard": "TensorBoardLogger", "mlflow": "MLflowLogger", "wandb": "WandbLogger"}
+"""Package by name of the logger, which is also the name of its module and of the extra that installs it."""
 
 
 def check_loggers(names: Iterable[str]) -> None:
@@ -91,9 +90,8 @@ def check_loggers(names: Iterable[str]) -> None:
 
 def open_logger(name: str, about: RunInfo) -> StepLogger:
     """Return the logger; may raise whatever its package raises."""
-    module = import_module(f"rayfcp.telemetry.loggers.{name}")
-    logger: StepLogger = getattr(module, CLASSES[name])(about)
-    return logger
+    opened: StepLogger = import_module(f"rayfcp.telemetry.loggers.{name}").LOGGER(about)
+    return opened
 
 
 logger = logging.getLogger(__name__)
@@ -131,12 +129,9 @@ class Background:
 
     def close(self, *, timeout_s: float) -> None:
         """Wait until the queued steps are logged."""
-        try:
+        with suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
-        except queue.Full:
-            self._log(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps are missing")
-            return
-        self._thread.join(timeout_s)
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             self._log(f"logger {self._name} did not end within {timeout_s:.0f} s; its last steps may be missing")
 

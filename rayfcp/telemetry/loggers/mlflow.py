@@ -50,3 +50,6 @@ class MLflowLogger:
         name = MLFLOW_EXPERIMENT_NAME.get() or EXPERIMENT
         found = self._client.get_experiment_by_name(name)
         return str(found.experiment_id if found else self._client.create_experiment(name))
+
+
+LOGGER = MLflowLogger

@@ -27,3 +27,6 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         self._writer.close()
+
+
+LOGGER = TensorBoardLogger

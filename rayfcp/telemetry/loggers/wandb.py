@@ -33,3 +33,6 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+
+
+LOGGER = WandbLogger
