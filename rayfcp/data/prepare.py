@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -140,12 +140,7 @@ def _already_prepared(data: DataConfig) -> PreparedManifest | None:
 
 
 def _prepare(
-    data: DataConfig,
-    *,
-    files: tuple[InputFile, ...],
-    out_dir: str,
-    run: _Run,
-    progress: ProgressCall | None,
+    data: DataConfig, *, files: tuple[InputFile, ...], out_dir: str, run: _Run, progress: ProgressCall | None
 ) -> PreparedManifest:
     if data.format == "prepared":
         raise ConfigError("data.format is 'prepared', must be a format of source files to prepare; change it")
@@ -163,7 +158,14 @@ def _prepare(
         return manifest
     job = PrepareJob(data=data, out_dir=folder, fingerprint=fingerprint)
     splits = make_splits(files, has_images=data.processor is not None)
-    manifest = _merge(_with_progress(run(splits, job), splits=splits, progress=progress), splits=splits, job=job)
+    results: list[SplitResult] = []
+    done_bytes, total_bytes = 0, sum(split.num_bytes for split in splits)
+    for result in run(splits, job):
+        results.append(result)
+        done_bytes += splits[result.index].num_bytes
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+    manifest = _merge(results, splits=splits, job=job)
     _check_bad(manifest, data)
     write_manifest(manifest)
     logger.info("prepared %s", manifest)
@@ -195,8 +197,11 @@ def prepare_split(split: InputSplit, job: PrepareJob) -> SplitResult:
     named: list[BadRow] = []
     num_rows, max_token_id = 0, -1
     prefix = f"shard-{job.fingerprint}-{split.index:05d}"
+    read = partial(
+        read_rows, tokenizer=tokenizer_of(job.data), text_column=job.data.text_column, media=_media_encoder(job.data)
+    )
     with ShardWriter(job.out_dir, prefix=prefix, images=job.data.processor is not None) as writer:
-        for row in _rows(split, job):
+        for row in (row for file in split.files for row in read(file)):
             if isinstance(row, TokenRow):
                 writer.add(row)
                 num_rows += 1
@@ -216,35 +221,16 @@ def prepare_split(split: InputSplit, job: PrepareJob) -> SplitResult:
     )
 
 
-def _rows(split: InputSplit, job: PrepareJob) -> Iterator[TokenRow | BadRow]:
-    tokenizer, text_column = tokenizer_of(job.data), job.data.text_column
-    media = _media_encoder(job)
-    for file in split.files:
-        yield from read_rows(file, tokenizer=tokenizer, text_column=text_column, media=media)
-
-
-def _media_encoder(job: PrepareJob) -> MediaEncoder | None:
-    if job.data.processor is None:
+def _media_encoder(data: DataConfig) -> MediaEncoder | None:
+    if data.processor is None:
         return None
     from rayfcp.data.vision.processors import load_processor
     from rayfcp.data.vision.rows import RowEncoder
 
-    return RowEncoder(load_processor(job.data.processor), job.data)
+    return RowEncoder(load_processor(data.processor), data)
 
 
-def _with_progress(
-    results: Iterable[SplitResult], *, splits: tuple[InputSplit, ...], progress: ProgressCall | None
-) -> Iterator[SplitResult]:
-    total_bytes = sum(split.num_bytes for split in splits)
-    done_bytes = 0
-    for result in results:
-        done_bytes += splits[result.index].num_bytes
-        if progress is not None:
-            progress(done_bytes, total_bytes)
-        yield result
-
-
-def _merge(results: Iterable[SplitResult], *, splits: tuple[InputSplit, ...], job: PrepareJob) -> PreparedManifest:
+def _merge(results: list[SplitResult], *, splits: tuple[InputSplit, ...], job: PrepareJob) -> PreparedManifest:
     """The manifest of all splits in the order of the files, whichever was done first."""
     ordered = sorted(results, key=lambda result: result.index)
     tokenizer = tokenizer_of(job.data)

@@ -244,14 +244,14 @@ def _arrow_rows(handle: IO[bytes], file: InputFile, columns: RowColumns) -> _Row
     magic = handle.read(6)
     handle.seek(0)
     row = 0
-    for batch in _file_batches(handle) if magic == b"ARROW1" else pa.ipc.open_stream(handle):
+    if magic == b"ARROW1":
+        reader = pa.ipc.open_file(handle)
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = pa.ipc.open_stream(handle)
+    for batch in batches:
         yield from _batch_rows(batch, first=row, file=file, columns=columns)
         row += batch.num_rows
-
-
-def _file_batches(handle: IO[bytes]) -> Iterator[pa.RecordBatch]:
-    reader = pa.ipc.open_file(handle)
-    return (reader.get_batch(index) for index in range(reader.num_record_batches))
 
 
 def _selected(schema: pa.Schema, columns: RowColumns) -> list[str]:
@@ -281,7 +281,10 @@ def _batch_rows(batch: pa.RecordBatch, *, first: int, file: InputFile, columns: 
             return
         for row, values in enumerate(zip(*arrays, strict=True), first):
             try:
-                yield _token_row(values, row) if names[0] == "input_ids" else _text_row(values[0], row, columns)
+                if names[0] == "input_ids":
+                    yield _token_row(values, row)
+                else:
+                    yield RawRow(row=row, text=_text(values[0].as_py(), name=columns.text))
             except BadRowError as error:
                 yield _bad(file, row, error)
 
@@ -291,11 +294,9 @@ def _plain(column: pa.Array, *, name: str) -> pa.Array:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     kind = column.type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        # Text that is not UTF-8 is an error of its row alone: the column is only checked as bytes.
-        column = column.cast(_binary_of(kind))
-    is_text = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
-    is_text |= pa.types.is_binary_view(column.type)
+    if kind in _BINARY:  # text that is not UTF-8 is an error of its row alone: the column is only checked as bytes
+        column = column.cast(_BINARY[kind])
+    is_text = column.type in _BINARY.values()
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
     if not is_text and not (is_list and pa.types.is_integer(kind.value_type)):
         raise _wrong_type(name, str(kind))
@@ -303,14 +304,11 @@ def _plain(column: pa.Array, *, name: str) -> pa.Array:
     return column.cast(pa.large_binary() if is_text else pa.large_list(kind.value_type))
 
 
-def _binary_of(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_string_view(kind):
-        return pa.binary_view()
-    return pa.large_binary() if pa.types.is_large_string(kind) else pa.binary()
-
-
-def _text_row(value: Any, row: int, columns: RowColumns) -> RawRow:
-    return RawRow(row=row, text=_text(value.as_py(), name=columns.text))
+_BINARY = {
+    pa.string(): pa.binary(),
+    pa.large_string(): pa.large_binary(),
+    pa.string_view(): pa.binary_view(),
+}
 
 
 def _token_row(values: Iterable[Any], row: int) -> RawRow:

@@ -6,7 +6,6 @@ Writing them row by row, and random access to the tokens of their rows.
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -47,7 +46,7 @@ def shard_schema(*, has_labels: bool, has_images: bool = False) -> pa.Schema:
     `rayfcp.data.vision.layout`, and `parts`, first byte and size of each part in the image file beside the shard."""
     tokens = pa.list_(pa.int32())
     columns = [("input_ids", tokens), *((name, pa.int32()) for name in SMALL_COLUMNS)]
-    columns += [("labels", tokens)] if has_labels else []
+    columns += [("labels", tokens)] * has_labels
     return pa.schema(columns + [(name, pa.list_(pa.int64())) for name in IMAGE_COLUMNS if has_images])
 
 
@@ -148,23 +147,20 @@ class _OpenShard:
     def _flush(self) -> None:
         rows, self._rows, self._buffered_tokens = self._rows, [], 0
         lengths = np.array([row.tokens.size for row in rows], dtype=np.int32)
-        small = {"length": lengths, **{name: _int32(rows, name) for name in SMALL_COLUMNS[1:]}}
         lists = {"input_ids": np.concatenate([row.tokens for row in rows])}
         if self._has_labels:
             lists["labels"] = np.concatenate([row.tokens if row.labels is None else row.labels for row in rows])
         for values in (lengths, *lists.values()):
             self._hash.update(values.astype("<i4", copy=False).data)
         offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-        arrays = {name: pa.array(values) for name, values in small.items()}
+        arrays = {"length": pa.array(lengths)}
+        for name in SMALL_COLUMNS[1:]:
+            arrays[name] = pa.array([getattr(row, name) for row in rows], pa.int32())
         arrays |= {name: pa.ListArray.from_arrays(offsets, pa.array(values)) for name, values in lists.items()}
         arrays |= {} if self._images is None else self._images.take()
         columns = [arrays[name] for name in self._schema.names]
         self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._batch_rows.append(len(rows))
-
-
-def _int32(rows: Sequence[TokenRow], name: str) -> npt.NDArray[np.int32]:
-    return np.array([getattr(row, name) for row in rows], dtype=np.int32)
 
 
 class ShardReader:

@@ -71,12 +71,10 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         encoded = self._tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        return [self._ended(tokens) for tokens in encoded["input_ids"]]
-
-    def _ended(self, tokens: list[int]) -> TokenArray:
-        if self.eos_id is not None and (not tokens or tokens[-1] != self.eos_id):
-            tokens = [*tokens, self.eos_id]
-        return np.array(tokens, dtype=np.int32)
+        for tokens in encoded["input_ids"]:
+            if self.eos_id is not None and tokens[-1:] != [self.eos_id]:
+                tokens.append(self.eos_id)
+        return [np.array(tokens, dtype=np.int32) for tokens in encoded["input_ids"]]
 
 
 @lru_cache(maxsize=4)

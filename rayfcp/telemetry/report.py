@@ -339,7 +339,7 @@ def _sections(run: RunFiles, *, baseline: Baseline | None) -> list[str]:
         *(baseline_charts(baseline, marks=marks) if baseline is not None else []),
         *step_charts(BALANCE, steps, marks=marks),
         degrees_chart(steps, marks=marks),
-        *step_charts([DEVICES], steps, marks=marks),
+        *(step_charts([DEVICES], steps, marks=marks) if len({each.world_size for each in steps}) > 1 else []),
         *rank_charts(run.times),
     ]
     view, plans = timeline_chart(run.trace), plans_table(steps)

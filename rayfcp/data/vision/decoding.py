@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -71,24 +71,20 @@ class ImageDecoder:
         found: dict[ImageRange, DecodedImages] = {}
         last: tuple[tuple[int, int], DecodedImages] | None = None
         for sequence, first, stop in wanted:
-            pieces = []
-            for number, item, places, units in self._overlaps(batch.samples[sequence], first, stop):
+            sample, pieces, before = batch.samples[sequence], [], 0
+            for number, (item, places) in enumerate(sample_items(self._reader, sample)):
+                low, high = max(first - before, 0), min(stop - before, item.units)
+                before += item.units
+                if low >= high:
+                    continue
                 if last is None or last[0] != (sequence, number):
-                    last = ((sequence, number), self._item(batch.samples[sequence], item, places))
-                pieces.append(_cut(last[1], item, units))
+                    last = ((sequence, number), self._item(sample, item, places))
+                whole = last[1]
+                rows = whole.values.shape[0] // item.units
+                values = whole.values[low * rows : high * rows]
+                pieces.append(DecodedImages(values=values, grids=whole.grids[low:high], broken=whole.broken))
             found[sequence, first, stop] = _joined(pieces)
         return found
-
-    def _overlaps(
-        self, sample: Sample, first: int, stop: int
-    ) -> Iterator[tuple[int, MediaItem, Integers, tuple[int, int]]]:
-        """Items with units in `[first, stop)`, and the range of their own units in it."""
-        before = 0
-        for number, (item, places) in enumerate(sample_items(self._reader, sample)):
-            low, high = max(first - before, 0), min(stop - before, item.units)
-            if low < high:
-                yield number, item, places, (low, high)
-            before += item.units
 
     def _item(self, sample: Sample, item: MediaItem, places: Integers) -> DecodedImages:
         shape = self._family.unit_shape(item.height, item.width)
@@ -108,13 +104,6 @@ class ImageDecoder:
             grey = np.zeros((item.units * shape[0], *shape[1:]), dtype=np.float32)
             return DecodedImages(values=grey, grids=grids, broken=(name,))
         return DecodedImages(values=values, grids=grids)
-
-
-def _cut(whole: DecodedImages, item: MediaItem, units: tuple[int, int]) -> DecodedImages:
-    first, stop = units
-    rows = whole.values.shape[0] // item.units
-    values = whole.values[first * rows : stop * rows]
-    return DecodedImages(values=values, grids=whole.grids[first:stop], broken=whole.broken)
 
 
 def _joined(pieces: list[DecodedImages]) -> DecodedImages:

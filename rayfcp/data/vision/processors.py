@@ -171,12 +171,12 @@ class InternVL:
         # A token stands for 2 x 2 patches (downsample_ratio 0.5 of the models), which the processor does not state.
         self._patch_size = self._images.size["height"] // (2 * math.isqrt(processor.image_seq_length))
         self.patch_values = 3 * self._patch_size**2
-        self._merged_kwargs = {**processor.images_kwargs}
+        self._settings = dict(processor.images_kwargs)
         self.marks = frozenset((processor.image_token_id,))
         self.image_marker, self.video_marker = processor.image_token, processor.video_token
 
     def image_grid(self, size: Size) -> MediaGrid:
-        return self._grid(self._images.get_number_of_image_patches(*size, self._merged_kwargs), is_video=False, parts=1)
+        return self._grid(self._images.get_number_of_image_patches(*size, self._settings), is_video=False, parts=1)
 
     def video_grid(self, size: Size, num_frames: int) -> MediaGrid:  # noqa: ARG002
         return self._grid(num_frames, is_video=True, parts=num_frames)
@@ -192,14 +192,12 @@ class InternVL:
         return _expanded(self.processor, text, images=images, videos=videos)
 
     def image_values(self, image: "Image") -> PixelArray:
-        return self._tiles([image], self._merged_kwargs)
+        found = self._images([image], return_tensors="np", **self._settings)["pixel_values"]
+        return np.asarray(found, dtype=np.float32)
 
     def video_values(self, frames: "Sequence[Image]") -> PixelArray:
-        return self._tiles(list(frames), {**self._merged_kwargs, "crop_to_patches": False})
-
-    def _tiles(self, images: "list[Image]", settings: dict[str, Any]) -> PixelArray:
-        found = self._images(images, return_tensors="np", **settings)["pixel_values"]
-        return np.asarray(found, dtype=np.float32)
+        settings = {**self._settings, "crop_to_patches": False}
+        return np.asarray(self._images(list(frames), return_tensors="np", **settings)["pixel_values"], dtype=np.float32)
 
     def unit_shape(self, height: int, width: int) -> tuple[int, ...]:
         return (1, 3, height * self._patch_size, width * self._patch_size)
@@ -288,7 +286,7 @@ def _family(name: str, tokenizer: Any) -> ProcessorFamily:
     try:
         kind = _class_name(source, local_files_only=local_only)
         if kind in _FAMILIES:
-            return _FAMILIES[kind](source, tokenizer, local_files_only=local_only)
+            return _FAMILIES[kind][0](_processor(kind, source, tokenizer, local_files_only=local_only))
     except Exception as error:  # the library raises errors of many kinds for missing files and for a dead network
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
@@ -308,30 +306,26 @@ def _class_name(name: str, **options: Any) -> str:
     return str(own.get("processor_class") or base.get_image_processor_dict(name, **options)[0].get("processor_class"))
 
 
-def _processor(library: Any, name: str, *, local_files_only: bool, **parts: Any) -> Any:
+def _processor(kind: str, name: str, tokenizer: Any, *, local_files_only: bool) -> Any:
     """The library's processor. Its own constructor checks the classes of its parts, which it lacks where torchvision is
     not installed."""
+    _, module, video_class = _FAMILIES[kind]
+    folder = f"transformers.models.{module}"
+    library = getattr(importlib.import_module(f"{folder}.processing_{module}"), kind)
+    videos = None
+    if video_class is not None:
+        own = getattr(importlib.import_module(f"{folder}.video_processing_{module}"), video_class)
+        videos = own.from_pretrained(name, local_files_only=local_files_only)
     unchecked = type(library.__name__, (library,), {"check_argument_for_proper_class": lambda *_: object})
     kept = library.get_processor_dict(name, local_files_only=local_files_only)[0]
     settings = {key: kept[key] for key in ("chat_template", "image_seq_length") if key in kept}
     auto = importlib.import_module("transformers").AutoImageProcessor
     images = auto.from_pretrained(name, backend="pil", local_files_only=local_files_only)
-    return unchecked(image_processor=images, **parts, **settings)
+    return unchecked(image_processor=images, tokenizer=tokenizer, video_processor=videos, **settings)
 
 
-def _qwen3_vl(name: str, tokenizer: Any, *, local_files_only: bool) -> ProcessorFamily:
-    library = importlib.import_module("transformers.models.qwen3_vl.processing_qwen3_vl").Qwen3VLProcessor
-    module = importlib.import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
-    videos = module.Qwen3VLVideoProcessor.from_pretrained(name, local_files_only=local_files_only)
-    parts = {"tokenizer": tokenizer, "video_processor": videos}
-    return Qwen3VL(_processor(library, name, local_files_only=local_files_only, **parts))
-
-
-def _internvl(name: str, tokenizer: Any, *, local_files_only: bool) -> ProcessorFamily:
-    library = importlib.import_module("transformers.models.internvl.processing_internvl").InternVLProcessor
-    parts = {"tokenizer": tokenizer, "video_processor": None}
-    return InternVL(_processor(library, name, local_files_only=local_files_only, **parts))
-
-
-_FAMILIES: dict[str, Callable[..., ProcessorFamily]] = {"Qwen3VLProcessor": _qwen3_vl, "InternVLProcessor": _internvl}
-"""By class of the library's processor."""
+_FAMILIES: dict[str, tuple[Callable[[Any], ProcessorFamily], str, str | None]] = {
+    "Qwen3VLProcessor": (Qwen3VL, "qwen3_vl", "Qwen3VLVideoProcessor"),
+    "InternVLProcessor": (InternVL, "internvl", None),
+}
+"""By class of the library's processor: rules, module of the library, and class of its video processor."""

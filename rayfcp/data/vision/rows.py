@@ -9,8 +9,8 @@ the folder of the row's file.
 import io
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ from rayfcp.data.vision.processors import ImageTokenizer
 _MARKER = re.compile(r"<(image|video)>")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
+class _File(NamedTuple):
     data: bytes
     size: tuple[int, int]
 
