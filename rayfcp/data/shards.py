@@ -5,10 +5,9 @@ Writing them row by row, and random access to the tokens of their rows.
 
 import hashlib
 import threading
-from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import IO, Any, Self
 
 import numpy as np
@@ -174,7 +173,7 @@ class ShardReader:
         self.info = manifest.shards[shard]
         self.fs, self.path = resolve(join(manifest.folder, self.info.name))
         self._first_rows = np.concatenate([[0], np.cumsum(self.info.batch_rows)])
-        self._batches: OrderedDict[int, Lists] = OrderedDict()
+        self._batch = lru_cache(_KEPT_BATCHES)(self._read_batch)
         self._lock = threading.Lock()
 
     def small_columns(self) -> dict[str, npt.NDArray[np.int32]]:
@@ -202,19 +201,12 @@ class ShardReader:
         place = row - int(self._first_rows[index])
         return values[offsets[place] : offsets[place + 1]]
 
-    def _batch(self, index: int) -> Lists:
+    def _read_batch(self, index: int) -> Lists:
         """Offsets and values of the list columns of a record batch."""
-        with self._lock:
-            if index not in self._batches:
-                batch = self._reader.get_batch(index)
-                lists = {name: batch.column(name) for name in batch.schema.names if name not in SMALL_COLUMNS}
-                self._batches[index] = {
-                    name: (column.offsets.to_numpy(), column.values.to_numpy()) for name, column in lists.items()
-                }
-                if len(self._batches) > _KEPT_BATCHES:
-                    self._batches.popitem(last=False)
-            self._batches.move_to_end(index)
-            return self._batches[index]
+        with self._lock:  # files of object stores have one position
+            batch = self._reader.get_batch(index)
+        lists = {name: batch.column(name) for name in batch.schema.names if name not in SMALL_COLUMNS}
+        return {name: (column.offsets.to_numpy(), column.values.to_numpy()) for name, column in lists.items()}
 
     @cached_property
     def _reader(self) -> Any:
@@ -239,9 +231,7 @@ class TokenReader:
     """Tokens and targets of samples, from the shards of a prepared folder. Thread-safe."""
 
     def __init__(self, manifest: PreparedManifest) -> None:
-        self._manifest = manifest
-        self._shards: OrderedDict[int, ShardReader] = OrderedDict()
-        self._lock = threading.Lock()
+        self._opened = lru_cache(_OPEN_SHARDS)(partial(ShardReader, manifest))
 
     @classmethod
     def open(cls, folder: str) -> Self:
@@ -274,10 +264,4 @@ class TokenReader:
 
     def shard(self, sample: Sample) -> ShardReader:
         """The shard that holds the sample; the most recently used ones stay open."""
-        with self._lock:
-            if sample.shard not in self._shards:
-                self._shards[sample.shard] = ShardReader(self._manifest, sample.shard)
-                if len(self._shards) > _OPEN_SHARDS:
-                    self._shards.popitem(last=False)
-            self._shards.move_to_end(sample.shard)
-            return self._shards[sample.shard]
+        return self._opened(sample.shard)

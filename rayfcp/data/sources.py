@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +140,15 @@ def _files_of(path: str, data: DataConfig) -> Iterator[InputFile]:
         if fs.exists(root):
             entries = [fs.info(root)]
         else:
-            entries = list(fs.glob(root, detail=True).values()) if _is_glob(root) else []
+            entries = list(fs.glob(root, detail=True).values()) if has_magic(root) else []
     except OSError as error:
         raise ConfigError(f"data.paths has {path!r}, which cannot be read: {error}; check access") from error
     if not entries:
-        what = "matches no file" if _is_glob(root) else "does not exist"
-        raise ConfigError(f"data.paths has {path!r}, which {what}; give a file, folder or pattern that does")
+        problem = "matches no file" if has_magic(root) else "does not exist"
+        raise ConfigError(f"data.paths has {path!r}, which {problem}; give a file, folder or pattern that does")
     for entry in map(_target_of, entries):
         inside = _walk(fs, entry["name"], data=data, below="") if entry["type"] == "directory" else [entry]
         yield from (_input_file(fs, found, declared=data.format) for found in inside)
-
-
-def _is_glob(path: str) -> bool:
-    return any(sign in path for sign in "*?[")
 
 
 def _walk(fs: fsspec.AbstractFileSystem, folder: str, *, data: DataConfig, below: str) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import TypeVar
 
 from rayfcp.telemetry.page import Chart
-from rayfcp.values import StepReport
+from rayfcp.values import Imbalance, StepReport
 
 T = TypeVar("T")
 
@@ -80,6 +81,15 @@ def tokens_per_s(report: StepReport) -> float:
     return report.num_tokens / report.step_s if report.step_s > 0 else 0.0
 
 
+def _imbalance(report: StepReport, *, of: str) -> float:
+    return report.imbalance.by_resource.get(of, math.nan)
+
+
+IMBALANCES: dict[str, Callable[[StepReport], float]] = {
+    field.name: partial(_imbalance, of=field.name) for field in fields(Imbalance)
+}
+"""Imbalance of a step by resource, NaN where unknown."""
+
 LOSS = LineChart(title="Loss", note="Nats per target token", series={"loss": lambda r: r.loss}, zero=False)
 TRAINING = (
     LOSS,
@@ -128,13 +138,7 @@ BALANCE = (
     LineChart(
         title="Imbalance",
         note="(max − mean) / max over ranks, by resource, as planned",
-        series={
-            "compute": lambda r: r.imbalance.compute,
-            "attention": lambda r: r.imbalance.attention,
-            "memory": lambda r: r.imbalance.memory,
-            "communication": lambda r: r.imbalance.communication,
-            "encoder": lambda r: math.nan if r.imbalance.encoder is None else r.imbalance.encoder,
-        },
+        series=IMBALANCES,
         format="percent",
     ),
     LineChart(

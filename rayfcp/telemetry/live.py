@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rayfcp.telemetry.charts import tokens_per_s
+from rayfcp.telemetry.charts import IMBALANCES, tokens_per_s
 from rayfcp.telemetry.page import asset, html_page
 from rayfcp.telemetry.summary import finite
 from rayfcp.values import Span, SpanKind, StepReport
@@ -132,23 +133,12 @@ MAX_EVENTS = 50
 RECENT_STEPS = 20
 """Steps from which the remaining time is estimated."""
 
-COLUMNS: Mapping[str, Callable[[StepReport], float]] = {
-    "step": lambda r: r.step,
-    "loss": lambda r: r.loss,
-    "step_s": lambda r: r.step_s,
-    "predicted_s": lambda r: r.predicted_s,
-    "plan_s": lambda r: r.plan_s,
-    "plan_wait_s": lambda r: r.plan_wait_s,
-    "tokens_per_s": lambda r: tokens_per_s(r) or math.nan,
-    "mfu": lambda r: r.mfu,
-    "attention_mfu": lambda r: r.attention_mfu,
-    "compute": lambda r: r.imbalance.compute,
-    "attention": lambda r: r.imbalance.attention,
-    "memory": lambda r: r.imbalance.memory,
-    "communication": lambda r: r.imbalance.communication,
-    "encoder": lambda r: math.nan if r.imbalance.encoder is None else r.imbalance.encoder,
-    "gap": lambda r: r.gap,
-    "world_size": lambda r: r.world_size,
+COLUMNS: Mapping[str, Callable[[StepReport], float | None]] = {
+    **{name: attrgetter(name) for name in ("step", "loss", "step_s", "predicted_s", "plan_s", "plan_wait_s")},
+    "tokens_per_s": lambda report: tokens_per_s(report) or None,
+    **{name: attrgetter(name) for name in ("mfu", "attention_mfu")},
+    **IMBALANCES,
+    **{name: attrgetter(name) for name in ("gap", "world_size")},
 }
 """Values of each step in `history`."""
 
@@ -311,12 +301,12 @@ class Live:
         return left * pace_s
 
 
-def clean(value: float) -> float | None:
-    """Return a number with five significant digits (finer than a screen); None if it is not finite.
+def clean(value: float | None) -> float | None:
+    """Return a number with five significant digits (finer than a screen); None if unknown or not finite.
 
     >>> clean(0.123456), clean(7), clean(math.nan)
     (0.12346, 7, None)
     """
-    if isinstance(value, int):
+    if value is None or isinstance(value, int):
         return value
     return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -119,12 +119,7 @@ def tiles_of(summary: RunSummary, history: History, *, baseline: Baseline | None
         ("goodput", "Goodput", percent(history.goodput) if math.isfinite(history.goodput) else "–", _goodput(history)),
         ("speed", "Tokens per second", number(summary.tokens_per_s), f"median; {summary.num_tokens:,} tokens in total"),
         ("mfu", "MFU", percent(summary.mfu), f"median; attention alone {percent(summary.attention_mfu)}"),
-        (
-            "step",
-            "Step time",
-            seconds(summary.step_s),
-            f"median; {off}",
-        ),
+        ("step", "Step time", seconds(summary.step_s), f"median; {off}"),
         ("imbalance", "Compute imbalance", percent(summary.compute_imbalance), f"mean; {balance}"),
         ("degree", "Mean CP degree", number(summary.mean_degree), "ranks per group, averaged over ranks"),
         ("planning", "Planning a batch", seconds(summary.plan_s), f"median; {blocked}"),
@@ -169,9 +164,9 @@ def _goodput(history: History) -> str:
     if not math.isfinite(history.goodput):
         return "committed steps over wall time"
     other_s = max(0.0, (1 - history.goodput) * history.wall_s - history.start_s - history.recovery_s)
-    parts = {"starting": history.start_s, "recovering": history.recovery_s, "compiling, saving and the rest": other_s}
+    parts = {"starting": history.start_s, "recovering": history.recovery_s, "compiling, saving and other work": other_s}
     rest = ", ".join(f"{duration(spent_s)} {name}" for name, spent_s in parts.items() if spent_s >= 0.05)
-    return "of wall time in committed steps" + (f"; else {rest}" if rest else "")
+    return "of wall time in committed steps" + (f"; the rest: {rest}" if rest else "")
 
 
 TABLE_STEPS, TABLE_EVENTS = 50, 200

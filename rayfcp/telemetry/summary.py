@@ -79,7 +79,7 @@ def summarize(reports: Sequence[StepReport], *, started_after: Sequence[int] = (
 
 
 def _strategies(reports: Sequence[StepReport]) -> str:
-    """Name the strategies that planned steps, the most frequent first."""
+    """Return the strategies that planned steps, the most frequent first."""
     counts = Counter(report.strategy for report in reports).most_common()
     return counts[0][0] if len(counts) == 1 else ", ".join(f"{name} ({counted(n, 'step')})" for name, n in counts)
 

@@ -2,10 +2,9 @@
 
 import importlib
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,7 +120,7 @@ class RotaryPositions:
 
     def __init__(self, reader: TokenReader, processor: ImageTokenizer) -> None:
         self._reader, self._family = reader, processor.family
-        self._kept: OrderedDict[Sample, Integers] = OrderedDict()
+        self._of_whole = lru_cache(_KEPT_SAMPLES)(self._whole)
 
     def of(self, sample: Sample, *, start: int, stop: int) -> Integers:
         """Positions of tokens `[start, stop)`: `[3, tokens]` for families with three axes, else `[tokens]`."""
@@ -129,12 +128,7 @@ class RotaryPositions:
             return np.arange(start, stop)
         if not sample.images:
             return np.tile(np.arange(start, stop), (3, 1))
-        if sample not in self._kept:
-            self._kept[sample] = self._whole(sample)
-            if len(self._kept) > _KEPT_SAMPLES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(sample)
-        return self._kept[sample][:, start:stop]
+        return self._of_whole(sample)[:, start:stop]
 
     def _whole(self, sample: Sample) -> Integers:
         """Positions by the library's own rule, called without a model."""

@@ -8,7 +8,6 @@ from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 import fsspec
-import numpy as np
 import pyarrow as pa
 
 from rayfcp.config import ConfigError
@@ -122,10 +121,5 @@ class ImageFile:
     def take(self) -> dict[str, pa.Array]:
         """Columns `items`, `runs` and `parts` of the rows since the last call."""
         rows, self._rows = self._rows, []
-        return {name: _lists([row[at] for row in rows]) for at, name in enumerate(("items", "runs", "parts"))}
-
-
-def _lists(rows: list[list[int]]) -> pa.Array:
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int32)
-    values = np.array([number for row in rows for number in row], dtype=np.int64)
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+        kind = pa.list_(pa.int64())
+        return {name: pa.array([row[at] for row in rows], kind) for at, name in enumerate(("items", "runs", "parts"))}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rayfcp.data.rows import BadReason, BadRowError, RowRanges
 from rayfcp.data.shards import ShardReader
@@ -130,17 +131,14 @@ def clear_pieces(length: int, spans: Sequence[Range], *, max_seqlen: int, split:
 class _Ragged:
     """Integers of rows: row r has `values[offsets[r]:offsets[r + 1]]`."""
 
-    offsets: Integers
+    offsets: npt.NDArray[np.int32]
     values: Integers
 
     @classmethod
     def of(cls, columns: Sequence[Any]) -> Self:
         """List columns of consecutive record batches."""
-        counts = [np.diff(column.offsets.to_numpy()) for column in columns]
-        values = [
-            column.values.to_numpy()[column.offsets[0].as_py() : column.offsets[-1].as_py()] for column in columns
-        ]
-        return cls(np.concatenate([[0], *counts]).cumsum().astype(np.int64), np.concatenate(values).astype(np.int64))
+        column = pa.concat_arrays(columns)
+        return cls(column.offsets.to_numpy(), column.values.to_numpy())
 
     def __getitem__(self, row: int) -> Integers:
         return self.values[self.offsets[row] : self.offsets[row + 1]]
