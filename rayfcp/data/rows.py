@@ -22,7 +22,7 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 class BadReason(StrEnum):
-    """Why a row is skipped."""
+    """Reason for which a row is skipped."""
 
     EMPTY = "empty"
     NOT_UTF8 = "not_utf8"
@@ -105,10 +105,9 @@ def make_row(tokens: Any, *, labels: Any = None) -> TokenRow:
     kept = marks[marks != IGNORED]
     if kept.size:
         largest = max(largest, _largest_id(kept, column="labels"))
-    targets = int(np.count_nonzero(marks[1:] != IGNORED))
-    return TokenRow(
-        tokens=ids.astype(np.int32), labels=marks.astype(np.int32), num_targets=targets, max_token_id=largest
-    )
+    num_targets = int(np.count_nonzero(marks[1:] != IGNORED))
+    ids, marks = ids.astype(np.int32), marks.astype(np.int32)
+    return TokenRow(tokens=ids, labels=marks, num_targets=num_targets, max_token_id=largest)
 
 
 def _integers(values: Any, *, column: str) -> npt.NDArray[Any]:

@@ -76,7 +76,11 @@ def timeline_json(picture: StepTimeline) -> str:
     label]]}]}]}`: a panel for each timeline with bars, all from 0. `kind`: a `SpanKind`, or `degree N`."""
     panels = {"planned": _planned(picture.planned), "measured": _measured(picture.measured)}
     stop_s = max((bar.start_s + bar.duration_s for bars in panels.values() for bar in bars), default=0.0)
-    shown = [{"name": name, "rows": _rows(_visible(bars, whole_s=stop_s))} for name, bars in panels.items() if bars]
+    shown = []
+    for name, bars in panels.items():
+        wide = [bar for bar in bars if bar.duration_s >= NARROWEST * stop_s]
+        if bars:
+            shown.append({"name": name, "rows": _rows(heapq.nlargest(MAX_BARS, wide, key=lambda bar: bar.duration_s))})
     return json.dumps({"step": picture.step, "duration_s": stop_s, "panels": shown}, allow_nan=False)
 
 
@@ -106,11 +110,6 @@ def _measured(spans: Sequence[Span]) -> list[_Bar]:
         )
         for span in spans
     ]
-
-
-def _visible(bars: Iterable[_Bar], *, whole_s: float) -> list[_Bar]:
-    wide = [bar for bar in bars if bar.duration_s >= NARROWEST * whole_s]
-    return heapq.nlargest(MAX_BARS, wide, key=lambda bar: bar.duration_s)
 
 
 def _rows(bars: Iterable[_Bar]) -> list[dict[str, object]]:

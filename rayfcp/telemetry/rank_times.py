@@ -55,19 +55,17 @@ class RankTimes:
         else:
             self.stretches.append(one)
         while len(self.stretches) > 2 and sum(len(each.busy_s) for each in self.stretches) > self._max_entries:
-            self._halve()
+            self._steps_each *= 2
+            for one, two in zip(self.stretches[::2], self.stretches[1::2], strict=False):
+                one.add(two)
+            self.stretches = self.stretches[::2]
 
     def write(self, path: str | Path) -> None:
         """Write the file atomically."""
-        rows = [
-            (
-                each.first_step,
-                each.last_step,
-                each.num_steps,
-                [(number, round(seconds, 6), each.count[number]) for number, seconds in sorted(each.busy_s.items())],
-            )
-            for each in self.stretches
-        ]
+        rows = []
+        for each in self.stretches:
+            devices = [(number, round(busy_s, 6), each.count[number]) for number, busy_s in sorted(each.busy_s.items())]
+            rows.append((each.first_step, each.last_step, each.num_steps, devices))
         write_whole(path, json.dumps({"steps_each": self._steps_each, "stretches": rows}) + "\n")
 
     @classmethod
@@ -79,19 +77,13 @@ class RankTimes:
             found._steps_each = int(data["steps_each"])
             for first, last, num_steps, devices in data["stretches"]:
                 stretch = Stretch(first_step=first, last_step=last, num_steps=num_steps)
-                for number, seconds, count in devices:
-                    stretch.busy_s[number], stretch.count[number] = seconds, count
+                for number, busy_s, count in devices:
+                    stretch.busy_s[number], stretch.count[number] = busy_s, count
                 if up_to is None or last <= up_to:
                     found.stretches.append(stretch)
         except (OSError, ValueError, KeyError, TypeError):
             return cls()
         return found
-
-    def _halve(self) -> None:
-        self._steps_each *= 2
-        for one, two in zip(self.stretches[::2], self.stretches[1::2], strict=False):
-            one.add(two)
-        self.stretches = self.stretches[::2]
 
 
 MAX_BARS, MAX_ROWS, MAX_COLUMNS = 8, 24, 80

@@ -103,9 +103,8 @@ class RunServer:
             raise
         named = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
         self.target = f"[{named}]:{self.port}" if ":" in named else f"{named}:{self.port}"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(LOOK_S,), name="run-server", daemon=True
-        )
+        serve = self._server.serve_forever
+        self._thread = threading.Thread(target=serve, args=(LOOK_S,), name="run-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -164,10 +163,8 @@ class _Server(ThreadingHTTPServer):
     token: str | None = None
 
     def __init__(self, host: str, port: int) -> None:
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        self.address_family = family
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
         super().__init__((str(address[0]), port), _Handler)
 
     def server_bind(self) -> None:
@@ -191,14 +188,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.token is None:
             if not _is_loopback(self.headers.get("Host", "")):
                 return self._log(HTTPStatus.FORBIDDEN, "use host 127.0.0.1 or localhost")
-        elif not self._is_known():
+        elif not self._is_known(self.server.token):
             given = parse_qs(url.query).get("token", [""])[0]
             if not _same(given, self.server.token):
-                return self._log(
-                    HTTPStatus.UNAUTHORIZED,
-                    "the run's token is required",
-                    **{"WWW-Authenticate": 'Bearer realm="rayfcp"'},
-                )
+                realm = {"WWW-Authenticate": 'Bearer realm="rayfcp"'}
+                return self._log(HTTPStatus.UNAUTHORIZED, "the run's token is required", **realm)
             if page is not None and url.path == "/":
                 cookie = f"{self.server.cookie}={_digest(given)}; HttpOnly; SameSite=Strict; Path=/"
                 return self._log(HTTPStatus.SEE_OTHER, "", Location="/", **{"Set-Cookie": cookie})
@@ -207,14 +201,14 @@ class _Handler(BaseHTTPRequestHandler):
         kind, body = page(self.headers.get("Accept", ""))
         return self._answer(HTTPStatus.OK, kind, body)
 
-    def _is_known(self) -> bool:
-        assert self.server.token is not None
+    def _is_known(self, token: str) -> bool:
+        """True if the request has the token, or the cookie made from it."""
         scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and _same(given.strip(), self.server.token):
+        if scheme.lower() == "bearer" and _same(given.strip(), token):
             return True
         with suppress(CookieError):
             found = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-            return found is not None and _same(found.value, _digest(self.server.token))
+            return found is not None and _same(found.value, _digest(token))
         return False
 
     def _log(self, status: HTTPStatus, text: str, **headers: str) -> None:
@@ -241,7 +235,7 @@ def _digest(token: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header names the loopback interface."""
+    """True if a Host header names the loopback interface."""
     name = urlsplit(f"//{host}").hostname or ""
     if name == "localhost":
         return True
