@@ -6,7 +6,7 @@ from typing import Literal
 
 from rayfcp.cost.memory import layer_bytes, patch_bytes, stage_state_bytes, state_bytes, token_bytes
 from rayfcp.program import Backward, Encode, Forward, Instruction, RankProgram
-from rayfcp.program.ledger import Ledger
+from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.script import Instants
 from rayfcp.simulate.steady import ReplayOutcome
@@ -55,7 +55,7 @@ def memory_over_time(
                 reduce_every=reduce_every,
                 gather_every=gather_every,
             )
-            found.append(_staged(passes, machine=machine, stage=program.stage, base_bytes=base_bytes))
+            found.append(_staged(passes, machine=machine, program=program, base_bytes=base_bytes))
     return tuple(found)
 
 
@@ -110,21 +110,19 @@ def _encoded_bytes(item: Encode, *, machine: Machine) -> tuple[int, int]:
     return num_patches * each.kept, num_patches * each.working
 
 
-def _staged(passes: Iterator[_Pass], *, machine: Machine, stage: int, base_bytes: int) -> tuple[Sample, ...]:
+def _staged(passes: Iterator[_Pass], *, machine: Machine, program: RankProgram, base_bytes: int) -> tuple[Sample, ...]:
     """Several stages. The peak of a pass is taken to be at its end (forward) or start (backward)."""
-    ledger = Ledger(
-        layers=machine.layers_of_stage[stage],
-        is_last=stage + 1 == machine.num_stages,
+    stage = Stage(
+        layers=machine.layers_of_stage[program.stage],
+        is_last=program.stage + 1 == machine.num_stages,
         layer=layer_bytes(machine.model, bytes_per_element=machine.bytes_per_element),
         num_kv_heads=machine.model.num_kv_heads,
-        kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(stage).kinds),
+        kinds=tuple(machine.layer_kinds[kind] for kind in machine.part(program.stage).kinds),
     )
+    held = held_bytes(program, stage)
     samples: list[Sample] = [(0.0, base_bytes)]
-    for each in passes:
-        samples.append((each.start_s, base_bytes + ledger.held_bytes))
-        if isinstance(each.item, Forward):
-            samples.append((each.stop_s, base_bytes + ledger.forward(each.item)))
-        elif isinstance(each.item, Backward):
-            samples.append((each.start_s, base_bytes + ledger.backward(each.item.microbatch)))
-        samples.append((each.stop_s, base_bytes + ledger.held_bytes))
+    for each, peak, left in zip(passes, held.peak.tolist(), held.left.tolist(), strict=True):
+        peak_s = each.start_s if isinstance(each.item, Backward) else each.stop_s
+        samples.append((each.start_s, samples[-1][1]))
+        samples += [(peak_s, base_bytes + peak), (each.stop_s, base_bytes + left)]
     return tuple(samples)

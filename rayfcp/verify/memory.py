@@ -8,7 +8,7 @@ from rayfcp.cost.model import CostModel
 from rayfcp.cost.pipeline import PipelineCost
 from rayfcp.program.columns import Attends
 from rayfcp.program.instructions import AttentionRound, Backward, Forward, Payload, RankProgram
-from rayfcp.program.ledger import Ledger
+from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.values import Layout, Pacing
 
 
@@ -98,25 +98,14 @@ def check_memory(programs: Sequence[RankProgram], *, cost: CostModel) -> None:
 def most_held(program: RankProgram, *, cost: CostModel, pipeline: PipelineCost) -> tuple[int, int]:
     """Peak of the bytes that depend on tokens, and the microbatch in whose pass it occurs."""
     layers = pipeline.layers_of_stage[program.stage]
-    ledger = Ledger(
-        layers=layers,
-        is_last=program.stage + 1 == pipeline.num_stages,
-        layer=pipeline.layer_bytes,
-        num_kv_heads=cost.num_kv_heads,
-    )
-    most, where = 0, 0
-    for item in program.instructions:
-        if isinstance(item, Forward):
-            if item.recomputed_layers > layers:
-                raise ValueError(
-                    f"stage {program.stage}, microbatch {item.microbatch}: recomputed_layers is "
-                    f"{item.recomputed_layers}, must be at most its {layers} layers; plan again"
-                )
-            held = ledger.forward(item)
-        elif isinstance(item, Backward):
-            held = ledger.backward(item.microbatch)
-        else:
-            continue
-        if held > most:
-            most, where = held, item.microbatch
-    return most, where
+    passes = [item for item in program.instructions if isinstance(item, Forward | Backward)]
+    for item in passes:
+        if isinstance(item, Forward) and item.recomputed_layers > layers:
+            raise ValueError(
+                f"stage {program.stage}, microbatch {item.microbatch}: recomputed_layers is "
+                f"{item.recomputed_layers}, must be at most its {layers} layers; plan again"
+            )
+    last = program.stage + 1 == pipeline.num_stages
+    stage = Stage(layers=layers, is_last=last, layer=pipeline.layer_bytes, num_kv_heads=cost.num_kv_heads)
+    peak = held_bytes(program, stage).peak
+    return int(peak.max()), passes[int(peak.argmax())].microbatch

@@ -9,8 +9,8 @@ from rayfcp.cost.memory import layer_bytes
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.models.describe import model_config, profile_of
-from rayfcp.program import Backward, Forward, RankProgram
-from rayfcp.program.ledger import Ledger
+from rayfcp.program import RankProgram
+from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.values import Group, Primitive, SequenceSpec, Slice
 from tests.execute.cases import VOCAB, CaseTokens
 from tests.execute.dense import run_ranks
@@ -78,20 +78,13 @@ def measured(case: StagedCase) -> list[int]:
 def modelled(case: StagedCase, program: RankProgram) -> int:
     """The same by the memory model."""
     model = profile_of(model_config(case.run, vocab_size=VOCAB), name="tiny")
-    ledger = Ledger(
+    stage = Stage(
         layers=LAYERS[program.stage],
         is_last=program.stage + 1 == len(LAYERS),
         layer=layer_bytes(model, bytes_per_element=4),
         num_kv_heads=model.num_kv_heads,
     )
-    most = 0
-    for item in program.instructions:
-        if isinstance(item, Forward):
-            ledger.forward(item)
-        elif isinstance(item, Backward):
-            ledger.backward(item.microbatch)
-        most = max(most, ledger.held_bytes)
-    return most
+    return int(held_bytes(program, stage).left.max())
 
 
 @pytest.mark.parametrize(
