@@ -1,9 +1,9 @@
 """Programs of ranks: instructions, lowering of plans, printing, and the progress check that runs before dispatch."""
 
-from rayfcp.program.columns import Attends
 from rayfcp.program.heads import exchange_rounds, head_rounds, rounds_of, spans
 from rayfcp.program.instructions import (
     Attend,
+    Attends,
     AttentionProgram,
     AttentionRound,
     Backward,

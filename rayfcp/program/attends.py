@@ -3,23 +3,22 @@
 Attends come by run of keys, then by query, so that those of one slot and kind are few series of ascending queries:
 one kernel call each.
 
-In layers with a window, query q attends to keys (q - window, q]. Over the keys of a piece both ends of that range are
-fixed or move with the query. Where only the upper one moves, queries see a rectangle and a causal square, where only
-the lower one does, a flipped causal square and a rectangle. Where both do they see a parallelogram, cut into runs of as
-many queries as a query sees keys: in each the flipped square of its first keys, and the causal square of those that its
-later queries see beyond.
+`paced` spreads attends over phases, as `rayfcp.values.Pacing` defines them: an equal share of pairs in each, first on
+keys that arrived, then on own ones. Ranks whose loads are balanced then go through the rounds at one pace, and none
+waits for another that has more to do in one phase (`rayfcp.cost.kernels.flow` predicts the same).
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.program.columns import CAUSAL, FLIPPED, WHOLE, Attends, Column, expanded, merged
-from rayfcp.program.instructions import Range
-from rayfcp.values import Block, LayerKind
+from rayfcp.program.instructions import FLIPPED, WHOLE, Attends, Column, Range, expanded, merged
+from rayfcp.values import Block
+from rayfcp.values.plan import phase_share
 from rayfcp.values.sequence import POSITIONS
 
 _NO_ROWS: Column = np.empty((0, 6), np.int64)
@@ -207,111 +206,106 @@ def _joined(columns: Column) -> Attends:
     return Attends(kept)
 
 
-class Pieces(NamedTuple):
-    """Tokens `[start, stop)` of sequences, which lie in a slot from row `begin` on. Columns, one entry a piece."""
+TILE = 128
+"""Queries: attends are cut at multiples of this, and are not cut shorter."""
 
-    sequence: Column
-    start: Column
-    stop: Column
-    begin: Column
-
-    @classmethod
-    def of(cls, held: SlotBlocks) -> "Pieces":
-        """The blocks of a slot by sequence and start; blocks that continue each other, in the sequence and in the slot,
-        are one piece."""
-        goes_on = (held.sequence[1:] == held.sequence[:-1]) & (held.start[1:] == held.stop[:-1])
-        goes_on &= held.begin[1:] == held.end[:-1]
-        size = len(held.sequence)
-        opens = firsts(goes_on, size=size) == np.arange(size)
-        stop = held.stop[np.append(opens[1:], True)[:size]]
-        return cls(held.sequence[opens], held.start[opens], stop, held.begin[opens])
-
-    def part(self, at: Column) -> "Pieces":
-        return Pieces(*(column[at] for column in self))
+Row = tuple[int, int, int, int, int, int]
+"""As in `Attends`: query start, query stop, slot, key start, key stop, kind."""
 
 
-class WindowedQueries:
-    """A rank's own tokens as queries of layers with a window. Attends to one slot come squares first, by kind, then by
-    query."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """Attends on the keys of one transfer: possible from phase `first` on, all in phase `due` at the latest."""
 
-    def __init__(self, own: SlotBlocks, kind: LayerKind) -> None:
-        self._kind = kind
-        self._own = Pieces.of(own)
-        self._reaching = self._own.part(np.flatnonzero((self._own.start > 0) & (kind.first_visible(1) < 1)))
-
-    def within(self) -> Attends:
-        """Attends to own keys."""
-        return self._attends(self._own, self._own, slot=0)
-
-    def to(self, held: SlotBlocks, *, slot: int) -> Attends:
-        """Attends to the keys that other blocks brought into a slot."""
-        first, last = self._meet(self._reaching, held)
-        return self._attends(self._reaching, Pieces.of(held), slot=slot) if (first < last).any() else joined_tables([])
-
-    def to_each(self, slots: Iterable[tuple[int, SlotBlocks]], *, first: Attends | None) -> Attends:
-        """`first`, then attends to the keys of each of these slots (number, blocks)."""
-        tables = [] if first is None else [first.columns]
-        tables += [self.to(held, slot=number).columns for number, held in slots if held.blocks]
-        return joined_tables(tables)
-
-    def _meet(self, queries: Pieces, keys: Pieces | SlotBlocks) -> tuple[Column, Column]:
-        """The first entry of `keys` that each piece of queries sees a part of, and the one behind the last."""
-        base = queries.sequence * POSITIONS
-        low = base + np.maximum(self._kind.first_visible(queries.start), 0)
-        first = np.searchsorted(keys.sequence * POSITIONS + keys.stop, low, side="right")
-        return first, np.searchsorted(keys.sequence * POSITIONS + keys.start, base + queries.stop)
-
-    def _attends(self, queries: Pieces, keys: Pieces, *, slot: int) -> Attends:
-        first, last = self._meet(queries, keys)
-        query, step = expanded(np.maximum(last - first, 0))
-        parts = decomposed(queries.part(query), keys.part(first[query] + step), window=self._kind.window)
-        columns = np.empty((len(parts), 6), np.int64)
-        columns[:, :2], columns[:, 2], columns[:, 3:5], columns[:, 5] = parts[:, :2], slot, parts[:, 2:4], parts[:, 4]
-        return Attends(columns)
+    attends: Attends
+    first: int
+    due: int
 
 
-def decomposed(queries: Pieces, keys: Pieces, *, window: int) -> Column:
-    """The pairs that the i-th piece of queries sees of the i-th piece of keys, each (query, key) pair once.
+def paced(brought: Sequence[Brought], own: Attends, *, num_phases: int) -> list[Attends]:
+    """The attends of each phase; together exactly all of `brought`, which comes in order, and `own`.
 
-    `[parts, 6]`: query start and stop and key start and stop in rows of their slots, kind as in `Attends`, and i;
-    squares first, by kind, then query. No part is empty.
+    Each phase gets its equal share of the pairs, and more where attends are due.
+
+    An attend that is larger than the rest of a phase is cut by its queries; a causal square of n tokens into
+    a smaller one of the first queries, those of the others on the first keys, and the square of the rest; a flipped one
+    into a smaller one of the first queries, these on the last keys, and the square of the rest.
     """
-    begin = np.maximum(queries.start, keys.start)
-    end = np.maximum(np.minimum(queries.stop, keys.stop + window - 1), begin)
-    lower_moves, upper_moves = keys.start + window, keys.stop  # from the one query on, up to the other
-    first = np.clip(np.minimum(lower_moves, upper_moves), begin, end)
-    second = np.clip(np.maximum(lower_moves, upper_moves), begin, end)
-    both, pair = lower_moves < upper_moves, np.arange(len(begin))
-    table = np.concatenate(
-        (
-            _parts(begin, first, begin, first, kind=CAUSAL, pair=pair),
-            _parts(begin, first, keys.start, begin, kind=WHOLE, pair=pair),
-            *_parallelogram(first, np.where(both, second, first), window, pair),
-            _parts(first, np.where(both, first, second), keys.start, keys.stop, kind=WHOLE, pair=pair),
-            _parts(second, end, second + 1 - window, end + 1 - window, kind=FLIPPED, pair=pair),
-            _parts(second, end, end + 1 - window, keys.stop, kind=WHOLE, pair=pair),
-        )
-    )
-    table = table[(table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])]
-    pair = table[:, 5]
-    table[:, :2] += (queries.begin - queries.start)[pair, None]
-    table[:, 2:4] += (keys.begin - keys.start)[pair, None]
-    return table[np.lexsort((table[:, 2], table[:, 0], table[:, 4], table[:, 4] == WHOLE))]
+    total = own.num_pairs + sum(each.attends.num_pairs for each in brought)
+    queue = _Queue(brought)
+    rest = rows_of(own)[::-1]
+    phases, done = [], 0
+    for phase in range(num_phases):
+        last = phase + 1 == num_phases
+        taken, left = queue.take(phase, pairs=phase_share(total, phase, num_phases, done), last=last)
+        taken += first_pairs(rest, pairs=math.inf if last else left)
+        done += sum(map(pairs_of_row, taken))
+        phases.append(Attends(np.array(taken, np.int64).reshape(-1, 6)))
+    return phases
 
 
-def _parallelogram(start: Column, stop: Column, window: int, pair: Column) -> tuple[Column, Column, Column]:
-    """Query q sees (q - window, q], in runs of `window` queries."""
-    some = np.flatnonzero(start < stop)
-    run, step = expanded(-((start - stop)[some] // window))
-    at = some[run]
-    begin = start[at] + step * window
-    end = np.minimum(begin + window, stop[at])
-    return (
-        _parts(begin, end, begin + 1 - window, end + 1 - window, kind=FLIPPED, pair=pair[at]),
-        _parts(begin, end, end + 1 - window, begin + 1, kind=WHOLE, pair=pair[at]),
-        _parts(begin + 1, end, begin + 1, end, kind=CAUSAL, pair=pair[at]),
-    )
+def first_pairs(rows: list[Row], *, pairs: float) -> list[Row]:
+    """Take about the first `pairs` of `rows`, which are in reverse order."""
+    taken: list[Row] = []
+    while rows and pairs > 0:
+        row = rows.pop()
+        here, later = (row, ()) if pairs == math.inf else _cut(row, int(pairs))
+        rows += later
+        if here is None:
+            break
+        taken.append(here)
+        pairs -= pairs_of_row(here)
+    return taken
 
 
-def _parts(start: Column, stop: Column, low: Column, high: Column, *, kind: int, pair: Column) -> Column:
-    return np.stack((start, stop, low, high, np.full(len(start), kind), pair), axis=1)
+class _Queue:
+    """Attends on keys that arrived, first come, first served."""
+
+    def __init__(self, brought: Sequence[Brought]) -> None:
+        self._rows = [(row, each.first, each.due) for each in brought for row in rows_of(each.attends)]
+        self._rows.reverse()
+
+    def take(self, phase: int, *, pairs: float, last: bool) -> tuple[list[Row], float]:
+        """Attends of this phase, and the pairs that it has left."""
+        taken: list[Row] = []
+        left = pairs
+        while self._rows and self._rows[-1][1] <= phase:
+            row, first, due = self._rows.pop()
+            here, later = (row, ()) if last or phase >= due else _cut(row, int(left))
+            self._rows += [(each, first, due) for each in later]
+            if here is None:
+                break
+            taken.append(here)
+            left -= pairs_of_row(here)
+        return taken, left
+
+
+def rows_of(attends: Attends) -> list[Row]:
+    """The rows of the table."""
+    return [(row[0], row[1], row[2], row[3], row[4], row[5]) for row in attends.columns.tolist()]
+
+
+def pairs_of_row(row: Row) -> int:
+    """(query, key) pairs of an attend."""
+    queries, keys = row[1] - row[0], row[4] - row[3]
+    return queries * (queries + 1) // 2 if row[5] != WHOLE else queries * keys
+
+
+def _cut(row: Row, pairs: int) -> tuple[Row | None, tuple[Row, ...]]:
+    """About `pairs` of a row, and the rest, the next last."""
+    start, stop, slot, key_start, key_stop, kind = row
+    queries = int((2 * max(pairs, 0)) ** 0.5) if kind != WHOLE else max(pairs, 0) // (key_stop - key_start)
+    queries = (queries + TILE // 2) // TILE * TILE
+    if queries + TILE > stop - start:
+        if 2 * max(pairs, 0) >= pairs_of_row(row):
+            return row, ()
+        queries = 0
+    if queries == 0:
+        return None, (row,)
+    at, key_at = start + queries, key_start + queries
+    if kind == WHOLE:
+        return (start, at, slot, key_start, key_stop, WHOLE), ((at, stop, slot, key_start, key_stop, WHOLE),)
+    rectangle = (at, stop, slot, key_start, key_at, WHOLE)
+    if kind == FLIPPED:
+        rectangle = (start, at, slot, key_at, key_stop, WHOLE)
+    return (start, at, slot, key_start, key_at, kind), ((at, stop, slot, key_at, key_stop, kind), rectangle)

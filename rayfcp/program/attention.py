@@ -9,7 +9,7 @@ the same transfers bring the slots again, and the partial dK, dV of a slot goes
 - home to the owner of the blocks, one round after it was computed, when the slot was not passed on.
 
 With a `Pacing`, `coalesce` rounds of the layout are one round of the program, attends are spread over the
-phases (`rayfcp.program.paced`), and a slot's partial goes home `num_buffers` rounds after it came, when it is whole:
+phases (`paced`), and a slot's partial goes home `num_buffers` rounds after it came, when it is whole:
 the transposed rounds again. Slots then come from their owners.
 
 So every partial travels one hop per round, each hop the transpose or the follower of a forward
@@ -24,20 +24,25 @@ receive from several ranks.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from rayfcp.program.attends import Queries, SlotBlocks, WindowedQueries, block_columns
-from rayfcp.program.columns import Attends, Column, merged
+from rayfcp.program.attends import Brought, Queries, SlotBlocks, block_columns, paced
 from rayfcp.program.instructions import (
     Attend,
+    Attends,
     AttentionProgram,
     AttentionRound,
+    Column,
     ContextSlot,
     Message,
     Payload,
     Range,
+    merged,
 )
-from rayfcp.program.paced import Brought, paced
 from rayfcp.values import FULL, Block, LayerKind, Layout, Pacing, Transfer
+
+if TYPE_CHECKING:
+    from rayfcp.program.windows import WindowedQueries
 
 Order = Mapping[tuple[int, int], int]
 """Row of a slot 0 at which each block, named by (sequence, start), begins."""
@@ -88,8 +93,7 @@ def lower_attention(
                 _add_transfer(ranks, transfer, part=part, sets=sets, index=index // coalesce)
     for rank in ranks:
         held = rank.slots[0].held
-        queries = WindowedQueries(held, kind) if kind != FULL else Queries(held)
-        _add_attends(rank, queries, pacing, num_phases=num_stages + 1)
+        _add_attends(rank, _queries(held, kind), pacing, num_phases=num_stages + 1)
     for number in range(num_ranks):
         _add_gradients(ranks, number, hold=hold)
     context = _context_slots(layout, num_ranks=num_ranks, earlier=earlier or {}) if layout.context else None
@@ -103,6 +107,14 @@ def lower_attention(
         )
         for number, rank in enumerate(ranks)
     )
+
+
+def _queries(own: SlotBlocks, kind: LayerKind) -> "Queries | WindowedQueries":
+    if kind == FULL:
+        return Queries(own)
+    from rayfcp.program.windows import WindowedQueries
+
+    return WindowedQueries(own, kind)
 
 
 class _RoundDrafts:
@@ -321,7 +333,7 @@ def _held_in(source: _RankDraft, transfer: Transfer, *, part: BlockSet, sets: _B
 
 
 def _add_attends(
-    rank: _RankDraft, queries: Queries | WindowedQueries, pacing: Pacing | None, *, num_phases: int
+    rank: _RankDraft, queries: "Queries | WindowedQueries", pacing: Pacing | None, *, num_phases: int
 ) -> None:
     within = queries.within() if rank.slots[0].held.blocks else _PADDING
     phases = (
@@ -332,7 +344,7 @@ def _add_attends(
             rank.forward.attends[index] = rank.backward.attends[index] = each
 
 
-def _one_by_one(rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends) -> list[Attends]:
+def _one_by_one(rank: _RankDraft, queries: "Queries | WindowedQueries", within: Attends) -> list[Attends]:
     """Keys that are there from the start, then those that each round brought."""
     brought: list[list[tuple[int, SlotBlocks]]] = [[] for _ in range(max(slot.arrived for slot in rank.slots) + 2)]
     for number, slot in enumerate(rank.slots[1:], start=1):
@@ -341,7 +353,7 @@ def _one_by_one(rank: _RankDraft, queries: Queries | WindowedQueries, within: At
 
 
 def _paced(
-    rank: _RankDraft, queries: Queries | WindowedQueries, within: Attends, pacing: Pacing, *, num_phases: int
+    rank: _RankDraft, queries: "Queries | WindowedQueries", within: Attends, pacing: Pacing, *, num_phases: int
 ) -> list[Attends]:
     brought = [
         Brought(

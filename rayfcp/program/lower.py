@@ -10,9 +10,34 @@ from dataclasses import dataclass, replace
 from rayfcp.plan.layout import layouts_of
 from rayfcp.program.attention import Needed, Order, Orders, lower_attention
 from rayfcp.program.heads import lower_heads, slot_order
-from rayfcp.program.instructions import AttentionProgram, Encode, HeadProgram, LayerAttention, Piece, RankProgram
-from rayfcp.program.schedule import stage_instructions, with_sends_in_order
-from rayfcp.values import FULL, BatchPlan, Block, Group, LayerKind, Layout, MicrobatchPlan, Primitive, SequenceSpec
+from rayfcp.program.instructions import (
+    AttentionProgram,
+    Backward,
+    Encode,
+    Forward,
+    Free,
+    HeadProgram,
+    Instruction,
+    LayerAttention,
+    Load,
+    Piece,
+    RankProgram,
+    Receive,
+    Send,
+    StageFlow,
+)
+from rayfcp.values import (
+    FULL,
+    Action,
+    BatchPlan,
+    Block,
+    Group,
+    LayerKind,
+    Layout,
+    MicrobatchPlan,
+    Primitive,
+    SequenceSpec,
+)
 
 Attention = tuple[AttentionProgram | HeadProgram, ...]
 """The attention of one microbatch, by rank."""
@@ -70,7 +95,78 @@ def lower(
         for stage in range(plan.num_stages)
         for rank in range(plan.num_ranks)
     )
-    return with_sends_in_order(programs, plan) if plan.num_stages > 1 else programs
+    if plan.num_stages == 1:
+        return programs
+    from rayfcp.program.schedule import with_sends_in_order
+
+    return with_sends_in_order(programs, plan)
+
+
+def stage_instructions(
+    plan: BatchPlan,
+    stage: int,
+    *,
+    pieces: Sequence[tuple[Piece, ...]],
+    attention: Sequence[Sequence[LayerAttention]],
+    reduce_every: str,
+    encodes: Sequence[Encode | None] = (),
+) -> tuple[Instruction, ...]:
+    """Instructions of one rank on a stage.
+
+    `pieces[m]`, `encodes[m]` and `attention[m]` (one program per layer kind of the stage) are those of microbatch m.
+
+    A forward pass follows its load, its encoding, and the activations of the stage before; a backward pass follows the
+    gradients of the stage after. What a microbatch kept for later slices is freed after its backward pass.
+    """
+    actions = _actions(plan, stage)
+    last = [action.microbatch for action, _ in actions if action.backward][-1]
+    neighbours = (stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None)
+    instructions: list[Instruction] = []
+    for action, recomputed_layers in actions:
+        at, kinds = action.microbatch, attention[action.microbatch]
+        num_tokens = kinds[0].attention.num_tokens
+        flow = StageFlow.GRADIENT if action.backward else StageFlow.ACTIVATION
+        source, target = reversed(neighbours) if action.backward else neighbours
+        if not action.backward:
+            instructions.append(Load(microbatch=at, pieces=pieces[at]))
+            instructions += [each for each in encodes[at : at + 1] if each]
+        if source is not None:
+            instructions.append(Receive(microbatch=at, flow=flow, stage=source, num_tokens=num_tokens))
+        if action.backward:
+            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
+        else:
+            instructions.append(_forward(at, kinds, recomputed_layers=recomputed_layers))
+        if target is not None:
+            instructions.append(Send(microbatch=at, flow=flow, stage=target, num_tokens=num_tokens))
+        if action.backward and any(each.attention.inner.kept for each in kinds):
+            instructions.append(Free(microbatch=at))
+    return tuple(instructions)
+
+
+def _forward(microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int) -> Forward:
+    first, *others = kinds
+    return Forward(
+        microbatch=microbatch,
+        attention=first.attention,
+        recomputed_layers=recomputed_layers,
+        kind=first.kind,
+        others=tuple(others),
+    )
+
+
+def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
+    """Passes in order, with the layers that their microbatch recomputes. Without stages, microbatch by microbatch."""
+    if not plan.pipelines:
+        return [
+            (Action(microbatch=at, backward=backward), plan.recomputed_layers)
+            for at in range(len(plan.microbatches))
+            for backward in (False, True)
+        ]
+    return [
+        (action, pipeline.recomputed_layers[stage][action.microbatch - pipeline.start])
+        for pipeline in plan.pipelines
+        for action in pipeline.actions[stage]
+    ]
 
 
 def _check_sequences(layouts: Sequence[Layout], sequences: Sequence[SequenceSpec]) -> None:

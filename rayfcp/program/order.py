@@ -11,11 +11,9 @@ take the same rounds back inside the backward pass.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rayfcp.program.columns import union
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
-    Encode,
     Forward,
     Free,
     HeadProgram,
@@ -25,11 +23,10 @@ from rayfcp.program.instructions import (
     Range,
     RankProgram,
     Receive,
-    ReshuffleMessage,
     Send,
     StageFlow,
+    union,
 )
-from rayfcp.program.matching import Channel
 from rayfcp.values import LayerKind
 
 Attention = AttentionProgram | HeadProgram
@@ -91,8 +88,6 @@ def check_order(programs: Sequence[RankProgram]) -> None:
         _check_alike(program, programs[program.rank], first=first)
         _check_neighbours(program)
         _check_frees(program)
-    if any(of_kind(program, Encode) for program in programs):
-        _check_encodes(programs)
 
 
 def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:
@@ -359,90 +354,3 @@ def _words(microbatch: int, hand_over: _HandOver) -> str:
     kind, flow, stage = hand_over
     way = "to" if kind is Send else "from"
     return f"{kind.__name__} of the {flow.value} of microbatch {microbatch} {way} stage {stage}"
-
-
-def _check_encodes(programs: Sequence[RankProgram]) -> None:
-    """Each `Encode` stands between its microbatch's Load and Forward, all ranks have it, its sizes agree, and messages
-    meet round by round."""
-    if programs[0].num_stages > 1:
-        raise ValueError(
-            f"programs encode images on {programs[0].num_stages} stages, must have 1; plan with "
-            "cluster.pipeline_stages=1"
-        )
-    encoded = [{item.microbatch: item for item in of_kind(program, Encode)} for program in programs]
-    last = max(item.microbatch for item in programs[0].instructions)
-    for program, mine in zip(programs, encoded, strict=True):
-        if mine.keys() != encoded[0].keys() or last not in mine:
-            raise ValueError(
-                f"{program.place}: Encode names microbatches {sorted(mine)}, must name those of rank 0, "
-                f"{sorted(encoded[0])}, with the last one, {last}; lower one plan for all"
-            )
-        place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-        for at, item in enumerate(program.instructions):
-            if isinstance(item, Encode):
-                number, where = item.microbatch, f"{program.place}, microbatch {item.microbatch}"
-                if not place[Load, number] < at < place[Forward, number] or place[Encode, number] != at:
-                    raise ValueError(f"{where}: Encode must stand once between Load and Forward; lower the plan again")
-                _check_features(item, program, where=where)
-    for microbatch in encoded[0]:
-        _check_exchange([each[microbatch] for each in encoded])
-
-
-def _check_features(item: Encode, program: RankProgram, *, where: str) -> None:
-    """Every encoded row leaves once or stays, every row that is due arrives once or stays."""
-    features = item.features
-    if (features.rank, features.num_ranks) != (program.rank, program.num_ranks):
-        raise ValueError(
-            f"{where}: features are of rank {features.rank} of {features.num_ranks}, must be of "
-            f"{program.rank} of {program.num_ranks}; lower the plan again"
-        )
-    made = sum(each.count * each.num_tokens for each in item.images)
-    taken = sum(stop - start for start, stop in item.rows)
-    if (features.num_tokens, features.num_placed) != (made, taken):
-        raise ValueError(
-            f"{where}: features bring {features.num_tokens} rows and place {features.num_placed}, must be the {made} "
-            f"of its images and the {taken} of rows; lower the plan again"
-        )
-    leaving, arriving = ([pair[side] for pair in features.kept] for side in (0, 1))
-    for step in features.rounds:
-        leaving += step.send.ranges if step.send else ()
-        arriving += step.receive.ranges if step.receive else ()
-    _check_tiles(leaving, made, what=f"{where}: rows of features that leave the encoder")
-    _check_tiles(arriving, taken, what=f"{where}: rows of features that arrive")
-
-
-def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
-    """Each row is in exactly one of the ranges."""
-    at = 0
-    for start, stop in [*sorted(ranges), (num_rows, num_rows + 1)]:
-        if start != at or stop <= start:
-            raise ValueError(f"{what}: [{start}, {stop}) where row {at} of {num_rows} is due; each must be there once")
-        at = stop
-
-
-def _check_exchange(items: Sequence[Encode]) -> None:
-    number = items[0].microbatch
-    counts = {len(item.features.rounds) for item in items}
-    if len(counts) > 1:
-        raise ValueError(
-            f"microbatch {number}: features travel in {sorted(counts)} rounds, must be as many on all ranks; lower one "
-            "plan for all"
-        )
-    channel = Channel[ReshuffleMessage](lambda message: message.num_tokens)
-    for rank, item in enumerate(items):
-        for at, step in enumerate(item.features.rounds):
-            for message in (step.send, step.receive):
-                if message and (not 0 <= message.peer < len(items) or message.peer == rank):
-                    raise ValueError(
-                        f"microbatch {number} round {at}: rank {rank} exchanges features with rank {message.peer}, "
-                        f"must be another of {len(items)}; lower the plan again"
-                    )
-            if step.send:
-                channel.sent[rank, step.send.peer].append((at, step.send))
-            if step.receive:
-                channel.expected[step.receive.peer, rank].append((at, step.receive))
-    if ranks := channel.out_of_step():
-        raise ValueError(
-            f"microbatch {number}: ranks {ranks} disagree on the rounds in which features travel between them, one "
-            "would wait forever; lower one plan for all"
-        )

@@ -34,8 +34,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from rayfcp.program.columns import CAUSAL, WHOLE, Attends, merged
+from rayfcp.program.attends import Row, first_pairs, pairs_of_row, rows_of
 from rayfcp.program.instructions import (
+    CAUSAL,
+    WHOLE,
+    Attends,
     AttentionProgram,
     AttentionRound,
     Message,
@@ -46,8 +49,8 @@ from rayfcp.program.instructions import (
     ReshuffleProgram,
     ReshuffleRound,
     RowPair,
+    merged,
 )
-from rayfcp.program.paced import Row, first_pairs, pairs_of_row, rows_of
 from rayfcp.values import Layout
 
 

@@ -1,4 +1,4 @@
-"""The instructions of one rank on one stage, in the order of the plan's actions, and when stages post their sends.
+"""When stages of a pipeline post their sends.
 
 Channels between stages complete operations in the order in which they are posted. A stage that sends as soon as it has
 passed may have sends posted before a receive that the next stage takes only later, while that stage waits for something
@@ -13,13 +13,8 @@ from dataclasses import replace
 
 from rayfcp.program.instructions import (
     Backward,
-    Encode,
     Forward,
-    Free,
     Instruction,
-    LayerAttention,
-    Load,
-    Piece,
     RankProgram,
     Receive,
     Send,
@@ -33,73 +28,6 @@ PassOrder = Mapping[tuple[int, Action], int]
 
 _FORWARD_SHARE = 1 / 3
 """Share of a microbatch's seconds: a backward pass takes about two forward passes."""
-
-
-def stage_instructions(
-    plan: BatchPlan,
-    stage: int,
-    *,
-    pieces: Sequence[tuple[Piece, ...]],
-    attention: Sequence[Sequence[LayerAttention]],
-    reduce_every: str,
-    encodes: Sequence[Encode | None] = (),
-) -> tuple[Instruction, ...]:
-    """Instructions of one rank on a stage.
-
-    `pieces[m]`, `encodes[m]` and `attention[m]` (one program per layer kind of the stage) are those of microbatch m.
-
-    A forward pass follows its load, its encoding, and the activations of the stage before; a backward pass follows the
-    gradients of the stage after. What a microbatch kept for later slices is freed after its backward pass.
-    """
-    actions = _actions(plan, stage)
-    last = [action.microbatch for action, _ in actions if action.backward][-1]
-    neighbours = (stage - 1 if stage > 0 else None, stage + 1 if stage + 1 < plan.num_stages else None)
-    instructions: list[Instruction] = []
-    for action, recomputed_layers in actions:
-        at, kinds = action.microbatch, attention[action.microbatch]
-        num_tokens = kinds[0].attention.num_tokens
-        flow = StageFlow.GRADIENT if action.backward else StageFlow.ACTIVATION
-        source, target = reversed(neighbours) if action.backward else neighbours
-        if not action.backward:
-            instructions.append(Load(microbatch=at, pieces=pieces[at]))
-            instructions += [each for each in encodes[at : at + 1] if each]
-        if source is not None:
-            instructions.append(Receive(microbatch=at, flow=flow, stage=source, num_tokens=num_tokens))
-        if action.backward:
-            instructions.append(Backward(microbatch=at, reduce=reduce_every == "microbatch" or at == last))
-        else:
-            instructions.append(_forward(at, kinds, recomputed_layers=recomputed_layers))
-        if target is not None:
-            instructions.append(Send(microbatch=at, flow=flow, stage=target, num_tokens=num_tokens))
-        if action.backward and any(each.attention.inner.kept for each in kinds):
-            instructions.append(Free(microbatch=at))
-    return tuple(instructions)
-
-
-def _forward(microbatch: int, kinds: Sequence[LayerAttention], *, recomputed_layers: int) -> Forward:
-    first, *others = kinds
-    return Forward(
-        microbatch=microbatch,
-        attention=first.attention,
-        recomputed_layers=recomputed_layers,
-        kind=first.kind,
-        others=tuple(others),
-    )
-
-
-def _actions(plan: BatchPlan, stage: int) -> list[tuple[Action, int]]:
-    """Passes in order, with the layers that their microbatch recomputes. Without stages, microbatch by microbatch."""
-    if not plan.pipelines:
-        return [
-            (Action(microbatch=at, backward=backward), plan.recomputed_layers)
-            for at in range(len(plan.microbatches))
-            for backward in (False, True)
-        ]
-    return [
-        (action, pipeline.recomputed_layers[stage][action.microbatch - pipeline.start])
-        for pipeline in plan.pipelines
-        for action in pipeline.actions[stage]
-    ]
 
 
 def with_sends_in_order(programs: Sequence[RankProgram], plan: BatchPlan) -> tuple[RankProgram, ...]:

@@ -18,9 +18,9 @@ from rayfcp.program import (
     RankProgram,
     Send,
 )
-from rayfcp.program.columns import WHOLE, Attends
-from rayfcp.program.matching import Channel, RankPair
+from rayfcp.program.instructions import WHOLE, Attends
 from rayfcp.program.order import attention_by_kind, check_likeness, kinds_of, of_kind
+from rayfcp.program.progress import Channel, RankPair
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from rayfcp.cost.memory import GIB
 from rayfcp.cost.model import CostModel
 from rayfcp.cost.pipeline import PipelineCost
-from rayfcp.program.columns import Attends
-from rayfcp.program.instructions import AttentionRound, Backward, Forward, Payload, RankProgram
+from rayfcp.program.instructions import Attends, AttentionRound, Backward, Forward, Payload, RankProgram
 from rayfcp.program.ledger import Stage, held_bytes
 from rayfcp.values import Layout, Pacing
 

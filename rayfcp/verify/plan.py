@@ -12,9 +12,8 @@ import numpy as np
 
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.layout import layouts_of
-from rayfcp.program.columns import Column
 from rayfcp.program.heads import padding_number
-from rayfcp.program.instructions import Load, Piece, RankProgram
+from rayfcp.program.instructions import Column, Load, Piece, RankProgram
 from rayfcp.program.lower import lower
 from rayfcp.program.order import attention_by_kind
 from rayfcp.program.progress import check_progress

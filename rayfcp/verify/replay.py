@@ -14,9 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.program.columns import CAUSAL, FLIPPED, Attends, Column, expanded
-from rayfcp.program.instructions import Attend, AttentionProgram, AttentionRound, Message, Payload
-from rayfcp.program.matching import Match, attention_channel
+from rayfcp.program.instructions import (
+    CAUSAL,
+    FLIPPED,
+    Attend,
+    Attends,
+    AttentionProgram,
+    AttentionRound,
+    Column,
+    Message,
+    Payload,
+    expanded,
+)
+from rayfcp.program.progress import Match, attention_channel
 from rayfcp.values import FULL, LayerKind, SequenceSpec
 from rayfcp.verify.tokens import Tokens, pairs_of
 

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from rayfcp.program.columns import CAUSAL, WHOLE, Attends, Column, expanded
-from rayfcp.program.instructions import Piece, Range
+from rayfcp.program.instructions import CAUSAL, WHOLE, Attends, Column, Piece, Range, expanded
 
 
 class Tokens:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rayfcp.execute.attention.schedule import add_rows, copy_rows, put_rows, take_rows, without
 from rayfcp.execute.attention.slots import Buffers, MergedAttention, RowSums
-from rayfcp.program.columns import union
+from rayfcp.program.instructions import union
 from tests.examples import examples
 
 ROWS = 12

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.program.attends import Pieces, decomposed
-from rayfcp.program.columns import CAUSAL, FLIPPED, WHOLE
+from rayfcp.program.instructions import CAUSAL, FLIPPED, WHOLE
+from rayfcp.program.windows import Pieces, decomposed
 from tests.masks import sees
 
 Pair = tuple[int, int, int, int, int, int]

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import Attend, AttentionProgram, Forward, Payload, lower
+from rayfcp.program.attends import TILE, Brought, paced
 from rayfcp.program.attention import lower_attention
-from rayfcp.program.columns import Attends
-from rayfcp.program.paced import TILE, Brought, paced
+from rayfcp.program.instructions import Attends
 from rayfcp.values import BatchPlan, Block, ClusterSpec, Layout, Pacing, Round, SequenceSpec, Transfer
 from rayfcp.verify import check_plan
 from rayfcp.verify.memory import check_buffers

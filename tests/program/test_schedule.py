@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.program import Backward, Forward, RankProgram, Send, check_progress, lower
+from rayfcp.program.lower import stage_instructions
 from rayfcp.program.progress import hand_overs_end
-from rayfcp.program.schedule import stage_instructions
 from rayfcp.values import BatchPlan, Group, SequenceSpec
 from tests.examples import examples
 from tests.masks import specs

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayfcp.program import Attend
-from rayfcp.program.columns import Attends
+from rayfcp.program.instructions import Attends
 
 spans = st.tuples(st.integers(0, 50), st.integers(1, 50)).map(lambda pair: (pair[0], sum(pair)))
 attends = st.builds(Attend, query=spans, slot=st.integers(0, 3), key=spans, causal=st.just(False)) | st.builds(

@@ -24,7 +24,7 @@ from rayfcp.program import (
     Range,
     ReshuffleProgram,
 )
-from rayfcp.program.columns import merged
+from rayfcp.program.instructions import merged
 from rayfcp.program.reshuffle import HiddenRounds, hide
 from rayfcp.values import LayerKind
 

@@ -26,7 +26,7 @@ from rayfcp.execute.attention.schedule import (
 )
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.program import Message, Payload, Range
-from rayfcp.program.columns import merged, union
+from rayfcp.program.instructions import merged, union
 
 
 @dataclass(slots=True)
