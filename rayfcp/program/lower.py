@@ -95,8 +95,10 @@ def lower(
         for stage in range(plan.num_stages)
         for rank in range(plan.num_ranks)
     )
-    if plan.num_stages == 1:
-        return programs
+    return _with_sends_in_order(programs, plan) if plan.num_stages > 1 else programs
+
+
+def _with_sends_in_order(programs: tuple[RankProgram, ...], plan: BatchPlan) -> tuple[RankProgram, ...]:
     from rayfcp.program.schedule import with_sends_in_order
 
     return with_sends_in_order(programs, plan)
