@@ -24,6 +24,7 @@ from rayfcp.models.stages import Stage, stages_of
 from rayfcp.models.tensor_parallel import split_layers_over
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+"""By `model.dtype`."""
 
 
 class Initializer:
@@ -38,34 +39,28 @@ class Initializer:
         families = {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
-        self._families = {name: _nearest(name, families) for name in holders}
+        self._families = {name: _innermost(name, families) for name in holders}
         self._beside = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
         # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
     @torch.no_grad()
-    def fill(self, model: CausalLM) -> None:
-        """Overwrite all parameters and buffers of `model`, which may be sharded by now.
+    def fill(self, model: CausalLM, *, only_buffers: bool = False) -> None:
+        """Overwrite all parameters and buffers of `model`, which may be sharded by now, or its buffers alone.
 
         Raises:
             ValueError: A module has both weights and submodules, and its family does not initialise some of these.
         """
         for name, template in self._templates.items():
-            fresh = self._draw(name, template)
-            target = model.get_submodule(name)
+            if only_buffers and not template._buffers:
+                continue
+            fresh, target = self._draw(name, template), model.get_submodule(name)
             for own, value in fresh.named_parameters(recurse=False):
-                if f"{name}.{own}" in self._drawn:
+                if f"{name}.{own}" in self._drawn and not only_buffers:
                     put(getattr(target, own), value.detach())
-            _put_buffers(target, fresh)
+            for own, buffer in fresh.named_buffers(recurse=False):
+                getattr(target, own).copy_(buffer)
             template.to("meta")
-
-    @torch.no_grad()
-    def fill_buffers(self, model: CausalLM) -> None:
-        """Overwrite buffers alone."""
-        for name, template in self._templates.items():
-            if template._buffers:
-                _put_buffers(model.get_submodule(name), self._draw(name, template))
-                template.to("meta")
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device="cpu").float()
@@ -75,7 +70,8 @@ class Initializer:
         for tensor in (*fresh.parameters(), *fresh.buffers()):
             tensor._is_hf_initialized = False  # type: ignore[attr-defined]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_module_seed(self._seed, name))
+            digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
+            torch.manual_seed(int.from_bytes(digest, "big"))
             self._families[name]._init_weights(fresh)
         if any(bool(tensor.isnan().any()) for tensor in beside):
             raise ValueError(
@@ -91,27 +87,17 @@ def _alone(module: nn.Module) -> nn.Module:
     return copy.deepcopy(shell)
 
 
-def _nearest(name: str, families: Mapping[str, Any]) -> Any:
+def _innermost(name: str, families: Mapping[str, Any]) -> Any:
     """The innermost library model around a module."""
     return families[max((each for each in families if name == each or name.startswith(f"{each}.")), key=len)]
-
-
-def _put_buffers(target: nn.Module, fresh: nn.Module) -> None:
-    for own, value in fresh.named_buffers(recurse=False):
-        getattr(target, own).copy_(value)
-
-
-def _module_seed(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
 @torch.no_grad()
 def put(parameter: Tensor, value: Tensor) -> None:
     """Copy a whole value into a parameter, or this rank's part into a sharded one, without communication."""
     if isinstance(parameter, DTensor):
-        part = distribute_tensor(
-            value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        part = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
         parameter.to_local().copy_(part.to_local())
     else:
         parameter.copy_(value)
@@ -173,13 +159,10 @@ def sharded_model(
     kept = model.layers[-1] if model.stage.is_last else None
     shard(model, model.sharded_parts, mesh=mesh["shard"], dtype=DTYPES[run.dtype], kept=kept)
     model.to_empty(device=world.device)
-    if empty:
-        initializer.fill_buffers(model)
-    elif run.init == "pretrained" and run.path:
-        initializer.fill_buffers(model)
-        fill_pretrained(model.model, run.path, config=config)
-    else:
-        initializer.fill(model)
+    path = run.path if run.init == "pretrained" and not empty else None
+    initializer.fill(model, only_buffers=empty or bool(path))
+    if path:
+        fill_pretrained(model.model, path, config=config)
     if compiled:
         compile_parts(model)
     return model
@@ -191,7 +174,7 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     Names of parameters and hooks of layers stay, so that the model may be sharded. Numbers of tokens are symbols: a
     batch of another length compiles nothing. MLPs of experts are not compiled: their shapes depend on the data.
     """
-    parts = [child for layer in model.layers for child in layer.children() if _is_plain(child)]
+    parts = [child for layer in model.layers for child in layer.children() if _has_static_shapes(child)]
     final = getattr(model.decoder, "norm", None)
     if model.stage.is_last and isinstance(final, nn.Module):
         parts.append(final)
@@ -200,6 +183,6 @@ def compile_parts(model: CausalLM, *, backend: str = "inductor") -> int:
     return len(parts)
 
 
-def _is_plain(part: nn.Module) -> bool:
+def _has_static_shapes(part: nn.Module) -> bool:
     names = [type(each).__name__.lower() for each in part.modules()]
     return not any(word in name for name in names for word in ("attention", "expert", "sparsemoe", "router"))

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -103,11 +102,8 @@ def _check_runs(found: PreTrainedConfig) -> None:
         if getattr(found, name, None) is None:
             raise ConfigError(f"model: {found.model_type} has no {name}, from which costs are computed; choose another")
     check_experts(found)
-    _check_sinks(found, *_layer_parameters(found, num_layers=1))
-
-
-def _check_sinks(found: PreTrainedConfig, parameter_names: Iterable[str]) -> None:
-    sink = next((name for name in parameter_names if _SINK.search(name)), None)
+    (parameters,) = _layer_parameters(found, num_layers=1)
+    sink = next((name for name in parameters if _SINK.search(name)), None)
     if sink is not None:
         raise ConfigError(
             f"model: {found.model_type} has attention sinks ({sink}), which kernels over several ranks "

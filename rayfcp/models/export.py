@@ -19,7 +19,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.data.hub import locate
 from rayfcp.models.build import DTYPES
 from rayfcp.models.describe import model_config
-from rayfcp.models.lazy import LazyTensor, read
+from rayfcp.models.lazy import LazyTensor, Source, read, read_whole
 from rayfcp.models.pretrained import aliases_of, library_on_meta
 from rayfcp.values.state import Box
 
@@ -116,7 +116,7 @@ def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
             shutil.copyfile(found, target / file)
 
 
-def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | Tensor]:
+def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, Source]:
     """Tensors by name and layout in files: the reverse of the conversions of loading. A tied matrix occurs once."""
     state: dict[str, Any] = {}
     for name, names in aliases_of(library).items():
@@ -126,17 +126,22 @@ def _as_in_files(library: Any, stored: StoredTensors) -> dict[str, LazyTensor | 
         return revert_weight_conversion(library, dict(state))  # type: ignore[no-any-return]
     except Exception:
         # A conversion with operations that `LazyTensor` lacks.
-        whole = {name: source.whole().clone() for name, source in state.items() if isinstance(source, LazyTensor)}
+        whole = {name: read_whole(source).clone() for name, source in state.items()}
         return revert_weight_conversion(library, whole)  # type: ignore[no-any-return]
 
 
-def _write_weights(sources: Mapping[str, LazyTensor | Tensor], folder: Path, *, dtype: torch.dtype) -> None:
+def _write_weights(sources: Mapping[str, Source], folder: Path, *, dtype: torch.dtype) -> None:
     parts = list(_files(sources, itemsize=dtype.itemsize))
     file_of: dict[str, str] = {}
     for number, names in enumerate(parts, 1):
         stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
         file = SAFE_WEIGHTS_NAME if len(parts) == 1 else f"{stem}-{number:05}-of-{len(parts):05}.{suffix}"
-        save_file({name: _own_copy(sources[name], dtype) for name in names}, folder / file, metadata={"format": "pt"})
+        tensors = {}
+        for name in names:
+            value = read_whole(sources[name])
+            kept = dtype if value.is_floating_point() else value.dtype
+            tensors[name] = torch.empty(value.shape, dtype=kept).copy_(value)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(parts) > 1:
         total = sum(source.shape.numel() for source in sources.values()) * dtype.itemsize
@@ -144,7 +149,7 @@ def _write_weights(sources: Mapping[str, LazyTensor | Tensor], folder: Path, *, 
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _files(sources: Mapping[str, LazyTensor | Tensor], *, itemsize: int) -> Iterator[list[str]]:
+def _files(sources: Mapping[str, Source], *, itemsize: int) -> Iterator[list[str]]:
     """Names of each file, in order."""
     names: list[str] = []
     num_bytes = 0
@@ -156,10 +161,3 @@ def _files(sources: Mapping[str, LazyTensor | Tensor], *, itemsize: int) -> Iter
         names.append(name)
         num_bytes += size
     yield names
-
-
-def _own_copy(source: LazyTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in `dtype`, or in its own if it is not floating-point."""
-    value = source.whole() if isinstance(source, LazyTensor) else source
-    kept = dtype if value.is_floating_point() else value.dtype
-    return torch.empty(value.shape, dtype=kept).copy_(value)

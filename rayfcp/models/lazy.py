@@ -55,7 +55,7 @@ class LazyTensor:
     ) -> Any:
         if function in _LAZY:
             return _LAZY[function](*args, **(kwargs or {}))
-        args, keywords = tree_map(_whole, (tuple(args), kwargs or {}))
+        args, keywords = tree_map(read_whole, (tuple(args), kwargs or {}))
         return function(*args, **keywords)
 
 
@@ -71,7 +71,8 @@ def read(source: Source, box: Box) -> Tensor:
     return source
 
 
-def _whole(value: Any) -> Any:
+def read_whole(value: Any) -> Any:
+    """All elements of a lazy tensor; other values as they are."""
     return value.whole() if isinstance(value, LazyTensor) else value
 
 
@@ -138,10 +139,6 @@ def _narrow(source: LazyTensor, dim: int, start: int, size: int) -> LazyTensor:
     return _Derived(elements, shape=_replaced(source.shape, dim, size), dtype=source.dtype)
 
 
-def _chunk(source: LazyTensor, chunks: int, dim: int = 0) -> tuple[LazyTensor, ...]:
-    return _split(source, -(-source.shape[dim] // chunks), dim)
-
-
 def _squeeze(source: LazyTensor, dim: int) -> LazyTensor:
     if source.shape[dim] != 1:
         return source
@@ -170,7 +167,7 @@ def _transpose(source: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
 _LAZY: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.stack: _stack,
     torch.cat: _cat,
-    torch.chunk: _chunk,
+    torch.chunk: lambda source, chunks, dim=0: _split(source, -(-source.shape[dim] // chunks), dim),
     torch.split: _split,
     torch.squeeze: _squeeze,
     torch.transpose: _transpose,

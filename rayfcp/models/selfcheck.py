@@ -138,7 +138,9 @@ def _packed(
         placed = example.placed(model, start=sum(len(row) for row in rows))
         positions, rows = [*positions, example.positions(model.model)], [*rows, example.ids]
     shape = PassShape(degree=1, lengths=tuple(len(row) for row in rows), layer_kinds=layer_kinds)
-    context = _one_rank(shape)
+    (program,) = lower(*pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS))
+    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
+    context = AttentionContext.of(forward, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"))
     passed, targets = torch.cat(list(rows)), torch.cat([_shifted(row) for row in rows])
     axes = positions[-1].shape[:-1]
     where = torch.cat([each.expand(*axes, len(row)) for each, row in zip(positions, rows, strict=True)], dim=-1)
@@ -160,13 +162,6 @@ def _disturb(model: nn.Module, generator: torch.Generator) -> None:
 
 def _shifted(row: Tensor) -> Tensor:
     return torch.cat([row[1:], torch.tensor([IGNORED])])
-
-
-def _one_rank(shape: PassShape) -> AttentionContext:
-    plan, sequences = pass_plan(shape, num_ranks=1, recomputed_layers=_RECOMPUTED_LAYERS)
-    (program,) = lower(plan, sequences)
-    (forward,) = (item for item in program.instructions if isinstance(item, Forward))
-    return AttentionContext.of(forward, transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"))
 
 
 def _result(loss: Tensor, models: Sequence[nn.Module]) -> Result:
