@@ -31,6 +31,7 @@ class StepProgress:
 
 
 CHUNK_BYTES = 1 << 20
+"""Read at a time: little memory, large enough for full disk bandwidth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +54,17 @@ def sum_files(folder: str | Path, names: Iterable[str]) -> tuple[FileSum, ...]:
 
 def find_damage(folder: str | Path, sums: Sequence[FileSum]) -> str | None:
     """Describe the first file that differs from its checksum; None if all match. Sizes are compared first: no reads."""
-    return find_wrong_size(folder, sums) or next(
-        (found for each in sums if (found := _wrong_content(Path(folder), each))), None
-    )
+    if found := find_wrong_size(folder, sums):
+        return found
+    for want in sums:
+        path = Path(folder) / want.name
+        try:
+            found_sum = _sum(path)
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+        if found_sum != want:
+            return f"{path} has checksum {found_sum.crc32:08x}, must be {want.crc32:08x} as written"
+    return None
 
 
 def find_wrong_size(folder: str | Path, sums: Sequence[FileSum]) -> str | None:
@@ -69,15 +78,6 @@ def find_wrong_size(folder: str | Path, sums: Sequence[FileSum]) -> str | None:
         if num_bytes != each.num_bytes:
             return f"{path} holds {num_bytes} bytes, must be {each.num_bytes} as written"
     return None
-
-
-def _wrong_content(folder: Path, want: FileSum) -> str | None:
-    path = folder / want.name
-    try:
-        found = _sum(path)
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
-    return None if found == want else f"{path} has checksum {found.crc32:08x}, must be {want.crc32:08x} as written"
 
 
 def _sum(path: Path) -> FileSum:

@@ -171,16 +171,9 @@ class VisionLoader:
             return VisionBatch(batch=batch, images=images)
         flags = torch.zeros(len(batch.samples))
         flags[[sequence for (sequence, *_), found in decoded.items() if found.broken]] = 1.0
-        broken = frozenset(sum_over(flags.to(self._device)).nonzero().flatten().tolist())
+        samples = list(batch.samples)
+        for sequence in sum_over(flags.to(self._device)).nonzero().flatten().tolist():
+            samples[sequence] = dataclasses.replace(samples[sequence], num_targets=0)
         names = dict.fromkeys(name for found in decoded.values() for name in found.broken)
-        return VisionBatch(batch=_without_targets(batch, broken), images=images, broken=tuple(names))
-
-
-def _without_targets(batch: GlobalBatch, sequences: frozenset[int]) -> GlobalBatch:
-    if not sequences:
-        return batch
-    samples = (
-        dataclasses.replace(sample, num_targets=0) if number in sequences else sample
-        for number, sample in enumerate(batch.samples)
-    )
-    return dataclasses.replace(batch, samples=tuple(samples))
+        batch = dataclasses.replace(batch, samples=tuple(samples))
+        return VisionBatch(batch=batch, images=images, broken=tuple(names))

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from rayfcp.execute.attention.slots import accumulator_dtype
 from rayfcp.execute.parallel.transport import AttentionStats, Transport
-from rayfcp.program import HeadProgram, Message, Payload, Range, exchange_rounds, spans
+from rayfcp.program import HeadProgram, Message, Payload, exchange_rounds, spans
 
 
 class HeadExchange:
@@ -57,11 +57,11 @@ class HeadExchange:
         position's heads of all tokens of the group, in order."""
         own = part_of(self._own)
         whole = own.new_empty((self._spans[-1][1], *own.shape[1:]))
-        _rows(whole, self._spans[self._own]).copy_(own)
+        whole[slice(*self._spans[self._own])] = own
         self._run(
             payload,
             outgoing=lambda message: part_of(self._program.ranks.index(message.peer)),
-            incoming=lambda message: _rows(whole, message.ranges[0]),
+            incoming=lambda message: whole[slice(*message.ranges[0])],
         )
         return whole
 
@@ -70,12 +70,12 @@ class HeadExchange:
         this rank's tokens of each position's heads."""
         start, stop = self._spans[self._own]
         parts = [
-            _rows(whole, (start, stop)) if position == self._own else whole.new_empty((stop - start, *whole.shape[1:]))
+            whole[start:stop] if position == self._own else whole.new_empty((stop - start, *whole.shape[1:]))
             for position in range(self._program.degree)
         ]
         self._run(
             payload,
-            outgoing=lambda message: _rows(whole, message.ranges[0]),
+            outgoing=lambda message: whole[slice(*message.ranges[0])],
             incoming=lambda message: parts[self._program.ranks.index(message.peer)],
         )
         return parts
@@ -91,10 +91,6 @@ class HeadExchange:
             posted.append((self._stats.post(sends, receives, transport=self._transport), sends))  # keeps tensors alive
         for pending, _ in posted:
             self._stats.wait(pending)
-
-
-def _rows(tensor: Tensor, span: Range) -> Tensor:
-    return tensor[span[0] : span[1]]
 
 
 class ToHeads(torch.autograd.Function):

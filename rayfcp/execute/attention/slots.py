@@ -197,13 +197,12 @@ class MergedAttention:
             self._out, self._lse, self._known = out, lse, self._all
             return
         fresh = without(rows, self._known)
-        known_out, known_lse = self._sums()
         if fresh == rows:
-            put_rows(known_out, joined, source=out)
-            put_rows(known_lse, joined, source=lse)
+            for target, source in zip(self._sums(), (out, lse), strict=True):
+                put_rows(target, joined, source=source)
         else:
             self._clear(fresh)
-            _merge_rows(known_out, known_lse, joined, out=out.to(self._dtype), lse=lse)
+            _merge_rows(*self._sums(), joined, out=out.to(self._dtype), lse=lse)
         self._known = union((*self._known, *rows))
 
     @property
@@ -214,10 +213,8 @@ class MergedAttention:
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Output in `dtype`, and logsumexp; 0 and -inf in rows that attended to no key."""
         missing = without(self._all, self._known)
-        if missing:
-            self._sums()
-            self._clear(missing)
-            self._known = self._all
+        self._clear(missing)
+        self._known = self._all
         assert self._out is not None and self._lse is not None
         return self._out.to(dtype), self._lse
 
@@ -232,10 +229,9 @@ class MergedAttention:
         return self._out, self._lse
 
     def _clear(self, ranges: Sequence[Range]) -> None:
-        assert self._out is not None and self._lse is not None
         for start, stop in ranges:
-            self._out[start:stop] = 0
-            self._lse[start:stop] = float("-inf")
+            out, lse = self._sums()
+            out[start:stop], lse[start:stop] = 0, float("-inf")
 
 
 def _merge_rows(known_out: Tensor, known_lse: Tensor, ranges: Sequence[Range], *, out: Tensor, lse: Tensor) -> None:
