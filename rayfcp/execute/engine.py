@@ -83,7 +83,7 @@ class RankEngine:
             RuntimeError: there is none.
         """
         if self._generation is None:
-            raise RuntimeError("the device is in no generation; join one first")
+            raise RuntimeError(f"{self.device} is in no generation; join one first")
         return self._generation
 
     @collective

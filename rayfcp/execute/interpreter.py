@@ -285,7 +285,7 @@ _SPAN_KINDS: dict[type, SpanKind] = {
     Forward: SpanKind.FORWARD,
     Backward: SpanKind.BACKWARD,
 }
-"""Of the instructions that take time."""
+"""Span kinds of the instructions that take time."""
 
 
 class _SpanRecord:

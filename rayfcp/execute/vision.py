@@ -67,7 +67,9 @@ def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
         ValueError: there is no source of images.
     """
     if images is None:
-        raise ValueError("encode: the program encodes images, but there is no source of them; give images=")
+        raise ValueError(
+            f"encode: microbatch {item.microbatch} encodes images, but there is no source of them; give images="
+        )
     read = [images.pixels(each.sequence, first=each.first, last=each.last) for each in item.images]
     if not read:
         return None

@@ -49,7 +49,7 @@ AttentionInterface.register(IMPLEMENTATION, _attend)
 
 def follow_context(layers: Mapping[int, nn.Module]) -> None:
     """Let each layer of a stage, by its number in the model, pass that number to its attention, and recompute its
-    activations in backward if the context of the call asks for it.
+    activations in backward if the context of the call says so.
 
     The recomputed layers are a property of stage and microbatch, the same on every rank, so that recomputed exchanges
     match.

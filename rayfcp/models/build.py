@@ -40,7 +40,7 @@ class Initializer:
         holders = {name: module for name, module in model.named_modules() if module._parameters or module._buffers}
         self._templates = {name: _alone(module) for name, module in holders.items()}
         self._families = {name: _innermost(name, families) for name in holders}
-        self._beside = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
+        self._mixed = {name for name in holders if any(other.startswith(f"{name}.") for other in holders)}
         # A tied matrix is drawn once, under its first name, which it has on every stage that holds it.
         self._drawn = {name for name, _ in model.named_parameters()}
 
@@ -64,8 +64,8 @@ class Initializer:
 
     def _draw(self, name: str, template: nn.Module) -> nn.Module:
         fresh = template.to_empty(device="cpu").float()
-        beside: list[Tensor] = list(fresh.parameters()) if name in self._beside else []
-        for tensor in beside:
+        own: list[Tensor] = list(fresh.parameters()) if name in self._mixed else []
+        for tensor in own:
             tensor.detach().fill_(torch.nan)
         for tensor in (*fresh.parameters(), *fresh.buffers()):
             tensor._is_hf_initialized = False  # type: ignore[attr-defined]
@@ -73,9 +73,9 @@ class Initializer:
             digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=7).digest()
             torch.manual_seed(int.from_bytes(digest, "big"))
             self._families[name]._init_weights(fresh)
-        if any(bool(tensor.isnan().any()) for tensor in beside):
+        if any(bool(tensor.isnan().any()) for tensor in own):
             raise ValueError(
-                f"{type(template).__name__} holds weights beside its submodules, which its family does not initialise"
+                f"{type(template).__name__} holds weights besides its submodules, which its family does not initialise"
             )
         return fresh
 

@@ -28,6 +28,12 @@ _REFUSED = {
 _SINK = re.compile(r"\bsinks?\b")
 """Attention parameters that receive attention weight instead of the keys."""
 
+_SAME_NAMES = (
+    *("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"),
+    *("tied_embeddings", "num_experts", "experts_per_token"),
+)
+"""Fields that mean the same in `ModelProfile` and `ArchitectureConfig`."""
+
 _SHAPE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -141,18 +147,9 @@ def _named(name: str) -> ArchitectureConfig:
         vision = FAMILIES[family].named(shape.vision)
     return ArchitectureConfig(
         model_type=family,
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        ffn_size=shape.ffn_size,
-        vocab_size=shape.vocab_size,
         max_positions=NAMED_POSITIONS,
-        tied_embeddings=shape.tied_embeddings,
-        num_experts=shape.num_experts,
-        experts_per_token=shape.experts_per_token,
         vision=vision,
+        **{name: getattr(shape, name) for name in _SAME_NAMES},
     )
 
 
@@ -192,7 +189,7 @@ def _from_architecture(shape: ArchitectureConfig, *, vocab_size: int) -> PreTrai
 
 
 def profile_of(config: PreTrainedConfig, *, name: str, freeze_vision: bool = False) -> ModelProfile:
-    """The model's shape for the cost model: that of the language model, and beside it the vision encoder's
+    """The model's shape for the cost model: that of the language model, and the vision encoder's
     (`freeze_vision`: not trained).
 
     The cost model knows gated MLPs, of 3 matrices `[ffn_size, hidden_size]`. For what a family has instead, `ffn_size`

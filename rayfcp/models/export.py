@@ -102,7 +102,7 @@ def export_checkpoint(config: Config, checkpoint: str | Path, *, out_dir: str | 
 
 
 def _copy_tokenizer(name: str, target: Path, *, is_processor: bool) -> None:
-    """Save the tokenizer, and copy the files that a processor has beside it."""
+    """Save the tokenizer, and copy the further files of a processor."""
     from transformers import AutoTokenizer
     from transformers.utils import cached_file
 

@@ -44,7 +44,7 @@ def make_library_model(config: PreTrainedConfig, *, attention: str | None = None
 
 
 def make_language_model(text: PreTrainedConfig) -> Any:
-    """A model by its `text_of`; without a head where the family has one only beside an encoder."""
+    """A model by its `text_of`; without a head where the family has one only with an encoder."""
     known = type(text) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto: Any = AutoModelForCausalLM if known else AutoModel
     return auto.from_config(text)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 BLOCK_BYTES = 64 << 20
-"""Read at a time, beside the parameters: little memory, large enough for full disk bandwidth."""
+"""Read at a time, in addition to the parameters: little memory, large enough for full disk bandwidth."""
 
 _OLD_TABLES = r"rotary_emb\.inv_freq$"
 """Tables that older releases stored, and that are computed."""

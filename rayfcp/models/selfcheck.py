@@ -148,7 +148,10 @@ def _packed(
         passed = model(passed, where, targets, context, placed=placed).squeeze(0)
     num_layers = sum(len(model.layers) for model in stages)
     if not math.isclose(context.stats.pairs, num_layers * shape.num_pairs):
-        raise ValueError("some of its layers do not use our attention, or not with their window")
+        raise ValueError(
+            "some of its layers do not use our attention, or not with their window: "
+            f"{context.stats.pairs:.0f} pairs computed, {num_layers} layers have {num_layers * shape.num_pairs:.0f}"
+        )
     return passed
 
 

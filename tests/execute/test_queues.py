@@ -77,7 +77,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
 def test_messages_run_beside_computations(device: Device) -> None:
     """Posted in their own queue, which the host does not wait for; computations come behind them from `wait` on."""
     transport = DistributedTransport(device)  # type: ignore[arg-type]
-    with transport.beside(after_compute=False):
+    with transport.message_stream(after_compute=False):
         pending = transport.post([(1, torch.zeros(1))], [(1, torch.zeros(1))])
     assert device.told == ["2 posted in messages", "messages waits for works", "event in messages"]
     pending.wait()
@@ -86,7 +86,7 @@ def test_messages_run_beside_computations(device: Device) -> None:
 
 def test_what_is_computed_is_waited_for_before_it_leaves(device: Device) -> None:
     transport = DistributedTransport(device)  # type: ignore[arg-type]
-    with transport.beside(after_compute=True):
+    with transport.message_stream(after_compute=True):
         transport.post([(1, torch.zeros(1))], [])
     transport.post([(1, torch.zeros(1))], [])  # from the queue of computations
     posted = ["messages waits for compute", "1 posted in messages", "messages waits for works", "event in messages"]

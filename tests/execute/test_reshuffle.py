@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match="query has 4 tokens and key 4, the reshuffle has 8"):
         attention(four, four, four, programs[0], reshuffle=shuffles[0], transport=transport, kernel=kernel)
     context = AttentionContext(program=make_schedule(programs[0]), transport=transport, kernel=kernel)
-    with pytest.raises(ValueError, match="reshuffle= beside a context"):
+    with pytest.raises(ValueError, match="the reshuffle of rank 0 is given with a context"):
         attention(four, four, four, context, reshuffle=shuffles[0])
     with pytest.raises(ValueError, match=r"query is torch\.float32, key torch\.float64"):
         attention(four, four.double(), four.double(), context)

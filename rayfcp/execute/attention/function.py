@@ -40,7 +40,7 @@ from rayfcp.values import FULL, LayerKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionContext:
-    """What a layer's attention needs besides its tensors; a keyword argument of the layer call.
+    """Arguments of a layer's attention besides its tensors; a keyword argument of the layer call.
 
     `program` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
     first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
@@ -165,7 +165,8 @@ def attention(
         )
     elif reshuffle is not None:
         raise ValueError(
-            "attention: reshuffle= beside a context; give the context make_schedule(program, reshuffle=...)"
+            f"attention: the reshuffle of rank {reshuffle.rank} is given with a context; give the context "
+            "make_schedule(program, reshuffle=...)"
         )
     _check_tokens(query, key, context=program)
     _check_shapes(query, key, value)
@@ -287,7 +288,7 @@ class _Pass:
         waits = not self._has_posted or any(message.payload is Payload.GRAD for message in step.sends)
         self._has_posted = True
         slots.complete(step.sends)
-        with context.transport.beside(after_compute=waits):
+        with context.transport.message_stream(after_compute=waits):
             leaving = [(message, slots.payload(message)) for message in step.sends]
             arriving = [(message, slots.allocate(message)) for message in step.receives]
             sends, receives = ([(message.peer, tensor) for message, tensor in each] for each in (leaving, arriving))

@@ -272,8 +272,8 @@ def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[Sch
 
 
 def _calls(attends: Sequence[Attend], *, head_share: float) -> Calls:
-    """As few calls as possible. Queries that attend to several ranges of keys go into several calls, so that a call
-    writes each of its rows once."""
+    """Group attends into as few calls as possible. Queries that attend to several ranges of keys go into several
+    calls, so that a call writes each of its rows once."""
     calls: list[list[Attend]] = []
     for attend in sorted(attends, key=lambda each: (each.query, each.slot)):
         for call in calls:

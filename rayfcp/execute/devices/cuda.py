@@ -107,7 +107,7 @@ class CudaBackend(DeviceBackend):
         return options
 
     def reserve_sms(self, communication_sms: int) -> None:
-        """cuBLAS leaves them alone, in releases of torch that can tell it to."""
+        """cuBLAS leaves them alone, in releases of torch that have the option."""
         set_carveout = getattr(torch._C, "_set_sm_carveout_experimental", None)
         if set_carveout is not None:
             set_carveout(communication_sms or None)

@@ -150,7 +150,7 @@ def set_reduce(module: nn.Module, reduce: bool) -> None:
 class HostWait:
     """Seconds that the host spent in gathers and reductions of shards, waiting for other ranks included.
 
-    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them. `progress` is told of waits.
+    Meaningful on CPUs, where these calls block; an accelerator's host only enqueues them. `progress` records waits.
     """
 
     def __init__(self, module: nn.Module, progress: StepProgress | None = None) -> None:

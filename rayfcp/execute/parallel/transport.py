@@ -50,9 +50,9 @@ class Transport(Protocol):
         """Start all; tensors must stay alive and untouched until `wait` returned."""
         ...
 
-    def beside(self, *, after_compute: bool) -> AbstractContextManager[None]:  # noqa: ARG002  hosts have no queues
-        """Context in which an accelerator packs and posts on the message stream, beside computation: behind what the
-        compute stream holds so far if `after_compute`, else behind earlier messages only."""
+    def message_stream(self, *, after_compute: bool) -> AbstractContextManager[None]:  # noqa: ARG002  hosts have no queues
+        """Context in which an accelerator packs and posts on the message stream, concurrently with computation: behind
+        all that the compute stream holds if `after_compute`, else behind earlier messages only."""
         return nullcontext()
 
 
@@ -89,7 +89,7 @@ class _Enqueued:
 class DistributedTransport(Transport):
     """Batched point-to-point messages on one warmed group that holds all ranks (gloo, nccl, hccl).
 
-    Rank r of the programs is rank r of the group; `progress` is told of waits.
+    Rank r of the programs is rank r of the group; `progress` records waits.
 
     The group is held weakly, so that it is freed when its owner destroys it, even if a transport is left: threads of a
     gloo group that is alive when Python exits may abort the process.
@@ -102,7 +102,7 @@ class DistributedTransport(Transport):
         self._stream = None if self._streams is None else self._streams.Stream()
 
     @contextmanager
-    def beside(self, *, after_compute: bool) -> Iterator[None]:
+    def message_stream(self, *, after_compute: bool) -> Iterator[None]:
         """See `Transport`."""
         if self._streams is None or self._stream is None:
             yield
@@ -115,7 +115,9 @@ class DistributedTransport(Transport):
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
         group = self._group()
         if group is None:
-            raise ValueError("transport: its process group is destroyed; make a new transport of a live group")
+            raise ValueError(
+                f"transport of rank {self.rank}: its process group is destroyed; make a new transport of a live group"
+            )
         operations = [
             dist.P2POp(kind, tensor, group=group, group_peer=peer)
             for kind, envelopes in ((dist.isend, sends), (dist.irecv, receives))
@@ -123,7 +125,7 @@ class DistributedTransport(Transport):
         ]
         if self._streams is None:
             return _Works(dist.batch_isend_irecv(operations) if operations else [], self._progress)
-        with self.beside(after_compute=self._streams.current_stream() != self._stream):
+        with self.message_stream(after_compute=self._streams.current_stream() != self._stream):
             return _Enqueued(dist.batch_isend_irecv(operations) if operations else [], self._streams.Event())
 
 
@@ -203,7 +205,7 @@ class InProcessTransport(Transport):
 
 @dataclass(slots=True)
 class AttentionStats:
-    """What attention did in one global batch: bytes sent to other ranks, (query, key) pairs computed (both
+    """Attention of one global batch: bytes sent to other ranks, (query, key) pairs computed (both
     directions, all layers, in pairs of all heads), waits for messages. `buffers`: memory of messages."""
 
     bytes_sent: int = 0

@@ -58,7 +58,7 @@ class _Copy:
                 raw = self.buffer[entry.start_byte : entry.start_byte + entry.num_bytes]
                 whole = raw.view(_DTYPES[entry.itemsize]).reshape(entry.box.sizes)
                 return np.array(whole[slices_of(box, within=entry.box)], order="C")
-        raise ValueError(f"{_label(self.header)} lacks {kind} of {name} at {box}; ask for parts of its entries")
+        raise ValueError(f"{_label(self.header)} lacks {kind} of {name} at {box}; request parts of its entries")
 
 
 def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:

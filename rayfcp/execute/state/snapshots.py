@@ -96,7 +96,7 @@ class Source:
 class Snapshots:
     """Copies a sharded module and its optimizer to `copies`, between two updates.
 
-    On accelerators a copy runs on its own stream beside the next step. That stream waits for the update before it, and
+    On accelerators a copy runs on its own stream during the next step. That stream waits for the update before it, and
     the next update waits for the copy (`hold_update`): the parameters must not change under it. `seconds`: time that
     steps spent here since the caller last reset it.
     """
@@ -216,7 +216,9 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
     """
     states = {source.header.state for source in sources}
     if len(states) != 1:
-        raise ValueError(f"copies are of {len(states)} states {sorted(states)}, must be of one; ask for one state only")
+        raise ValueError(
+            f"copies are of {len(states)} states {sorted(states)}, must be of one; pass copies of one state only"
+        )
     held: dict[tuple[str, str], dict[Box, _Holder]] = defaultdict(dict)
     for at, source in enumerate(sources):
         for entry in source.header.entries:
