@@ -90,13 +90,7 @@ class Passes:
     """
 
     def __init__(
-        self,
-        program: RankProgram,
-        model: StageModule,
-        *,
-        pipes: Pipes | None,
-        loss_scale: float,
-        device: torch.device,
+        self, program: RankProgram, model: StageModule, *, pipes: Pipes | None, loss_scale: float, device: torch.device
     ) -> None:
         self._model, self._pipes, self._loss_scale, self._device = model, pipes, loss_scale, device
         self._is_first, self._is_last = program.stage == 0, program.stage == program.num_stages - 1
@@ -210,12 +204,7 @@ class Interpreter:
         self._clock = backend_of(self._device).clock(clock)
 
     def run(
-        self,
-        program: RankProgram,
-        tokens: TokenSource,
-        *,
-        images: ImageSource | None = None,
-        loss_scale: float = 1.0,
+        self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
     ) -> Execution:
         """Run all instructions in order; parameters' gradients accumulate. `images`: needed if the program encodes any,
         or positions have several axes.

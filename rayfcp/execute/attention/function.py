@@ -181,11 +181,7 @@ def _by_heads(
 ) -> Tensor:
     """Ulysses: gather this position's heads of all tokens of the group, attend, scatter."""
     heads = HeadExchange(
-        schedule.program,
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        transport=context.transport,
-        stats=context.stats,
+        schedule.program, heads=query.shape[1], kv_heads=key.shape[1], transport=context.transport, stats=context.stats
     )
     gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
     parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)

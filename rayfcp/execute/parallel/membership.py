@@ -203,12 +203,7 @@ class Membership:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        start_timeout_s: float,
-        collective_timeout_s: float,
-        communication_sms: int = 0,
+        self, device: torch.device, *, start_timeout_s: float, collective_timeout_s: float, communication_sms: int = 0
     ) -> None:
         self._device, self._communication_sms = device, communication_sms
         self._start_timeout_s, self._collective_timeout_s = start_timeout_s, collective_timeout_s

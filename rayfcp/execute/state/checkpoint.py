@@ -117,9 +117,5 @@ def load(folder: Path, module: nn.Module, *, optimizer: torch.optim.Optimizer, g
     except dcp.api.CheckpointException as error:
         raise ValueError(f"checkpoint {os.fspath(folder)} does not fit this model; {error}") from error
     set_state_dict(
-        module,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-        options=_BY_NAME,
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_BY_NAME
     )

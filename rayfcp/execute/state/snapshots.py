@@ -102,12 +102,7 @@ class Snapshots:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        position: MeshPosition,
-        copies: HeldCopies,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, *, position: MeshPosition, copies: HeldCopies
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = position
@@ -257,11 +252,7 @@ def _common_scalars(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def _allocate_state(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    held: Iterable[tuple[str, str]],
-    *,
-    scalars: dict[str, float],
+    module: nn.Module, optimizer: torch.optim.Optimizer, held: Iterable[tuple[str, str]], *, scalars: dict[str, float]
 ) -> None:
     """Give the optimizer memory for the kinds of state in `held`, and set its scalars."""
     optimizer.state.clear()
