@@ -55,7 +55,7 @@ def test_models(case: Case) -> None:
                 )
                 tokens, positions, targets = tokens_of(case, theirs[rank])
                 model = models[rank]
-                loss = model.run(tokens, positions=positions, targets=targets, attention=context)
+                loss = model(tokens, positions, targets, context)
                 (loss / case.num_targets).backward()
                 losses[rank] += float(loss.detach()) / case.num_targets
 
