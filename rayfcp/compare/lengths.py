@@ -96,7 +96,9 @@ def _drawn(name: str, count: int, *, max_seqlen: int, seed: int, model: ModelPro
         pick(word, (*DISTRIBUTIONS, *VIDEOS), what="distribution")
         if word in VIDEOS:
             if model is None:
-                raise ValueError(f"{word} is a set of videos, which need a model that sees; name text, as dist:github")
+                raise ValueError(
+                    f"{word} is a set of videos, which need a vision-language model; name text, as dist:github"
+                )
             frames = frames_of(model, per_second=_rate(rate) if rate else IMAGES_PER_SECOND)
             return VIDEOS[word].sample(count, frames=frames, max_seqlen=max_seqlen, seed=seed)
         if rate:

@@ -102,14 +102,15 @@ def attention_half_tokens(points: Points) -> float:
     return min(per_token_s / per_pair_s, MAX_HALF_TOKENS) if per_pair_s > 0 else 0.0
 
 
-def _solve(features: npt.ArrayLike, seconds: npt.ArrayLike, measured_s: npt.ArrayLike | None = None) -> Floats:
+def _solve(features: npt.ArrayLike, seconds: npt.ArrayLike, measured_s: npt.ArrayLike | None = None) -> list[float]:
     """Non-negative coefficients of `features` (rows of passes) that explain `seconds`, of passes that took `measured_s`
     in all (absent: `seconds`), with the least squares of errors relative to these."""
     rows, wanted = np.asarray(features, np.float64), np.asarray(seconds, np.float64)
     whole = wanted if measured_s is None else np.asarray(measured_s, np.float64)
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
     solution, _ = nnls(rows / scale / whole[:, None], wanted / whole)
-    return np.asarray(solution / scale)
+    coefficients: list[float] = (solution / scale).tolist()
+    return coefficients
 
 
 MANY = 16

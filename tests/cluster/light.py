@@ -3,7 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +109,14 @@ def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = Ligh
 
 
 def copies_at(holders: Mapping[str, Any]) -> list[Source]:
-    """Complete copies that these workers or snapshot stores hold, by names of theirs."""
+    """Complete copies that these workers or snapshot stores hold, by names of theirs; the dead hold none."""
     calls = {id: holder.headers.remote() for id, holder in holders.items()}
-    return [
-        Source(header=header, holder=holders[id], holder_id=id)
-        for id, call in calls.items()
-        for header in ray.get(call, timeout=PATIENCE_S)
-    ]
+    found: list[Source] = []
+    for id, call in calls.items():
+        with suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
+            headers = ray.get(call, timeout=PATIENCE_S)
+            found += [Source(header=header, holder=holders[id], holder_id=id) for header in headers]
+    return found
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def test_images_need_a_model_that_sees(tmp_path: Path) -> None:
     for source in ("dist:msrvtt", "dist:openvid@2"):
         with pytest.raises(ConfigError, match="no vision encoder, which videos need"):
             draw(source, model="qwen3-8b")
-        with pytest.raises(ConfigError, match="set of videos, which need a model that sees"):
+        with pytest.raises(ConfigError, match="set of videos, which need a vision-language model"):
             draw(source, model=None)
 
 

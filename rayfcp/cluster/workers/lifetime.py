@@ -6,6 +6,7 @@ import threading
 import weakref
 from pathlib import Path
 
+import ray
 from ray.util.placement_group import get_current_placement_group, remove_placement_group
 
 from rayfcp.config import Config
@@ -38,7 +39,8 @@ class OrphanWatch:
 
     def __init__(self, orphan_s: float) -> None:
         self._called = False
-        self.group = get_current_placement_group()
+        # Outside of Ray the question alone would start Ray, or look for a cluster that is gone.
+        self.group = get_current_placement_group() if ray.is_initialized() else None
         looks = threading.Thread(target=_look, args=[weakref.ref(self), orphan_s / TICKS], daemon=True)
         looks.name = "orphan watch"
         looks.start()
