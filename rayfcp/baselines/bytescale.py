@@ -58,9 +58,8 @@ def _candidates(
         if count > last:
             break
         least = min(budget_tokens, -(-num_tokens // (count * cluster.num_ranks)))
-        for unit in sorted(
-            {int(each) for each in np.geomspace(least, budget_tokens, NUM_UNITS).round()} | {budget_tokens}
-        ):
+        units = {int(each) for each in np.geomspace(least, budget_tokens, NUM_UNITS).round()}
+        for unit in sorted(units | {budget_tokens}):
             drafts = _spread(batch, unit=unit, count=count, cluster=cluster, cost=cost)
             if drafts is not None:
                 last = min(last, count + max_more)
@@ -87,16 +86,14 @@ def _spread(batch: Columns, *, unit: int, count: int, cluster: ClusterSpec, cost
         range(num_long, len(batch.ids)),
         batch.num_tokens,
         work_s=batch.compute_s,
-        loads_s=[-ring_s[number] for number in ranks],  # a rank beside a long ring has that much time to spare
+        loads_s=[-ring_s[number] for number in ranks],  # time to spare until the ring of its microbatch finishes
         budget_tokens=cluster.max_tokens_per_rank,
     )
     if packed is None:
         return None
-    members: dict[int, list[int]] = {}
-    for at, rank in packed.items():
-        members.setdefault(rank, []).append(at)
-    for rank in sorted(members):
-        drafts[ranks[rank]].append(Draft(members=tuple(members[rank]), degree=1))
+    for number, members in zip(ranks, packed, strict=True):
+        if members:
+            drafts[number].append(Draft(members=tuple(members), degree=1))
     return [each for each in drafts if each]
 
 

@@ -9,10 +9,10 @@ the least that memory permits.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from rayfcp.baselines.static_cp import least_loaded
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import Columns, Draft, assemble, columns_of
@@ -67,24 +67,13 @@ def _packings(batch: Columns, numbers: Sequence[int], *, budget_tokens: int) -> 
     for number in (*numbers, *range(numbers[-1] + 1, len(batch.ids) + 1)):
         if found and number > numbers[-1]:
             break
-        parts = _longest_first(batch.num_tokens, number, budget_tokens=budget_tokens)
+        lengths = batch.num_tokens
+        parts = least_loaded(
+            range(len(lengths)), lengths, work_s=lengths, loads_s=[0] * number, budget_tokens=budget_tokens
+        )
         if parts is not None:
             found = True
-            yield parts
-
-
-def _longest_first(lengths: Sequence[int], number: int, *, budget_tokens: int) -> list[list[int]] | None:
-    """Positions in each of at most `number` microbatches; None if one would hold more than `budget_tokens` tokens."""
-    held = [(0, index) for index in range(number)]
-    heapify(held)
-    parts: list[list[int]] = [[] for _ in range(number)]
-    for at, length in enumerate(lengths):
-        tokens, index = heappop(held)
-        if tokens + length > budget_tokens:
-            return None
-        parts[index].append(at)
-        heappush(held, (tokens + length, index))
-    return [part for part in parts if part]
+            yield [part for part in parts if part]
 
 
 INFO = StrategyInfo(name="dapple", propose=propose, needs_stages=True)

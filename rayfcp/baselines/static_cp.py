@@ -21,6 +21,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,14 +68,8 @@ def of_one_degree(
     work_s = [batch.compute_s[at] for at in members]
     order = sorted(range(len(lengths)), key=lambda at: -work_s[at])
     balanced = least_loaded(order, lengths, work_s=work_s, loads_s=[0.0] * num_groups, budget_tokens=budget_tokens)
-    ways: list[list[list[int]] | None] = [None]
-    if balanced is not None:
-        packs: list[list[int]] = [[] for _ in range(num_groups)]
-        for at, index in balanced.items():
-            packs[index].append(at)
-        ways = [packs]
     owners = best_fit_decreasing(lengths, capacity_tokens=budget_tokens, max_bins=num_groups)
-    ways.append(bins_of(owners) if owners is not None else None)
+    ways = [balanced, bins_of(owners) if owners is not None else None]
     return [
         [Draft(members=tuple(members[at] for at in each), degree=degree, primitive=primitive) for each in way if each]
         for way in ways
@@ -89,13 +84,13 @@ def least_loaded(
     work_s: Sequence[float],
     loads_s: Sequence[float],
     budget_tokens: int,
-) -> dict[int, int] | None:
-    """Bin of each sequence: in `order`, each goes to the bin with the least load (`loads_s` at first) whose budget
+) -> list[list[int]] | None:
+    """Positions in each bin: in `order`, each goes to the bin with the least load (`loads_s` at first) whose budget
     holds it; None if one fits nowhere."""
     heap = [(load_s, index) for index, load_s in enumerate(loads_s)]
     heapify(heap)
     left_tokens = [budget_tokens] * len(heap)
-    bins: dict[int, int] = {}
+    bins: list[list[int]] = [[] for _ in heap]
     for at in order:
         passed = []
         while heap and left_tokens[heap[0][1]] < lengths[at]:
@@ -103,9 +98,11 @@ def least_loaded(
         if not heap:
             return None
         load_s, index = heappop(heap)
-        bins[at] = index
+        bins[index].append(at)
         left_tokens[index] -= lengths[at]
-        for each in [*passed, (load_s + work_s[at], index)]:
+        if left_tokens[index]:
+            passed.append((load_s + work_s[at], index))
+        for each in passed:
             heappush(heap, each)
     return bins
 
@@ -230,9 +227,7 @@ class _Search:
 
     def dealt(self, owners: Owners) -> tuple[MicrobatchPlan, ...]:
         """Packs of like time side by side: the longest of all groups in one microbatch, and so on."""
-        packs: list[list[int]] = [[] for _ in range(max(owners) + 1)]
-        for at, owner in enumerate(owners):
-            packs[owner].append(at)
+        packs = bins_of(owners)
         seconds = self._seconds(owners)[0]
         order = sorted(range(len(packs)), key=lambda index: (-seconds[index], packs[index]))
         drafts = [
@@ -267,7 +262,13 @@ class _Search:
             loads_s=[0.0] * num_packs,
             budget_tokens=self.budget_tokens,
         )
-        return None if bins is None else [bins[at] for at in range(len(order))]
+        if bins is None:
+            return None
+        owners = [0] * len(order)
+        for index, members in enumerate(bins):
+            for at in members:
+                owners[at] = index
+        return owners
 
     def _least_s(self, count: int) -> float:
         """At most the seconds of any plan of `count` microbatches at this degree: all groups share all work, and
@@ -321,59 +322,46 @@ def _work_s(terms: Terms, *, pairs: Floats, tokens: Floats) -> Floats:
     )
 
 
-def static_in_stages(
+def static_proposal(
     sequences: Sequence[SequenceSpec],
+    degrees: Sequence[int],
     *,
-    degrees: Iterable[int],
     primitive: Primitive,
     cluster: ClusterSpec,
     cost: CostModel,
     options: PlanConfig,
+    what: str,
 ) -> Proposal | None:
-    """The best over all degrees and a few microbatch counts; None if at no degree a group holds the longest sequence.
+    """The best over all degrees and, over stages, a few microbatch counts; None if at no degree a group holds the
+    longest sequence. `what` describes the degree in the reason.
 
     As in Megatron-LM one number of layers is recomputed on every stage, the least that memory permits.
 
     Raises:
-        InfeasiblePlanError: none fits the memory of all stages.
+        InfeasiblePlanError: No degree fits the memory of all stages.
     """
+    given: dict[str, Any] = {"primitive": primitive, "cluster": cluster, "options": options}
+    if cluster.num_stages == 1:
+        best = best_static(columns_of(sequences, cost=cost), degrees=degrees, cost=cost, **given)
+        if best is None:
+            return None
+        reason = f"degree {best.degree} {what} of {best.num_packings} ways to pack the batch"
+        return Proposal(microbatches=best.microbatches, reason=reason)
     from rayfcp.plan.pipeline.batch_level import best_pipeline
 
     longest = max(sequence.num_tokens for sequence in sequences)
     fitting = [degree for degree in degrees if longest <= degree * cluster.max_tokens_per_rank]
     if not fitting:
         return None
-    found = best_pipeline(
-        _staged_candidates(sequences, fitting, primitive=primitive, cluster=cluster, cost=cost, options=options),
-        sequences,
-        cluster=cluster,
-        cost=cost,
-    )
-    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
-
-
-def _staged_candidates(
-    sequences: Sequence[SequenceSpec],
-    degrees: Iterable[int],
-    *,
-    primitive: Primitive,
-    cluster: ClusterSpec,
-    cost: CostModel,
-    options: PlanConfig,
-) -> Iterator[Proposal]:
     whole = as_if_whole(cost, num_stages=cluster.num_stages)
-    batch = columns_of(sequences, cost=whole)
-    for degree in degrees:
-        for microbatches in dealt_into(
-            batch,
-            degree=degree,
-            primitive=primitive,
-            counts=counts(sequences, cluster=cluster),
-            cluster=cluster,
-            cost=whole,
-            options=options,
-        ):
-            yield Proposal(microbatches=microbatches, reason=f"degree {degree} is the best static one")
+    batch, sizes = columns_of(sequences, cost=whole), counts(sequences, cluster=cluster)
+    candidates = (
+        Proposal(microbatches=microbatches, reason=f"degree {degree} is the best static one")
+        for degree in fitting
+        for microbatches in dealt_into(batch, degree=degree, counts=sizes, cost=whole, **given)
+    )
+    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost)
+    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
 
 
 def propose(
@@ -382,29 +370,19 @@ def propose(
     """The cheapest degree; N itself always holds the longest sequence.
 
     Raises:
-        InfeasiblePlanError: stages do not have the memory.
+        InfeasiblePlanError: Stages do not have the memory.
     """
-    degrees = divisors(cluster.num_ranks)
-    if cluster.num_stages > 1:
-        staged = static_in_stages(
-            sequences, degrees=degrees, primitive=Primitive.RING, cluster=cluster, cost=cost, options=options
-        )
-        assert staged is not None
-        return staged
-    batch = columns_of(sequences, cost=cost)
-    found = best_static(
-        batch,
-        degrees=degrees,
+    found = static_proposal(
+        sequences,
+        divisors(cluster.num_ranks),
         primitive=Primitive.RING,
         cluster=cluster,
         cost=cost,
         options=options,
+        what="is the best static one",
     )
     assert found is not None
-    return Proposal(
-        microbatches=found.microbatches,
-        reason=f"degree {found.degree} is the best static one of {found.num_packings} ways to pack the batch",
-    )
+    return found
 
 
 INFO = StrategyInfo(name="static-cp", propose=propose, primitive=Primitive.RING)

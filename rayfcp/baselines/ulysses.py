@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rayfcp.baselines.static_cp import best_static, divisors, static_in_stages
+from rayfcp.baselines.static_cp import divisors, static_proposal
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
 from rayfcp.plan.assembly import columns_of
@@ -25,53 +25,31 @@ def propose(
     """The cheapest degree that heads permit.
 
     Raises:
-        InfeasiblePlanError: the longest sequence does not fit the largest group
-            that heads and ranks permit.
+        InfeasiblePlanError: The longest sequence does not fit the largest group that heads and ranks permit.
     """
-    batch = columns_of(sequences, cost=cost)
     degrees = [
         degree
         for degree in divisors(cluster.num_ranks)
         if np.isfinite(cost.terms(degree, primitive=Primitive.ULYSSES)[0].moved_s)
     ]
-    proposal = _best(sequences, degrees, cluster=cluster, cost=cost, options=options)
-    if proposal is None:
-        budget_tokens = cluster.max_tokens_per_rank
+    found = static_proposal(
+        sequences,
+        degrees,
+        primitive=Primitive.ULYSSES,
+        cluster=cluster,
+        cost=cost,
+        options=options,
+        what="over heads is the best",
+    )
+    if found is None:
+        batch, budget_tokens = columns_of(sequences, cost=cost), cluster.max_tokens_per_rank
         raise InfeasiblePlanError(
             f"sequence {batch.ids[0]} has {batch.num_tokens[0]} tokens, the largest Ulysses group holds "
             f"{degrees[-1] * budget_tokens} ({degrees[-1]} ranks of {budget_tokens} tokens: the degree must divide "
             f"{cost.num_heads} heads, agree with {cost.num_kv_heads} key/value heads and "
             f"divide {cluster.num_ranks} ranks); lower data.max_seqlen, add memory, or use a strategy of rings"
         )
-    return proposal
-
-
-def _best(
-    sequences: Sequence[SequenceSpec],
-    degrees: Sequence[int],
-    *,
-    cluster: ClusterSpec,
-    cost: CostModel,
-    options: PlanConfig,
-) -> Proposal | None:
-    if cluster.num_stages > 1:
-        return static_in_stages(
-            sequences, degrees=degrees, primitive=Primitive.ULYSSES, cluster=cluster, cost=cost, options=options
-        )
-    found = best_static(
-        columns_of(sequences, cost=cost),
-        degrees=degrees,
-        primitive=Primitive.ULYSSES,
-        cluster=cluster,
-        cost=cost,
-        options=options,
-    )
-    if found is None:
-        return None
-    return Proposal(
-        microbatches=found.microbatches,
-        reason=f"degree {found.degree} over heads is the best of {found.num_packings} ways to pack the batch",
-    )
+    return found
 
 
 INFO = StrategyInfo(name="ulysses", propose=propose, primitive=Primitive.ULYSSES)
