@@ -24,7 +24,7 @@ from rayfcp.execute.kernels import pick_kernel
 from rayfcp.values import InfeasiblePlanError, ModelProfile
 
 SDPA_TOKENS = 16384
-"""Up to which the library's own mask of packed documents, [tokens, tokens], is tried."""
+"""Most tokens with which the library's own mask of packed documents, [tokens, tokens], is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class BaselineSystem:
         return f"{self.attention}, weights in {self.weights}, loss in {self.loss}"
 
 
-def rivals_of(device: torch.device) -> tuple[BaselineSystem, ...]:
-    """Weights in fp32 first: they are halved in place. flash-attn where it is installed."""
+def baselines_of(device: torch.device) -> tuple[BaselineSystem, ...]:
+    """Baselines on the device, weights in fp32 first, since they are halved in place; flash-attn if installed."""
     flash = ["flash_attention_2"] if device.type == "cuda" and importlib.util.find_spec("flash_attn") else []
     found = [BaselineSystem(attention="sdpa", weights="float32", loss="library", max_tokens=SDPA_TOKENS)]
     for weights in ("float32", "bfloat16"):
@@ -77,21 +77,21 @@ def compared(bench: Bench, name: str) -> list[Found]:
         found = [_ours(bench, rank, model=model, pack=pack, peak=peak) for pack in packs]
     tokens_of = random_rows(every, vocab_size=model.vocab_size, seed=config.run.seed)
     trainer = PlainTrainer(config, library, device=bench.device)
-    for rival in rivals_of(bench.device):
-        if rival.weights == "bfloat16":
+    for baseline in baselines_of(bench.device):
+        if baseline.weights == "bfloat16":
             trainer.halve()
         for row, pack in zip(found, packs, strict=True):
-            if rival.max_tokens is None or pack.num_tokens <= rival.max_tokens:
-                bench.log(f"{model.name}: {pack.num_tokens} tokens, plain, {rival.name}")
+            if baseline.max_tokens is None or pack.num_tokens <= baseline.max_tokens:
+                bench.log(f"{model.name}: {pack.num_tokens} tokens, plain, {baseline.name}")
                 steps = partial(
                     trainer.run,
                     [tokens_of[number] for number in pack.rows],
-                    attention=rival.attention,
-                    loss=rival.loss,
+                    attention=baseline.attention,
+                    loss=baseline.loss,
                     recomputed_layers=row["recomputed_layers"],
                     steps=bench.sizes.steps,
                 )
-                row["plain"][rival.name] = _rates(bench, steps, model=model, pack=pack, peak=peak)
+                row["plain"][baseline.name] = _rates(bench, steps, model=model, pack=pack, peak=peak)
     return found
 
 
@@ -113,7 +113,7 @@ def _ours(bench: Bench, rank: Alone, *, model: ModelProfile, pack: Pack, peak: f
 
 
 def _recomputed(bench: Bench, model: ModelProfile, *, num_tokens: int) -> int:
-    """The fewest layers with which the tokens fit; all, where they do not: the attempt will tell."""
+    """Fewest recomputed layers with which the tokens fit; all, where they do not: the attempt will show it."""
     memory = backend_of(bench.device).total_memory_bytes(bench.device)
     try:
         return fewest_recomputed(model, num_tokens=num_tokens, memory_bytes=memory, dtype=bench.sizes.dtype)

@@ -2,7 +2,7 @@
 
 One pass of attention over all tokens, forward and backward, of one layer: the model's linear layers, parameters and
 fixed costs are taken away, and all that is left is simulated. A batch has `--tokens-per-rank` for each rank, which
-may hold `ROOM` times as many, so that no contender is bound by memory.
+may hold `ROOM` times as many, so that no system is bound by memory.
 
 `mfu` is normalised to one kernel as in the paper: the seconds that kernels over whole sequences would take, shared out
 over all ranks without loss, over the seconds simulated.
@@ -48,7 +48,7 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all contenders are given. `setting` is that of every plan: nothing recomputed, one reduction."""
+    """Inputs of all systems. `setting` is that of every plan: nothing recomputed, one reduction."""
 
     model: ModelProfile
     hardware: HardwareProfile
@@ -204,14 +204,14 @@ def mean(trials: Sequence[Trial]) -> Trial:
 
 def lead(by_name: Mapping[str, float]) -> dict[str, Any]:
     """`flex-block` over the best and the worst of `BASELINES`, which these are."""
-    rivals = {name: by_name[name] for name in BASELINES}
-    best, worst = max(rivals, key=rivals.__getitem__), min(rivals, key=rivals.__getitem__)
+    baselines = {name: by_name[name] for name in BASELINES}
+    best, worst = max(baselines, key=baselines.__getitem__), min(baselines, key=baselines.__getitem__)
     own = by_name["flex-block"]
     return {
         "best": best,
-        "over_best": own / rivals[best],
+        "over_best": own / baselines[best],
         "worst": worst,
-        "over_worst": own / rivals[worst],
+        "over_worst": own / baselines[worst],
     }
 
 

@@ -6,9 +6,9 @@
 
 Simulated MFU of attention, forward and backward together (`--forward`: of forward alone), relative to one kernel's on
 the same sequences, means over batches. `wlb` is the better of ring and bytescale by prediction. `over best`, `over
-worst`: how many times higher flex-block's MFU is than that of the best and the worst of the four rivals, which are
+worst`: how many times higher flex-block's MFU is than that of the best and the worst of the four baselines, which are
 named.
-`priced`: rivals whose figure is the cost model's, since they are too large to simulate.
+`priced`: baselines whose figure is the cost model's, since they are too large to simulate.
 """
 
 import sys
@@ -67,11 +67,11 @@ def _row(args: Any, source: str, num_ranks: int, rank_tokens: int) -> dict[str, 
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:
-    lines = ["paper: 1.13 to 2.21 times the rivals' MFU"]
+    lines = ["paper: 1.13 to 2.21 times the baselines' MFU"]
     for num_ranks in sorted({row["ranks"] for row in rows}):
         same = [row for row in rows if row["ranks"] == num_ranks]
         best, worst = (min(row[key] for row in same) for key in ("over_best", "over_worst"))
-        lines.append(f"{num_ranks} ranks: at least {best:.2f} times the best rival, {worst:.2f} times the worst")
+        lines.append(f"{num_ranks} ranks: at least {best:.2f} times the best baseline, {worst:.2f} times the worst")
     return "\n".join(lines) + "\n"
 
 

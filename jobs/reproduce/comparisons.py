@@ -1,4 +1,4 @@
-"""The contenders of Flexible Context Parallelism (section 6) on the same batches, and ours.
+"""The systems compared in Flexible Context Parallelism (section 6) on the same batches, and ours.
 
 The paper's baselines pack as is standard, by length alone, with their degree tuned (sections 6.1, A.3). `tuned` is a
 baseline that the paper does not have: the same static schemes with packs balanced by time.
@@ -16,8 +16,8 @@ STRATEGIES = ("static-cp", "ulysses", "flex-ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """Simulated figures of all contenders, means over batches; `*_plan` is the plan of the first batch."""
+class ComparedSystems:
+    """Simulated figures of all systems, means over batches; `*_plan` is the plan of the first batch."""
 
     megatron: Entry
     deepspeed: Entry
@@ -36,27 +36,27 @@ class Contest:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Iteration seconds by contender."""
+        """Iteration seconds by system."""
         return {name: _seconds(getattr(self, name)) for name in ("megatron", "deepspeed", "stages", "tuned", "joint")}
 
     @property
     def tokens_per_s(self) -> dict[str, float]:
-        """Tokens a second of a device, by contender."""
+        """Tokens a second of a device, by system."""
         return {name: getattr(self, name).tokens_per_s_per_rank for name in self.seconds}
 
 
-def compared(inputs: Inputs) -> Contest:
-    """Two comparisons: as in the paper, and with all of ours.
+def compared(inputs: Inputs) -> ComparedSystems:
+    """Make two comparisons: as in the paper, and with all of ours.
 
     Raises:
         ConfigError: inputs that cannot be used.
-        InfeasiblePlanError: a contender has no plan.
+        InfeasiblePlanError: a system has no plan.
     """
     paper = compare(dataclasses.replace(inputs, strategies=STRATEGIES, packing="bfd", degrees="dp"))
     ours = compare(dataclasses.replace(inputs, strategies=STRATEGIES))
     megatron, deepspeed, stages = paper.entries
     plans, our_plans = _plans(paper), _plans(ours)
-    return Contest(
+    return ComparedSystems(
         megatron=megatron,
         deepspeed=deepspeed,
         stages=stages,

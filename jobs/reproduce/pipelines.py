@@ -1,4 +1,4 @@
-"""The contenders of InfiniPipe (section 5) on the same batches.
+"""The systems compared in InfiniPipe (section 5) on the same batches.
 
 Megatron-LM is `static-cp` with the best of several degrees of tensor parallelism, DeepSpeed is `ulysses`; both pack by
 time, a stronger baseline than the paper's. Pipelines have `stages` stages, all others take every device as a rank.

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from comparisons import Contest, compared
+from comparisons import ComparedSystems, compared
 from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 MODELS = ("qwen3-1.7b", "qwen3-4b", "qwen3-8b", "llama3.2-1b", "llama3.2-3b", "llama3-8b")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(args.json, args=args, rows=rows)
 
 
-def _row(found: Contest, *, model: str, source: str) -> dict[str, Any]:
+def _row(found: ComparedSystems, *, model: str, source: str) -> dict[str, Any]:
     best_s, seconds = found.best_baseline_s, found.seconds
     return {
         "model": model,

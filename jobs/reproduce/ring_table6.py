@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from comparisons import Contest, compared
+from comparisons import ComparedSystems, compared
 from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, table, write_json
 
 from rayfcp.values import BatchPlan, MicrobatchPlan
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write_json(args.json, args=args, rows=rows)
 
 
-def _rows(found: Contest, *, source: str) -> list[dict[str, Any]]:
+def _rows(found: ComparedSystems, *, source: str) -> list[dict[str, Any]]:
     return [
         {
             "case": lengths_name(source),

@@ -1,4 +1,4 @@
-"""What holds for every rival: any ranks, any batch, a plan that the validator accepts or a named reason."""
+"""Properties of every baseline: any ranks, any batch, a plan that the validator accepts or a named reason."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a run with faults must end with: the undisturbed run's steps, the right metrics, and nothing left behind."""
+"""Checks of a run with faults: it ends with the undisturbed run's steps, the right metrics, and nothing left behind."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rayfcp.telemetry.serving import SD_FILE
 from rayfcp.values import StepReport
-from tests.chaos.census import all_actors, is_running, listening_ports, named_actors, reservations
+from tests.chaos.leftovers import all_actors, is_running, listening_ports, named_actors, reservations
 from tests.chaos.reference import Wanted
 from tests.waiting import PATIENCE_S
 
@@ -28,7 +28,7 @@ POLL_S = 0.1
 
 
 def assert_steps(found: Sequence[StepReport], want: Sequence[Wanted], *, losses: bool = True) -> None:
-    """No step missing or twice, the same samples in each, and, to rounding, the same losses."""
+    """Check that no step is missing or done twice, that samples are the same and, to rounding, losses too."""
     steps = [report.step for report in found]
     assert steps == [report.step for report in want], steps
     assert [report.samples_hash for report in found] == [report.samples_hash for report in want]
@@ -56,8 +56,8 @@ def assert_gradients_after(steps: Iterable[int], found: Sequence[StepReport], *,
 
 
 class Audience:
-    """A watcher of a run that keeps what it says, and the metrics that it served last. After a controller was lost its
-    successor goes on counting."""
+    """A watcher of a run that keeps its log lines and the metrics that it served last. After the loss of a controller
+    its successor continues the counters."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self._run_dir = Path(run_dir)
@@ -72,7 +72,7 @@ class Audience:
         self.look()
 
     def look(self) -> None:
-        """At the run's own endpoint."""
+        """Fetch the metrics from the run's own endpoint."""
         try:
             target = json.loads((self._run_dir / SD_FILE).read_text())[0]["targets"][0]
             with urlopen(f"http://{target}/metrics", timeout=PATIENCE_S) as answer:
@@ -92,7 +92,7 @@ class Audience:
         return sum(value for text in last for value in _of(_values(text), name, labels))
 
     def gauge(self, name: str) -> float:
-        """As last seen.
+        """Last value of a gauge.
 
         Raises:
             StopIteration: it was never shown.
@@ -118,7 +118,7 @@ def _of(values: Iterable[Series], name: str, labels: dict[str, str]) -> Iterable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What this process holds, before a run: to be compared with what it holds after."""
+    """Resources that this process holds before a run, to be compared with those after it."""
 
     pid: int
     ports: frozenset[int]
@@ -142,7 +142,7 @@ class Footprint:
 def leaks(
     before: Footprint, *, run_dir: str | Path, targets: Iterable[str], timeout_s: float = PATIENCE_S
 ) -> tuple[str, ...]:
-    """What a run left behind, in words: processes and actors of the run, reservations, ports, threads, files. Killed
+    """Describe what a run left behind: processes and actors of the run, reservations, ports, threads, files. Killed
     processes take a moment to go; what is there after `timeout_s` is left."""
     end_s = time.monotonic() + timeout_s
     while True:

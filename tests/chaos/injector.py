@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.chaos.grounds import ManyNodes, OneNode
+from tests.chaos.clusters import ManyNodes, OneNode
+from tests.chaos.faults import FaultActions
 from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.schedule import Kind, Planned
-from tests.chaos.strikes import Strikes
 
 STEPS_APART = 2
 
@@ -18,7 +18,7 @@ STANDSTILL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
+class InjectedFault:
     """A fault that came about while `step` ran. `at_s`: seconds since the epoch. `what`: what it hit, in words."""
 
     kind: Kind
@@ -28,10 +28,10 @@ class Struck:
 
 
 class Injector(threading.Thread):
-    """Strikes when `steps.jsonl` shows that the run has come to the fault's step, and gone on for `STEPS_APART` steps
-    after the last fault, and `num_devices` are in use, or, after `patience_s`, fewer.
+    """Injects a fault when `steps.jsonl` shows that the run has reached the fault's step, and trained for `STEPS_APART`
+    steps after the last fault, and `num_devices` are in use, or, after `patience_s`, fewer.
 
-    `log`: told of each fault, a line.
+    `log`: gets one line for each fault.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Injector(threading.Thread):
         schedule: Sequence[Planned],
         *,
         run_dir: str | Path,
-        ground: OneNode | ManyNodes,
+        cluster: OneNode | ManyNodes,
         num_devices: int,
         patience_s: float = 30.0,
         last_step: int = 0,
@@ -49,9 +49,9 @@ class Injector(threading.Thread):
         self._schedule, self._num_devices, self._patience_s, self._log = schedule, num_devices, patience_s, log
         self._last_step, self._over = last_step, threading.Event()
         self._progress = Progress(run_dir, over=self._over)
-        self._strikes = Strikes(self._progress, ground=ground)
+        self._actions = FaultActions(self._progress, cluster=cluster)
         self._error: BaseException | None = None
-        self._struck: list[Struck] = []
+        self._injected: list[InjectedFault] = []
         self._afterwards: tuple[int, Callable[[], None]] = (0, lambda: None)
 
     def then(self, num_steps: int, call: Callable[[], None]) -> None:
@@ -64,9 +64,9 @@ class Injector(threading.Thread):
             for planned in self._schedule:
                 self._await(planned)
                 step, at_s = self._progress.committed + 1, time.time()
-                what = self._strikes.strike(planned.kind, target=planned.target)
-                self._struck.append(Struck(kind=planned.kind, step=step, at_s=at_s, what=what))
-                self._log(f"fault {len(self._struck)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
+                what = self._actions.inject(planned.kind, target=planned.target)
+                self._injected.append(InjectedFault(kind=planned.kind, step=step, at_s=at_s, what=what))
+                self._log(f"fault {len(self._injected)} of {len(self._schedule)}, step {step}: {planned.kind}, {what}")
             self._await_step(max(self._progress.committed + self._afterwards[0], self._last_step))
         except RunEndedError:
             return
@@ -74,23 +74,23 @@ class Injector(threading.Thread):
             self._error = error
         self._afterwards[1]()
 
-    def end(self) -> tuple[Struck, ...]:
-        """To be called when the run has ended; what came about.
+    def end(self) -> tuple[InjectedFault, ...]:
+        """Return the injected faults; to be called when the run has ended.
 
         Raises:
-            AssertionError: some faults did not.
+            AssertionError: some faults were not injected.
         """
         self._over.set()
         self.join()
         if self._error is not None:
             raise self._error
-        missing = [f"{each.kind} in step {each.step}" for each in self._schedule[len(self._struck) :]]
+        missing = [f"{each.kind} in step {each.step}" for each in self._schedule[len(self._injected) :]]
         assert not missing, f"the run ended before these faults came about: {', '.join(missing)}"
-        return tuple(self._struck)
+        return tuple(self._injected)
 
     def _await(self, planned: Planned) -> None:
         progress = self._progress
-        last = self._struck[-1].step if self._struck else 0
+        last = self._injected[-1].step if self._injected else 0
         self._await_step(max(planned.step - 1, last + STEPS_APART))
         progress.within(self._patience_s, lambda: progress.running(at_least=self._num_devices))
         progress.pause(planned.moment * progress.usual_s)

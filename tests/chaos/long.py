@@ -25,9 +25,9 @@ from typing import Any
 from jobs.bench.faults import Cost, Fault, cost_of, read_moments
 from rayfcp.config import Config
 from tests.chaos.checks import assert_gradients_after, assert_steps
-from tests.chaos.grounds import ManyNodes, OneNode
+from tests.chaos.clusters import ManyNodes, OneNode
 from tests.chaos.reference import undisturbed
-from tests.chaos.runs import Ended, chaos_config, run_as_users_do, run_until_struck
+from tests.chaos.runs import Ended, chaos_config, run_as_users_do, run_until_injected
 from tests.chaos.schedule import Kind, Planned, draw
 from tests.chaos.workers import moments_dir
 from tests.cluster.runs import write_texts
@@ -61,16 +61,16 @@ def kills(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
     """Stalls and lost steps of single deaths."""
     costs: list[Cost] = []
     runs: list[Ended] = []
-    with OneNode(num_cpus=6) as ground:
+    with OneNode(num_cpus=6) as cluster:
         for first in range(0, count, KILLS_OF_A_RUN):
             config = chaos_config(folder, name=f"kills-{first}", cluster={"num_workers": [1, 4]})
             schedule = [
                 _kill(seed + first + index, step=4 * (index + 1)) for index in range(min(KILLS_OF_A_RUN, count - first))
             ]
-            ended = run_until_struck(config, schedule, ground=ground, num_devices=4, patience_s=60.0, log=_log)
+            ended = run_until_injected(config, schedule, cluster=cluster, num_devices=4, patience_s=60.0, log=_log)
             runs.append(ended)
             moments = read_moments(moments_dir(config.run_dir))
-            costs += [cost_of(Fault(step=each.step, at_s=each.at_s), moments) for each in ended.struck]
+            costs += [cost_of(Fault(step=each.step, at_s=each.at_s), moments) for each in ended.injected]
     _check(runs, config=config, losses=True)
     stalls_s, lost = [cost.stall_s for cost in costs], [cost.lost_steps for cost in costs]
     return {
@@ -88,7 +88,7 @@ def _kill(seed: int, *, step: int) -> Planned:
 
 
 def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
-    """One training that everything happens to."""
+    """Train once under faults of every kind."""
     schedule = draw(list(Kind), seed=seed, count=count, first_step=12, last_step=STEPS - 8)
     restarts = sum(each.kind is Kind.CONTROLLER_KILL for each in schedule)
     config = chaos_config(
@@ -101,14 +101,14 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
         elastic={"controller_restarts": restarts, "max_recoveries": 20},
     )
     began_s = time.monotonic()
-    with ManyNodes(num_nodes=3, head_cpus=3) as ground:
-        ended = run_as_users_do(config, schedule, ground=ground, num_devices=3, log=_log)
+    with ManyNodes(num_nodes=3, head_cpus=3) as cluster:
+        ended = run_as_users_do(config, schedule, cluster=cluster, num_devices=3, log=_log)
     _check([ended], config=config, losses=False)
     audience = ended.audience
     return {
         "steps": len(ended.steps),
-        "faults": [asdict(each) for each in ended.struck],
-        "kinds": dict(Counter(each.kind for each in ended.struck)),
+        "faults": [asdict(each) for each in ended.injected],
+        "kinds": dict(Counter(each.kind for each in ended.injected)),
         "recoveries_total": audience.counter("recoveries_total"),
         "resizes_total": audience.counter("resizes_total"),
         "lost_steps_total": audience.counter("lost_steps_total"),
@@ -118,11 +118,11 @@ def all_kinds(folder: Path, *, count: int, seed: int) -> dict[str, Any]:
 
 
 def _check(runs: Sequence[Ended], *, config: Config, losses: bool) -> None:
-    """All of them against one undisturbed run."""
+    """Compare all runs with one undisturbed run."""
     want = undisturbed(config, num_steps=max(len(ended.steps) for ended in runs))
     for ended in runs:
         assert_steps(ended.steps, want[: len(ended.steps)], losses=losses)
-        assert_gradients_after((each.step for each in ended.struck), ended.steps, want=want[: len(ended.steps)])
+        assert_gradients_after((each.step for each in ended.injected), ended.steps, want=want[: len(ended.steps)])
         assert not ended.leaks, ended.leaks
 
 

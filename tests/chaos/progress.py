@@ -1,4 +1,4 @@
-"""How far a run with faults is, and which processes work in it: from what it writes."""
+"""Progress of a run with faults and the processes that work in it, read from the files that it writes."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from jobs.bench.faults import BEGAN, Moment, read_moments
 from rayfcp.telemetry.steps import read_steps
-from tests.chaos.census import is_running
+from tests.chaos.leftovers import is_running
 from tests.chaos.workers import moments_dir
 from tests.waiting import PATIENCE_S
 
@@ -22,7 +22,7 @@ class RunEndedError(Exception):
 
 
 class Progress:
-    """Of the run in `run_dir`, until `over` is set."""
+    """Progress of the run in `run_dir`, until `over` is set."""
 
     def __init__(self, run_dir: str | Path, *, over: threading.Event) -> None:
         self.run_dir, self._over = Path(run_dir), over
@@ -40,7 +40,7 @@ class Progress:
         return reports[-1].step_s if reports else 0.0
 
     def running(self, *, at_least: int = 1) -> list[Moment]:
-        """What the devices of the newest step wrote when they began it, those whose process lives, by number; none
+        """Moments at which devices began the newest step, of those whose process lives, by number; none
         if they are fewer than `at_least`."""
         began = [moment for moment in read_moments(moments_dir(self.run_dir)) if moment.what == BEGAN]
         latest = {
@@ -51,13 +51,13 @@ class Progress:
         return [latest[number] for number in sorted(latest)] if len(latest) >= at_least else []
 
     def gone(self, pid: int) -> bool:
-        """Whether all devices of the newest step began it and this process is none of them. Before all did, it may
+        """True if all devices of the newest step began it and this process is none of them. Before all did, it may
         yet."""
         latest = self.running()
         return bool(latest) and len(latest) == latest[0].num_devices and pid not in {each.pid for each in latest}
 
     def until(self, ready: Callable[[], Found], *, what: str, timeout_s: float = PATIENCE_S) -> Found:
-        """What `ready` gives as soon as it is true.
+        """Wait until `ready` returns a true value, and return that.
 
         Raises:
             TimeoutError: it is not for so long.

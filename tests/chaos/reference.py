@@ -26,7 +26,7 @@ from rayfcp.program import lower
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What a step must be, whatever happens to the run."""
+    """Expected values of a step, whatever happens to the run."""
 
     step: int
     loss: float

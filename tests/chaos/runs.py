@@ -16,8 +16,8 @@ from rayfcp.cluster.trainer import prepared_data
 from rayfcp.config import Config
 from rayfcp.values import StepReport
 from tests.chaos.checks import POLL_S, Audience, Footprint, leaks
-from tests.chaos.grounds import ManyNodes, OneNode
-from tests.chaos.injector import Injector, Struck
+from tests.chaos.clusters import ManyNodes, OneNode
+from tests.chaos.injector import InjectedFault, Injector
 from tests.chaos.schedule import Planned
 from tests.chaos.workers import ChaosWorker
 from tests.cluster.runs import run_config, steps_of
@@ -42,7 +42,7 @@ class Ended:
     """A run that is over: its steps, the faults that it met, what it said and measured, what it left behind."""
 
     steps: tuple[StepReport, ...]
-    struck: tuple[Struck, ...]
+    injected: tuple[InjectedFault, ...]
     audience: Audience
     leaks: tuple[str, ...]
 
@@ -55,11 +55,11 @@ def chaos_config(folder: Path, *, name: str, **sections: dict[str, Any]) -> Conf
     return run_config(folder, name=name, elastic=elastic, train=train, **sections)
 
 
-def run_until_struck(
+def run_until_injected(
     config: Config,
     schedule: Sequence[Planned],
     *,
-    ground: OneNode | ManyNodes,
+    cluster: OneNode | ManyNodes,
     num_devices: int,
     patience_s: float = 30.0,
     until: Until = lambda _: True,
@@ -78,7 +78,7 @@ def run_until_struck(
             audience.lines += run.messages
 
     injector = Injector(
-        schedule, run_dir=config.run_dir, ground=ground, num_devices=num_devices, patience_s=patience_s, log=log
+        schedule, run_dir=config.run_dir, cluster=cluster, num_devices=num_devices, patience_s=patience_s, log=log
     )
     return _watched(config, train, injector=injector, stop=stopping.set, until=until)
 
@@ -87,18 +87,18 @@ def run_as_users_do(
     config: Config,
     schedule: Sequence[Planned],
     *,
-    ground: OneNode | ManyNodes,
+    cluster: OneNode | ManyNodes,
     num_devices: int,
     patience_s: float = 30.0,
     until: Until = lambda _: True,
     log: Log = lambda _: None,
 ) -> Ended:
-    """As `run_until_struck`, for at least the run's steps, with a controller of its own; SIGTERM ends it, which is
-    heeded also where Ctrl-C is not, as in shells' background jobs."""
+    """Train as `run_until_injected` does, for at least the run's steps, with a controller of its own. SIGTERM ends it,
+    which takes effect also where Ctrl-C does not, as in shells' background jobs."""
     injector = Injector(
         schedule,
         run_dir=config.run_dir,
-        ground=ground,
+        cluster=cluster,
         num_devices=num_devices,
         patience_s=patience_s,
         last_step=config.train.steps,
@@ -138,9 +138,9 @@ def _watched(
     try:
         train(audience)
     finally:
-        struck = injector.end()
+        injected = injector.end()
     left = leaks(before, run_dir=config.run_dir, targets=audience.targets)
-    return Ended(steps=steps_of(config), struck=struck, audience=audience, leaks=left)
+    return Ended(steps=steps_of(config), injected=injected, audience=audience, leaks=left)
 
 
 def _endless(config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""What goes wrong when: drawn from a seed, so that a run of faults can be repeated."""
+"""Schedules of faults, drawn from a seed, so that a run with faults can be repeated."""
 
 import random
 from collections.abc import Sequence

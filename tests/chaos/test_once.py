@@ -1,11 +1,11 @@
-"""Everything that only real processes can show, once, in one training that goes on as if nothing had happened."""
+"""Everything that only real processes can show, once, in one training that continues as if nothing had happened."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.checks import Audience, assert_gradients_after, assert_steps
-from tests.chaos.grounds import ManyNodes
+from tests.chaos.clusters import ManyNodes
 from tests.chaos.reference import undisturbed
 from tests.chaos.runs import chaos_config, run_as_users_do
 from tests.chaos.schedule import Kind, Planned
@@ -17,7 +17,7 @@ STEPS_APART, NUM_DEVICES = 4, 3
 
 
 def is_whole_again(audience: Audience) -> bool:
-    """All devices are back, and a save has failed by now."""
+    """True once all devices are back and a save has failed."""
     return audience.gauge("world_size") == NUM_DEVICES and audience.counter("failed_checkpoints_total") >= 1
 
 
@@ -36,11 +36,11 @@ def test_each_loss_once_and_growth(tmp_path: Path) -> None:
     schedule = [
         Planned(kind=kind, step=STEPS_APART * (index + 1), moment=0.5, target=1) for index, kind in enumerate(ONCE)
     ]
-    with ManyNodes(num_nodes=2, head_cpus=3, forks=True) as ground:
-        ended = run_as_users_do(config, schedule, ground=ground, num_devices=2, until=is_whole_again)
+    with ManyNodes(num_nodes=2, head_cpus=3, forks=True) as cluster:
+        ended = run_as_users_do(config, schedule, cluster=cluster, num_devices=2, until=is_whole_again)
     want = undisturbed(config, num_steps=len(ended.steps))
     assert_steps(ended.steps, want)
-    assert_gradients_after((each.step for each in ended.struck), ended.steps, want=want)
+    assert_gradients_after((each.step for each in ended.injected), ended.steps, want=want)
     assert not ended.leaks
     audience = ended.audience
     for cause in ("died", "node", "hung"):

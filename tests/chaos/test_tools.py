@@ -13,22 +13,22 @@ import torch.distributed.checkpoint as dcp
 from torch import zeros
 
 from jobs.bench.faults import BEGAN, ENDED, Cost, Fault, Moment, Moments, cost_of, read_moments
-from tests.chaos.census import is_running, listening_ports
 from tests.chaos.checks import left_files
-from tests.chaos.orders import Order, Orders
+from tests.chaos.commands import Command, Commands
+from tests.chaos.leftovers import is_running, listening_ports
 from tests.chaos.progress import Progress, RunEndedError
 from tests.chaos.workers import fill_disk, moments_dir
 
 
-def test_an_order_is_carried_out_once(tmp_path: Path) -> None:
-    orders = Orders.of(tmp_path / "run")
-    assert not orders.take(Order.DROP)
-    orders.give(Order.DROP)
-    assert not orders.is_taken(Order.DROP)
-    assert not orders.take(Order.DELAY)
-    assert orders.take(Order.DROP)
-    assert orders.is_taken(Order.DROP)
-    assert not orders.take(Order.DROP)
+def test_a_command_is_carried_out_once(tmp_path: Path) -> None:
+    commands = Commands.of(tmp_path / "run")
+    assert not commands.take(Command.DROP)
+    commands.give(Command.DROP)
+    assert not commands.is_taken(Command.DROP)
+    assert not commands.take(Command.DELAY)
+    assert commands.take(Command.DROP)
+    assert commands.is_taken(Command.DROP)
+    assert not commands.take(Command.DROP)
 
 
 def test_a_full_disk_fails_a_save(tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.program import RankProgram
 from rayfcp.values import GlobalBatch
-from tests.chaos.orders import Order, Orders
+from tests.chaos.commands import Command, Commands
 
 DELAY_S = 0.5
 
 
 def moments_dir(run_dir: str | Path) -> Path:
-    """Where the workers of a run write down their steps."""
+    """Folder in which the workers of a run record their steps."""
     path = Path(run_dir)
     return path.with_name(f"{path.name}.moments")
 
@@ -31,15 +31,15 @@ class ChaosWorker(RankWorker):
         from rayfcp.execute import engine
         from tests.chaos.transport import faulty_transport
 
-        orders = self._orders = Orders.of(self._config.run_dir)
-        engine.DistributedTransport = faulty_transport(orders, delay_s=DELAY_S)
+        commands = self._commands = Commands.of(self._config.run_dir)
+        engine.DistributedTransport = faulty_transport(commands, delay_s=DELAY_S)
         folder = moments_dir(self._config.run_dir)
         folder.mkdir(exist_ok=True)
         self._moments = Moments(folder, node_id=ray.get_runtime_context().get_node_id())
         return super().open()
 
     def join(self, number: int, meeting: Rendezvous, **options: Any) -> Joined:
-        if meeting.cluster.generation > 0 and self._orders.take(Order.DIE_WHILE_JOINING):
+        if meeting.cluster.generation > 0 and self._commands.take(Command.DIE_WHILE_JOINING):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().join(number, meeting, **options)
 
@@ -51,12 +51,12 @@ class ChaosWorker(RankWorker):
         return report
 
     def begin_save(self, folder: str) -> None:
-        if self._orders.take(Order.FULL_DISK):
+        if self._commands.take(Command.FULL_DISK):
             fill_disk(Path(folder), number=self._engine.position.device)
         super().begin_save(folder)
 
 
 def fill_disk(folder: Path, *, number: int) -> None:
-    """Every write to the file of device `number` fails: no space left on device."""
+    """Make every write to the file of device `number` fail with "no space left on device"."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"__{number}_0.distcp").symlink_to("/dev/full")

@@ -42,7 +42,16 @@ SMALL = [
     *(*NARROW, "data.global_batch_sequences=4"),
 ]
 PEAK = "metrics.peak_flops=1e11"  # so that it need not be measured, as the first command does
-SMALL_CONTEST = ["--strategies", "flex-ring,static-cp", "--global-batch", "8", "--max-seqlen", "8192", "--devices", "4"]
+SMALL_COMPARISON = [
+    "--strategies",
+    "flex-ring,static-cp",
+    "--global-batch",
+    "8",
+    "--max-seqlen",
+    "8192",
+    "--devices",
+    "4",
+]
 
 
 def small(words: list[str]) -> list[str]:
@@ -55,7 +64,7 @@ def small(words: list[str]) -> list[str]:
     if words[0] == "plan":
         return [*words, "plan.search_moves=2000", *([] if "--lengths" in words else SMALL)]
     if words[0] == "compare":
-        return [*words, *SMALL_CONTEST]
+        return [*words, *SMALL_COMPARISON]
     if words[0] == "bench":
         return [*words, "--device", "cpu", "--tokens-per-rank", "32", "--strategies", "flex-ring,ring"]
     return [*words, "--baseline-steps", "1"] if words[0] == "report" else words

@@ -51,7 +51,7 @@ def test_one_rank_is_one_kernel(scripts: Any, lengths: tuple[int, ...], hardware
 @examples(8)
 @given(lengths=LENGTHS, num_ranks=st.integers(2, 12))
 def test_figures_agree_with_each_other(scripts: Any, lengths: tuple[int, ...], num_ranks: int) -> None:
-    """No contender is faster than kernels without loss; passes add up; WLB is one of two."""
+    """No system is faster than kernels without loss; passes add up; WLB is one of two."""
     bench = bench_of(scripts, num_ranks=num_ranks)
     found = scripts.attention.compared(scripts.attention.STRATEGIES, lengths, bench=bench)
     for each in found.values():

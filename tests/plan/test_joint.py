@@ -65,8 +65,8 @@ def test_many_as_long_as_the_longest_run_in_rounds_of_all_ranks(count: int, num_
     joint = plan_batch(sequences, cluster=cluster, cost=cost)
     check(joint, sequences, cluster)
     assert joint.gap <= 1.03
-    for rival in ("static-cp", "dynamic-cp"):
-        assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, strategy=rival).predicted_s
+    for baseline in ("static-cp", "dynamic-cp"):
+        assert joint.predicted_s <= plan_batch(sequences, cluster=cluster, cost=cost, strategy=baseline).predicted_s
 
 
 @examples(12)

@@ -1,4 +1,4 @@
-"""Who is there: actors and their processes, what Ray has reserved, who listens. Linux only, where /proc is."""
+"""Leftovers of a run: actors and their processes, Ray's reservations, listening ports. Linux only: reads /proc."""
 
 import os
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ def living(class_name: str) -> list[Actor]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
+    """True if the process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

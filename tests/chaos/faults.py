@@ -1,4 +1,4 @@
-"""How each kind of fault is brought about in a run that trains on this machine."""
+"""Injection of each kind of fault into a run that trains on this machine."""
 
 import os
 import random
@@ -8,24 +8,24 @@ from typing import TypeVar
 
 from jobs.bench.faults import Moment
 from rayfcp.cluster.checkpoints.folder import CheckpointFolder
-from tests.chaos.census import living
-from tests.chaos.grounds import ManyNodes, OneNode
-from tests.chaos.orders import Order, Orders
+from tests.chaos.clusters import ManyNodes, OneNode
+from tests.chaos.commands import Command, Commands
+from tests.chaos.leftovers import living
 from tests.chaos.progress import Progress
 from tests.chaos.schedule import Kind
 
 NOTICE_S = 60.0
-"""How long before its end a preempted node is announced."""
+"""Notice that a preempted node gets."""
 
 Victim = TypeVar("Victim")
 
 
-class Strikes:
-    """Brings faults about; each strike says in words what it hit."""
+class FaultActions:
+    """Injects faults; each injection returns a description of what it hit."""
 
-    def __init__(self, progress: Progress, *, ground: OneNode | ManyNodes) -> None:
-        self._progress, self._ground = progress, ground
-        self._orders = Orders.of(progress.run_dir)
+    def __init__(self, progress: Progress, *, cluster: OneNode | ManyNodes) -> None:
+        self._progress, self._cluster = progress, cluster
+        self._commands = Commands.of(progress.run_dir)
         self._of_kind: dict[Kind, Callable[[int], str]] = {
             Kind.KILL: self._kill,
             Kind.STOP: self._stop,
@@ -34,19 +34,19 @@ class Strikes:
             Kind.NODE_REMOVAL: self._remove_node,
             Kind.DRAIN: self._drain,
             Kind.NODE_JOINS: lambda _: f"node {self._nodes.join()[:8]}",
-            Kind.DELAY: lambda _: self._order(Order.DELAY),
-            Kind.DROP: lambda _: self._order(Order.DROP),
-            Kind.FULL_DISK: lambda _: self._order(Order.FULL_DISK),
+            Kind.DELAY: lambda _: self._command(Command.DELAY),
+            Kind.DROP: lambda _: self._command(Command.DROP),
+            Kind.FULL_DISK: lambda _: self._command(Command.FULL_DISK),
             Kind.TORN_FILE: self._tear,
             Kind.PLANNER_KILL: lambda target: self._kill_actor("Planner", target),
             Kind.STORE_KILL: lambda target: self._kill_actor("SnapshotStore", target),
             Kind.CONTROLLER_KILL: lambda target: self._kill_actor("Controller", target),
         }
 
-    def strike(self, kind: Kind, *, target: int) -> str:
+    def inject(self, kind: Kind, *, target: int) -> str:
         """
         Raises:
-            TimeoutError: there is nobody to hit.
+            TimeoutError: no target exists.
         """
         return self._of_kind[kind](target)
 
@@ -69,14 +69,14 @@ class Strikes:
 
     def _kill_in_recovery(self, target: int) -> str:
         """One dies, and one of the others when it joins the generation after."""
-        self._orders.give(Order.DIE_WHILE_JOINING)
+        self._commands.give(Command.DIE_WHILE_JOINING)
         what = self._kill(target)
-        self._await_taken(Order.DIE_WHILE_JOINING)
+        self._await_taken(Command.DIE_WHILE_JOINING)
         return f"{what}, then one that joined"
 
-    def _order(self, order: Order) -> str:
-        self._orders.give(order)
-        self._await_taken(order)
+    def _command(self, command: Command) -> str:
+        self._commands.give(command)
+        self._await_taken(command)
         return "by a worker"
 
     def _kill_actor(self, class_name: str, target: int) -> str:
@@ -109,11 +109,11 @@ class Strikes:
 
     @property
     def _nodes(self) -> ManyNodes:
-        assert isinstance(self._ground, ManyNodes), "faults of nodes need nodes"
-        return self._ground
+        assert isinstance(self._cluster, ManyNodes), "faults of nodes need nodes"
+        return self._cluster
 
     def _in_use(self) -> list[Moment]:
-        """At least two, so that one is left."""
+        """Devices in use, at least two, so that one survives."""
         return self._progress.until(lambda: self._progress.running(at_least=2), what="two devices in use")
 
     def _on_nodes(self) -> list[Moment]:
@@ -123,11 +123,11 @@ class Strikes:
             what="a device on a node that can go",
         )
 
-    def _await_taken(self, order: Order) -> None:
+    def _await_taken(self, command: Command) -> None:
         try:
-            self._progress.until(lambda: self._orders.is_taken(order), what=f"a worker to {order}")
+            self._progress.until(lambda: self._commands.is_taken(command), what=f"a worker to {command}")
         finally:
-            self._orders.withdraw(order)
+            self._commands.withdraw(command)
 
 
 def _drawn(victims: Sequence[Victim], target: int) -> Victim:

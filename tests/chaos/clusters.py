@@ -12,13 +12,13 @@ from typing import Any, Self
 import pytest
 import ray
 
-from tests.chaos.census import nodes_alive
+from tests.chaos.leftovers import nodes_alive
 from tests.forks.ask import SOCKET
 from tests.forks.cluster import ASK, serving
 from tests.forks.patience import nodes_may_take_long
 
 HEAD_CPUS = 2
-"""For a controller and a planner."""
+"""CPUs of the first node: one for the controller, one for a planner."""
 
 
 class OneNode:
@@ -83,17 +83,17 @@ class ManyNodes:
         return tuple(self._nodes)
 
     def join(self) -> str:
-        """A node more; its id."""
+        """Add a node and return its id."""
         node = self._add()
         self._nodes[node.node_id] = node
         return node.node_id
 
     def remove(self, node_id: str) -> None:
-        """As a machine that loses its power."""
+        """Remove the node as a power failure does, without a grace period."""
         self._cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
 
     def announce(self, node_id: str, *, in_s: float) -> None:
-        """Tell Ray that the node is preempted soon."""
+        """Announce to Ray that the node will be preempted in `in_s` seconds."""
         from ray._raylet import GcsClient
         from ray.core.generated import autoscaler_pb2
 
@@ -104,7 +104,7 @@ class ManyNodes:
             raise RuntimeError(f"node {node_id} is not drained: {why}")
 
     def drained(self, node_id: str) -> bool:
-        """Whether Ray has let the node go."""
+        """True once Ray has removed the node."""
         return node_id not in nodes_alive()
 
     def _add(self) -> Any:
@@ -113,7 +113,7 @@ class ManyNodes:
 
 @contextmanager
 def _workers_are_forks() -> Iterator[None]:
-    """Of the nodes that this process starts meanwhile."""
+    """Have workers forked on the nodes that this process starts inside the context."""
     from ray._private.parameter import RayParams
 
     with (
