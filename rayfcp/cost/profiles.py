@@ -186,4 +186,13 @@ def _nearest(name: str, known: list[str]) -> str:
 
 HARDWARE: Shipped[HardwareProfile] = Shipped(HardwareProfile, file="hardware.yaml", what="hardware")
 MODELS: Shipped[ModelProfile] = Shipped(ModelProfile, file="models.yaml", what="model")
-hardware_profile, model_profile = HARDWARE.find, MODELS.find
+
+
+def hardware_profile(name_or_path: str) -> HardwareProfile:
+    """The hardware profile of that name, or of that YAML file; see `Shipped.find`."""
+    return HARDWARE.find(name_or_path)
+
+
+def model_profile(name_or_path: str) -> ModelProfile:
+    """The model profile of that name, or of that YAML file; see `Shipped.find`."""
+    return MODELS.find(name_or_path)

@@ -1,18 +1,16 @@
-"""What a plan would take if another cost model were true.
+"""`auto`: plan with every strategy that can still win, and mix microbatches of groups and of blocks in one plan.
 
-Microbatches of several strategies in one plan: ring groups for some, blocks or Ulysses for others.
+`Ranking` asks the strategies and orders their plans by predicted seconds; `rayfcp.simulate.choose` simulates the best
+of them. Strategies that cannot win are not asked: without stages, those whose plans are made of groups, once the best
+plan reaches the lower bound of all such plans; those that need stages; and those that only repeat another's plan
+(`same_as`). Baselines that take seconds for a large batch (`is_slow`) plan small batches only: their plans are groups
+of mixed degrees or blocks, which `flex-ring` and `flex-block` search too.
 
-Of one stage only. Microbatches run one after the other, each by a program of its own, so that any of them may be
-exchanged for one or several that hold the same sequences: tokens stay placed once, pairs computed once, and a step's
-seconds stay the sum over its microbatches.
+`Mixer` replaces microbatches of a plan of one stage by those of another plan that hold the same sequences. Microbatches
+run one after the other, each by a program of its own, so that every token stays placed once, every pair computed once,
+and the seconds of a step stay the sum over its microbatches.
 
-All strategies' plans of a batch, by prediction.
-
-Every strategy that training can run is asked, but for those of which it is known beforehand that they cannot win:
-without stages, those whose plans are made of groups, where the best plan so far takes no more than the lower bound of
-all such plans; those that need stages; and `wlb`, whose plan is that of `ring` or `bytescale`, which are asked. Rivals
-that take seconds for a large batch are asked to plan small ones only, though it is not known of them: their plans are
-groups of mixed degrees or blocks placed freely, which `flex-ring` and `flex-block` search too.
+`reprice` gives the seconds that a plan takes by another cost model.
 """
 
 import dataclasses

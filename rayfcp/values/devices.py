@@ -20,7 +20,10 @@ class DeviceInfo:
     resource: str | None
     """Ray's resource for one device; None if the workers compute on CPUs, which Ray counts anyway."""
     group_backend: str
-    """Of torch.distributed."""
+    """Of torch.distributed; no two kinds of device share one."""
+    failures: str
+    """Pattern of the messages of plain RuntimeErrors from its collective library: exchanges that failed, after which a
+    run recovers. Any other RuntimeError ends the run."""
     hardware: tuple[str, ...]
     """Named hardware profiles of such devices."""
     start_tokens: int
@@ -61,6 +64,7 @@ CUDA = DeviceInfo(
     backend_module="rayfcp.execute.devices.cuda",
     resource="GPU",
     group_backend="nccl",
+    failures="NCCL",
     hardware=("h100", "h200", "a800", "gpu-x", "gpu-y"),
     start_tokens=16384,
     install="install the driver and torch's CUDA build; in a container, run it with the GPUs (--gpus all)",
@@ -84,6 +88,7 @@ NPU = DeviceInfo(
     backend_module="rayfcp.execute.devices.npu",
     resource="NPU",
     group_backend="hccl",
+    failures=r"HCCL|FORCE STOP|ERR02\d\d\d",  # ERR02: errors of torch_npu's distributed module
     hardware=("ascend-910c",),
     start_tokens=16384,
     install="install the driver, CANN and torch-npu of torch's version; in a container, mount its devices and driver",
@@ -95,6 +100,7 @@ CPU = DeviceInfo(
     backend_module="rayfcp.execute.devices.cpu",
     resource=None,
     group_backend="gloo",
+    failures=r"gloo[/\\]|Gloo connect",
     hardware=("cpu",),
     start_tokens=1024,
     install="reinstall torch and rayfcp",

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 CONTROL = (
     *("checkpoints.saving", "controller.following", "controller.stepping"),
-    *("controller.training", "controller.transitions", "planning.queue"),
+    *("controller.training", "controller.loop", "planning.queue"),
     *("recovery.stores", "workers.calls", "workers.cluster_state", "workers.group", "workers.starting"),
 )
 ELASTIC = ("hang", "recoverable", "size")

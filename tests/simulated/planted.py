@@ -13,8 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
+from rayfcp.cluster.controller.loop import TrainingLoop
 from rayfcp.cluster.controller.stepping import Stepper
-from rayfcp.cluster.controller.transitions import Training
 from rayfcp.cluster.planning.queue import Planners, PlanQueue
 from rayfcp.cluster.recovery.stores import SnapshotStores
 from rayfcp.cluster.workers.calls import GroupCall
@@ -300,13 +300,13 @@ def _stays_on_leaving_nodes() -> AbstractContextManager[Any]:
 
 def _lossless_resize() -> AbstractContextManager[Any]:
     """A resize that had to go back to an older state goes on as if it had not (found by this simulation)."""
-    at_boundary = Training.at_boundary
+    at_boundary = TrainingLoop.at_boundary
 
-    def same(self: Training, *, version: int) -> int:
+    def same(self: TrainingLoop, *, version: int) -> int:
         at_boundary(self, version=version)
         return version
 
-    return patch.object(Training, "at_boundary", same)
+    return patch.object(TrainingLoop, "at_boundary", same)
 
 
 def _unwatched() -> AbstractContextManager[Any]:
@@ -361,12 +361,12 @@ def _resumes_wrong_step() -> AbstractContextManager[Any]:
 
 def _no_recovery_counted() -> AbstractContextManager[Any]:
     """Recoveries are not counted."""
-    record = Training._record
+    record = TrainingLoop._record
 
-    def silent(self: Training, kind: Any, decision: Any, **given: Any) -> None:
+    def silent(self: TrainingLoop, kind: Any, decision: Any, **given: Any) -> None:
         record(self, kind, replace(decision, reason=""), **given)
 
-    return patch.object(Training, "_record", silent)
+    return patch.object(TrainingLoop, "_record", silent)
 
 
 @contextmanager

@@ -68,6 +68,7 @@ class Stepper:
         self._droppable: list[StateId] = []
         """Safe states, oldest first, from the newest one on whose step is in the step log."""
         self._again_to = 0
+        """Last step that was already done once, before a recovery to an older state."""
         self.refit = Refit.start(cost)
         """Cost model, refitted from the steps so far."""
         self.last_finished = version
@@ -107,7 +108,7 @@ class Stepper:
         """Run one step on all devices, from its plan to their reports.
 
         Raises:
-            RanksLostError: it did not finish; the one before did.
+            RanksLostError: `step` did not finish on all devices; the one before it did.
         """
         began_s, cpu_s = self._runtime.now_s(), self._runtime.cpu_s()
         worker_group, waited_s = self.cluster_state.worker_group, self.cluster_state.worker_group.waited_s

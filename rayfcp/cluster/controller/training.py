@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rayfcp.cluster.checkpoints.saving import Resume, Saver
+from rayfcp.cluster.controller.loop import InitialGeneration, StoppedError, TrainingLoop, finished
 from rayfcp.cluster.controller.reporting import Journal
 from rayfcp.cluster.controller.stepping import NumberGuard, Stepper
-from rayfcp.cluster.controller.transitions import InitialGeneration, StoppedError, Training, finished
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.lock import hold
 from rayfcp.cluster.planning.capacity import configured_bound
@@ -90,7 +90,7 @@ class TrainingRun:
             self._announce(data.write_bad_rows(self._run_dir / "skipped_rows.jsonl"))
         return data
 
-    def _start(self, data: Dataset, resume: Resume, cleanup: ExitStack) -> Training:
+    def _start(self, data: Dataset, resume: Resume, cleanup: ExitStack) -> TrainingLoop:
         """Start planners, workers and journal; `cleanup` ends them in reverse order, whatever happens."""
         config, runtime = self._config, self._runtime
         device = resolved_device(config, runtime=runtime)
@@ -133,7 +133,7 @@ class TrainingRun:
         journal: Journal,
         plans: PlanQueue,
         costs: StartCosts,
-    ) -> Training:
+    ) -> TrainingLoop:
         config, worker_group = self._config, cluster_state.worker_group
         stepper = Stepper(
             config,
@@ -147,7 +147,7 @@ class TrainingRun:
             log=self._log,
             on_report=self.reports.append,
         )
-        return Training(
+        return TrainingLoop(
             config,
             stepper,
             initial=initial,

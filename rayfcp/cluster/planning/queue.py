@@ -71,7 +71,7 @@ class Planners:
         """Replace a dead planner, and wait until the new one runs.
 
         Raises:
-            CannotGoOnError: too many died in a row.
+            RunAbortedError: too many died in a row.
             CapacityError: Ray has no CPU for it.
         """
         self._deaths += 1
@@ -172,7 +172,7 @@ class PlanQueue:
 
         Raises:
             TaskFailedError: the planner failed; its cause is the planner's own error.
-            CannotGoOnError, CapacityError: too many planners die, or none can be started.
+            RunAbortedError, CapacityError: too many planners die, or none can be started.
         """
         flight = self._in_flight[0]
         start_s = self._runtime.now_s()

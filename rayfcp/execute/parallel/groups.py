@@ -72,12 +72,13 @@ class MeshPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channels:
-    """One group per kind of message; nothing else uses them.
+    """One process group per kind of message.
 
     `shard`: gathers and reductions of sharded parameters, over the ranks of a stage. `attend`: keys, values and their
     gradients, over the same devices. `pipe_forward`, `pipe_backward`: activations and their gradients, over the stages
     of a rank; None with one stage. `tensor`: over the tensor-parallel devices of a stage and rank; None if there is
-    one. `control` (gloo): checkpoints and numbers, over all devices.
+    one. `control` (gloo): checkpoints, over all devices. Between steps, sums of losses and gradient norms run on
+    `shard`, `pipe_forward` and `tensor` in turn, and gradients of tied embeddings on `pipe_forward`.
     """
 
     shard: dist.ProcessGroup

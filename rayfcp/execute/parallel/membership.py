@@ -27,18 +27,18 @@ from torch.distributed.tensor import debug as tensor_debug
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups, join_process_groups, leave_process_groups
 from rayfcp.execute.reports import CollectiveFailedError
+from rayfcp.values.devices import DEVICES
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _FAILURES = re.compile(
-    r"gloo[/\\]|Gloo connect|NCCL|HCCL|FORCE STOP"
-    r"|Connection (closed|reset|refused|timed out|was likely closed)|Broken pipe"
-    r"|Timed out waiting \d+ ?ms|Socket Timeout|process group .*(aborted|destroyed)|ERR02\d\d\d",
+    "|".join(info.failures for info in DEVICES.values())
+    + r"|Connection (closed|reset|refused|timed out|was likely closed)|Broken pipe"
+    r"|Timed out waiting \d+ ?ms|Socket Timeout|process group .*(aborted|destroyed)",
     re.IGNORECASE,
 )
-"""Messages of plain RuntimeErrors from the libraries below torch; torch_npu's ERR02 are errors of its distributed
-module."""
+"""Messages of plain RuntimeErrors from the libraries below torch."""
 
 
 def is_collective_failure(error: BaseException) -> bool:

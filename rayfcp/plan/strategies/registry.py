@@ -1,6 +1,7 @@
-"""What a strategy is, and all that there are.
+"""The record of a strategy, and the registry of all strategies.
 
-Adding one: a file with a `StrategyInfo` named `INFO`, and its module in `MODULES`.
+To add one, write a file with a `StrategyInfo` named `INFO` (`rayfcp.baselines.ring` is the smallest) and list its
+module in `MODULES`. `in_stages` lets a planner of microbatches plan for pipeline stages too.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,8 @@ class Proposal:
 
 class Propose(Protocol):
     """Pure: the same arguments give the same proposal. `sequences` holds at least one, and, but for strategies that
-    slice sequences, none has more tokens than all ranks together can hold."""
+    slice sequences, none has more tokens than all ranks together can hold. Where
+    a strategy needs more memory than that, or has no plan for another reason, it raises `InfeasiblePlanError`."""
 
     def __call__(
         self, sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
@@ -66,6 +68,7 @@ class StrategyInfo:
     primitive: Primitive | None = None
     """The only one that its groups can be made of."""
     is_baseline: bool = True
+    """A system that rayfcp is compared with, not one of its own strategies."""
     needs_stages: bool = False
     """Plans nothing for a single pipeline stage."""
     slices_sequences: bool = False
@@ -79,6 +82,7 @@ class StrategyInfo:
     is_slow: bool = False
     """Takes seconds for a large batch."""
     is_slow_in_stages: bool = False
+    """Takes seconds for a large batch where there are several stages."""
     settings_from: tuple[str, ...] = ()
     """Quick strategies with similar plans, whose best setting `compare` uses instead of trying all."""
 
@@ -89,6 +93,7 @@ class StrategyInfo:
 
         Raises:
             InfeasiblePlanError: `plan.primitives` or the number of stages rule the strategy out, or it has no plan.
+            ValueError: the strategy ignores pipeline stages.
         """
         if self.needs_stages and cluster.num_stages == 1:
             raise InfeasiblePlanError(
@@ -100,12 +105,18 @@ class StrategyInfo:
                 f"strategy {self.name} needs primitive {self.primitive.value}, plan.primitives is "
                 f"{', '.join(options.primitives)}; add {self.primitive.value} to plan.primitives"
             )
-        if cost.encoder is None or not any(sequence.images for sequence in sequences):
-            return self.propose(sequences, cluster=cluster, cost=cost, options=options)
-        from rayfcp.plan.vision.encoding import with_images
+        propose = self.propose
+        if cost.encoder is not None and any(sequence.images for sequence in sequences):
+            from rayfcp.plan.vision.encoding import with_images
 
-        propose = with_images(self.propose, spread=self.spreads_images)
-        return propose(sequences, cluster=cluster, cost=cost, options=options)
+            propose = with_images(propose, spread=self.spreads_images)
+        proposal = propose(sequences, cluster=cluster, cost=cost, options=options)
+        if cluster.num_stages > 1 and not proposal.pipelines:
+            raise ValueError(
+                f"strategy {self.name} proposes no pipelines for {cluster.num_stages} stages; wrap its `propose` in "
+                "`in_stages` (rayfcp.plan.strategies.stages)"
+            )
+        return proposal
 
 
 AUTO = "auto"

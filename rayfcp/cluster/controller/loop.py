@@ -35,7 +35,7 @@ class InitialGeneration:
     version: int
 
 
-class Training:
+class TrainingLoop:
     """The steps of a run, from its first generation to its last checkpoint. Every generation is formed the same way:
     devices join, take up a state and send it to snapshot stores, while planners plan its steps.
 
@@ -230,7 +230,7 @@ class Training:
 
     def _take_up(self, decision: Decision, cluster: ClusterSpec, *, version: int | None) -> int:
         """Form the decision's generation from the newest state in memory, else from a checkpoint; return the steps in
-        it. `version`: the steps that are planned for already."""
+        it. `version`: the steps in the state that plans are under way for, None if for none yet."""
         found = self._state.newest_state(up_to=self._stepper.last_finished)
         if found.state is not None and found.state.version != version:
             version = found.state.version
