@@ -1,4 +1,4 @@
-"""What all tests share: one Ray cluster per process, started by the first test that needs it, processors of images
+"""Fixtures of all tests: one Ray cluster per process, started by the first test that needs it, processors of images
 likewise, the profiles of properties, how tests are split over processes, and one thread per process for the arithmetic
 of small models: more of them wait for each other longer than they work."""
 

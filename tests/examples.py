@@ -1,4 +1,4 @@
-"""How many examples a property gets: the same few in every run of the tests, many times as many, drawn anew, in
+"""Number of examples of a property: the same few in every run of the tests, many times as many, drawn anew, in
 `make explore`."""
 
 from collections.abc import Sequence

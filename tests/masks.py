@@ -10,7 +10,7 @@ from rayfcp.values import LayerKind, SequenceSpec
 
 
 def sees(query: int, key: int, *, window: int = 0) -> bool:
-    """Whether a pair is computed, in layers with this window (0: none)."""
+    """True if a pair is computed in layers with this window (0: none)."""
     return key <= query and (not window or query - key < window)
 
 
@@ -25,7 +25,7 @@ def kinds(*windows: int) -> tuple[LayerKind, ...]:
 
 
 def with_windows(sequences: Sequence[SequenceSpec], windows: Sequence[int]) -> list[SequenceSpec]:
-    """As of a model with two layers of each window."""
+    """Sequences of a model with two layers of each window."""
     return [replace(each, layer_kinds=tuple((kind, 2) for kind in kinds(*windows))) for each in sequences]
 
 

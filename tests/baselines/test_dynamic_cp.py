@@ -69,7 +69,7 @@ def test_balanced_by_hand() -> None:
 
 
 def test_balanced_stops_when_ranks_are_level() -> None:
-    """Once degrees fall and ranks are within 5 % the microbatch ends, here with 99 left: 800^2 / 8 > 100^2 / 1."""
+    """The microbatch ends once degrees fall and ranks are within 5 %, here with 99 left: 800^2 / 8 > 100^2 / 1."""
     opened = Opened([100, 100, 100, 100], sizes=(1, 2), limit_tokens=100)
     assert balanced([0, 1, 2, 3], opened=opened) == [2, 3]
     assert groups(opened) == [(1, [0]), (1, [1])]

@@ -24,7 +24,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_all_figures_without_ray(model: str, tmp_path: Path) -> None:
-    """In a process of its own, in which importing ray fails."""
+    """Run in a separate process in which importing ray fails."""
     out = tmp_path / "found.json"
     words = ["bench", "attention", "--device", "cpu", "--model", model, *TINY, "--lengths", "dist:wikipedia"]
     words += ["--max-seqlen", "60", "--dtype", "float64", "--strategies", "flex-block,ring,ulysses", "--json", str(out)]

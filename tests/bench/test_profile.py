@@ -24,7 +24,7 @@ WORDS = [f"model.architecture.{each}" for each in SMALL]
 
 
 def test_files_of_one_device_without_ray(tmp_path: Path) -> None:
-    """In a process of its own, in which importing ray fails."""
+    """Run in a separate process in which importing ray fails."""
     words = ["profile", "--alone", *WORDS, "cluster.device=cpu", "--max-tokens", "128", "--rounds", "1"]
     words += ["--out", str(tmp_path)]
     code = f"import sys\nsys.modules['ray'] = None\nfrom rayfcp.cli import main\nsys.exit(main({words!r}))"

@@ -1,4 +1,4 @@
-"""What a person does with the live page: points at charts and bars, and sees the run go and come back."""
+"""A user's actions on the live page: pointing at charts and bars, and watching the run end and resume."""
 
 from pathlib import Path
 

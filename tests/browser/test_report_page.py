@@ -25,7 +25,7 @@ def tile(page: Page, key: str) -> str:
 
 
 def drawn_pixels(page: Page) -> int:
-    """Of the time x rank view: how many colours that are no lane's and no background's there are, thinned."""
+    """Number of colours in the time x rank view, thinned, that are neither a lane's nor the background's."""
     return page.evaluate(
         """() => {
           const canvas = document.querySelector(".zoom canvas");

@@ -61,7 +61,7 @@ class Watched:
             route.abort()
 
     def _judge(self, url: str) -> bool:
-        """Whether it may be asked for."""
+        """True if the page may request it."""
         place = urlsplit(url)
         allowed = (
             place.scheme in LOCAL_SCHEMES

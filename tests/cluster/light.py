@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE_S, until
 
 
 class LightEngine:
-    """What the shell around an engine needs of it: exchanges that last until they are aborted."""
+    """Stand-in for the engine in a worker, with exchanges that last until they are aborted."""
 
     def __init__(self) -> None:
         self.copies, self.aborted = HeldCopies(), threading.Event()
@@ -65,7 +65,7 @@ class LightWorker(RankWorker):
         raise error
 
     def never(self) -> None:
-        """No abort ends it."""
+        """Hang in a way that no abort ends."""
         threading.Event().wait()
 
     def thread(self) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class LightWorker(RankWorker):
         return value
 
     def keep(self, header: ShardHeader, data: np.ndarray) -> None:
-        """As if this were a copy of its own shard."""
+        """Accept it as a copy of its own shard."""
         self._engine.copies.put(header, np.array(data))
         self._pusher.offer(header, safe=None)
 
@@ -121,7 +121,7 @@ def copies_at(holders: Mapping[str, Any]) -> list[Source]:
 
 @contextmanager
 def free_cpus_again() -> Iterator[None]:
-    """As many devices as are free before are free afterwards."""
+    """Check that as many devices are free afterwards as before."""
     before = ray.available_resources().get("CPU", 0)
     yield
     until(lambda: ray.available_resources().get("CPU", 0) >= before)

@@ -23,7 +23,7 @@ COMMAND = (
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With the data, their lengths, and the shape of a model; the working directory."""
+    """Working directory with the data, their lengths, and the shape of a model."""
     monkeypatch.chdir(tmp_path)
     rows = [line for line in write_texts(tmp_path).read_text().splitlines() if line.endswith('"}') and '""' not in line]
     Path("texts.jsonl").write_text("\n".join(rows) + "\n")

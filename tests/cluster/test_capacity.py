@@ -1,4 +1,4 @@
-"""From devices and memory to what a plan may put on a rank."""
+"""Token budgets of ranks from devices and memory."""
 
 import dataclasses
 
@@ -105,7 +105,7 @@ def test_ranks_in_the_order_of_facts() -> None:
 def test_devices_are_numbered_by_stage_rank_and_tensor_rank(
     nodes: list[str], stages: int, tensor_parallel: int
 ) -> None:
-    """In the order of facts; what makes no whole rank is left over."""
+    """Ranks follow the order of facts; devices that make no complete rank are left over."""
     cluster = {"pipeline_stages": stages, "tensor_parallel": tensor_parallel, "num_workers": 4}
     config = config_of(model={"architecture": {"num_layers": MODEL.num_layers}})
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update=cluster)})
@@ -138,7 +138,7 @@ def test_devices_are_numbered_by_stage_rank_and_tensor_rank(
 def test_what_fits_a_stage_and_not_one_token_more(
     stages: int, tensor_parallel: int, num_ranks: int, gather_every: str, split: str
 ) -> None:
-    """Of a microbatch alone that keeps only inputs of layers, on the fullest stage; a device has its heads, its
+    """A single microbatch keeps only inputs of layers, on the fullest stage; a device has its heads, its
     part of the MLP, and the whole vocabulary."""
     config = config_of(train={"gather_every": gather_every}, model={"architecture": {"num_layers": MODEL.num_layers}})
     cluster = {"pipeline_stages": stages, "tensor_parallel": tensor_parallel, "layer_split": split}

@@ -29,7 +29,7 @@ def manifest_of(step: int, *, files: tuple[FileSum, ...] = ()) -> Manifest:
 
 
 def write(folder: CheckpointFolder, step: int) -> Path:
-    """What ranks and controller do for one checkpoint."""
+    """Write one checkpoint as ranks and controller do."""
     unfinished = folder.unfinished(step)
     unfinished.mkdir(parents=True, exist_ok=True)
     names = [f"__{rank}_0.distcp" for rank in range(2)]

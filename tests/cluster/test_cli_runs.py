@@ -48,7 +48,7 @@ class Command:
             )
 
     def until(self, is_so: Callable[[], object]) -> None:
-        """As long as it lives."""
+        """Wait until `is_so`; fail if the process ends before."""
         until(lambda: is_so() or self.process.poll() is not None, what=self.log.read_text)
         assert self.process.poll() is None, self.log.read_text()
 
@@ -57,11 +57,11 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def terminate(self) -> None:
-        """As `kill`, schedulers and `ray job stop` do."""
+        """Send SIGTERM, as `kill`, schedulers and `ray job stop` do."""
         self.process.send_signal(signal.SIGTERM)
 
     def ends_with(self, code: int) -> str:
-        """What it wrote, after it ended with `code` and nothing of it is left."""
+        """Output of the command, after it ended with `code` and left nothing behind."""
         self.process.wait(timeout=PATIENCE_S)
         written = self.log.read_text()
         assert self.process.returncode == code, written

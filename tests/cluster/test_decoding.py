@@ -35,7 +35,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the example's script writes, small; of one row the image breaks off behind its header."""
+    """Small data of the example's script; one row's image is truncated after its header."""
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "processor").mkdir()
     example().write_processor(folder / "processor", max_pixels=64 * 64)

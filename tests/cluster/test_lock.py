@@ -100,7 +100,8 @@ def test_a_folder_that_cannot_be_made_is_named(run_dir: str, tmp_path: Path) -> 
 def test_a_trainer_does_not_touch_the_folder_of_another_run(
     joins: bool, holder: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    """On a cluster that it joins, its controller looks, which may be on a machine that sees the folder."""
+    """On a cluster that it joins, its controller checks the lock, since it may run on a machine that shares the
+    folder."""
     write_texts(tmp_path)
     address = ray.get_runtime_context().gcs_address if joins else None
     config = run_config(tmp_path, name="run", cluster={"num_workers": 1, "address": address})

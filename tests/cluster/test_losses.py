@@ -1,4 +1,4 @@
-"""Who is lost, found out with real processes that are killed and stopped; all others are free afterwards."""
+"""Detection of lost workers, with real processes that are killed and stopped; all others are free afterwards."""
 
 import os
 import signal
@@ -135,7 +135,7 @@ def test_an_error_because_another_is_gone_is_a_loss(worker_group: WorkerGroup) -
 
 
 class Impatient:
-    """What soon takes itself for an orphan once it was told to."""
+    """An actor that soon considers itself orphaned, once requested."""
 
     def outlive_a_watch(self) -> None:
         """One that nobody holds ends nothing."""
@@ -151,11 +151,11 @@ class Impatient:
 
 
 class ImpatientWorker(Impatient, LightWorker):
-    """As a worker that nobody has called for long."""
+    """A worker without calls for long."""
 
 
 class ImpatientStore(Impatient, SnapshotStore):
-    """As a snapshot store that nobody has called for long."""
+    """A snapshot store without calls for long."""
 
 
 def test_orphans_end_and_give_their_devices_back(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_what_a_profile_depends_on_is_the_same_in_its_file() -> None:
 
 
 def test_refitted_coefficients_are_kept_beside_the_measured(tmp_path: Path) -> None:
-    """What is planned next goes by the refitted, a run that starts anew by the profile."""
+    """Later plans use the refitted cost model, a run that starts anew uses the profile."""
     path = tmp_path / "profile.json"
     measured = measure_cost(guess_of(4), timings_of(guess_of(4), degrees=(2, 4)))
     write_measured(path, measured, about=about(), made_by=COMMAND)

@@ -1,4 +1,4 @@
-"""From reports of workers to observations of the cost model."""
+"""Conversion of workers' reports to observations of the cost model."""
 
 import dataclasses
 import math

@@ -22,7 +22,7 @@ def test_every_cause_is_counted_from_the_start() -> None:
 
 
 def exported(run: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    """What Ray's agent on this node shows of a run, without Ray's own labels and prefix."""
+    """Metrics of a run from Ray's agent on this node, without Ray's own labels and prefix."""
     node = next(each for each in ray.nodes() if each["NodeID"] == ray.get_runtime_context().get_node_id())
     with urlopen(
         f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=PATIENCE_S

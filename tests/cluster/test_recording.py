@@ -1,4 +1,4 @@
-"""What runs write down for their report, and what the simulator foretells with a run's own costs; without Ray."""
+"""Records of runs for their report, and the simulator's predictions with a run's own costs; without Ray."""
 
 import os
 import time

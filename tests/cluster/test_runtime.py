@@ -1,4 +1,4 @@
-"""What control code may rely on of a `Runtime`, shown by Ray with real processes."""
+"""Guarantees of a `Runtime` to control code, tested on Ray with real processes."""
 
 import os
 import pickle

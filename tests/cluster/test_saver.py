@@ -1,4 +1,4 @@
-"""When checkpoints are begun, committed, left out and given up, by devices that write real files when told to."""
+"""Start, commit, omission and failure of checkpoints, with devices that write real files on request."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -60,7 +60,7 @@ class Called:
 
 
 class Devices:
-    """What a saver needs of a worker_group."""
+    """Interface of a worker group that a saver needs."""
 
     def __init__(self, count: int) -> None:
         self.runtime = RayRuntime()

@@ -58,7 +58,7 @@ def test_it_loads_no_torch() -> None:
 
 @pytest.mark.parametrize("num_bytes", [0, 700, 2500])
 def test_a_copy_arrives_whole(kept: tuple[object, SnapshotStores], num_bytes: int) -> None:
-    """In no chunk, one, several."""
+    """States of no chunk, one, several."""
     worker, snapshot_stores = kept
     header = shard(10 + num_bytes, num_bytes=num_bytes)
     worker.keep.remote(header, bytes_of(header))
@@ -131,7 +131,7 @@ def test_a_process_is_told_from_another_with_its_number() -> None:
 
 
 class DamagedCopies(HeldCopies):
-    """Whose bytes change between checksum and sending, so often."""
+    """A source whose bytes change between checksum and sending, a given number of times."""
 
     def __init__(self, *, times: int) -> None:
         super().__init__()

@@ -185,7 +185,8 @@ def tiny(folder: Path) -> Path:
 
 
 def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
-    """Of every layout: the run accepts the configuration, and has the same room for tokens and layers of stages."""
+    """Every layout is usable: the run accepts the configuration, and has the same room for tokens and layers of
+    stages."""
     from rayfcp.cluster.trainer import check_runnable
     from rayfcp.cluster.workers.facts import layers_of_stage
 

@@ -33,13 +33,13 @@ SHAPES: tuple[ShapesOf, ...] = (image_shapes, many_image_shapes)
 
 
 def encoded_s(encoder: EncoderCost, timing: Timing) -> float:
-    """What images add to a timed pass."""
+    """Time that images add to a timed pass."""
     seconds = timing.num_images * sum(encoder.passes_s(timing.num_patches))
     return float(seconds) + (encoder.fixed_s if timing.num_images else 0.0)
 
 
 def timings_of(truth: EncoderCost, shapes: list[PassShape]) -> list[Timing]:
-    """As a machine that obeys `truth` would take them."""
+    """Timings of a machine that obeys `truth`."""
     found = []
     for shape in shapes:
         timing = Timing(

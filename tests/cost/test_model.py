@@ -66,7 +66,7 @@ def test_an_exchange_hides_behind_nothing(pairs: int, tokens: int, degree: int) 
 
 @pytest.mark.parametrize(("degree", "per_node"), [(2, 8), (4, 8), (8, 8), (4, 2), (8, 4), (8, 2), (4, 1)])
 def test_an_exchange_between_nodes_takes_what_the_best_way_to_lie_there_takes(degree: int, per_node: int) -> None:
-    """Of all ways to lie on two nodes or more, by the rank of each that sends the most out of its node."""
+    """Best of all placements on two nodes or more, by the rank of each that sends the most out of its node."""
     links = {"ulysses_intra_s_per_token": 3e-3, "ulysses_inter_s_per_token": 5e-2, "ulysses_s": 0.1}
     heads = {"num_heads": 8, "num_kv_heads": 8}
     cost = dataclasses.replace(UNIT, ranks_per_node=per_node).with_coefficients(**links, **heads)

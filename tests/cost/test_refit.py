@@ -58,7 +58,7 @@ FACTORS = st.lists(st.floats(0.3, 2.0), min_size=len(COEFFICIENTS), max_size=len
 @examples(5)
 @given(factors=FACTORS, seed=st.integers(0, 99))
 def test_five_steps_find_what_takes_the_time(factors: list[float], seed: int) -> None:
-    """From any wrong profile, on groups that were never seen, with rings that hide and rings that do not."""
+    """Refits start from any wrong profile and hold on unseen groups, with rings that hide transfers or do not."""
     for truth in (TRUTH, EXPOSED):
         refit = Refit.start(wrong(truth, factors))
         for step in range(5):

@@ -61,7 +61,8 @@ def all_blocks() -> list[Block]:
 
 
 def commands_of(block: Block) -> Iterator[Command]:
-    """Of ```bash every line, of ```console those behind `$ `; with the lines that a backslash appends.
+    """Commands of a block: every line of ```bash, those after `$ ` of ```console; with the lines that a backslash
+    appends.
 
     >>> block = Block(page="a.md", line=1, language="console", text="$ one \\\\\\n  two\\nsaid\\n", saved_as=None)
     >>> [command.text for command in commands_of(block)]

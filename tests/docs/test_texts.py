@@ -1,5 +1,5 @@
-"""What pages log of the code holds: messages that are quoted, keys of the configuration, commands named in passing, and
-that examples in Python are Python."""
+"""Statements of pages about the code are true: messages that are quoted, keys of the configuration, commands named in
+passing, and that examples in Python are Python."""
 
 import ast
 import re

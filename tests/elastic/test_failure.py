@@ -45,7 +45,7 @@ EVENTS = st.sampled_from(
 
 
 def end_of(failures: list[Failure | None], *, limits: Limits) -> int:
-    """When the rules log that the run ends, counted from the end of each event backwards."""
+    """Event at which the run ends by the rules, counted backwards from each event."""
     for count, failure in enumerate(failures):
         if failure is None:
             continue

@@ -24,7 +24,8 @@ def copy(version: int, number: int, *, of: int, where: str, generation: int = 0,
 
 @st.composite
 def copies(draw: st.DrawFn) -> list[ShardCopy]:
-    """Of up to three versions in two generations, on three workers and two snapshot stores; some complete, most not."""
+    """Copies of up to three versions in two generations, on three workers and two snapshot stores; some complete, most
+    not."""
     sizes = {generation: draw(st.integers(1, 3)) for generation in (0, 1)}
     found = []
     for _ in range(draw(st.integers(0, 14))):

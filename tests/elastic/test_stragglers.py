@@ -19,7 +19,7 @@ NOISE = 0.03  # relative, of one step
 def step(
     speeds: list[float], *, rng: random.Random, noise: float = NOISE, balanced: Speeds | None = None
 ) -> list[DeviceTiming]:
-    """What one step measures of devices d0, d1, ...: of unequal work, less for devices that `balanced` finds slow."""
+    """Measurements of one step on devices d0, d1, ...: of unequal work, less for devices that `balanced` finds slow."""
     found = []
     for index, speed in enumerate(speeds):
         share = balanced.of(f"d{index}") if balanced is not None else 1.0

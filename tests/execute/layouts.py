@@ -99,7 +99,7 @@ def over_runs(layout: Layout, *, num_ranks: int, heads: int, dealt: bool = False
 
 
 def _ends(sizes: Sequence[int], *, heads: int) -> list[int]:
-    """Where the shares of tokens laid end to end end, but for the last."""
+    """Ends of the shares of tokens laid end to end, except the last."""
     return [sum(sizes) * share // heads for share in range(1, heads)]
 
 

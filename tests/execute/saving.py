@@ -21,7 +21,7 @@ Writes = Callable[[CheckpointWriter, nn.Module, torch.optim.Optimizer, Path], li
 
 
 def write_on_gloo(writes: Writes, folder: Path, *, size: int) -> list[list[SavedPart | None]]:
-    """What `writes` gives on each of `size` ranks that share a matrix by rows."""
+    """Results of `writes` on each of `size` ranks that share a matrix by rows."""
     return on_processes(_write, size, writes, folder, size=size)
 
 

@@ -1,4 +1,4 @@
-"""What stages really keep between passes is what the memory model says (InfiniPipe, Eqs. 5-10)."""
+"""Stages keep between passes what the memory model predicts (InfiniPipe, Eqs. 5-10)."""
 
 import time
 from itertools import pairwise

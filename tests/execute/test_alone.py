@@ -41,7 +41,7 @@ class Work(TorchDispatchMode):
 
 
 def work(lengths: list[int], *, dtype: torch.dtype) -> dict[str, int]:
-    """Of attention forward and backward."""
+    """Counts of operations in attention forward and backward."""
     sequences = specs(lengths)
     group = Group(ranks=(0,), sequences=tuple(range(len(lengths))))
     layout = lay_out(MicrobatchPlan(groups=(group,), group_s=(1.0,), predicted_s=1.0), sequences)
@@ -57,7 +57,7 @@ def work(lengths: list[int], *, dtype: torch.dtype) -> dict[str, int]:
 
 
 def test_one_sequence() -> None:
-    """In the model's dtype: results are not cast, copied or added to anything."""
+    """Results in the model's dtype are not cast, copied or added to anything."""
     for dtype in (torch.bfloat16, torch.float32):
         assert work([70], dtype=dtype) == {KERNEL: 1, f"{KERNEL}_backward": 1}
 

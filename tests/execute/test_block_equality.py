@@ -72,6 +72,6 @@ def test_blocks_in_process(case: Case, dtype: str) -> None:
 
 
 def test_blocks_on_gloo_processes_sharded() -> None:
-    """Up to five processes, FSDP2 shards, several microbatches, recomputation, every kind of rounds."""
+    """Cases of up to five processes, FSDP2 shards, several microbatches, recomputation, every kind of rounds."""
     cases = [*CASES[:-1], replace(CASES[-1], num_ranks=5)]
     assert_same_on_gloo([(case, "float64") for case in cases] + [(CASES[2], "float32")])

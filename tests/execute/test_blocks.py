@@ -30,7 +30,7 @@ COST = CostModel(
 
 
 def laid_out(sequences: list[SequenceSpec], *, num_ranks: int, options: BlockOptions, heads: int = 1) -> Layout:
-    """Of ranks, or of runs of `heads` ranks in place of each."""
+    """Layout on ranks, or on runs of `heads` ranks in place of each."""
     batch = batch_of(sequences)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
     found = plan_blocks(batch.pool(np.arange(len(sequences))), cluster=cluster, cost=COST, options=options)

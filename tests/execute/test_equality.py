@@ -71,7 +71,7 @@ def run_in_process(programs: Sequence[RankProgram], case: Case, dtype: str) -> t
     "case", CASES, ids=lambda case: f"{case.num_ranks}-ranks-{len(case.lengths)}-{case.primitive}-{case.heads}"
 )
 def test_in_process(case: Case, dtype: str) -> None:
-    """And every rank sends the bytes that the simulator says."""
+    """Every rank sends the bytes that the simulator predicts."""
     programs = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)
     check_programs(programs, case.sequences)
     loss, gradients, executions = run_in_process(programs, case, dtype)

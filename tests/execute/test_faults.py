@@ -55,7 +55,7 @@ def test_errors_of_the_program(error: Exception) -> None:
 
 
 class Engine:
-    """What `collective` wants of an object."""
+    """Interface that `collective` needs."""
 
     def __init__(self) -> None:
         self.is_aborted = False

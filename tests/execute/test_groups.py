@@ -22,7 +22,7 @@ NUM_PROCESSES = max(math.prod(world) for world in WORLDS)
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """What each process saw."""
+    """Results of each process."""
     return on_processes(_join_all, size=NUM_PROCESSES)
 
 

@@ -42,7 +42,7 @@ class Case:
 
 
 def on_cuda(half: AttentionKernel) -> CudaKernel:
-    """As CUDA devices get it: head_dim padded, fp32 by another one."""
+    """The kernel as CUDA devices get it: head_dim padded, fp32 by another one."""
     return CudaKernel(half=half, single=CutlassKernel())
 
 
@@ -60,7 +60,7 @@ CASES = {
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of the libraries and operators that want a device which is not here."""
+    """Stand-ins for libraries and operators that need a device which is absent here."""
     monkeypatch.setitem(sys.modules, "torch_npu", fake_npu)
     with ExitStack() as registered:
         registered.enter_context(fake_cutlass.registered())
@@ -105,7 +105,7 @@ def test_cuda_over_many_blocks(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head_dim", [12, 64])
 def test_flash_calls_fit_torchs_schemas(head_dim: int) -> None:
-    """On the meta device: arguments are taken, and shapes come out as the interface says."""
+    """Run on the meta device: arguments are taken, and shapes come out as the interface says."""
     kernel, dtype = on_cuda(TorchFlashKernel()), torch.bfloat16
     pairs = Pairs(query_lengths=(5, 40), key_lengths=(7, 3), causal=False, scale=SCALE)
     query = torch.empty(45, 4, head_dim, dtype=dtype, device="meta")
@@ -213,7 +213,8 @@ def test_without_torch_npu_what_to_install_is_named() -> None:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_more_pairs_than_a_call_takes_on_npus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several calls, the last one not full, by a lower limit, since the dense reference takes pairs one by one."""
+    """Rows are taken in several calls, the last one not full, by a lower limit, since the dense reference takes pairs
+    one by one."""
     assert npu.MAX_PAIRS == fake_npu.MOST_SEQUENCES
     monkeypatch.setattr(npu, "MAX_PAIRS", 10)
     monkeypatch.setattr(fake_npu, "MOST_SEQUENCES", 10)
@@ -233,7 +234,7 @@ def test_more_pairs_than_a_call_takes_on_npus(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_fake_refuses_what_the_operators_would() -> None:
-    """So that the conformance above means something."""
+    """The stand-in's refusals make the conformance tests above meaningful."""
     tensor = torch.zeros(4, 2, 8)
     triangle = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     good = {"actual_seq_qlen": [1, 4], "actual_seq_kvlen": [1, 4], "sparse_mode": 3, "atten_mask": triangle}

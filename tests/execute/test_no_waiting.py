@@ -71,7 +71,7 @@ def test_a_step_reads_one_number(case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_refuses_to_be_waited_for() -> None:
-    """From the first instruction to the last, by the driver's own check."""
+    """The host does not wait from the first instruction to the last, by the driver's own check."""
     case = CASES[0]
 
     def advanced(num_done: int) -> None:
@@ -86,7 +86,7 @@ def test_a_gpu_refuses_to_be_waited_for() -> None:
 
 
 def test_what_waits_is_counted() -> None:
-    """So that the above means something."""
+    """A wait is detected, so the test above is meaningful."""
     with Waits() as waits:
         float(torch.ones(()))
         torch.ones(3)[torch.tensor([True, False, True])]

@@ -1,4 +1,4 @@
-"""What is asked of Ascend devices beside attention, on a stand-in for `torch.npu` with its documented functions."""
+"""Operations of Ascend devices other than attention, on a stand-in for `torch.npu` with its documented functions."""
 
 import sys
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ DEVICE: Any = SimpleNamespace(type="npu", index=0)
 
 
 class Npu:
-    """Of Ascend Extension for PyTorch's API reference, `torch_npu.npu`."""
+    """Stand-in for functions in the API reference of Ascend Extension for PyTorch, `torch_npu.npu`."""
 
     def __init__(self) -> None:
         self.stopped: list[int] = []

@@ -60,7 +60,7 @@ def saved(name: str, folder: Path) -> Path:
 
 
 def run_by_torchrun(script: Path, *, num_ranks: int) -> str:
-    """What the processes print. A file for each: lines of several would mingle in one pipe."""
+    """Output of the processes, in one file each: lines of several would mingle in one pipe."""
     logs = script.parent / "logs"
     options = ["--standalone", f"--nproc-per-node={num_ranks}", "--redirects=3", f"--log-dir={logs}"]
     run(["-m", "torch.distributed.run", *options, str(script)], folder=script.parent)
@@ -68,12 +68,12 @@ def run_by_torchrun(script: Path, *, num_ranks: int) -> str:
 
 
 def run_ranks(script: Path, *, num_ranks: int) -> str:
-    """As by torchrun, in processes that have imported torch already."""
+    """Start as torchrun does, in processes that have imported torch already."""
     return "".join(on_processes(_run_rank, script, num_ranks, size=num_ranks))
 
 
 def _run_rank(rank: int, client: dist.Store, script: Path, num_ranks: int) -> str:
-    """With the variables that torchrun sets; the store is the master's, so all ranks are clients of it."""
+    """Run with the variables that torchrun sets; the store is the master's, so all ranks are clients of it."""
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{num_ranks}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{client.port}"}
     printed = script.with_name(f"printed-{num_ranks}-{rank}")
@@ -93,5 +93,5 @@ def run(arguments: list[str], *, folder: Path, **variables: str) -> str:
 
 
 def losses_of(printed: str) -> list[tuple[float, ...]]:
-    """Of each process."""
+    """Losses that each process printed."""
     return [tuple(map(float, line.split()[1:])) for line in printed.splitlines() if line.startswith("losses ")]

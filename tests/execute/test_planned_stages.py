@@ -1,4 +1,4 @@
-"""What planners of pipelines plan is proved, lowered, run, and gives the loss and gradients of a single process."""
+"""Plans of pipelines are proved, lowered and run, and give the loss and gradients of a single process."""
 
 import pytest
 
@@ -19,7 +19,7 @@ SEQUENCES = tuple(SequenceSpec(id=at, num_tokens=n, num_targets=n - 1) for at, n
 
 
 def planned(strategy: str, *, budget_bytes: int) -> BatchPlan:
-    """For two stages of two ranks with so many bytes beside the states of the fuller stage."""
+    """Plan for two stages of two ranks with that many bytes besides the states of the fuller stage."""
     sizes = {"num_ranks": NUM_RANKS, "bytes_per_element": 8, "reduce_every": "step", "layers_of_stage": LAYERS}
     states = [stage_state_bytes(profile(), stage=stage, gather_every="microbatch", **sizes) for stage in (0, 1)]
     memory_bytes = max(states) + budget_bytes
@@ -45,7 +45,7 @@ def planned(strategy: str, *, budget_bytes: int) -> BatchPlan:
     ],
 )
 def test_planned_and_run(strategy: str, budget_bytes: int) -> None:
-    """With little room long sequences come in slices, and layers are recomputed. Each device sends the bytes and
+    """With little memory long sequences come in slices, and layers are recomputed. Each device sends the bytes and
     computes the pairs that the simulator says."""
     plan = planned(strategy, budget_bytes=budget_bytes)
     is_tight = budget_bytes < 2_000_000

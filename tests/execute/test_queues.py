@@ -16,7 +16,7 @@ from rayfcp.execute.parallel.transport import DistributedTransport
 
 
 class Device:
-    """What `torch.cuda` and `torch.npu` have of streams and events. `told`: in which order things were asked for."""
+    """Stand-in for streams and events of `torch.cuda` and `torch.npu`. `told`: calls in order."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -31,7 +31,7 @@ SCRIPT = (
 KILLED = {3, 4, 5}
 LAST = SCRIPT[-1].steps[-1]
 PATIENCE_S, TIMEOUT_S = 600.0, 120.0
-"""For devices to meet, and of exchanges: far more than either takes."""
+"""Timeout of rendezvous and exchanges: far more than either takes."""
 
 FORGOTTEN = 2
 """Waiters of the whole script that may stay until that timeout: gloo forgets a message whose connection breaks as it is
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What each process that lived saw."""
+    """Results of each process that survived."""
     store = listening_store()
     everybody = sorted({member for generation in SCRIPT for member in generation.members})
     processes = {me: FORKS.Process(target=_process, args=(me, store.port, str(folder))) for me in everybody}
@@ -142,9 +142,9 @@ def test_few_copies_are_held_and_beats_tell_the_step(found: dict[int, list[dict[
 
 
 def test_nothing_is_left_of_old_generations(found: dict[int, list[dict[str, Any]]]) -> None:
-    """Of the last generation and the first one of its shape, six rebuilds before: the same threads in each process,
-    and the same open files in all of them together but for a few, since connections close when they do. The smallest
-    group has two connections in each of three processes; one left behind in each rebuild would be 36 files."""
+    """Compare the last generation with the first one of its shape, six rebuilds before: the same threads in each
+    process, and the same open files in all of them together but for a few, since connections close when they do. The
+    smallest group has two connections in each of three processes; one left behind in each rebuild would be 36 files."""
     files = {1: 0, 7: 0}
     for me, facts in found.items():
         of = {fact["generation"]: fact for fact in facts if "threads" in fact}

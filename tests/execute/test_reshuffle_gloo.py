@@ -108,7 +108,7 @@ def run_cases(rank: int, client: dist.Store) -> Found:
 
 @pytest.fixture(scope="module")
 def found() -> list[Found]:
-    """What each process found in all cases."""
+    """Results of each process in all cases."""
     return on_processes(run_cases, size=NUM_RANKS)
 
 

@@ -46,7 +46,7 @@ def source(copies: HeldCopies, header: ShardHeader) -> Source:
 
 
 def rows_of(copies: HeldCopies, header: ShardHeader, *, number: int, keep: tuple[int, int]) -> Source:
-    """As a device would hold it that has rows `[keep[0], keep[1])` of every tensor of 7 rows."""
+    """State of a device that holds rows `[keep[0], keep[1])` of every tensor of 7 rows."""
     start, stop = keep
     entries, parts, at = [], [], 0
     for entry in header.entries:
@@ -88,7 +88,7 @@ def test_filled_from_any_cut_the_next_update_is_the_same(steps: int, cuts: set[i
 
 
 def test_a_copy_is_of_its_moment() -> None:
-    """What is updated later does not show."""
+    """Later updates do not change a snapshot."""
     module, optimizer = make(seed=0, steps=1)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     copies, header = taken(module, optimizer)

@@ -31,7 +31,7 @@ def test_in_process(seed: int, num_stages: int, num_ranks: int) -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_typical_chunks(num_stages: int, num_ranks: int) -> None:
-    """And their programs pass the static check."""
+    """Their programs pass the static check."""
     seed = num_stages + num_ranks  # even for rings
     dtype = ("float32", "float64")[(num_stages // 2 + num_ranks) % 2]  # either with either primitive
     case = typical_case(seed, num_ranks=num_ranks, layers_of_stage=LAYERS[num_stages], is_tied=seed % 3 == 0)

@@ -29,7 +29,7 @@ def rows(ranges: list[tuple[int, int]]) -> list[int]:
 @few
 @given(terms=st.lists(WHOLE | APART | st.lists(RANGE, min_size=1, max_size=6), max_size=4), reads=st.booleans())
 def test_sums(terms: list[list[tuple[int, int]]], reads: bool) -> None:
-    """Of terms that overlap, repeat rows, and leave some out; read in between or not."""
+    """Sums of terms that overlap, repeat rows, and leave some out; read in between or not."""
     sums = RowSums(
         lambda: tuple(torch.full((ROWS, 2), float("nan"), dtype=torch.float64) for _ in range(2)), num_rows=ROWS
     )

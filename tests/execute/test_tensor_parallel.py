@@ -102,7 +102,7 @@ def _run_all(number: int, client: dist.Store) -> list[dict[str, Any]]:
 
 
 def _run(run: Run, world: ProcessGroups) -> dict[str, Any]:
-    """What a device sees; the same on all, but for its traffic."""
+    """Results of a device; the same on all, except its traffic."""
     case, position = run.case, world.position
     model = sharded_model(model_config(run.model, vocab_size=VOCAB), run=run.model, seed=SEED, world=world)
     first = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
@@ -140,7 +140,7 @@ def whole(run: Run) -> CausalLM:
 
 @pytest.mark.parametrize("index", range(len(RUNS)))
 def test_loss_and_gradients_of_a_single_process(index: int, found: list[dict[str, Any]]) -> None:
-    """And the norm counts every parameter once."""
+    """The norm counts every parameter once."""
     run, have = RUNS[index], found[index]
     want = reference(whole(run), run.case)
     assert_same(have["loss"], have["gradients"], want=want, dtype=run.dtype)

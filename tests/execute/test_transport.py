@@ -1,4 +1,4 @@
-"""Who owns a process group."""
+"""Ownership of process groups."""
 
 import weakref
 

@@ -17,7 +17,7 @@ KINDS = {1: (6, 0, 6), 2: (0, 6, 6), 3: (6, 6, 6, 0)}
 
 
 def assert_equal(case: StagedCase) -> None:
-    """To the library's own; and each device computes and sends what the simulator says."""
+    """Gradients equal the library's own; each device computes and sends what the simulator predicts."""
     check_programs(case.programs, case.sequences)
     loss, gradients, done = run_in_process(case, "float64")
     assert_same(loss, gradients, want=expected(case, "float64"), dtype="float64")

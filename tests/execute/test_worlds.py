@@ -32,15 +32,15 @@ WORLDS = ((2, 2, 1), (1, 2, 2), (3, 1, 1), (2, 1, 2), (1, 1, 1))
 """Stages, ranks, tensor-parallel devices."""
 
 WORLDS_OF = {"microbatch": WORLDS, "step": WORLDS[:2]}
-"""By how often parameters are gathered: the others have no one to gather from."""
+"""Worlds grouped by how often parameters are gathered: the others have no one to gather from."""
 
 STEPS = 2
-"""On each world."""
+"""Steps on each world."""
 
 NUM_PROCESSES = max(math.prod(world) for world in WORLDS)
 
 LAYERS = {1: (3,), 2: (2, 1), 3: (1, 1, 1)}
-"""Of each stage, by their number."""
+"""Layers of each stage, by number of stages."""
 
 
 def config_of(folder: Path, *, gather_every: str) -> Config:
@@ -149,7 +149,7 @@ def _train(number: int, client: dist.Store, folder: Path, gather_every: str) -> 
 
 
 def test_losses_and_norms_of_one_device(found: list[list[dict[str, Any]]]) -> None:
-    """On every device, whatever the worlds on the way."""
+    """Results agree on every device, whatever the worlds on the way."""
     alone, devices = found[-1], found[:-1]
     assert len(devices[0]) == len(alone)
     worlds = WORLDS[: len(alone) // STEPS]
@@ -177,8 +177,8 @@ def test_reports_say_where_they_are_from(found: list[list[dict[str, Any]]]) -> N
 def test_parameters_are_gathered_as_often_as_asked_and_in_shards_between_steps(
     found: list[list[dict[str, Any]]],
 ) -> None:
-    """Once a step; or layers of every microbatch for each of its passes, and the rest once for both. The last layer,
-    with which backward begins, is still there."""
+    """Parameters are gathered once a step; or layers in each pass of every microbatch, and the rest once for both. The
+    last layer, with which backward begins, is still there."""
     for device in found[:-1]:
         for report in device:
             assert report["gathered"] == 0

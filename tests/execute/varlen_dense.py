@@ -1,4 +1,4 @@
-"""What CUDA kernels of variable lengths compute, on the CPU by dense softmax in fp64, and what they would refuse.
+"""Stand-ins for CUDA kernels of variable lengths: dense softmax in fp64 on the CPU, with the same refusals.
 
 Tensors are `[tokens, heads, head_dim]`; pairs lie one after the other, cut by offsets; logsumexp is `[heads, queries]`,
 natural, fp32; the backward takes any out and logsumexp.
@@ -24,7 +24,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, *, equal_heads: bool = Fals
 
 
 def check_saved(query: Tensor, *, grad_out: Tensor, out: Tensor, lse: Tensor) -> None:
-    """What the backward gets of the forward."""
+    """Check the values that the backward gets from the forward."""
     for tensor in (grad_out, out):
         assert tensor.shape == query.shape and tensor.dtype == query.dtype and tensor.stride(-1) == 1
     assert lse.shape == (query.shape[1], len(query)) and lse.dtype == torch.float32 and lse.is_contiguous()

@@ -1,5 +1,5 @@
-"""What most processes of tests import, for servers that fork them, and kernels of planners, which take as long to load.
-The last that a server imports; no thread may run when it forks."""
+"""Modules that most processes of tests import, for servers that fork them, and kernels of planners, which take as long
+to load. The last that a server imports; no thread may run when it forks."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""What the scripts of FCP with blocks measure: attention alone, relative to one kernel."""
+"""Measurements of the scripts of FCP with blocks: attention alone, relative to one kernel."""
 
 import importlib
 from collections import Counter

@@ -42,7 +42,7 @@ def container(group: Manifest) -> Manifest:
 
 
 def node_types(cluster: Manifest) -> dict[str, Manifest]:
-    """As the autoscaler will have them, by name."""
+    """Worker groups as the autoscaler sees them, by name."""
     named = cluster | {"metadata": cluster["metadata"] | {"namespace": "default"}}
     types: dict[str, Manifest] = _derive_autoscaling_config_from_ray_cr(named)["available_node_types"]
     return types
@@ -76,8 +76,8 @@ def validator_of(schema: Path) -> Any:
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.stem)
 def test_the_autoscaler_makes_room_for_the_run(path: Path) -> None:
-    """From the fewest devices that the run begins with to the most; workers fill their nodes, so that controller and
-    planners stay on the head."""
+    """Groups scale from the fewest devices that a run starts with to the most; workers fill their nodes, so that
+    controller and planners stay on the head."""
     cluster = read(path)
     config = config_of(cluster)
     assert cluster["spec"]["enableInTreeAutoscaling"] and cluster["spec"]["autoscalerOptions"]["version"] == "v2"

@@ -24,13 +24,13 @@ DTYPE = "float64"
 BOUND = 1e-10
 """Relative error of fp64."""
 FP32_BOUND = 1e-6
-"""Where a family computes its norms in fp32, whatever its dtype."""
+"""Tolerance where a family computes its norms in fp32, whatever its dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of a batch: mean loss, gradients of it by parameter, and logits of each token, `[tokens, vocab]`, the sequences
-    one after the other."""
+    """Reference values of a batch: mean loss, gradients of it by parameter, and logits of each token, `[tokens,
+    vocab]`, the sequences one after the other."""
 
     loss: float
     gradients: Gradients
@@ -106,7 +106,7 @@ def recorded_hidden(model: CausalLM) -> Iterator[list[Tensor]]:
 
 
 def head_of(model: CausalLM) -> nn.Module:
-    """Of a whole model, without gradients."""
+    """Output head of a full model, without gradients."""
     return copy.deepcopy(model.model.get_output_embeddings()).requires_grad_(False)
 
 

@@ -58,7 +58,7 @@ def context_of(lengths: Sequence[int], *, recomputed_layers: int = 0, layer_kind
 
 
 def loss_sum(model: CausalLM, rows: Sequence[Tensor], *, context: AttentionContext) -> Tensor:
-    """Of packed sequences."""
+    """Summed loss of packed sequences."""
     return model(
         torch.cat(list(rows)),
         torch.cat([torch.arange(len(row)) for row in rows]),

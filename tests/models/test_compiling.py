@@ -26,7 +26,7 @@ def results(
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_equal_for_any_lengths(family: str) -> None:
-    """By torch's tracing and its derivatives; what code is made of them is the compiler's own."""
+    """Compiled by torch's tracing and its derivatives; the generated code is the compiler's concern."""
     plain = random_model(library_config(family), dtype="float64", seed=0)
     compiled = copy.deepcopy(plain)
     assert compile_parts(compiled, backend="aot_eager") == 3 * NUM_LAYERS + 1

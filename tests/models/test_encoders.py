@@ -47,7 +47,7 @@ def test_images_of_any_sizes(grids: list[tuple[int, int]]) -> None:
 @examples(8)
 @given(side=SIDES, count=st.integers(1, 4))
 def test_tiles(side: int, count: int) -> None:
-    """Of the size that the table of places has, and of others."""
+    """Images of the size that the position table has, and of others."""
     assert_apart(MODELS["internvl"], images_of("internvl", [(side, side)] * count))
 
 
@@ -76,7 +76,7 @@ class Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_our_kernel_attends(family: str) -> None:
-    """In every layer, on the CPU image by image."""
+    """Our kernel serves every layer, on the CPU image by image."""
     images = images_of(family, [(4, 4)] * 3)
     with Kernels() as kernels, torch.no_grad():
         MODELS[family].encode(joined(images))

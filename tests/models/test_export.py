@@ -1,4 +1,5 @@
-"""What a run trained, as a folder: files that the library opens and that the next run starts from, bit for bit."""
+"""Export of a trained model as a folder: files that the library opens and that the next run starts from, bit for
+bit."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""From files to devices, from devices to a run's own checkpoint, and from that to files: all bits stay."""
+"""Weights keep all bits from files to devices, from devices to a run's own checkpoint, and from that to files."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ RUNS = {
     "qwen3_moe": {"num_ranks": 2},
     "gemma": {"num_ranks": 2},
 }
-"""How two devices share a model."""
+"""Ways in which two devices share a model."""
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,7 @@ NUM_PROCESSES = THREE.num_ranks
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Result]:
-    """By family."""
+    """Results by family."""
     return on_processes(_run_all, size=NUM_PROCESSES)[0]
 
 

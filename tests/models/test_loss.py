@@ -36,7 +36,7 @@ def inputs(
 
 
 def gradients(loss: Tensor, given: Inputs, *, scale: float) -> list[Tensor]:
-    """Of a scaled loss, by hidden states, weight and bias."""
+    """Gradients of a scaled loss with respect to hidden states, weight and bias."""
     head, hidden, _ = given
     return list(torch.autograd.grad(loss * scale, [hidden, *head.parameters()]))
 
@@ -124,7 +124,8 @@ class Peak(LiveBytes):
 
 
 def test_memory_is_what_the_memory_model_counts() -> None:
-    """At most, of an fp32 model, forward and backward; hidden states' gradients are counted with those of layers."""
+    """Upper bound for an fp32 model, forward and backward; hidden states' gradients are counted with those of
+    layers."""
     vocab, hidden_size = 400, 1024
     chunk = loss_chunk_tokens(hidden_size, bytes_per_element=4)
     shape = ModelProfile(

@@ -69,7 +69,7 @@ CONVERSIONS: dict[str, Callable[..., Tensor]] = {
     "turned": lambda *each: torch.transpose(torch.stack(list(each), 1), 0, 2).contiguous(),
     "one of many": lambda *each: torch.chunk(torch.stack(list(each), -1), 4, dim=2)[1].squeeze(2),
 }
-"""Of four tensors of one shape."""
+"""Conversions of four tensors of one shape."""
 
 
 @examples(60)
@@ -197,7 +197,7 @@ def test_files_that_the_index_names_must_be_there(tmp_path: Path) -> None:
 
 
 def load_names(index: Path, file: str) -> list[str]:
-    """Of the tensors that an index says a file holds."""
+    """Names of the tensors that a file holds by its index."""
     return [name for name, each in json.loads(index.read_text())["weight_map"].items() if each == file]
 
 

@@ -20,7 +20,7 @@ from tests.execute.gloo import joined, on_processes
 from tests.models.folders import saved
 
 ITEMSIZE = 2
-"""Of bfloat16 in files."""
+"""Bytes of a bfloat16 element in files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,8 @@ RUNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a device made of a folder: parameters that differ from what was saved; elements held, and of the model."""
+    """Model that a device loaded from a folder: parameters that differ from what was saved; elements held, and of the
+    model."""
 
     wrong: tuple[str, ...]
     num_held: int
@@ -64,7 +65,7 @@ class Device:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[list[Device]]:
-    """By run, then by device."""
+    """Results by run, then by device."""
     folder = tmp_path_factory.mktemp("pretrained")
     for what in {run.what for run in RUNS}:
         saved(folder / what, what)

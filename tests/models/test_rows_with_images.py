@@ -1,4 +1,4 @@
-"""From files with images to loss and gradients: those of the library's own processor and model, each row alone."""
+"""Loss and gradients from files with images equal those of the library's own processor and model, each row alone."""
 
 import copy
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def opened(folder: Path) -> tuple[TokenReader, GlobalBatch]:
 
 
 def programs_of(batch: GlobalBatch) -> list[RankProgram]:
-    """On two ranks: the first sequence on both, the others on one each; images on any."""
+    """Programs of two ranks: the first sequence on both, the others on one each; images on any."""
     sequences = sequences_of(batch)
     lengths = tuple(sequence.num_tokens for sequence in sequences)
     case = Case(num_ranks=2, lengths=lengths, microbatches=((((0, 1), (0,)),), (((1,), (1,)), ((0,), (2,)))))

@@ -130,7 +130,7 @@ def test_vlm_families_pass(family: str) -> None:
 
 
 def test_an_image_is_part_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first layers add of images goes elsewhere."""
+    """Image features for the first layers are added at wrong positions."""
     shift = lambda hidden, rows, features: hidden.index_add(1, rows - 1, features[None])  # noqa: E731
     monkeypatch.setattr(vision, "_add_features", shift)
     with pytest.raises(ConfigError, match="qwen3_vl cannot be trained, loss of a tiny one is"):

@@ -80,7 +80,7 @@ def test_loss_and_gradients_are_exactly_the_wholes(split: tuple[int, ...]) -> No
     "family", [*FAMILIES, "phi3", "granite", "gemma", "olmo2", "starcoder2", "gpt_neox", "smollm3"]
 )
 def test_families_that_agree_in_stages(family: str) -> None:
-    """What a family does to embeddings, such as scaling them, is done once."""
+    """A family's transformation of embeddings, such as scaling, is applied once."""
     keys: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.3} if family == "granite" else {}
     check_supported(library(family, **keys), num_stages=4)
 

@@ -45,7 +45,7 @@ class Run:
 
     @property
     def plan(self) -> BatchPlan:
-        """Of the case with a blind microbatch all images are on one rank."""
+        """Plan of the case; in one with a microbatch without images all images are on one rank."""
         plan, sequences = self.batch.plan(), self.shown.sequences
         if self.case < len(cases(self.shown.rows)):
             return encoded_anywhere(plan, sequences, seed=self.case)
@@ -71,7 +71,7 @@ RUNS = (
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[float, Gradients]]:
-    """By run."""
+    """Results by run."""
     return on_processes(_run_all, size=NUM_PROCESSES)[0]
 
 

@@ -96,7 +96,7 @@ def test_an_export_opens_in_the_library(dtype: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Weights], dict[str, Weights]]:
-    """By case: whole weights of models that two processes hold in shards, and what they should be."""
+    """Full weights, by case, of models that two processes hold in shards, and the expected ones."""
     folder = tmp_path_factory.mktemp("sharded")
     runs: dict[str, ModelConfig] = {}
     want: dict[str, Weights] = {}

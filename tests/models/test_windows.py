@@ -21,7 +21,8 @@ from tests.models.helpers import VOCAB, context_of, loss_sum, rows_of, shifted
 LENGTHS = (23, 1, 5, 38)
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 IN_FP32 = {"rtol": 1e-4, "atol": 1e-7}
-"""Of gradients where the library's norms are in fp32 whatever the model is in, and rows are summed in another order."""
+"""Tolerance of gradients where the library's norms are in fp32 whatever the model is in, and rows are summed in another
+order."""
 SMALL = {
     "num_hidden_layers": 3,
     "hidden_size": 48,
@@ -59,7 +60,7 @@ def test_the_profile_names_the_window_of_each_layer(name: str) -> None:
 
 
 def own_logits(config: PreTrainedConfig, rows: list[Tensor], weights: dict[str, Tensor]) -> tuple[list[Tensor], Any]:
-    """Of each sequence alone, with the library's own masks."""
+    """Logits of each sequence alone, with the library's own masks."""
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
     theirs.load_state_dict(weights)
     return [theirs(input_ids=row[None], use_cache=False).logits[0] for row in rows], theirs
@@ -96,7 +97,7 @@ def test_the_check_before_a_run_passes_and_reaches_every_window(name: str) -> No
 
 
 def test_a_layer_without_its_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a family kept its windows from its attention."""
+    """A family that does not pass its windows to its attention."""
     monkeypatch.setattr("rayfcp.models.selfcheck.kinds_of_layers", lambda _: ())
     with pytest.raises(ConfigError, match=r"mistral cannot be trained.*a layer has window 7, the program is of layers"):
         check_supported(library("all slide"))

@@ -61,7 +61,7 @@ def assert_moves_counted(layout: Layout, sequences: Sequence[SequenceSpec], *, n
 
 
 def _share(sequence: SequenceSpec, query: int, key: int) -> float:
-    """Of layers in which the query sees the key."""
+    """Share of layers in which the query attends to the key."""
     layers = sequence.layer_kinds or ((FULL, 1),)
     seeing = sum(count for kind, count in layers if sees(query, key, window=kind.window))
     return seeing / sum(count for _, count in layers)

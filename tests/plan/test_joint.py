@@ -58,7 +58,7 @@ def test_hardly_ever_worse_than_one_degree(
 
 @pytest.mark.parametrize(("count", "num_ranks"), [(64, 12), (64, 3), (256, 12)])
 def test_many_as_long_as_the_longest_run_in_rounds_of_all_ranks(count: int, num_ranks: int) -> None:
-    """As where lengths are cut off. What is left over shares more ranks."""
+    """Sequences of equal length, as where lengths are cut off. Those left over share more ranks."""
     sequences = batch_of([8192] * (count - 8) + [4000, 5000, 6000, 7000] * 2)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=17_000)
     cost = profiled(num_ranks)
@@ -85,7 +85,7 @@ def test_tiny_batches_are_close_to_the_best_of_all_plans(
 @examples(25)
 @given(batches(max_sequences=14, max_tokens=300), st.integers(1, 9), st.integers(1, 300))
 def test_plans_that_are_kept_differ(sequences: list[SequenceSpec], num_ranks: int, room: int) -> None:
-    """So that, where groups of the best cannot lie inside nodes, those of another may."""
+    """Several solutions are kept: where the best one's groups cannot lie inside nodes, another's may."""
     cluster = cluster_of(sequences, num_ranks, room)
     batch = columns_of(sequences, cost=UNIT)
     problem = problem_of(batch, cluster=cluster, cost=UNIT, primitives=(Primitive.RING,))

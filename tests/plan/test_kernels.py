@@ -44,7 +44,7 @@ LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=14)
 
 
 def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a kernel that only kernels can call."""
+    """Wrapper by which Python calls a kernel that only kernels can call."""
     return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
 
 
@@ -96,7 +96,7 @@ def test_a_group_costs_what_the_model_says(
 def test_the_makespan_is_the_slowest_group_at_the_pace_of_both_passes(
     cost: CostModel, groups: list[tuple[float, float, int]], other: float
 ) -> None:
-    """And at no other pace any less."""
+    """No other pace gives less."""
     prices = prices_of(ClusterSpec(num_ranks=12, max_tokens_per_rank=10), cost, primitives=(Primitive.RING,))
     forward_s, backward_s = zip(*(cost.passes_s(*load, degree=degree) for *load, degree in groups), strict=True)
     makespan_s, pace = cost.makespan_s(forward_s, backward_s), max(forward_s) / (max(forward_s) + max(backward_s))
@@ -242,7 +242,7 @@ def test_packs_of_one_degree_hold_all_or_have_no_room_by_length_either(
 
 
 def first_fit(lengths: list[int], count: int, max_tokens: int) -> list[int] | None:
-    """What packs of so many tokens hold, each sequence in the first that has room for it."""
+    """Contents of packs of that capacity in tokens, each sequence in the first pack that it fits in."""
     held = [0] * count
     for length in lengths:
         fitting = [pack for pack in range(count) if held[pack] + length <= max_tokens]
@@ -253,6 +253,6 @@ def first_fit(lengths: list[int], count: int, max_tokens: int) -> list[int] | No
 
 
 def test_packs_go_by_length_where_work_leaves_one_without_room() -> None:
-    """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 has no room."""
+    """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 fits nowhere."""
     held = problem([5, 5, 4, 3, 3], num_ranks=1, max_tokens=10)
     assert _packed(held, np.arange(5), 1, 2, False).tokens.tolist() == [10, 10]

@@ -72,7 +72,7 @@ def test_no_plan_of_both_primitives_is_below(
 
 
 def test_it_is_above_the_lower_bound_where_long_sequences_communicate(spans: ModuleType) -> None:
-    """And below the plan, on more ranks and sequences than can be tried one by one."""
+    """The bound is below the plan, on more ranks and sequences than can be tried one by one."""
     sequences = batch_of([20_000, 9_000, 7_000, *[900] * 15, *[300] * 30])
     cluster, cost = ClusterSpec(num_ranks=8, max_tokens_per_rank=4_000), profiled(8, hardware="ascend-910c")
     plan_s = plan_batch(sequences, cluster=cluster, cost=cost).predicted_s

@@ -33,8 +33,8 @@ def due(sequences: Sequence[SequenceSpec], members: set[int], *, window: int = 0
 
 
 def counted(programs: Sequence[RankProgram], *, kind: int = 0) -> Counter[tuple[Token, Token]]:
-    """How often each (query, key) pair of tokens is computed forward with the first share of the heads, in layers of
-    the kind of this number."""
+    """Number of times that each (query, key) pair of tokens is computed forward with the first share of the heads, in
+    layers of the kind of this number."""
     found: Counter[tuple[Token, Token]] = Counter()
     past: list[list[Slots]] = []
     loads = [[item for item in each.instructions if isinstance(item, Load)] for each in programs]

@@ -28,7 +28,7 @@ from tests.masks import specs
 from tests.program.random_changes import mutate
 
 SHORT_SEARCH = PlanConfig(search_moves=1000)
-"""What is tested here is what becomes of plans, good or not."""
+"""Plans need not be good here: their programs are what is tested."""
 
 
 def short_sequences(seed: int) -> list[SequenceSpec]:
@@ -63,8 +63,8 @@ def random_plan(seed: int, *, num_ranks: int) -> tuple[BatchPlan, list[SequenceS
 
 
 def short_plan(seed: int, *, num_ranks: int, kind: str) -> tuple[BatchPlan, list[SequenceSpec]]:
-    """Of sequences of at most 40 tokens: groups (`g`), blocks strewn over them and fetched from their owners (`s`),
-    groups that may share out heads (`x`)."""
+    """Microbatches of sequences of at most 40 tokens: groups (`g`), blocks strewn over them and fetched from their
+    owners (`s`), groups that may share out heads (`x`)."""
     plan, sequences, _ = random_plan(seed % 40, num_ranks=num_ranks)
     sequences = [replace(each, num_tokens=1 + each.num_tokens % 40) for each in sequences]
     if kind == "g":

@@ -23,7 +23,7 @@ from rayfcp.values import (
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """From `F0 F1 B1 B0`."""
+    """Parse `F0 F1 B1 B0`."""
     return tuple(Action(microbatch=int(word[1:]), backward=word[0] == "B") for word in text.split())
 
 

@@ -23,7 +23,7 @@ STRATEGIES = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytesc
 def planned(
     batch: list[SequenceSpec], *, num_ranks: int, strategy: str, parts: int, frozen: bool = False
 ) -> tuple[BatchPlan, ClusterSpec]:
-    """In memory for about one of `parts` parts of the batch."""
+    """Plan with memory for about one of `parts` parts of the batch."""
     longest, total = max(each.num_tokens for each in batch), sum(each.num_tokens for each in batch)
     room = max(-(-longest // num_ranks), -(-total // (num_ranks * parts))) * 3 // 2 + 20
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)

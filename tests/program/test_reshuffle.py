@@ -29,7 +29,7 @@ def placed(layout: Layout, *, num_ranks: int) -> list[list[Token]]:
 
 
 def moved(programs: Sequence[ReshuffleProgram], rows: Sequence[list[Token]], *, out: bool) -> list[list[Token | None]]:
-    """Where the reshuffle puts rows; each round must be a matching."""
+    """Places to which the reshuffle moves rows; each round must be a matching."""
     sizes = [each.num_tokens if out else each.num_placed for each in programs]
     result: list[list[Token | None]] = [[None] * size for size in sizes]
     for rank, program in enumerate(programs):
@@ -85,7 +85,7 @@ def test_the_plans_own_order_moves_nothing(lengths: list[int], num_ranks: int, s
 
 
 def counted(rounds: Sequence[Sequence[Attend]], *, num_rows: int) -> dict[int, np.ndarray]:
-    """How often each pair (query row, key row) is computed, by slot."""
+    """Number of times that each pair (query row, key row) is computed, by slot."""
     pairs: dict[int, np.ndarray] = {}
     for attends in rounds:
         for each in attends:
@@ -108,7 +108,7 @@ def check_direction(rounds: Sequence[AttentionRound], hidden: HiddenRounds, *, n
 
 
 def check_order(hidden: HiddenRounds, reshuffle: ReshuffleProgram, *, backward: bool) -> None:
-    """What is read is here before its round, what is added to is there until after it."""
+    """Rows that are read arrive before their round; rows that are added to stay until after it."""
     comes, goes = {}, {}
     for _, here in reshuffle.kept:
         comes |= dict.fromkeys(range(*here), -1)

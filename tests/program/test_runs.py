@@ -195,7 +195,7 @@ def test_heads_that_go_to_ranks_of_other_heads_are_found() -> None:
 @examples(100)
 @given(seed=st.integers(0, 10**6))
 def test_one_thing_changed_is_found(seed: int) -> None:
-    """Of any share of heads: ranks, tokens, messages, attends, pieces."""
+    """Changes in any share of heads are found: ranks, tokens, messages, attends, pieces."""
     plan, sequences = strewn(seed % 40, num_runs=2 + seed % 2, heads=2)
     programs = list(lower(plan, sequences))
     assert_one_change_is_found(programs, sequences, seed=seed)

@@ -71,7 +71,7 @@ def test_slices_over_runs(seed: int, num_runs: int, heads: int, windows: list[in
 @examples(40)
 @given(seed=st.integers(0, 10_000), windows=KINDS.filter(lambda found: len(found) > 1))
 def test_one_thing_of_one_kind_changed_is_found(seed: int, windows: list[int]) -> None:
-    """In any kind of layers, beside others that are sound."""
+    """The change is found in any kind of layers, next to kinds that are correct."""
     plan, sequences = random_pipelines(seed % 60, num_stages=1, num_ranks=3)
     sequences = with_windows(sequences, windows)
     rng = random.Random(seed)

@@ -6,7 +6,7 @@ from rayfcp.values import Action, BatchPlan, Group, MicrobatchPlan, PipelinePlan
 
 
 def actions(text: str) -> tuple[Action, ...]:
-    """From words such as `F0 F1 B1 B0`."""
+    """Parse words such as `F0 F1 B1 B0`."""
     return tuple(Action(microbatch=int(word[1:]), backward=word[0] == "B") for word in text.split())
 
 

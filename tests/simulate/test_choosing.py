@@ -17,7 +17,7 @@ OPTIONS = PlanConfig(primitives=("ring", "ulysses"), search_moves=5000)
 
 
 def chosen(lengths: list[int], *, num_ranks: int, candidates: int = 3) -> tuple[Choice, dict[str, float]]:
-    """What `auto` takes, and the simulated seconds of each of its candidates."""
+    """Strategy that `auto` chooses, and simulated seconds of each candidate."""
     sequences = specs(lengths)
     cost = CostModel.from_profiles(MODEL, MACHINE, num_ranks=num_ranks, bytes_per_element=2, reduce_every="step")
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=2048)
@@ -50,7 +50,7 @@ def test_the_fastest_candidate_is_taken(name: str, num_ranks: int) -> None:
 
 
 def test_all_candidates_and_one() -> None:
-    """Of all, the fastest in the simulation; one needs none."""
+    """The fastest candidate in the simulation is chosen; a single one needs no simulation."""
     lengths = [3000, 1500, 900, 400, 400, 300, 200, 100, 50, 50]
     every, seconds = chosen(lengths, num_ranks=4, candidates=16)
     assert seconds[every.plan.strategy] <= 1.01 * min(seconds.values())

@@ -184,7 +184,7 @@ def _messages(pairs: list[tuple[int, int]], *, num_ranks: int, tokens: int) -> t
 
 
 def _added_s(pairs: list[tuple[int, int]], **changes: object) -> float:
-    """What the messages add to an iteration that computes and shards nothing to speak of."""
+    """Time that messages add to an iteration with negligible computation and sharding."""
     hardware = machine(peak_flops=1e30, **changes)
     model = replace(THIN, num_layers=1)
     with_messages, without = (

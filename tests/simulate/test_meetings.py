@@ -1,4 +1,4 @@
-"""What ranks cost each other in the layers of a pass, beside what the cost model says of it."""
+"""Waits of ranks for each other in the layers of a pass, compared with the cost model's."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def test_exchanges_beside_shards_take_no_less_than_predicted(
 @pytest.mark.parametrize("recomputed_layers", [0, 8, 16])
 @pytest.mark.parametrize("degree", [2, 3, 4, 7])
 def test_rings_take_as_long_as_predicted(degree: int, recomputed_layers: int, bandwidth: float) -> None:
-    """From where nothing of a steady round is hidden to where all is."""
+    """Bandwidths from one that hides nothing of a steady round to one that hides all of it."""
     model = replace(DEEP, hidden_size=8, num_kv_heads=8, head_dim=64, ffn_size=8)  # little to gather, much to pass on
     hardware = machine(inter_node_bandwidth=bandwidth, intra_node_bandwidth=1e12, devices_per_node=1)
     cost = CostModel.from_profiles(
@@ -62,7 +62,7 @@ def test_rings_take_as_long_as_predicted(degree: int, recomputed_layers: int, ba
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plans_of_groups_take_as_long_as_predicted(seed: int) -> None:
-    """Of rings and exchanges, of long and short sequences."""
+    """Microbatches of rings and exchanges, of long and short sequences."""
     hardware = machine(
         peak_flops=1e12, intra_node_bandwidth=2e9, inter_node_bandwidth=1e9, latency_s=1e-6, devices_per_node=8
     )

@@ -1,4 +1,4 @@
-"""What holds for every pipeline on every machine."""
+"""Properties of every pipeline on every machine."""
 
 import itertools
 from dataclasses import astuple, replace

@@ -1,4 +1,4 @@
-"""What holds for every plan on every machine."""
+"""Properties of every plan on every machine."""
 
 import itertools
 from collections import defaultdict
@@ -154,7 +154,7 @@ def test_spans_of_a_kind_do_not_overlap(sizes: list[int], hardware: HardwareProf
 @examples(12)
 @given(lengths, machines, st.integers(2, 9), st.sampled_from(["intra_node_bandwidth", "inter_node_bandwidth"]))
 def test_more_bandwidth_is_never_slower(sizes: list[int], hardware: HardwareProfile, num_ranks: int, name: str) -> None:
-    """Up to the order in which messages of different groups reach a shared link."""
+    """Equal up to the order in which messages of different groups reach a shared link."""
     _, programs = planned(sizes, hardware, num_ranks=num_ranks)
     wider = replace(hardware, **{name: 3 * getattr(hardware, name)})
     before, after = (simulate(programs, model=MODEL, hardware=each).iteration_s for each in (hardware, wider))
@@ -166,7 +166,7 @@ def test_more_bandwidth_is_never_slower(sizes: list[int], hardware: HardwareProf
 def test_layers_left_out_are_those_that_repeat(
     sizes: list[int], hardware: HardwareProfile, num_ranks: int, recomputed: int, reduce_every: str
 ) -> None:
-    """Up to the order of events at one instant, which rounding decides."""
+    """Equal up to the order of events at one instant, which rounding decides."""
     model = replace(MODEL, num_layers=24)
     _, programs = planned(
         sizes, hardware, num_ranks=num_ranks, model=model, recomputed_layers=recomputed, reduce_every=reduce_every

@@ -40,7 +40,7 @@ class Disk:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For processes other than the controller."""
+        """Allow processes other than the controller to use the disk."""
         before, self.is_paused = self.is_paused, True
         yield
         self.is_paused = before

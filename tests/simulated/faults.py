@@ -1,4 +1,4 @@
-"""How the faults of a schedule come about."""
+"""Injection of a schedule's faults."""
 
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ class Injector:
         self._kill("worker", 2)
 
     def _newest_worker_dies(self, fault: Fault) -> None:
-        """As on a device that is broken: the one that took the place of the last."""
+        """Kill the newest worker, which replaced the last, as on a broken device."""
         for actor in self._world.living("worker")[-1:]:
             self._world.kill(actor.process, "fault")
 
@@ -118,7 +118,7 @@ class Injector:
         self._kill("controller", 1)
 
     def _driver_dies(self, fault: Fault) -> None:
-        """And the controller, which it owns."""
+        """Kill the driver and the controller, which it owns."""
         self._world.kill(self._run.driver, "fault")
 
     def _controller_dies_writing(self, fault: Fault) -> None:

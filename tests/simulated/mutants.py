@@ -193,7 +193,7 @@ class Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def verdict(site: Site, *, schedules: int, limit_s: int) -> str:
-    """In a fork: why the mutant was killed, empty if it survives."""
+    """Reason for which the mutant was killed, run in a fork; empty if it survives."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

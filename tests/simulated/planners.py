@@ -9,7 +9,7 @@ from rayfcp.values import ClusterSpec, GlobalBatch, Imbalance
 from tests.simulated.world import Actor, Deferred
 
 STEP_S = 0.2
-"""That plans predict for a step of usual devices."""
+"""Step time that plans predict for usual devices."""
 
 
 class Program(NamedTuple):

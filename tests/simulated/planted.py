@@ -337,7 +337,7 @@ def _copies_die_as_workers_start() -> AbstractContextManager[Any]:
 
 
 def _request_stays() -> AbstractContextManager[Any]:
-    """What a lost controller asked of the autoscaler outlives the run (found by this simulation)."""
+    """A lost controller's request to the autoscaler outlives the run (found by this simulation)."""
     import rayfcp.cluster.controller.following as following
 
     end_leftovers = following.end_leftovers
@@ -439,7 +439,7 @@ BY_SCENARIO = {
 
 
 def first_catch(plant: Plant, *, most: int, first: int = 0) -> tuple[int, str] | None:
-    """How many schedules it takes to find the planted fault, and by what; None if `most` do not."""
+    """Number of schedules until one finds the planted fault, and by what; None if `most` do not."""
     with plant():
         for count in range(1, most + 1):
             try:

@@ -48,19 +48,19 @@ LIMIT_S = 4000.0
 """Virtual seconds within which every run has to end."""
 
 EVENTS = 60
-"""For each device and step, far more than there are: a run that exceeds it goes round in circles."""
+"""Limit of events per device and step, far more than occur: a run that exceeds it is in a loop."""
 
 ELEMENTS = 67
-"""Of the state; more than devices, and no multiple of their usual numbers."""
+"""Elements of the state; more than devices, and no multiple of their usual numbers."""
 
 NUM_SAMPLES, GLOBAL_BATCH = 50, 3
 
 MOST_VERSIONS = 6
-"""Of which a snapshot store holds complete copies: the newest that is safe, the one before it until that is written
+"""Versions of which a store holds complete copies: the newest that is safe, the one before it until that is written
 down, those on their way while steps go on or left by a controller that died."""
 
 MEMORY = Path("/dev/shm")
-"""Where folders of runs lie if it is there: files in memory need no disk."""
+"""Parent of runs' folders if it exists: files in memory need no disk."""
 
 
 class Index:
@@ -102,7 +102,7 @@ MODEL: ModelProfile = model_profile("qwen3-1.7b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a run ended, its log, what happened to it and what the user read.
+    """Outcome of a run: its end, its log, its events, and the user's messages.
 
     `kinds`: faults that came about; `num_planned`: plans that planners were asked for; `most_requested`: devices
     that the autoscaler was asked for; `digest`: of all events of the simulation; `checkpoints`: steps of those in the
@@ -235,7 +235,7 @@ class SimulatedRun:
         return Process(self.world, node=HEAD, kind="driver")
 
     def _driven(self) -> tuple[Outcome, list[StepReport]]:
-        """By one driver after the other: one that died is started again after a while, as jobs are."""
+        """Run one driver after the other: one that died is started again after a while, as jobs are."""
         while True:
             runtime = SimulatedRuntime(self.world, self.driver, makers=self._makers(), hooks=self.hooks)
             try:
@@ -260,7 +260,7 @@ class SimulatedRun:
                 parts[-1].write_bytes(content)
 
     def keep_folder(self) -> None:
-        """As it is when the controller dies in the run."""
+        """Keep a copy of the folder as it is when the controller dies in the run."""
         if self.world.controller_since_s is None:
             return
         with self.disk.paused():
@@ -379,7 +379,7 @@ class SimulatedRun:
                 self._violated(f"recoveries_total is {counted}, the events tell of {len(recoveries)}")
 
     def _leaves_in_time(self) -> bool:
-        """Whether nodes that were announced to go can be left before they do."""
+        """True if announced nodes can be left before they go."""
         drains = [each for each in self.schedule.faults if each.kind is Kind.NODE_DRAINS]
         cluster = self.config.cluster
         fewest = max(cluster.min_workers, cluster.tensor_parallel)
@@ -387,7 +387,7 @@ class SimulatedRun:
 
     @property
     def deaths(self) -> int:
-        """Of controllers."""
+        """Deaths of controllers."""
         deadly = (Kind.CONTROLLER_DIES, Kind.CONTROLLER_DIES_WRITING, Kind.DRIVER_DIES)
         return sum(kind in deadly for kind in self.injector.happened)
 

@@ -22,10 +22,10 @@ from tests.simulated.world import HEAD, Actor, Handle, Process, ProcessKilledErr
 logger = logging.getLogger(__name__)
 
 MANY, LINGER_S = 64, 0.002
-"""As in `RayRuntime.wait`."""
+"""Number of references and delay, as in `RayRuntime.wait`."""
 
 START_S = (0.3, 3.0)
-"""From a granted device to a running worker."""
+"""Delay from a granted device to a running worker."""
 
 Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], Any]
 """Makes the instance of an actor from its constructor's arguments, and the runtime of its process."""
@@ -33,10 +33,10 @@ Make = Callable[[Actor, "SimulatedRuntime", tuple[Any, ...], dict[str, Any]], An
 
 @dataclass(slots=True)
 class Hooks:
-    """What a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`: workers that
-    will be stopped before they open, for ever; `never_starts`: roles for whose actors there is no room; `cpu_s`: clock
-    of CPU time, which stands still unless somebody measures; `interrupts`: Ctrl-C at the driver, as soon as it waits
-    for the run."""
+    """Settings that a schedule may change. `never_opens`: workers that will die before they open; `hangs_opening`:
+    workers that will be stopped before they open, for ever; `never_starts`: roles for whose actors there is no room;
+    `cpu_s`: clock of CPU time, which stands still unless somebody measures; `interrupts`: Ctrl-C at the driver, as soon
+    as it waits for the run."""
 
     never_opens: int = 0
     hangs_opening: int = 0
@@ -235,7 +235,7 @@ class SimulatedRuntime:
         return self.world.random.choice([node.id for node in self.world.nodes.values() if node.alive])
 
     def _start_in(self, reservation: Reservation, actor: Actor) -> None:
-        """On the reservation's node, once it is granted."""
+        """Start on the reservation's node, once it is granted."""
         world = self.world
         reservation.actor = actor
 

@@ -1,4 +1,4 @@
-"""What happens in one simulated run: its configuration and its faults, both drawn from the seed."""
+"""Schedule of one simulated run: its configuration and its faults, both drawn from the seed."""
 
 import random
 from dataclasses import dataclass

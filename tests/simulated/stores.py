@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulated.workers import SimulatedWorker
 
 TRIES = 3
-"""As `rayfcp.cluster.recovery.replication.TRIES`."""
+"""Tries, equal to `rayfcp.cluster.recovery.replication.TRIES`."""
 
 
 class Orphan:
@@ -130,7 +130,7 @@ class Push:
         worker.world.at(worker.world.random.random() * worker._behavior.push_s, call, worker.actor.process)
 
     def _when(self, ref: Ref, call: Callable[[], None]) -> None:
-        """Once there is an answer, or too late."""
+        """Run `call` once, when there is an answer or the time is over."""
         world, process = self._worker.world, self._worker.actor.process
         called = False
 

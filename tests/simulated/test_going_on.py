@@ -1,4 +1,4 @@
-"""What a run does in a folder where another one has been."""
+"""Behaviour of a run in a folder that another one used."""
 
 import shutil
 from pathlib import Path

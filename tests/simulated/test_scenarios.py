@@ -1,4 +1,4 @@
-"""What a run does when one thing happens to it: decisions, their reasons, steps that run again."""
+"""Reactions of a run to a single event: decisions, their reasons, steps that run again."""
 
 from rayfcp.cluster.runtime import Role
 from rayfcp.telemetry.events import EventKind
@@ -207,7 +207,7 @@ def test_ctrl_c_at_the_start_ends_it_also_where_the_controller_dies_meanwhile() 
 
 
 def test_a_driver_that_is_started_again_adopts_the_workers() -> None:
-    """As a retried job does, unless it comes so late that they have ended: then it begins with new ones."""
+    """A retried job adopts them, unless it comes so late that they have ended: then it begins with new ones."""
     adopted = set()
     for seed in range(8):
         result = ran(fault(Kind.DRIVER_DIES, 10), seed=seed, checkpoint={"every_steps": 4})

@@ -31,9 +31,9 @@ from tests.simulated.world import Actor, Deferred, World
 
 @dataclass(slots=True)
 class Behavior:
-    """What the devices of a run have in common. `slowness`: factors of step time by worker id.
+    """Behaviour that the devices of a run share. `slowness`: factors of step time by worker id.
 
-    `observe` is told of each shard at each version, `on_step` of each device that begins one, `on_leave` of each that
+    `observe` is called for each shard at each version, `on_step` of each device that begins one, `on_leave` of each that
     is to leave its generation.
     """
 
@@ -99,7 +99,7 @@ class Generation:
                 self._soon(number, lambda: done(error))
 
     def _soon(self, number: int, call: Callable[[], None]) -> None:
-        """In the process of a member, if it lives by then."""
+        """Run in the process of a member, if it lives by then."""
         self.world.at(self.world.random.uniform(0.0, 0.02), call, self.members[number].actor.process)
 
 
@@ -230,7 +230,7 @@ class SimulatedWorker:
         return self._meet("leave", left)
 
     def fill(self, sources: Sequence[Source]) -> Deferred:
-        """From this device's own copies first, then in the order given, one source after the other."""
+        """Fetch from this device's own copies first, then in the order given, one source after the other."""
         assert self.generation is not None
         ours = [each for each in sources if each.holder_id == self.id]
         order = [*ours, *(each for each in sources if each.holder_id != self.id)]

@@ -16,7 +16,7 @@ from typing import Any
 from rayfcp.cluster.runtime import ActorLostError, CallError, TaskFailedError
 
 NOTICE_S = 0.015
-"""From the death of a process to the error of calls to it (measured: 0.014 s)."""
+"""Delay from the death of a process to the error of calls to it (measured: 0.014 s)."""
 
 NODE_NOTICE_S = (2.0, 5.0)
 """The same for the loss of a node."""
@@ -109,7 +109,7 @@ class Actor:
         self._busy: Call | None = None
         self.reason = ""
         self.is_ended = False
-        """By id: nobody has a reason to call it any more."""
+        """True once it was ended by id: nobody has a reason to call it any more."""
         process.when_dead.append(self._died)
 
     def run(self) -> None:
@@ -153,7 +153,7 @@ class Actor:
             self._execute(self._busy)
 
     def _execute(self, call: Call) -> None:
-        """Once the values of its arguments are here."""
+        """Run the call once the values of its arguments are available."""
         missing = next((each for each in call.args if isinstance(each, Ref) and not each.is_ready), None)
         if missing is not None:
             missing.listeners.append(lambda: self.world.at(0.0, lambda: self._execute(call), self.process))
@@ -290,7 +290,7 @@ class World:
             self.trace.append(line)
 
     def violated(self, text: str) -> ViolationError:
-        """To be raised. The first violation counts: what the code does on its way out is not looked at."""
+        """Error to be raised. The first violation counts: what the code does while it unwinds is ignored."""
         self.violation = self.violation or ViolationError(text)
         return self.violation
 

@@ -10,7 +10,7 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 def report(step: int = 1, **changes: object) -> StepReport:
-    """A plain report of `step`, changed as told."""
+    """A plain report of `step`, with `changes` applied."""
     fields: dict[str, object] = {
         "step": step,
         "loss": 5.5,

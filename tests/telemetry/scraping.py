@@ -1,4 +1,4 @@
-"""What a run serves to Prometheus, for tests."""
+"""Metrics that a run serves to Prometheus, for tests."""
 
 import json
 import urllib.request
@@ -25,7 +25,7 @@ def scrape(url: str) -> Samples:
 
 
 def scrape_run(run_dir: str | Path) -> Samples:
-    """Of the run in a folder, as Prometheus finds it."""
+    """Metrics of the run in a folder, found as Prometheus finds them."""
     target = json.loads((Path(run_dir) / SD_FILE).read_text())[0]["targets"][0]
     return scrape(f"http://{target}/metrics")
 

@@ -1,4 +1,4 @@
-"""What a run writes down beside its steps, and what is made of it."""
+"""Events that a run records next to its steps, and the history built from them."""
 
 import math
 import tempfile

@@ -53,7 +53,7 @@ def refuse(word: str) -> None:
 
 
 def state_of(live: Live) -> dict[str, Any]:
-    """As a strict reader takes it."""
+    """State of the page, parsed as a strict reader does."""
     state: dict[str, Any] = json.loads(live.text(), parse_constant=refuse)
     assert state.keys() == SCHEMA.keys()
     for key, kind in SCHEMA.items():

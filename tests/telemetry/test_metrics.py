@@ -1,4 +1,4 @@
-"""What Prometheus reads from a run."""
+"""Metrics that Prometheus reads from a run."""
 
 import json
 import math
@@ -126,7 +126,7 @@ def test_counters_are_there_before_they_count(exporter: MetricsExporter) -> None
 
 
 def lives(folder: Path, done: list[StepReport], *, again: int) -> Samples:
-    """What a second exporter serves that finds `done` in the log, goes on `again` steps before its end, and does those
+    """Page of a second exporter that finds `done` in the log, resumes `again` steps before its end, and does those
     steps again."""
     exporter = MetricsExporter("demo", run_dir=folder)
     try:
@@ -172,7 +172,7 @@ def test_counts_of_a_run_go_on_in_its_next_life(tmp_path: Path) -> None:
 
 
 class Seen:
-    """A mirror that keeps what it is told."""
+    """A mirror that keeps what it receives."""
 
     def __init__(self) -> None:
         self.series: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}

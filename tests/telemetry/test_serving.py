@@ -1,4 +1,4 @@
-"""The server of a run on real sockets: who is let in, and what is never told."""
+"""The server of a run on real sockets: who may read it, and what it never reveals."""
 
 import http.client
 import stat

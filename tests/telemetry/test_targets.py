@@ -1,4 +1,4 @@
-"""How Prometheus finds runs."""
+"""Discovery of runs by Prometheus."""
 
 import json
 import logging

@@ -23,7 +23,7 @@ def exporter(tmp_path: Path) -> Iterator[MetricsExporter]:
 
 
 class Lines(io.StringIO):
-    """What is written, and what is done once a line that begins so is."""
+    """Written lines, and actions carried out once a line with a given beginning is written."""
 
     def __init__(self, then: dict[str, Callable[[], object]]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_no_run_is_alive_there(found: str | None, tmp_path: Path, capsys: pytest
 
 
 def test_a_run_that_does_not_come_back_ends_the_watching(exporter: MetricsExporter, tmp_path: Path) -> None:
-    """As when its processes are killed: nobody takes the file away that names the server."""
+    """Killed processes leave the file that names the server."""
     text = (tmp_path / SD_FILE).read_text()
 
     def lose() -> None:
@@ -78,7 +78,7 @@ def test_a_run_that_does_not_come_back_ends_the_watching(exporter: MetricsExport
 
 
 def test_a_run_that_comes_back_is_followed_on(exporter: MetricsExporter, tmp_path: Path) -> None:
-    """As when its controller is lost: the next one serves elsewhere."""
+    """After the loss of a controller the next one serves elsewhere."""
     text = (tmp_path / SD_FILE).read_text()
     again: list[MetricsExporter] = []
 

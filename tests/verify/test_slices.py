@@ -163,7 +163,7 @@ def test_pipelines_of_other_stages_than_the_clusters_are_refused() -> None:
 
 
 def test_context_with_other_heads_is_refused() -> None:
-    """In ranks (1, 0) rank 0 has the second share of the heads, in (0, 1) the first."""
+    """Rank 0 has the second share of the heads in ranks (1, 0), the first in (0, 1)."""
     plan, sequences = split_split_hybrid(Primitive.ULYSSES)
     with pytest.raises(ValueError, match="keep a sequence's slices in groups of the same ranks"):
         check_programs(lower(group(0, ranks=(1, 0))(plan), sequences), sequences)

@@ -89,7 +89,7 @@ class Head:
         return process.returncode, output
 
     def allow(self, nodes: int) -> None:
-        """So many nodes beside the head, for those who ask for them; at the start it is none."""
+        """Let the autoscaler add up to that many nodes besides the head; at the start none."""
         (self.folder / "scaling.json").write_text(json.dumps(_scaling(self.address, most_nodes=nodes)))
 
     def processes(self, is_meant: Callable[[str], bool]) -> set[int]:
@@ -115,7 +115,7 @@ class Head:
 
 @contextmanager
 def ray_head() -> Iterator[Head]:
-    """From the time that its dashboard answers, until all its processes are gone."""
+    """Run a head from the first answer of its dashboard until all its processes have ended."""
     name = uuid.uuid4().hex
     with ExitStack() as ending:
         folder = Path(tempfile.mkdtemp(prefix="rayfcp-", dir="/tmp"))  # short: Ray's sockets lie below
@@ -179,7 +179,7 @@ def _scaling(address: str, *, most_nodes: int) -> dict[str, Any]:
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Of those who use the cluster: a home with its token."""
+    """Environment of users of the cluster: a home with its token."""
     token = folder / ".ray" / "auth_token"
     token.parent.mkdir()
     token.write_text(uuid.uuid4().hex)

@@ -28,7 +28,8 @@ def head() -> Iterator[Head]:
 
 @pytest.fixture(scope="module")
 def run_dir(head: Head) -> Path:
-    """Of a small run, whose configuration `run.yaml` lies in the working directory `job` that travels with jobs."""
+    """Folder of a small run, whose configuration `run.yaml` lies in the working directory `job` that travels with
+    jobs."""
     write_texts(head.folder)
     config = run_config(
         head.folder,

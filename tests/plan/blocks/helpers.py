@@ -49,7 +49,7 @@ def any_options(seed: int) -> BlockOptions:
 
 
 def pool_of(sequences: list[SequenceSpec]) -> Pool:
-    """All sequences, as the planner sees them."""
+    """All sequences, as the planner gets them."""
     batch = batch_of(sequences)
     return batch.pool(np.arange(len(sequences)))
 

@@ -45,7 +45,7 @@ def test_every_round_is_a_matching_and_there_are_as_many_as_the_degree(
 
 
 def fewest_matchings(edges: list[Edge]) -> int:
-    """By trying all ways to take one matching away, largest first."""
+    """Fewest rounds, found by trying all ways to remove one matching, largest first."""
     if not edges:
         return 0
     best = len(edges)

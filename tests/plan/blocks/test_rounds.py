@@ -1,4 +1,4 @@
-"""What travels, in which rounds, and how long that takes."""
+"""Blocks transferred in each round, and their time."""
 
 from collections import Counter
 
@@ -47,7 +47,7 @@ def test_every_need_is_met_once_in_as_many_matchings_as_the_degree(seed: int, nu
 @examples(60)
 @given(seed=st.integers(0, 10**6), num_ranks=st.integers(1, 6))
 def test_pairs_and_pieces_are_those_of_the_programs(seed: int, num_ranks: int) -> None:
-    """Of unsplit programs: what is predicted of each rank is what it attends to."""
+    """In unsplit programs a rank's predicted attention is what it attends to."""
     sequences, _ = small(seed, num_ranks=num_ranks)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=sum(each.num_tokens for each in sequences))
     cost = UNIT.with_coefficients(attention_half_tokens=3.0)

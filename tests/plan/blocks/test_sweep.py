@@ -51,7 +51,7 @@ def test_each_token_once_and_memory_holds(
 def test_without_a_tolerance_all_ranks_have_equal_tokens_and_pairs(
     sequences: list[SequenceSpec], num_ranks: int
 ) -> None:
-    """Up to a token of the line at each cut; mirrored slices differ by half a token more."""
+    """Equal up to one token of the line at each cut; mirrored slices differ by half a token more."""
     pool = pool_of(sequences)
     mean = -(-int(pool.length.sum()) // num_ranks)
     ends, before = np.append(0, np.cumsum(pool.length)), np.append(0.0, np.cumsum(pool.length * pool.density))

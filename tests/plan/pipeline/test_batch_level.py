@@ -48,7 +48,7 @@ def costs_of(
 
 
 def replayed_s(costs: WholeCosts, order: Order, *, cost: CostModel, recomputed: Any = 0) -> float:
-    """By relaxation of all constraints."""
+    """Makespan by relaxation of all constraints."""
     times = costs.times
     layers = np.broadcast_to(np.asarray(recomputed, np.float64), times.forward_s.shape)
     index = np.arange(times.forward_s.shape[1])

@@ -90,7 +90,7 @@ def test_stages_far_ahead_would_wait_for_ever(runs: list[int], num_stages: int) 
 
 
 def meets(order: Order) -> bool:
-    """Whether all stages come to their end when a stage takes what comes only after its own last send that way was
+    """True if all stages reach their end when a stage takes what comes only after its own last send that way was
     taken."""
     num_stages, num_passes = order.shape
     at, done = [0] * num_stages, [set[int]() for _ in range(num_stages)]

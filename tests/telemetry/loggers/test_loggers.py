@@ -41,7 +41,7 @@ def log_all(name: str, folder: Path) -> None:
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Of a file of TFRecords: length, its sum, the record, its sum."""
+    """Records of a file of TFRecords: length, its sum, the record, its sum."""
     data, at = path.read_bytes(), 0
     while at < len(data):
         (size,) = struct.unpack_from("<Q", data, at)
@@ -82,7 +82,8 @@ def test_mlflow_in_a_local_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def chunks(path: Path) -> Iterator[bytes]:
-    """Of a file in LevelDB's log format, with a header of 7 bytes: blocks of 32 KiB, records whole or in parts."""
+    """Records of a file in LevelDB's log format, with a header of 7 bytes: blocks of 32 KiB, records whole or in
+    parts."""
     data, at, held = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:
