@@ -10,7 +10,7 @@ OVER_USUAL = recorded("run_rank:rayfcp_worker_busy_seconds:over_median")
 GAP = ((None, GREEN), (1.2, YELLOW), (1.5, RED))
 SPEED = ((None, RED), (0.8, GREEN))
 NO_PICTURES = "no pictures"
-"""What stands in panels of models that do not see."""
+"""Text in panels of models without a vision encoder."""
 
 ON_CPUS = " On CPUs alone: accelerators do not tell waits from work."
 

@@ -8,10 +8,10 @@ import yaml
 
 NAMES = {"app.kubernetes.io/name": "rayfcp"}
 BOARD_LABEL = {"grafana_dashboard": "1"}
-"""What the sidecar of Grafana's Helm charts looks for, unless told otherwise."""
+"""Label that the sidecar of Grafana's Helm charts selects by default."""
 
 RULE_LABEL = {"release": "prometheus"}
-"""What the operator of the chart kube-prometheus-stack looks for, in a release that is called prometheus."""
+"""Label that the operator of the chart kube-prometheus-stack selects, in a release that is called prometheus."""
 
 
 def config_maps(boards: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What all boards share: variables, links to each other, marks of recoveries, and the places of panels."""
+"""Elements of all boards: variables, links to each other, marks of recoveries, and the places of panels."""
 
 import json
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def board(name: str, *, about: str, sections: Sequence[Section]) -> dashboard.Da
 
 
 def as_json(made: dashboard.Dashboard) -> str:
-    """As it is committed: the same text for the same board."""
+    """Text that is committed: the same for the same board."""
     return json.dumps(made.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 

@@ -35,7 +35,7 @@ allow_embedding = true
 
 
 class InstallError(Exception):
-    """In one line: what is wrong and how to put it right."""
+    """Error described in one line, with its remedy."""
 
 
 def install(folder: Path, *, runs: Sequence[Path], ray: Path, prometheus_url: str, token_file: Path | None) -> None:

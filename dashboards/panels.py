@@ -19,16 +19,16 @@ DATA = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 GREEN, YELLOW, ORANGE, RED, BLUE = "green", "yellow", "orange", "red", "blue"
 
 Steps = Sequence[tuple[float | None, str]]
-"""From which value on which colour; the first value is None."""
+"""Thresholds and their colours; the first value is None."""
 
 HIGH_IS_BAD: Steps = ((None, GREEN), (0.1, YELLOW), (0.25, RED))
-"""Of a share of time that is lost."""
+"""Thresholds of a share of time that is lost."""
 
 HIGH_IS_GOOD: Steps = ((None, RED), (0.7, YELLOW), (0.9, GREEN))
-"""Of a share of time that is used."""
+"""Thresholds of a share of time that is used."""
 
 ANY_IS_BAD: Steps = ((None, GREEN), (1, ORANGE))
-"""Of counts that are zero in a quiet run."""
+"""Thresholds of counts that are zero in a quiet run."""
 
 
 Panel = stat.Panel | timeseries.Panel | heatmap.Panel | piechart.Panel

@@ -1,4 +1,4 @@
-"""Where the files of this folder lie."""
+"""Paths of this folder's files."""
 
 from pathlib import Path
 

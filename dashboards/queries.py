@@ -17,15 +17,15 @@ def of(name: str, *matches: str) -> str:
 
 
 def recorded(name: str) -> str:
-    """Of a recording rule, by its whole name."""
+    """Series of a recording rule, by its full name."""
     return f"{name}{{{RUN}}}"
 
 
 def per_second(name: str, *, by: str = "run") -> str:
-    """How fast a counter grows."""
+    """Rate of a counter."""
     return f"sum by ({by}) (rate({of(name)}[{EVENTS}]))"
 
 
 def grown(name: str, *, by: str = "run", window: str = EVENTS) -> str:
-    """By how much a counter grew."""
+    """Increase of a counter."""
     return f"sum by ({by}) (increase({of(name)}[{window}]))"

@@ -1,4 +1,4 @@
-"""What each part of planning is worth: simulated step time with one part switched off against everything on.
+"""Ablation of each part of planning: simulated step time with one part switched off against everything on.
 
     python jobs/bench/ablation.py --cases 200 --moves 300000,3000000 --json ablation.json
 
@@ -216,7 +216,7 @@ def planner_ways(
 CLOSE = 0.05  # of the prediction
 
 Changes = dict[str, list[tuple[float, bool]]]
-"""By switch: the relative change of each case, and whether its prediction is close."""
+"""Results by switch: the relative change of each case, and whether its prediction is close."""
 
 
 def add_changes(case: Case, offered: Iterator[tuple[str, list[Patch], Plan]], changes: Changes) -> None:

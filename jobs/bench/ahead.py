@@ -1,4 +1,4 @@
-"""What ranks run ahead in a microbatch, for the proofs of bounds."""
+"""Lead of ranks within a microbatch, for the proofs of bounds."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ class Ahead(NamedTuple):
     less_s: float
 
     def of(self, backward_s: float) -> float:
-        """Where the slowest backward takes so long."""
+        """Lead where the slowest backward takes that long."""
         return max(self.share * backward_s - self.less_s, 0.0)
 
     def makespan_s(self, forward_s: float, backward_s: float) -> float:

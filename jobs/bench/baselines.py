@@ -1,5 +1,6 @@
-"""Where a baseline's plan is ahead of `flex-ring`'s, over settings drawn at random: models, machines, numbers of ranks,
-memory, recomputation, sizes of batches and lengths. By the seconds of the cost model, which both plan with.
+"""Settings in which a baseline's plan is ahead of `flex-ring`'s, out of those drawn at random: models, machines,
+numbers of ranks, memory, recomputation, sizes of batches and lengths. By the seconds of the cost model, which both plan
+with.
 
     python jobs/bench/baselines.py --settings 900
     python jobs/bench/baselines.py --settings 100 --lengths FILE dist:github --strategies static-cp flexsp

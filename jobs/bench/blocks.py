@@ -1,4 +1,4 @@
-"""How long `flex-block` takes to plan on one core, how level its loads are, and what it leaves exposed.
+"""Planning time of `flex-block` on one core, imbalance of its loads, and communication that it leaves exposed.
 
 python jobs/bench/blocks.py --ranks 64 128 256 1024 --distribution long-tail --longest 524288
 

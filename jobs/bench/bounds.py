@@ -28,7 +28,7 @@ class Bound(Protocol):
 
 
 def print_ratios(args: argparse.Namespace, *, bound: Bound) -> None:
-    """Of every batch as soon as it is known, and their means."""
+    """Print the figures of every batch as soon as they are known, and their means."""
     model, hardware = model_profile(args.model), hardware_profile(args.hardware)
     sizes = {"bytes_per_element": hardware.dtype_bytes, "reduce_every": args.reduce_every}
     cost = CostModel.from_profiles(model, hardware, num_ranks=args.ranks, **sizes)

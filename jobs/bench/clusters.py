@@ -9,7 +9,7 @@ from faults import Moment, kill_process
 
 
 class Ground:
-    """Where workers run, and how one of them is lost.
+    """Cluster on which workers run, and a way to lose one of them.
 
     `kind` worker: one node, and a process is killed. `kind` node: a node for each worker and a first one with
     `others_cpus` for controllers and planners; a worker's node is removed, and a fresh one joins.
@@ -39,7 +39,7 @@ class Ground:
             self._cluster.shutdown()
 
     def can_strike(self, moment: Moment) -> bool:
-        """Whether the device can be lost: the first node stays."""
+        """True if the device can be lost: the first node stays."""
         return self._kind == "worker" or any(node.node_id == moment.node_id for node in self._nodes)
 
     def strike(self, moment: Moment) -> None:

@@ -9,17 +9,17 @@ BLOCK = 4
 """Steps of a turn. The first counts for none: what the turn before has left to do falls into it."""
 
 Seconds = Mapping[int, float]
-"""Of each step, counted from 1."""
+"""Seconds of each step, counted from 1."""
 
 
 def has_it(step: int, *, first: int) -> bool:
-    """In runs of `first` 0 the even turns have it, in those of 1 the odd ones; turns count from 0."""
+    """True if a step's turn has it: even turns in runs of `first` 0, odd ones in those of 1; turns count from 0."""
     return (step - 1) // BLOCK % 2 == first
 
 
 def ratios(even_s: Seconds, odd_s: Seconds) -> list[float]:
-    """With over without, of each two neighbouring turns: that one run was faster cancels between them. The first turn,
-    in which runs warm up, is left out."""
+    """Ratios of time with to time without, of each two neighbouring turns: that one run was faster cancels between
+    them. The first turn, in which runs warm up, is left out."""
     logs: dict[int, list[float]] = defaultdict(list)
     for step in even_s.keys() & odd_s.keys():
         turn, place = divmod(step - 1, BLOCK)

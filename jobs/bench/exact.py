@@ -1,4 +1,4 @@
-"""How far plans are from the best of all plans, on batches small enough to try every one.
+"""Distance of plans from the best of all plans, on batches small enough to try every one.
 
 python jobs/bench/exact.py --lengths FILE --ranks 8 --sequences 12 --fill 4
 
@@ -50,7 +50,7 @@ def best_of_all_s(
 
 
 def _paced(forward: Table, backward: Table, *, cost: CostModel, shares: tuple[float, float]) -> Table:
-    """What a microbatch takes at least, or at most, whose slowest group is this one, if forward is such a share."""
+    """Least or most time of a microbatch whose slowest group is this one, if forward is such a share."""
     low, high = shares
     both = np.maximum(forward / high, backward / (1 - low))
     with np.errstate(invalid="ignore"):

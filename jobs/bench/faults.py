@@ -1,4 +1,4 @@
-"""What the workers of any trainer write of their steps, faults at chosen steps, and what each fault cost.
+"""Records that workers of any trainer write of their steps, faults at chosen steps, and what each fault cost.
 
 Workers append moments to a file of their own, stamped with the machine's clock, so that stall and lost steps of
 different trainers are read off in the same way.
@@ -69,7 +69,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What a fault cost.
+    """Cost of a fault.
 
     `stall_s`: from the fault to the start of the first step that ran wholly after it. `back_s`: to the start of the
     first step that had not been finished before it. `lost_steps`: finished steps that were executed again.
@@ -114,7 +114,7 @@ class Striker(Protocol):
     """Brings losses about."""
 
     def can_strike(self, moment: Moment) -> bool:
-        """Whether the device of the moment can be lost."""
+        """True if the device of the moment can be lost."""
         ...
 
     def strike(self, moment: Moment) -> None:
@@ -127,7 +127,7 @@ class Striker(Protocol):
 
 
 class FaultyDay(threading.Thread):
-    """Strikes once in each of `steps`, at a random moment of it, when all its devices have begun it; moments and
+    """Injects one fault in each of `steps`, at a random moment of it, when all its devices have begun it; moments and
     victims are drawn from the seed."""
 
     def __init__(self, folder: str | Path, *, steps: Sequence[int], seed: int, striker: Striker) -> None:
@@ -149,7 +149,7 @@ class FaultyDay(threading.Thread):
             self._striker.mend()
 
     def end(self) -> None:
-        """No more faults."""
+        """End the injection of faults."""
         self._ended.set()
         self.join()
 

@@ -71,7 +71,7 @@ def _apart(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """What a section gives, or the error that it ended with."""
+    """Result of a section, or the error that ended it."""
     try:
         import torch
         from gpu_sections import SECTIONS
@@ -95,7 +95,7 @@ def _section(name: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(device: Any) -> dict[str, Any]:
-    """Of a section: what it ran on."""
+    """Environment of a section."""
     import torch
     import transformers
 
@@ -113,7 +113,7 @@ def _machine(device: Any) -> dict[str, Any]:
 
 
 def _targets(sections: dict[str, Any]) -> dict[str, Any]:
-    """Of all sections, each with whether it is met."""
+    """Criteria of all sections, each with True if it is met."""
     found = {}
     for section, values in sections.items():
         for name, target in values.get("targets", {}).items():

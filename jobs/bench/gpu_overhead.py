@@ -1,6 +1,6 @@
 """A copy kernel on a chosen number of multiprocessors, in Triton: what a transport's kernels look like to others.
 
-What communication costs computation: a copy on some multiprocessors, as a transport's kernels are, beside work.
+Cost of communication to computation: a copy on some multiprocessors, as a transport's kernels are, next to work.
 
 What it costs that a plan drives attention, where there is nothing to plan: one rank, against the kernel called
 once. And whether the host ever waits for the device meanwhile.
@@ -99,11 +99,11 @@ class Copier(Protocol):
         ...
 
     def is_running(self) -> bool:
-        """Whether the copy that was begun last has not ended."""
+        """True while the copy that was started last has not ended."""
         ...
 
     def seconds(self) -> float:
-        """Of that copy; waits for its end."""
+        """Seconds of that copy; waits for its end."""
         ...
 
 
@@ -156,7 +156,7 @@ class Beside:
 
 
 def copier_of(device: torch.device, *, num_bytes: int) -> Copier:
-    """Of multiprocessors on CUDA, of threads elsewhere."""
+    """Copier whose units are multiprocessors on CUDA, threads elsewhere."""
     if device.type != "cuda":
         return HostCopier(num_bytes)
 
@@ -221,7 +221,7 @@ class Overhead:
 
     @property
     def share(self) -> float:
-        """Of the kernel's time that is added."""
+        """Added time as a share of the kernel's."""
         return self.program_s / self.kernel_s - 1.0
 
     def as_json(self) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class Overhead:
 
 
 def overhead(request: BenchRequest) -> Overhead:
-    """On one rank; the kernel and the program take turns, so that a drift touches both."""
+    """Overhead on one rank; the kernel and the program alternate, so that a drift touches both."""
     lengths, device = lengths_of(request), torch.device(request.device)
     model, kernel = attention_only(model_profile(request.model)), pick_kernel(request.device)
     dtype = getattr(torch, request.dtype)
@@ -252,7 +252,7 @@ def _round(found: PlannedRanks, batch: AttentionBatch, *, kernel: AttentionKerne
 
 
 def _waits(found: PlannedRanks, batch: AttentionBatch, *, kernel: AttentionKernel) -> tuple[str, ...]:
-    """What made the host wait in the first microbatch's attention, forward and backward, each kind once."""
+    """Operations that made the host wait in the first microbatch's attention, forward and backward, each kind once."""
     (part, *_), *_ = found.parts
     starts = list(itertools.accumulate(batch.lengths, initial=0))
     rows = rows_of(part, starts, device=batch.query.device)

@@ -32,13 +32,13 @@ from rayfcp.program import RankProgram, lower
 from rayfcp.values import InfeasiblePlanError, ModelProfile, SequenceSpec
 
 MEMORY_SHARE = 0.9
-"""Of a device's memory that a step may take, as in a run."""
+"""Share of a device's memory that a step may take, as in a run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Some steps of one batch. `losses`: of each step, the untimed first included. `peak_bytes`: that the allocator
-    gave out; None on CPUs, which do not tell."""
+    gave out; None on CPUs, which do not report it."""
 
     step_s: float
     num_tokens: int
@@ -46,7 +46,7 @@ class Steps:
     peak_bytes: int | None
 
     def as_json(self, flops: float, *, peak_flops: float | None) -> dict[str, Any]:
-        """With rates: `flops` are the model's for the batch."""
+        """Figures with rates: `flops` are the model's for the batch."""
         return {
             **asdict(self),
             "tokens_per_s": self.num_tokens / self.step_s,
@@ -87,7 +87,7 @@ def flops_of(model: ModelProfile, lengths: Sequence[int]) -> float:
 
 
 def predicted_bytes(model: ModelProfile, *, num_tokens: int, recomputed_layers: int, dtype: str) -> int:
-    """What the memory model says of such a step on one device."""
+    """Bytes that the memory model predicts for such a step on one device."""
     element = BYTES[dtype]
     fixed = state_bytes(model, num_devices=1, bytes_per_element=element, reduce_every="step")
     return fixed + num_tokens * token_bytes(model, recomputed_layers=recomputed_layers, bytes_per_element=element)
@@ -188,7 +188,7 @@ class PlainTrainer:
     def run(
         self, rows: Sequence[npt.NDArray[Any]], *, attention: str, loss: Loss, recomputed_layers: int, steps: int
     ) -> Steps:
-        """As `train_steps`, of packed sequences `rows` of token ids, with a new optimizer.
+        """Train as `train_steps` does, on packed sequences `rows` of token ids, with a new optimizer.
 
         Raises:
             RuntimeError: out of memory, as all logits of many tokens need much of it.

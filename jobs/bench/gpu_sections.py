@@ -141,7 +141,7 @@ def profile(bench: Bench) -> Found:
 
 
 def copies(bench: Bench) -> Found:
-    """What attention and matrix products lose while some multiprocessors copy, which they know of or not."""
+    """Slowdown of attention and matrix products while some multiprocessors copy, spared by them or not."""
     sizes, device = bench.sizes, bench.device
     copier = copier_of(device, num_bytes=sizes.copied_bytes)
     rows = []

@@ -1,4 +1,4 @@
-"""How much `gpu.py` measures, and on what."""
+"""Sizes and inputs of the measurements of `gpu.py`."""
 
 import gc
 from collections.abc import Callable
@@ -19,8 +19,9 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much of everything. `models`: named shapes that are trained; `shape`: keys of `model.architecture` in their
-    place. `document_tokens`: longer ones are cut, if it is given. `copies`: multiprocessors that copy beside work."""
+    """Sizes of a run of the bench. `models`: named shapes that are trained; `shape`: keys of `model.architecture` in
+    their place. `document_tokens`: longer ones are cut, if it is given. `copies`: multiprocessors that copy beside
+    work."""
 
     dtype: str
     heads: str
@@ -96,14 +97,14 @@ LITTLE = Sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all sections are given."""
+    """Inputs of all sections."""
 
     device: torch.device
     sizes: Sizes
     log: Log
 
     def asked(self, **changes: Any) -> BenchRequest:
-        """Of attention, with heads and sizes of this bench."""
+        """Request to measure attention, with heads and sizes of this bench."""
         names = ("dtype", "num_ranks", "tokens_per_rank", "block_tokens", "context_tokens", "block_lengths")
         given = {name: getattr(self.sizes, name) for name in (*names, "strategies", "rounds")}
         given |= {"max_seqlen": self.sizes.document_tokens, "model": self.sizes.heads}
@@ -124,7 +125,7 @@ class Bench:
 
 
 def attempt(work: Callable[[], Found], *, device: torch.device) -> Found:
-    """What it gives, or why it gives nothing: out of memory, as a rule. What it held is free again."""
+    """Return its result, or the reason for having none, usually out of memory; frees the memory that it held."""
     try:
         return work()
     except (RuntimeError, InfeasiblePlanError) as error:

@@ -1,4 +1,4 @@
-"""What sequences add to groups of every degree, and alone take there: the material of `spans`."""
+"""Time that sequences add to groups of every degree, and take alone there: the material of `spans`."""
 
 import dataclasses
 import itertools

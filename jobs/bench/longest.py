@@ -1,4 +1,4 @@
-"""How much of the gap of a batch its longest sequence alone explains, whatever the planner.
+"""Share of a batch's gap that its longest sequence alone explains, whatever the planner.
 
 python jobs/bench/longest.py --lengths FILE
 
@@ -38,7 +38,7 @@ def beside_longest_s(
     primitives: tuple[Primitive, ...],
     **_: float,
 ) -> float:
-    """No plan of groups of these primitives takes less; no more than the compute shared by all ranks where nothing
+    """Lower bound on plans of groups of these primitives; no more than the compute shared by all ranks where nothing
     must be wasted."""
     ordered = sorted(sequences, key=lambda each: (-each.num_tokens, -each.attention_pairs))
     tokens = np.array([each.num_tokens for each in ordered], np.float64)

@@ -1,4 +1,4 @@
-"""What metrics and live page cost: one run in which they are on and off in turns, a few steps each.
+"""Cost of metrics and live page: one run in which they are on and off in turns, a few steps each.
 
     python jobs/bench/metrics.py --blocks 10 --steps 4
 

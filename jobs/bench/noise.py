@@ -1,4 +1,4 @@
-"""What a plan loses when the cost model is wrong, and what refitting from measured groups gives back.
+"""Loss of a plan under a wrong cost model, and what refitting from measured groups recovers.
 
     python jobs/bench/noise.py --lengths wikipedia.txt --ranks 32 64
 
@@ -49,7 +49,7 @@ NOISY = (
 """Coefficients of plans of rings: shares and counts are none."""
 
 LEAST = 0.05
-"""No coefficient falls below this share of its own, however unlucky its draw."""
+"""Least share of its own value to which a draw can reduce a coefficient."""
 
 
 def noisy(cost: CostModel, deviation: float, *, rng: np.random.Generator) -> CostModel:
@@ -71,7 +71,7 @@ def degree_match(plan: BatchPlan, other: BatchPlan) -> float:
 
 
 def _degrees(plan: BatchPlan) -> dict[int, int]:
-    """Of each sequence's group, by the sequence's id."""
+    """Degree of each sequence's group, by the sequence's id."""
     return {
         each: group.degree
         for microbatch in plan.microbatches
@@ -82,7 +82,7 @@ def _degrees(plan: BatchPlan) -> dict[int, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What a plan is made for, and the cost model that is true there."""
+    """Setting of a plan, and the cost model that is true there."""
 
     cluster: ClusterSpec
     cost: CostModel
@@ -159,7 +159,7 @@ def _refitting(world: World, batches: Sequence[Batch], *, draws: int, error: flo
 def measured(
     plan: BatchPlan, batch: Batch, *, world: World, error: float, rng: np.random.Generator
 ) -> list[Observation]:
-    """What each group of the plan truly takes, a little off."""
+    """True time of each group of the plan, with a little noise."""
     true = reprice(plan, batch, cluster=world.cluster, cost=world.cost)
     nodes = node_of_ranks(world.cluster, ranks_per_node=world.cost.ranks_per_node)
     found = []

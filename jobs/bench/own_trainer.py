@@ -31,7 +31,7 @@ class TimedWorker(RankWorker):
 
 
 def train(config: Config, data_dir: str, moments_dir: Path, *, worker: type[RankWorker] = TimedWorker) -> None:
-    """To the last step, whatever happens on the way."""
+    """Train to the last step, whatever happens on the way."""
     assert moments_dir.name == MOMENTS_DIR
     data = config.data.model_copy(update={"paths": (data_dir,), "format": "prepared"})
     FlexTrainer(config.model_copy(update={"data": data}), worker=worker).fit()

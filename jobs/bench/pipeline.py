@@ -1,4 +1,4 @@
-"""How long the pipeline planner takes on one core (CPU time, from lengths to plan, after one untimed plan), how many
+"""Time of the pipeline planner on one core (CPU time, from lengths to plan, after one untimed plan), how many
 layers are recomputed, how much of the time stages wait, and how far plans are from
 their lower bound.
 

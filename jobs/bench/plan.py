@@ -1,4 +1,4 @@
-"""How long planning takes on one core (CPU time, from lengths to plan, without the bound), and how far plans are
+"""Time of planning on one core (CPU time, from lengths to plan, without the bound), and how far plans are
 from their lower bound.
 
 python jobs/bench/plan.py --sequences 512 --ranks 64

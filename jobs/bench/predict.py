@@ -1,4 +1,4 @@
-"""How well the cost model and the simulator predict real steps: two processes over gloo, one thread each.
+"""Prediction errors of the cost model and the simulator on real steps: two processes over gloo, one thread each.
 
     python jobs/bench/predict.py --batches 10
     python jobs/bench/predict.py --sees qwen3_vl
@@ -156,7 +156,7 @@ def _figures(step: dict[str, Any], part: str) -> str:
 
 
 def _off(step: dict[str, Any], who: str, part: str) -> float:
-    """By how much a part of a step is predicted too long."""
+    """Relative excess of a part's predicted time."""
     return float(step[f"{who}_{part}s"] / step[f"measured_{part}s"] - 1)
 
 

@@ -54,7 +54,7 @@ def image_batches(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """What rows are drawn from: a third of them texts, a third images between texts, a third videos.
+    """Source of rows: a third of them texts, a third images between texts, a third videos.
 
     Sides are in patches. `tile`: the side of all images, where a family cuts images into tiles and takes a frame for
     one; 0: images have sides of `sides`, frames of the lower half of these. `most_images`: images of a row, or tiles
@@ -95,7 +95,7 @@ class Rows:
 
 
 def _between(draw: random.Random, least: float, most: float) -> int:
-    """As often in each octave."""
+    """Draw uniformly over octaves."""
     return round(math.exp(draw.uniform(math.log(least), math.log(max(most, least)))))
 
 
@@ -153,7 +153,7 @@ def _sides(sequence: SequenceSpec) -> Iterator[int]:
 
 
 SHAPE: dict[str, Any] = {"num_layers": 4, "hidden_size": 128, "num_heads": 4, "ffn_size": 512}
-"""Of an encoder that takes about as long as the language model of `jobs/quickstart.yaml`."""
+"""Shape of an encoder that takes about as long as the language model of `jobs/quickstart.yaml`."""
 
 EYES: dict[str, tuple[dict[str, Any], Rows]] = {
     "qwen3_vl": (
@@ -162,7 +162,7 @@ EYES: dict[str, tuple[dict[str, Any], Rows]] = {
     ),
     "internvl": (SHAPE | {"patch_size": 14, "image_size": 224}, Rows(most_tokens=2048, tile=16, most_images=6)),
 }
-"""By family: the encoder's shape, and rows for it."""
+"""Encoder's shape and rows for it, by family."""
 
 SMALL: dict[str, tuple[dict[str, Any], Rows]] = {
     "qwen3_vl": (

@@ -33,7 +33,8 @@ from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 Seconds = dict[tuple[int, str], list[tuple[float, ...]]]
-"""By batch and strategy, of each repeat: the step's, and those of the same step without images, if it has any."""
+"""Seconds by batch and strategy, of each repeat: the step's, and those of the same step without images, if it has
+any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class Bench:
         return cost, hardware, about | {"passes": [dataclasses.asdict(each) for each in found.passes]}
 
     def _drift(self, before: list[list[list[Timing]]], between: list[list[list[Timing]]]) -> float:
-        """How much longer the same passes took between the steps than before them, median over shapes."""
+        """Relative slowdown of the same passes between the steps against before them, median over shapes."""
         pairs = zip(combine(between), combine(before), strict=True)
         return statistics.median(one.seconds / other.seconds for one, other in pairs) - 1
 
@@ -156,7 +157,7 @@ class Bench:
         return self._clock() - start_s
 
     def _predicted(self, planned: Planned, *, cost: CostModel, hardware: HardwareProfile) -> dict[str, Any]:
-        """What cost model and simulator log of a step and of its parts."""
+        """Predictions of cost model and simulator for a step and its parts."""
         plan = reprice(planned.plan, planned.batch.sequences, cluster=self._cluster, cost=cost)
         encoder_s = sum(each.encoder_s for each in plan.microbatches)
         simulated = [
@@ -196,6 +197,6 @@ def _measured_figures(repeats: Sequence[tuple[float, ...]]) -> dict[str, Any]:
 
 
 def _named(who: str, step_s: float, language_s: float | None = None) -> dict[str, float]:
-    """Of a step without images all is language."""
+    """Seconds by name; a step without images is all language."""
     language_s = step_s if language_s is None else language_s
     return {f"{who}_s": step_s, f"{who}_language_s": language_s, f"{who}_encoder_s": step_s - language_s}

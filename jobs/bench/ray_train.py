@@ -29,7 +29,7 @@ IGNORED = -100
 
 
 def train(config: Config, *, data_dir: str, moments_dir: Path, storage: Path, checkpoint_every: int) -> None:
-    """To the last step, whatever happens on the way, with 1 to `cluster.max_workers` workers."""
+    """Train to the last step, whatever happens on the way, with 1 to `cluster.max_workers` workers."""
     settings = {
         "config": config,
         "data_dir": data_dir,

@@ -121,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def table(head: Row, rows: Sequence[Row]) -> str:
-    """In Markdown; pairs that are numbers stand to the right."""
+    """Table in Markdown; columns of numbers are aligned to the right."""
     right = [all(isinstance(row[at], int | float) for row in rows) for at in range(len(head))]
     ruler = ["---:" if each else "---" for each in right]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (head, ruler, *rows))
@@ -221,7 +221,7 @@ def totals_table(found: dict[str, Any]) -> str:
 
 
 def comment_lines(source: Source) -> list[str]:
-    """For each line with a comment, whether it is a comment as a `whole` or has a `trailing` one."""
+    """Kind of each line with a comment: `whole` if it is nothing else, or `trailing`."""
     lines = source.lines
     tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
     comments = [token.start for token in tokens if token.type == tokenize.COMMENT]
@@ -253,7 +253,7 @@ def _code_lines(function: Function) -> int:
 
 
 def _raised(node: ast.AST) -> bool | None:
-    """Whether a raised call's arguments format or name a value; None unless the node raises a call."""
+    """True if a raised call's arguments format or name a value; None unless the node raises a call."""
     if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
         return None
     given = [*node.exc.args, *(keyword.value for keyword in node.exc.keywords)]
@@ -350,7 +350,7 @@ def _normalised(source: Source) -> list[tuple[int, str]]:
 
 
 def _common_length(texts: Sequence[list[str]], one: LayoutCandidate, other: LayoutCandidate) -> int:
-    """Of what is equal from two spots on; 0 if it begins before them."""
+    """Length of the text that is equal from two places on; 0 if it begins before them."""
     (left, at), (right, there) = one, other
     if at and there and texts[left][at - 1] == texts[right][there - 1]:
         return 0
@@ -360,7 +360,7 @@ def _common_length(texts: Sequence[list[str]], one: LayoutCandidate, other: Layo
 
 
 def package_lines(sources: Sequence[Source]) -> dict[str, int]:
-    """Of each top-level package."""
+    """Number of lines of each top-level package."""
     return dict(Counter(source.package for source in sources for _ in source.lines))
 
 
@@ -569,7 +569,7 @@ class Rank:
 
 
 def _run_rank(root: Path, number: int, folder: Path) -> None:
-    """Warm up, then do a step that rank 0 traces and writes down; all other ranks keep it company."""
+    """Warm up, then do a step that rank 0 traces and writes down; all other ranks take part in it."""
     rank = Rank(root, number, folder)
     traces = {phase: Trace(root) for phase in PHASES}
     rank.step(1, first=0, traced=lambda _: nullcontext())

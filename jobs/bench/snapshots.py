@@ -1,4 +1,4 @@
-"""What snapshots cost: the quickstart in two runs, in which turns of steps with a snapshot of each and without any
+"""Cost of snapshots: the quickstart in two runs, in which turns of steps with a snapshot of each and without any
 alternate. What the first run does with snapshots the second does without.
 
     python jobs/bench/snapshots.py --pairs 3 --steps 40
@@ -96,7 +96,7 @@ def _config(root: Path, arguments: argparse.Namespace, *, every: int) -> Config:
 
 
 def _step_seconds(root: Path, config: Config, *, worker: type[TakesTurns]) -> Seconds:
-    """From the start of each step on device 0 to the start of the next; steps that ran twice are left out."""
+    """Seconds from the start of each step on device 0 to the start of the next; steps that ran twice are left out."""
     moments_dir = root / MOMENTS_DIR
     moments_dir.mkdir()
     train(config, prepared_data(config, log=lambda _: None), moments_dir, worker=worker)

@@ -1,4 +1,4 @@
-"""What a kind of microbatches permits, as a block of rows of a linear program: (1) to (3) of `spans`."""
+"""Constraints of a kind of microbatches, as a block of rows of a linear program: (1) to (3) of `spans`."""
 
 import dataclasses
 import itertools

@@ -95,7 +95,7 @@ class Case(NamedTuple):
 
 
 class Solution(NamedTuple):
-    """How many microbatches there are, and by known microbatch how much of each single sequence is in it."""
+    """Number of microbatches, and by known microbatch the share of each single sequence in it."""
 
     microbatches: float
     held: tuple[dict[int, float], ...]
@@ -147,7 +147,7 @@ class Spans:
         return Kind(min(least_s, self._most_s), self._most_s * (1 + 1e-9), item, first, self._setting.num_ranks)
 
     def parts(self, case: Case, found: Solution) -> list[Case] | None:
-        """That cover all plans of the case; None if it is not to be cut."""
+        """Cases that cover all plans of the case; None if it is not to be cut."""
         for at, known in enumerate(case.known):
             kinds = self._cut(known.kind, fine=FINE)
             if kinds != [known.kind]:
@@ -171,7 +171,7 @@ class Spans:
         return None if kinds == [first.kind] else [case.with_known(0, first._replace(kind=kind)) for kind in kinds]
 
     def _next(self, case: Case) -> list[Case]:
-        """By where the longest is that has no place yet."""
+        """Cases by the place of the longest item that has none yet."""
         item = min(set(range(len(self._setting.items.once))) - _placed(case), default=self._setting.items.num_single)
         if item >= self._setting.items.num_single:
             return []
@@ -226,7 +226,7 @@ def spans_s(
     single: int = SINGLE,
     runs: int = RUNS,
 ) -> float:
-    """No plan of groups of these primitives takes less, given that one takes `best_s`; of so many `cases`. `single`
+    """Lower bound on plans of groups of these primitives, given that one takes `best_s`; of so many `cases`. `single`
     sequences are taken one by one, the others in so many `runs`."""
     items = items_of(sequences, cluster=cluster, cost=cost, primitives=primitives, single=single, runs=runs)
     setting = Setting(items, cluster.num_ranks, cost.fixed_s, cost.exposed_s, Ahead(cost.ahead, cost.ahead_s))

@@ -1,4 +1,4 @@
-"""What plans gain that know of slow ranks: simulated seconds over the lower bound, unaware and aware.
+"""Gain of plans that account for slow ranks: simulated seconds over the lower bound, unaware and aware.
 
 python jobs/bench/speeds.py --ranks 8 --strategies flex-ring flex-block
 """

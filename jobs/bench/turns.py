@@ -12,7 +12,7 @@ from rayfcp.values import GlobalBatch, StateId
 
 
 class TakesTurns(TimedWorker):
-    """In every other turn it takes no snapshot, and says that it is kept, so that nobody waits for it."""
+    """Takes no snapshot in every other turn, and reports it as kept, so that nobody waits for it."""
 
     first: int
 

@@ -268,6 +268,6 @@ def _forward_s(timeline: Timeline) -> float:
 
 
 def _bandwidth(bench: Bench) -> float:
-    """Of the port that most traffic takes."""
+    """Bandwidth of the port that carries most traffic."""
     inside = bench.num_ranks <= bench.hardware.devices_per_node
     return bench.hardware.intra_node_bandwidth if inside else bench.hardware.inter_node_bandwidth

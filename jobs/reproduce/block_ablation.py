@@ -68,7 +68,7 @@ def _rows(args: Any, source: str) -> list[dict[str, Any]]:
 
 
 def _steps(lengths: Lengths, *, bench: Bench, seed: int) -> dict[str, Trial]:
-    """What each step takes, exchanges included."""
+    """Time of each step, exchanges included."""
     one_by_one = blocks_plan(lengths, bench=bench, options=PAPERS_OWN.model_copy(update={"coalesce": 1}))
     coalesced = blocks_plan(lengths, bench=bench, options=PAPERS_OWN)
     (layout,) = (each.layout for each in one_by_one.microbatches)
@@ -127,7 +127,7 @@ def _exchange_s(layout: Layout, lengths: Lengths, *, bench: Bench) -> float:
 
 
 def _moved(layout: Layout, lengths: Lengths, *, bench: Bench) -> _Moved:
-    """What lies on another rank in the user's layout than in the plan's."""
+    """Tokens on another rank in the user's layout than in the plan's."""
     ranks = bench.num_ranks
     first = np.concatenate([[0], np.cumsum(lengths)])
     opens = np.array([first[block.sequence] + block.start for block in layout.blocks])
@@ -147,7 +147,7 @@ def _moved(layout: Layout, lengths: Lengths, *, bench: Bench) -> _Moved:
 
 
 def _reshuffled(each: Trial, exchange_s: float) -> Trial:
-    """With the exchanges in either pass."""
+    """Time with the exchanges in either pass."""
     return replace(each, forward_s=each.forward_s + exchange_s, iteration_s=each.iteration_s + 2 * exchange_s)
 
 

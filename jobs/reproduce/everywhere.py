@@ -83,7 +83,7 @@ def tuned(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: 
 
 
 def _encoder_s(batch: Batch, *, setting: Setting) -> float:
-    """Of all pictures, shared out over all ranks."""
+    """Encoder's time of all images, shared out over all ranks."""
     work_s = sum(_passes_s(run, setting.cost).sum() for each in batch for run in each.images)
     return float(work_s) / setting.cluster.num_ranks
 
@@ -142,7 +142,7 @@ def _of_degree(degree: int, primitive: Primitive) -> Propose:
 
 
 def _priced(microbatches: Sequence[MicrobatchPlan], batch: Batch, *, cost: CostModel) -> Iterator[MicrobatchPlan]:
-    """With the encoder's seconds of the slowest group, each of whose ranks encodes all of its pictures."""
+    """Microbatches with the encoder's seconds of the slowest group, each of whose ranks encodes all of its images."""
     encoder, by_id = cost.encoder, {each.id: each for each in batch}
     assert encoder is not None, "the model sees"
     for number, microbatch in enumerate(microbatches):

@@ -146,7 +146,7 @@ def _summary(rows: Sequence[Row]) -> str:
 
 
 def _places(rows: Sequence[Row], *, of: Sequence[Row]) -> str:
-    """How many, and which numbers of short sequences for each number of ranks and of tokens per rank."""
+    """Number of cases, and numbers of short sequences for each number of ranks and of tokens per rank."""
     machines: dict[tuple[int, int], list[str]] = {}
     for row in rows:
         machines.setdefault((row.ranks, row.tokens_per_rank), []).append(str(row.short))
@@ -185,7 +185,7 @@ def _row(args: argparse.Namespace, *, room: int | None, ranks: int, short: int) 
 def _proven_s(
     sequences: list[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, args: argparse.Namespace, best_s: float
 ) -> float:
-    """No plan takes less; a plan takes `best_s`."""
+    """Lower bound on the time of every plan; one plan takes `best_s`."""
     primitives = tuple(Primitive(name) for name in args.primitives)
     bound_s = lower_bound(sequences, cluster=cluster, cost=cost, primitives=primitives)
     proven_s = spans_s(

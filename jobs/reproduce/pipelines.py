@@ -46,7 +46,7 @@ _OWN = Path(__file__).parent / "models"
 MODELS = ("gpt-7b", str(_OWN / "gpt-13b.yaml"), str(_OWN / "gpt-30b.yaml"))
 
 Entries = dict[str, Entry]
-"""By system; an entry is not feasible where the strategy has no plan."""
+"""Entries by system; infeasible where the strategy has no plan."""
 
 
 def pipeline_parser(doc: str | None, *, model: str | None = None, max_seqlen: int = 64 * K) -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def pipeline_parser(doc: str | None, *, model: str | None = None, max_seqlen: in
 
 
 def race(args: argparse.Namespace, *, source: str, systems: Sequence[str] = tuple(SYSTEMS), **chosen: Any) -> Entries:
-    """What each system takes, means over batches; `chosen` inputs go before the options."""
+    """Figures of each system, means over batches; `chosen` inputs go before the options."""
     inputs = inputs_of(args, source=source, devices=args.devices, stages=args.stages, **chosen)
     others = [name for name in systems if name != "Megatron"]
     entries = _entries(dataclasses.replace(inputs, strategies=tuple(SYSTEMS[name] for name in others)), others)
@@ -156,24 +156,24 @@ def model_name(name_or_path: str) -> str:
 
 
 def seconds(entry: Entry) -> float | None:
-    """Of an iteration; None if not feasible."""
+    """Seconds of an iteration; None if not feasible."""
     return entry.iteration_s
 
 
 def speedup(entries: Entries, name: str) -> float | None:
-    """Of ours over a system; None unless both are feasible."""
+    """Speedup of ours over a system; None unless both are feasible."""
     theirs, ours = seconds(entries[name]), seconds(entries[OURS])
     return theirs / ours if theirs and ours else None
 
 
 def tokens_per_s(entry: Entry, *, devices: int) -> float | None:
-    """Of a device."""
+    """Tokens a second of a device."""
     rate = entry.tokens_per_s_per_rank
     return None if rate is None else rate * entry.num_ranks / devices
 
 
 def share(entry: Entry, *parts: str) -> float | None:
-    """Of an iteration, what parts of the breakdown take, in percent."""
+    """Share of an iteration that parts of the breakdown take, in percent."""
     if entry.breakdown is None or entry.iteration_s is None:
         return None
     return 100 * sum(getattr(entry.breakdown, part) for part in parts) / entry.iteration_s

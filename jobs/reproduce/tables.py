@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: arguments, tables as text, JSON, progress, and errors in one line."""
+"""Code shared by the scripts of this folder: arguments, tables as text, JSON, progress, and errors in one line."""
 
 import argparse
 import json
@@ -58,7 +58,7 @@ def parser_of_draws(
 
 
 def inputs_of(args: argparse.Namespace, *, source: str, devices: int, **chosen: Any) -> Inputs:
-    """What the options of `parser_of` ask of a comparison; `chosen` fields go before them."""
+    """Inputs of a comparison from the options of `parser_of`; `chosen` fields go before them."""
     asked = {
         "model": getattr(args, "model", None),
         "hardware": args.hardware,

@@ -33,8 +33,8 @@ from tests.simulated.world import Actor, Deferred, World
 class Behavior:
     """Behaviour that the devices of a run share. `slowness`: factors of step time by worker id.
 
-    `observe` is called for each shard at each version, `on_step` of each device that begins one, `on_leave` of each that
-    is to leave its generation.
+    `observe` is called for each shard at each version, `on_step` for each device that begins one, `on_leave` for
+    each that is to leave its generation.
     """
 
     size: int
