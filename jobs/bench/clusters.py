@@ -8,7 +8,7 @@ import ray
 from faults import Moment, kill_process
 
 
-class Ground:
+class BenchCluster:
     """Cluster on which workers run, and a way to lose one of them.
 
     `kind` worker: one node, and a process is killed. `kind` node: a node for each worker and a first one with
@@ -18,7 +18,7 @@ class Ground:
     def __init__(self, kind: str, *, workers: int, others_cpus: int) -> None:
         self._kind, self._workers, self._others_cpus = kind, workers, others_cpus
 
-    def __enter__(self) -> "Ground":
+    def __enter__(self) -> "BenchCluster":
         if self._kind == "worker":
             _init(address="local", num_cpus=self._workers + self._others_cpus, include_dashboard=False)
             return self
@@ -38,11 +38,11 @@ class Ground:
         if self._kind == "node":
             self._cluster.shutdown()
 
-    def can_strike(self, moment: Moment) -> bool:
+    def can_inject(self, moment: Moment) -> bool:
         """True if the device can be lost: the first node stays."""
         return self._kind == "worker" or any(node.node_id == moment.node_id for node in self._nodes)
 
-    def strike(self, moment: Moment) -> None:
+    def inject(self, moment: Moment) -> None:
         """The loss of the device, or of its node."""
         if self._kind == "worker":
             kill_process(moment)

@@ -25,8 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import ray_train
-from clusters import Ground
-from faults import Cost, FaultyDay, cost_of, read_moments
+from clusters import BenchCluster
+from faults import Cost, RandomFaults, cost_of, read_moments
 
 from rayfcp.cluster.trainer import CONTROLLER_CPUS, prepared_data
 from rayfcp.config import Config, load_config
@@ -66,28 +66,28 @@ def main() -> None:
 def measure(side: str, arguments: argparse.Namespace) -> list[Cost]:
     """Train once with all the faults; their costs."""
     steps = [arguments.every * (index + 1) for index in range(arguments.faults)]
-    with tempfile.TemporaryDirectory() as name, _ground(side, arguments) as ground:
+    with tempfile.TemporaryDirectory() as name, _bench_cluster(side, arguments) as bench_cluster:
         folder = Path(name)
         config = _config(folder, arguments, num_steps=steps[-1] + arguments.every)
         data_dir = prepared_data(config, log=lambda _: None)
         moments_dir = folder / "moments"
         moments_dir.mkdir()
-        day = FaultyDay(moments_dir, steps=steps, seed=arguments.seed, striker=ground)
-        day.start()
+        faults = RandomFaults(moments_dir, steps=steps, seed=arguments.seed, injector=bench_cluster)
+        faults.start()
         try:
             _trainer(side, arguments)(config, data_dir, moments_dir)
         finally:
-            day.end()
+            faults.end()
         moments = read_moments(moments_dir)
-    if len(day.faults) < len(steps):
-        sys.exit(f"{side}: {len(day.faults)} of {len(steps)} faults came about before the run ended; raise --every")
-    return [cost_of(fault, moments) for fault in day.faults]
+    if len(faults.faults) < len(steps):
+        sys.exit(f"{side}: {len(faults.faults)} of {len(steps)} faults came about before the run ended; raise --every")
+    return [cost_of(fault, moments) for fault in faults.faults]
 
 
-def _ground(side: str, arguments: argparse.Namespace) -> Ground:
+def _bench_cluster(side: str, arguments: argparse.Namespace) -> BenchCluster:
     """rayfcp's controller and planners take CPUs, Ray Train's controller takes none."""
     others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors if side == "rayfcp" else 0
-    return Ground(arguments.kind, workers=arguments.workers, others_cpus=others_cpus)
+    return BenchCluster(arguments.kind, workers=arguments.workers, others_cpus=others_cpus)
 
 
 def _trainer(side: str, arguments: argparse.Namespace) -> Train:

@@ -110,14 +110,14 @@ def cost_of(fault: Fault, moments: Sequence[Moment]) -> Cost:
     )
 
 
-class Striker(Protocol):
+class FaultInjector(Protocol):
     """Brings losses about."""
 
-    def can_strike(self, moment: Moment) -> bool:
+    def can_inject(self, moment: Moment) -> bool:
         """True if the device of the moment can be lost."""
         ...
 
-    def strike(self, moment: Moment) -> None:
+    def inject(self, moment: Moment) -> None:
         """Lose the device."""
         ...
 
@@ -126,27 +126,27 @@ class Striker(Protocol):
         ...
 
 
-class FaultyDay(threading.Thread):
+class RandomFaults(threading.Thread):
     """Injects one fault in each of `steps`, at a random moment of it, when all its devices have begun it; moments and
     victims are drawn from the seed."""
 
-    def __init__(self, folder: str | Path, *, steps: Sequence[int], seed: int, striker: Striker) -> None:
+    def __init__(self, folder: str | Path, *, steps: Sequence[int], seed: int, injector: FaultInjector) -> None:
         super().__init__(name="faults", daemon=True)
-        self._folder, self._steps, self._striker = folder, list(steps), striker
+        self._folder, self._steps, self._injector = folder, list(steps), injector
         self._rng, self._ended = random.Random(seed), threading.Event()
         self.faults: list[Fault] = []
 
     def run(self) -> None:
         for step in self._steps:
-            running = [moment for moment in self._await(step) if self._striker.can_strike(moment)]
+            running = [moment for moment in self._await(step) if self._injector.can_inject(moment)]
             if not running:
                 return
             self._ended.wait(self._rng.random() * self._usual_s())
             target = running[self._rng.randrange(len(running))]
             at_s = time.time()
-            self._striker.strike(target)
+            self._injector.inject(target)
             self.faults.append(Fault(step=step, at_s=at_s))
-            self._striker.mend()
+            self._injector.mend()
 
     def end(self) -> None:
         """End the injection of faults."""
@@ -154,7 +154,7 @@ class FaultyDay(threading.Thread):
         self.join()
 
     def _await(self, step: int) -> list[Moment]:
-        """The beginnings of the step by all devices that take part; none if the day ends before."""
+        """The beginnings of the step by all devices that take part; none if the injection ends before."""
         while not self._ended.wait(POLL_S):
             found = [moment for moment in read_moments(self._folder) if moment.what == BEGAN and moment.step == step]
             if found and len(found) >= found[-1].num_devices:

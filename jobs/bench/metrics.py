@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from clusters import Ground
+from clusters import BenchCluster
 
 from rayfcp.cluster.controller import reporting
 from rayfcp.cluster.controller.training import TrainingRun
@@ -147,7 +147,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors
-    with tempfile.TemporaryDirectory() as name, Ground("worker", workers=arguments.workers, others_cpus=others_cpus):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        BenchCluster("worker", workers=arguments.workers, others_cpus=others_cpus),
+    ):
         figures = measured(Path(name), arguments)
     print(page(figures))  # noqa: T201
     if arguments.json:

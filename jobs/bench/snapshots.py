@@ -21,7 +21,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from clusters import Ground
+from clusters import BenchCluster
 from crossover import Seconds, ratios
 from faults import BEGAN, read_moments
 from own_trainer import MOMENTS_DIR, train
@@ -47,7 +47,7 @@ def main() -> None:
     others_cpus = CONTROLLER_CPUS + PlanConfig().planner_actors
     with (
         tempfile.TemporaryDirectory() as name,
-        Ground("worker", workers=arguments.workers, others_cpus=others_cpus),
+        BenchCluster("worker", workers=arguments.workers, others_cpus=others_cpus),
     ):
         figures = measured(Path(name), arguments)
     print(page(figures))  # noqa: T201

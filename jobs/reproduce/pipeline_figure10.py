@@ -11,7 +11,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import MODELS, OURS, SYSTEMS, K, model_name, pipeline_parser, race, share, speedup, tokens_per_s
+from pipelines import (
+    MODELS,
+    OURS,
+    SYSTEMS,
+    K,
+    compare_systems,
+    model_name,
+    pipeline_parser,
+    share,
+    speedup,
+    tokens_per_s,
+)
 from tables import exit_code, lengths_name, log, show, table, write_json
 
 BASELINES = tuple(name for name in SYSTEMS if name != OURS)
@@ -47,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _row(args: Any, source: str, context: int, batch: int) -> dict[str, Any]:
     log(f"{lengths_name(source)}, {context:,} tokens, batches of {batch}")
-    entries = race(args, source=source, max_seqlen=context, global_batch=batch)
+    entries = compare_systems(args, source=source, max_seqlen=context, global_batch=batch)
     return {
         "lengths": lengths_name(source),
         "context": context,

@@ -14,7 +14,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import MODELS, OURS, SYSTEMS, K, configured, model_name, pipeline_parser, race, seconds, share, speedup
+from pipelines import (
+    MODELS,
+    OURS,
+    SYSTEMS,
+    K,
+    compare_systems,
+    configured,
+    model_name,
+    pipeline_parser,
+    seconds,
+    share,
+    speedup,
+)
 from tables import exit_code, lengths_name, log, show, table, write_json
 
 from rayfcp.plan import model_profile
@@ -58,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _row(args: Any, model: str, source: str, context: int) -> dict[str, Any]:
     log(f"{model_name(model)}, {lengths_name(source)}, {context:,} tokens")
-    entries = race(args, source=source, model=model, max_seqlen=context)
+    entries = compare_systems(args, source=source, model=model, max_seqlen=context)
     ours = entries[OURS]
     fixed: dict[str, float | None] = {}
     for name, (strategy, tensor_parallel, *degrees) in DEGREES.items():

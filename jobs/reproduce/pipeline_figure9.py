@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pipelines import MODELS, OURS, model_name, pipeline_parser, race, speedup
+from pipelines import MODELS, OURS, compare_systems, model_name, pipeline_parser, speedup
 from tables import exit_code, lengths_name, log, show, table, write_json
 
 PARTS = {
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _rows(args: Any, source: str) -> list[dict[str, Any]]:
     log(lengths_name(source))
-    entries = race(args, source=source, systems=SHOWN)
+    entries = compare_systems(args, source=source, systems=SHOWN)
     rows = []
     for name, entry in entries.items():
         seconds = {

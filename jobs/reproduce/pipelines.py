@@ -60,7 +60,9 @@ def pipeline_parser(doc: str | None, *, model: str | None = None, max_seqlen: in
     return parser
 
 
-def race(args: argparse.Namespace, *, source: str, systems: Sequence[str] = tuple(SYSTEMS), **chosen: Any) -> Entries:
+def compare_systems(
+    args: argparse.Namespace, *, source: str, systems: Sequence[str] = tuple(SYSTEMS), **chosen: Any
+) -> Entries:
     """Figures of each system, means over batches; `chosen` inputs go before the options."""
     inputs = inputs_of(args, source=source, devices=args.devices, stages=args.stages, **chosen)
     others = [name for name in systems if name != "Megatron"]

@@ -30,7 +30,7 @@ class Injector:
     def _arm(self) -> None:
         fault, self._is_armed = self._left.pop(0), True
 
-        def strike() -> None:
+        def inject() -> None:
             self._is_armed = False
             self._world.note(f"fault: {fault.kind}")
             self.happened.append(fault.kind)
@@ -38,7 +38,7 @@ class Injector:
             if self._left and self._left[0].step == 0:
                 self._arm()
 
-        self._world.at(fault.after_s, strike)
+        self._world.at(fault.after_s, inject)
 
     def _strike(self, fault: Fault) -> None:
         getattr(self, f"_{fault.kind.name.lower()}")(fault)
