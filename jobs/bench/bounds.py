@@ -63,7 +63,7 @@ def _log(name: str, ratios: tuple[float, ...]) -> None:
 
 
 def parser(description: str | None, *, batches: int) -> argparse.ArgumentParser:
-    """Of the batches, the machine and what plans may use; so many batches unless told otherwise."""
+    """Parser of options of the batches, the machine and what plans may use; `batches` by default."""
     defaults = PlanConfig()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=Path, required=True, help="file with one length a line")

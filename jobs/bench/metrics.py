@@ -215,7 +215,7 @@ def _config(folder: Path, arguments: argparse.Namespace) -> Config:
 
 
 def page(figures: dict[str, Any]) -> str:
-    """For people."""
+    """Report as text."""
     wall_s, cores, steps, ratios = figures["wall_s"], figures["cores"], figures["steps"], figures["ratios"]
     load = ", ".join(f"{each:.1f}" for each in figures["load"])
     return "\n".join(

@@ -197,7 +197,7 @@ def totals(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def totals_table(found: dict[str, Any]) -> str:
-    """For people."""
+    """Report as text."""
     lines, comments, raises, repeated = (found[name] for name in ("lines", "comment_lines", "raises", "duplicates"))
     of_init = sum(each["by"].endswith("__init__.py") for each in found["imported_once"])
     share = 100 * found["raises_with_value"] / max(raises, 1)
@@ -403,7 +403,8 @@ def trace_batch(root: Path) -> dict[str, Any]:
 
 
 def batch_table(found: dict[str, Any]) -> str:
-    """For people; a package is re-entered where an earlier phase has entered it, and left it when the phase ended."""
+    """Report as text; a package is re-entered where an earlier phase has entered it, and left it when the phase
+    ended."""
     rows: list[Row] = []
     for at, phase in enumerate(PHASES):
         traced = found["phases"][phase]

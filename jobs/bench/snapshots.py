@@ -109,7 +109,7 @@ def _step_seconds(root: Path, config: Config, *, worker: type[TakesTurns]) -> Se
 
 
 def page(figures: dict[str, object]) -> str:
-    """For people."""
+    """Report as text."""
     found, pairs = figures["ratios"], figures["seconds"]
     assert isinstance(found, list)
     assert isinstance(pairs, list)

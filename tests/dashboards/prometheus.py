@@ -73,7 +73,7 @@ class Prometheus:
             raise AssertionError(f"{arguments}: {error.read().decode()}") from error
 
     def _address(self) -> str:
-        """Where it listens, as its log says once it is ready."""
+        """Address on which it listens, from its log once it is ready."""
         until_s = time.monotonic() + PATIENCE_S
         while time.monotonic() < until_s:
             text = self._log.read_text()

@@ -28,7 +28,7 @@ class Expression:
 
     @property
     def of_pictures(self) -> bool:
-        """Whether only models that see have such series."""
+        """True if only models with a vision encoder have such series."""
         return "encode" in self.text
 
 
@@ -63,7 +63,8 @@ def of_boards() -> list[Expression]:
 
 
 def of_rules() -> list[Expression]:
-    """What rules record, and each side of the comparisons of alerts, which hold for nothing in a healthy run."""
+    """Expressions that rules record, and each side of the comparisons of alerts, which hold for nothing in a healthy
+    run."""
     found = []
     for rule in rules():
         if "record" in rule:
@@ -91,7 +92,8 @@ def operands(text: str) -> list[str]:
 
 
 def substituted(text: str, *, runs: list[str], scrape_s: int, interval_s: int, range_s: int) -> str:
-    """As Grafana asks Prometheus: chosen runs as alternatives, windows from the panel's interval and the time shown."""
+    """Query as Grafana sends it to Prometheus: chosen runs as alternatives, windows from the interval and time
+    shown."""
     values = {
         "$run": "|".join(runs) if len(runs) == 1 else f"({'|'.join(runs)})",
         "$__rate_interval": f"{max(interval_s + scrape_s, 4 * scrape_s)}s",

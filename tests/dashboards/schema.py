@@ -21,7 +21,7 @@ NUMBERS = {int: int, float: int | float}
 
 
 def problems(board: dict[str, Any]) -> list[str]:
-    """What is wrong with it, each with its place."""
+    """Errors in it, each with its place."""
     register_default_plugins()
     try:
         read = Dashboard.from_json(board)

@@ -56,7 +56,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
 
 
 def up(prometheus: Prometheus) -> dict[str, float]:
-    """Of each run that it knows, whether it could be read."""
+    """Known runs, each with 1 if it could be read, else 0."""
     found = prometheus.ask("query", query="up")["result"]
     return {each["metric"]["run"]: float(each["value"][1]) for each in found}
 
@@ -69,7 +69,7 @@ def test_a_run_that_asks_for_a_token(scraped: Scraped) -> None:
 
 def test_panels_of_pictures_have_data_where_a_model_sees_and_none_elsewhere(scraped: Scraped) -> None:
     def shown(run: str) -> dict[str, list[float]]:
-        """By panel."""
+        """Results by panel."""
         asked = {
             each.place: substituted(each.text, runs=[run], scrape_s=SCRAPE_S, interval_s=SCRAPE_S, range_s=60)
             for each in of_boards()

@@ -1,4 +1,4 @@
-"""What the kernels' interface promises: pairs, views, halves of the keys, against dense attention in fp64."""
+"""Guarantees of the kernels' interface: pairs, views, halves of the keys, against dense attention in fp64."""
 
 from dataclasses import dataclass
 

@@ -226,7 +226,7 @@ class Member(Device):
         self._connect().set(f"waits-{index}-{self.position.device}", "1")
 
     def _abort_when_told(self, index: int, aborted: list[float], ended: threading.Event) -> None:
-        """As the controller does, again and again until what is aborted has ended."""
+        """Abort as the controller does, again and again until what is aborted has ended."""
         self._connect().wait([f"end-{index}"], LONG)
         aborted.append(time.monotonic())
         self.engine.abort()

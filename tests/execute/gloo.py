@@ -47,7 +47,7 @@ def client_of(port: int) -> dist.TCPStore:
 
 
 def on_processes(work: Callable[..., Any], *given: Any, size: int) -> list[Any]:
-    """What `work(number, client, *given)` returns in each of `size` processes; `client`: of their common store. None
+    """Results of `work(number, client, *given)` in each of `size` processes; `client`: of their common store. None
     ends before all are done."""
     with TemporaryDirectory() as folder:
         store = listening_store()

@@ -44,7 +44,7 @@ Found = dict[int, list[tuple[float, Gradients]]]
 
 
 def run_on_gloo(runs: Sequence[Run]) -> Found:
-    """By run, then step: loss and whole gradients; from as many processes as the largest run needs."""
+    """Results by run, then step: loss and whole gradients; from as many processes as the largest run needs."""
     return on_processes(_run_all, tuple(runs), size=max(run.num_devices for run in runs))[0]
 
 

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class UncountedTransport(InProcessTransport):
-    """What is under way between threads is not counted: between processes it would be elsewhere."""
+    """Transport that does not count messages under way between threads: between processes they would be elsewhere."""
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
         with _disable_current_modes():

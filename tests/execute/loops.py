@@ -9,7 +9,8 @@ from tests.execute.layouts import random_blocks
 
 
 def random_pieces(sequences: Sequence[SequenceSpec], *, num_ranks: int, seed: int) -> list[list[Piece]]:
-    """What a loop may hold: every sequence cut at random, pieces in any order on any ranks; some bring nothing."""
+    """Layout that a loop may hold: every sequence cut at random, pieces in any order on any ranks; some bring
+    nothing."""
     rng = random.Random(seed)
     busy = rng.sample(range(num_ranks), rng.randint(1, num_ranks))
     pieces = [

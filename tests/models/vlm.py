@@ -94,7 +94,7 @@ class Show:
 
     @property
     def num_tokens(self) -> int:
-        """Of one frame."""
+        """Tokens of one frame."""
         return self.grid[0] * self.grid[1] // 4
 
 
@@ -128,7 +128,7 @@ class Row:
 
     @property
     def grids(self) -> list[tuple[int, int]]:
-        """Of each image."""
+        """Grid of each image."""
         return [show.grid for show in self.shows for _ in range(show.frames)]
 
 
@@ -165,7 +165,7 @@ class Shown:
 
     @cached_property
     def values(self) -> list[list[np.ndarray]]:
-        """Of each row's images."""
+        """Pixel values of each row's images."""
         rng = np.random.default_rng(self.seed + 1)
         return [[self._image(grid, rng) for grid in row.grids] for row in self.rows]
 
