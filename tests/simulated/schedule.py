@@ -67,7 +67,7 @@ WEIGHT = {Kind.USER_STOPS: 0.3, Kind.PROGRAM_FAILS: 0.2, Kind.ALL_WORKERS_DIE: 0
 
 
 LAYOUTS: tuple[dict[str, Any], ...] = ({}, {}, {}, {"pipeline_stages": 2}, {"tensor_parallel": 2})
-"""Kinds that only runs with at least four workers draw."""
+"""Parallel layouts that runs with at least four workers draw from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
