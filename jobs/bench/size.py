@@ -403,8 +403,7 @@ def trace_batch(root: Path) -> dict[str, Any]:
 
 
 def batch_table(found: dict[str, Any]) -> str:
-    """Report as text; a package is re-entered where an earlier phase has entered it, and left it when the phase
-    ended."""
+    """Report as text; a package is re-entered where an earlier phase has entered and, at its end, left it."""
     rows: list[Row] = []
     for at, phase in enumerate(PHASES):
         traced = found["phases"][phase]
