@@ -131,7 +131,7 @@ def group_switches() -> dict[str, list[Patch]]:
         return ()
 
     cuts, search = "rayfcp.plan.groups.two_stage.Cuts", f"{PLANNER}.JointSearch"
-    total_s = importlib.import_module("rayfcp.plan.groups.kernels.state").total_s
+    total_s = importlib.import_module("rayfcp.plan.groups.kernels.search").total_s
     perturb, ruin = (getattr(importlib.import_module(PLANNER), name) for name in ("perturb", "ruin"))
     return {
         "fill in turn": [(PLANNER, "FORCED", math.inf), (PLANNER, "SCARCE", math.inf)],

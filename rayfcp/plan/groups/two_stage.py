@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.groups.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.pack import stage
+from rayfcp.plan.groups.kernels.search import stage
 from rayfcp.plan.groups.kernels.state import GroupState, SearchProblem, copied
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.values.arrays import Ints
