@@ -356,6 +356,14 @@ def _await(s: ReplayState, wires: Wires, kind: int, arg: int, rank: int, now: fl
 
 
 @inner
+def _mark(s: ReplayState, record: ReplayRecord, mark: int, rank: int, now: float) -> None:
+    """Record the time, and what the rank has spent in each category until then."""
+    record.mark_s[mark, rank] = now
+    for category in range(s.spent.shape[1]):
+        record.mark_spent[mark, rank, category] = s.spent[rank, category]
+
+
+@inner
 def _advance(
     s: ReplayState,
     script: Script,
@@ -388,9 +396,7 @@ def _advance(
         elif kind == POST:
             _post(s, wires, arg, now)
         elif kind == MARK:
-            record.mark_s[arg, rank] = now
-            for category in range(s.spent.shape[1]):
-                record.mark_spent[arg, rank, category] = s.spent[rank, category]
+            _mark(s, record, arg, rank, now)
         elif kind == SEND:
             _send(s, hops, wires, arg + rank % wires.num_ranks, now)
         else:

@@ -154,7 +154,7 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
     assert seconds == pytest.approx(before_s, rel=1e-12)
     for change in (perturb, ruin, None):
         held.state.counts[MOVES] = 0
-        after_s = change(held, 3000, copied(held.state)) if change else improve(held, 3000)
+        after_s = change(held, 3000, saved=copied(held.state)) if change else improve(held, 3000)
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
         before_s = after_s

@@ -175,7 +175,7 @@ class JointSearch:
         )
         if forced:
             self._keep(fill_in_turn(problem, node))
-        self._keep(even(problem, counts[0], counts[-1]))
+        self._keep(even(problem, fewest=counts[0], most=counts[-1]))
         for part in self._cuts.rounds():
             self._keep(pack(problem, part))
         if counts[0] < SCARCER:
@@ -196,7 +196,7 @@ class JointSearch:
             tried += 1
             self._keep(pack(self._problem, part))
             if tried <= STAGED_CUTS:
-                self._keep(stage(self._problem, part, FIRST_FACTORS))
+                self._keep(stage(self._problem, part, factors=FIRST_FACTORS))
 
     def _improve(self) -> None:
         """Local search from the best starts, then changes at random to the best of all."""
@@ -211,7 +211,7 @@ class JointSearch:
             load(self._problem, self._found[0][2])
             left = max(last - self.num_moves, 0)
             max_moves = self.num_moves + left // (TURNS - turn)
-            self._keep((ruin if turn % 2 else perturb)(self._problem, max_moves, copied(self._problem.state)))
+            self._keep((ruin if turn % 2 else perturb)(self._problem, max_moves, saved=copied(self._problem.state)))
 
     def _go_on(self) -> float:
         return improve(self._problem, self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED))

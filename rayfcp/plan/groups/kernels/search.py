@@ -64,7 +64,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
     return run(problem, _FILL, _NO_CUT, _NO_FACTORS, node, 0, problem.state)
 
 
-def even(problem: SearchProblem, fewest: int, most: int) -> float:
+def even(problem: SearchProblem, *, fewest: int, most: int) -> float:
     """`kernels.even.even`: groups of one degree, in `fewest` to `most` microbatches."""
     return run(problem, _EVEN, _NO_CUT, _NO_FACTORS, fewest, most, problem.state)
 
@@ -74,7 +74,7 @@ def pack(problem: SearchProblem, part: Ints) -> float:
     return run(problem, _PACK, part, _NO_FACTORS, 0, 0, problem.state)
 
 
-def stage(problem: SearchProblem, part: Ints, factors: Floats) -> float:
+def stage(problem: SearchProblem, part: Ints, *, factors: Floats) -> float:
     """`kernels.pack.stage`: the paper's two stages for a cut."""
     return run(problem, _STAGE, part, factors, 0, 0, problem.state)
 
@@ -84,11 +84,11 @@ def improve(problem: SearchProblem, max_moves: int) -> float:
     return run(problem, _IMPROVE, _NO_CUT, _NO_FACTORS, 0, max_moves, problem.state)
 
 
-def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
+def perturb(problem: SearchProblem, max_moves: int, *, saved: GroupState) -> float:
     """`kernels.ruin.perturb`: iterated local search; `saved` is a copy of the state to undo to."""
     return run(problem, _PERTURB, _NO_CUT, _NO_FACTORS, 0, max_moves, saved)
 
 
-def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
+def ruin(problem: SearchProblem, max_moves: int, *, saved: GroupState) -> float:
     """`kernels.ruin.ruin`: ruin and recreate; `saved` is a copy of the state to undo to."""
     return run(problem, _RUIN, _NO_CUT, _NO_FACTORS, 0, max_moves, saved)

@@ -11,7 +11,7 @@ from rayfcp.cost.microbatches import StageBytes
 from rayfcp.values.arrays import Floats, Ints
 
 
-@inner
+@compiled
 def pass_bytes(codes: Ints, held: StageBytes, stage: int, layers: Ints, used: Floats) -> float:
     """Fill `used[pass]` with the most bytes that a rank of `stage` holds beside its states during each pass, where
     microbatch m recomputes `layers[m]` layers; return the largest."""
