@@ -17,7 +17,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_POSITIONAL = 600, 40, 2
 # Signatures that others fix: autograd, context managers, and `rayfcp.attention(q, k, v, program)`.
 FIXED_BY_OTHERS = {"forward", "backward", "__exit__", "__call__", "attention"}
 # Decorators of `rayfcp.cost.compiled`: numba has no keyword-only arguments. Then functions that Python calls too.
-COMPILED, COMPILED_ELSEWHERE = {"compiled", "inner", "inlined"}, {"overlapped_s", "pass_s", "phase_share"}
+COMPILED = {"compiled", "inner", "inner_with_arrays", "inlined"}
+COMPILED_ELSEWHERE = {"overlapped_s", "pass_s", "phase_share"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

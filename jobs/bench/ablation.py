@@ -131,13 +131,13 @@ def group_switches() -> dict[str, list[Patch]]:
         return ()
 
     cuts, search = "rayfcp.plan.groups.two_stage.Cuts", f"{PLANNER}.JointSearch"
-    total_s = importlib.import_module("rayfcp.plan.groups.kernels.state").total_s
+    total_s = importlib.import_module("rayfcp.plan.groups.kernels.search").total_s
     perturb, ruin = (getattr(importlib.import_module(PLANNER), name) for name in ("perturb", "ruin"))
     return {
         "fill in turn": [(PLANNER, "FORCED", math.inf), (PLANNER, "SCARCE", math.inf)],
         "fill rounded to node": [(PLANNER, "fill_in_turn", lambda old: lambda world, _: old(world, 0))],
         "pack cuts": [(search, "_pack_cuts", lambda _: none)],
-        "even start": [(PLANNER, "even", lambda _: lambda *_: math.inf)],
+        "even start": [(PLANNER, "even", lambda _: lambda *_, **__: math.inf)],
         "round starts": [(cuts, "rounds", lambda _: none)],
         "cuts by length": [(cuts, "_by_length", lambda _: none)],
         "improve": [(PLANNER, "improve", lambda _: lambda world, _moves: total_s(world))],

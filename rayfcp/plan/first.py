@@ -11,7 +11,7 @@ from rayfcp.cost.model import CostModel
 from rayfcp.cost.profiles import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_batch
 from rayfcp.plan.blocks.kernels.edge_coloring import edge_coloring
-from rayfcp.plan.groups.kernels.ruin import perturb, ruin
+from rayfcp.plan.groups.kernels.search import run
 from rayfcp.plan.strategies.registry import AUTO, strategies
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 
@@ -19,7 +19,7 @@ COMPILES = "planners are compiled first, once for this installation: about a min
 
 Kernel = Callable[..., Any]
 
-_LAST: dict[str, tuple[Kernel, ...]] = {"flex-ring": (perturb, ruin), "flex-block": (edge_coloring,)}
+_LAST: dict[str, tuple[Kernel, ...]] = {"flex-ring": (run,), "flex-block": (edge_coloring,)}
 """The kernels compiled last, of strategies that compile much."""
 
 _LENGTHS = (3000, 1200, 900, 400, 400, 300, 200, 100)
@@ -48,7 +48,7 @@ def warm_up() -> Iterator[tuple[str, BatchPlan, list[SequenceSpec]]]:
 def cache_folder() -> Path | None:
     """Return the folder with compiled kernels of the joint search; None where no folder can be written to. Those of
     other kernels lie beside it."""
-    cache = getattr(ruin, "_cache", None)
+    cache = getattr(run, "_cache", None)
     path = getattr(cache, "cache_path", None)
     return None if path is None else Path(path)
 

@@ -10,13 +10,11 @@ stage is a message that leaves when its sender comes to it, and the sender goes 
 communication that runs beside computation, a share 1 - `overlap` of the shorter of the two is paid for after it.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
-from rayfcp.cost.compiled import compiled
+from rayfcp.cost.compiled import compiled, inner
 from rayfcp.values.arrays import Floats, Ints
 
 COMPUTE, ATTEND, POST, WAIT, MARK, SEND, RECEIVE = range(7)
@@ -159,15 +157,7 @@ def new_record(*, num_marks: int, num_ranks: int, num_rounds: int) -> ReplayReco
     )
 
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def inlined(function: F) -> F:
-    """Inline a function into its callers: passing this many arrays takes longer than most functions below."""
-    return cast(F, numba.njit(inline="always", error_model="numpy")(function))
-
-
-@inlined
+@inner
 def push(s: ReplayState, event: tuple[float, int]) -> None:
     """Queue (seconds, rank), when a rank goes on; equal times go by rank."""
     at_s, rank = event
@@ -183,7 +173,7 @@ def push(s: ReplayState, event: tuple[float, int]) -> None:
     s.heap_s[child], s.heap_rank[child] = at_s, rank
 
 
-@inlined
+@inner
 def pop(s: ReplayState) -> None:
     """Remove the first event."""
     size = s.heap_size[0] - 1
@@ -205,7 +195,7 @@ def pop(s: ReplayState) -> None:
     s.heap_s[hole], s.heap_rank[hole] = at_s, rank
 
 
-@inlined
+@inner
 def _finish_round(
     s: ReplayState, script: Script, rounds: Rounds, record: ReplayRecord, wires: Wires, rank: int
 ) -> None:
@@ -227,7 +217,7 @@ def _finish_round(
     push(s, (end, rank))
 
 
-@inlined
+@inner
 def _pass(s: ReplayState, wires: Wires, server: int, now: float, seconds: float) -> float:
     """A message joins the queue of a server; returns when it is through. Half of the server goes to a collective
     that is under way, which is done the later for it (what does not overlap is paid for apart)."""
@@ -241,7 +231,7 @@ def _pass(s: ReplayState, wires: Wires, server: int, now: float, seconds: float)
     return float(s.free[server])
 
 
-@inlined
+@inner
 def _serve(s: ReplayState, messages: Messages, wires: Wires, message: int, now: float, busy_until: float) -> None:
     """Both ends have posted the message, the later one now; it had been computing until `busy_until`."""
     source, target = messages.source[message], messages.target[message]
@@ -261,7 +251,7 @@ def _serve(s: ReplayState, messages: Messages, wires: Wires, message: int, now: 
         s.open[rank] -= 1
 
 
-@inlined
+@inner
 def _begin_round(
     s: ReplayState,
     script: Script,
@@ -296,11 +286,11 @@ def _begin_round(
         _finish_round(s, script, rounds, record, wires, rank)
 
 
-@inlined
+@inner
 def _go_on(s: ReplayState, wires: Wires, rank: int, since: float, times: Floats, category: int) -> None:
     """A collective or hop that the rank has waited for since then is in flight, ready, start and end in `times`: go on
     when it is done."""
-    ready, start, end = times
+    ready, start, end = times[0], times[1], times[2]
     at_s = max(since, end) + (1.0 - wires.overlap) * max(min(since, end) - start, 0.0)
     idle = min(max(ready - since, 0.0), at_s - since)
     s.spent[rank, IDLE] += idle
@@ -310,7 +300,7 @@ def _go_on(s: ReplayState, wires: Wires, rank: int, since: float, times: Floats,
     push(s, (at_s, rank))
 
 
-@inlined
+@inner
 def _post(s: ReplayState, wires: Wires, collective: int, now: float) -> None:
     """One more rank takes part; the last one starts it."""
     s.collective_posts[collective] += 1
@@ -327,13 +317,13 @@ def _post(s: ReplayState, wires: Wires, collective: int, now: float) -> None:
             start = max(start, free)
             s.bulk[server] = free + seconds + wires.overlap * min(seconds, max(s.free[server] - free, 0.0))
             end = max(end, s.bulk[server])
-    s.collective_s[collective] = (now, start, end)
+    s.collective_s[collective, 0], s.collective_s[collective, 1], s.collective_s[collective, 2] = now, start, end
     for rank in range(stage * wires.num_ranks, (stage + 1) * wires.num_ranks):
         if s.waits_for[rank] == collective:
             _go_on(s, wires, rank, s.waits_since[rank], s.collective_s[collective], SHARDING)
 
 
-@inlined
+@inner
 def _send(s: ReplayState, hops: Messages, wires: Wires, hop: int, now: float) -> None:
     """Put a hop on its way; its receiver may wait for it already."""
     start = now
@@ -344,13 +334,13 @@ def _send(s: ReplayState, hops: Messages, wires: Wires, hop: int, now: float) ->
             if at < 2:
                 start = max(start, s.free[server])
             end = max(end, _pass(s, wires, server, now, hops.server_s[hop, at]))
-    s.hop_s[hop] = (now, start, end + wires.latency_s)
+    s.hop_s[hop, 0], s.hop_s[hop, 1], s.hop_s[hop, 2] = now, start, end + wires.latency_s
     target = hops.target[hop]
     if s.awaits[target] == hop:
         _go_on(s, wires, target, s.waits_since[target], s.hop_s[hop], HOP)
 
 
-@inlined
+@inner
 def _await(s: ReplayState, wires: Wires, kind: int, arg: int, rank: int, now: float) -> None:
     """Wait for a hop or a collective, which may be under way."""
     s.waits_since[rank] = now
@@ -365,7 +355,15 @@ def _await(s: ReplayState, wires: Wires, kind: int, arg: int, rank: int, now: fl
             _go_on(s, wires, rank, now, s.collective_s[arg], SHARDING)
 
 
-@compiled
+@inner
+def _mark(s: ReplayState, record: ReplayRecord, mark: int, rank: int, now: float) -> None:
+    """Record the time, and what the rank has spent in each category until then."""
+    record.mark_s[mark, rank] = now
+    for category in range(s.spent.shape[1]):
+        record.mark_spent[mark, rank, category] = s.spent[rank, category]
+
+
+@inner
 def _advance(
     s: ReplayState,
     script: Script,
@@ -398,8 +396,7 @@ def _advance(
         elif kind == POST:
             _post(s, wires, arg, now)
         elif kind == MARK:
-            record.mark_s[arg, rank] = now
-            record.mark_spent[arg, rank] = s.spent[rank]
+            _mark(s, record, arg, rank, now)
         elif kind == SEND:
             _send(s, hops, wires, arg + rank % wires.num_ranks, now)
         else:
@@ -427,4 +424,7 @@ def replay(
         now, rank = s.heap_s[0], s.heap_rank[0]
         pop(s)
         _advance(s, script, tokens, rounds, messages, hops, wires, record, rank, now)
-    return bool(np.all(s.op == script.stop))
+    num_waiting = 0
+    for rank in range(len(s.op)):
+        num_waiting += s.op[rank] != script.stop[rank]
+    return num_waiting == 0

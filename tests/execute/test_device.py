@@ -61,7 +61,8 @@ def test_a_device_unknown_to_torch_is_named() -> None:
 
 
 @pytest.mark.skipif(hasattr(torch, "npu"), reason="torch_npu is installed")
-def test_a_worker_says_what_to_install() -> None:
+def test_a_worker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayfcp.cluster.workers.worker.OrphanWatch", lambda _: None)  # it would end this process
     config = Config.model_validate({"data": {"paths": ["."]}, "cluster": {"device": "npu"}})
     with pytest.raises(KernelUnavailableError, match="torch_npu is not installed; install CANN"):
         RankWorker(config, "", vocab_size=1).open()

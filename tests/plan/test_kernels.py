@@ -10,22 +10,19 @@ from hypothesis import strategies as st
 from rayfcp.plan import CostModel
 from rayfcp.plan.assembly import columns_of
 from rayfcp.plan.groups.kernels.cut import Cut, _packed, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk, fill_in_turn
-from rayfcp.plan.groups.kernels.improve import _bottleneck, improve
-from rayfcp.plan.groups.kernels.pack import pack
+from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
+from rayfcp.plan.groups.kernels.improve import _bottleneck
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
-from rayfcp.plan.groups.kernels.ruin import perturb, ruin
+from rayfcp.plan.groups.kernels.search import fill_in_turn, improve, pack, perturb, ruin, total_s
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
     SearchProblem,
-    Trials,
     _join,
     _open,
     copied,
-    total_s,
 )
 from rayfcp.plan.groups.planner import PinnedGroup, prices_of, problem_of, table_of
 from rayfcp.values import ClusterSpec, Primitive
@@ -48,7 +45,9 @@ def entry(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(lambda *given: kernel(*given))  # noqa: PLW0108
 
 
-price, allocate, open_group, join, walk, bottleneck = map(entry, (_price, _allocate, _open, _join, _walk, _bottleneck))
+price, allocate, open_group, join, walk, bottleneck, packed, queue_of = map(
+    entry, (_price, _allocate, _open, _join, _walk, _bottleneck, _packed, _queue)
+)
 
 
 def problem(
@@ -155,8 +154,7 @@ def test_every_step_leaves_a_plan_that_is_no_slower(
     assert seconds == pytest.approx(before_s, rel=1e-12)
     for change in (perturb, ruin, None):
         held.state.counts[MOVES] = 0
-        trials = Trials(3000, copied(held.state))
-        after_s = change(held, trials) if change else improve(held, 3000)
+        after_s = change(held, 3000, saved=copied(held.state)) if change else improve(held, 3000)
         assert check(held) == pytest.approx(after_s, rel=1e-12)
         assert after_s <= before_s * (1 + 1e-9)
         before_s = after_s
@@ -190,7 +188,7 @@ def test_what_a_microbatch_leaves_fits_nowhere_in_it(
     state, batch, prices = held.state, held.batch, held.prices
     target_s = float(batch.alone_s[0]) * data.draw(st.floats(0.5, 3.0))
     pool, node = data.draw(st.integers(0, num_ranks)), data.draw(st.sampled_from([0, num_ranks]))
-    walk(held, _queue(held, np.arange(len(lengths))), 0, Walk(target_s, 0.0, pool, node))
+    walk(held, queue_of(held, np.arange(len(lengths))), 0, Walk(target_s, 0.0, pool, node))
     groups = [group for group in range(state.counts[0]) if state.degree[group]]
     assert state.degree[groups].sum() + state.spare[0] == num_ranks
     assert (state.tokens[groups] <= state.degree[groups] * prices.max_tokens).all()
@@ -232,7 +230,7 @@ def test_packs_of_one_degree_hold_all_or_have_no_room_by_length_either(
 ) -> None:
     held = problem(lengths, num_ranks=degree, max_tokens=max_tokens)
     most = int(held.prices.max_tokens) * degree
-    packs = _packed(held, np.arange(len(lengths)), degree, count, by_length)
+    packs = packed(held, np.arange(len(lengths)), degree, count, by_length)
     if len(packs.owners) == 0:
         assert first_fit(sorted(lengths, reverse=True), count, most) is None
         return
@@ -255,4 +253,4 @@ def first_fit(lengths: list[int], count: int, max_tokens: int) -> list[int] | No
 def test_packs_go_by_length_where_work_leaves_one_without_room() -> None:
     """By work two of 5 tokens are in packs of their own, 4 and 3 join them, and the last 3 fits nowhere."""
     held = problem([5, 5, 4, 3, 3], num_ranks=1, max_tokens=10)
-    assert _packed(held, np.arange(5), 1, 2, False).tokens.tolist() == [10, 10]
+    assert packed(held, np.arange(5), 1, 2, False).tokens.tolist() == [10, 10]

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inlined
+from rayfcp.cost.compiled import compiled, inlined, inner_with_arrays
 from rayfcp.values.arrays import Floats, Ints
 from rayfcp.values.plan import phase_share
 
@@ -47,7 +47,8 @@ def finish_s(flow: Flow) -> Floats:
             sends[source] = receives[target] = end
             ready[source], ready[target] = max(ready[source], end), max(ready[target], end)
             at += 1
-        here[:] = ready
+        for rank in range(num_ranks):
+            here[rank] = ready[rank]
     return here
 
 
@@ -63,7 +64,8 @@ def phases_of(flow: Flow) -> Floats:
     first = np.zeros(num_ranks + 1, np.int64)
     for target in flow.target:
         first[target + 1] += 1
-    first = np.cumsum(first)
+    for rank in range(num_ranks):
+        first[rank + 1] += first[rank]
     mine, filled = np.zeros(count, np.int64), first.copy()
     for at in range(count):
         mine[filled[flow.target[at]]] = at
@@ -74,7 +76,7 @@ def phases_of(flow: Flow) -> Floats:
     return work
 
 
-@compiled
+@inner_with_arrays
 def _fill(flow: Flow, mine: Ints, work: Floats, own_s: float) -> None:
     """Fill `work` with the phases of one rank, which receives the transfers `mine`."""
     total = own_s

@@ -16,13 +16,9 @@ from rayfcp.cost.model import CostModel
 from rayfcp.cost.placement import node_sizes
 from rayfcp.plan.assembly import Columns, Draft
 from rayfcp.plan.groups.kernels.cut import floor_s
-from rayfcp.plan.groups.kernels.even import even
-from rayfcp.plan.groups.kernels.fill import fill_in_turn
-from rayfcp.plan.groups.kernels.improve import improve
-from rayfcp.plan.groups.kernels.pack import pack, stage
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _alone
-from rayfcp.plan.groups.kernels.ranks import place, primitives_of
-from rayfcp.plan.groups.kernels.ruin import perturb, ruin
+from rayfcp.plan.groups.kernels.ranks import primitives_of
+from rayfcp.plan.groups.kernels.search import even, fill_in_turn, improve, pack, perturb, place, ruin, stage
 from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
@@ -30,7 +26,6 @@ from rayfcp.plan.groups.kernels.state import (
     GroupState,
     SearchBatch,
     SearchProblem,
-    Trials,
     copied,
     empty_state,
     load,
@@ -180,7 +175,7 @@ class JointSearch:
         )
         if forced:
             self._keep(fill_in_turn(problem, node))
-        self._keep(even(problem, counts[0], counts[-1]))
+        self._keep(even(problem, fewest=counts[0], most=counts[-1]))
         for part in self._cuts.rounds():
             self._keep(pack(problem, part))
         if counts[0] < SCARCER:
@@ -201,7 +196,7 @@ class JointSearch:
             tried += 1
             self._keep(pack(self._problem, part))
             if tried <= STAGED_CUTS:
-                self._keep(stage(self._problem, part, FIRST_FACTORS))
+                self._keep(stage(self._problem, part, factors=FIRST_FACTORS))
 
     def _improve(self) -> None:
         """Local search from the best starts, then changes at random to the best of all."""
@@ -215,8 +210,8 @@ class JointSearch:
         for turn in range(TURNS):
             load(self._problem, self._found[0][2])
             left = max(last - self.num_moves, 0)
-            trials = Trials(self.num_moves + left // (TURNS - turn), copied(self._problem.state))
-            self._keep((ruin if turn % 2 else perturb)(self._problem, trials))
+            max_moves = self.num_moves + left // (TURNS - turn)
+            self._keep((ruin if turn % 2 else perturb)(self._problem, max_moves, saved=copied(self._problem.state)))
 
     def _go_on(self) -> float:
         return improve(self._problem, self.num_moves + int(IMPROVE_SHARE * self._max_moves / IMPROVED))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.plan.groups.kernels.cut import Cut, bins_by_tokens, cut_by_length, cut_by_time, floor_s
-from rayfcp.plan.groups.kernels.pack import stage
+from rayfcp.plan.groups.kernels.search import stage
 from rayfcp.plan.groups.kernels.state import GroupState, SearchProblem, copied
 from rayfcp.values import InfeasiblePlanError
 from rayfcp.values.arrays import Ints
@@ -166,11 +166,11 @@ class TwoStageSearch:
         for number, part in enumerate(itertools.islice(self._cuts.by_time(), max_cuts)):
             least_s = min((seconds for seconds, _, _ in found), default=math.inf)
             if floor_s(self._problem, part) < least_s:
-                found.append((stage(self._problem, part, FIRST_FACTORS), number, part))
+                found.append((stage(self._problem, part, factors=FIRST_FACTORS), number, part))
         self.num_cuts = len(found)
         found.sort(key=lambda each: each[:2])
         refined = [
-            (stage(self._problem, part, ALL_FACTORS), copied(self._problem.state))
+            (stage(self._problem, part, factors=ALL_FACTORS), copied(self._problem.state))
             for _, _, part in found[:REFINED_CUTS]
         ]
         return sorted((each for each in refined if each[0] < math.inf), key=lambda each: each[0])

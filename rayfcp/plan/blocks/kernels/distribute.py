@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.kernels.loops import first_at_least
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -83,7 +84,7 @@ def sweep(line: Line, how: Sweep) -> Ints:
 
 @inner
 def _at(line: Line, token: int) -> int:
-    return min(int(np.searchsorted(line.tokens, token, side="right")), len(line.density)) - 1
+    return min(first_at_least(line.tokens, len(line.tokens), token + 1), len(line.density)) - 1
 
 
 @inner

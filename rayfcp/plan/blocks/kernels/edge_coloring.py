@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.values.arrays import Ints
 
 Words = npt.NDArray[np.uint64]
@@ -49,7 +50,7 @@ def max_degree(graph: Graph) -> int:
     for edge in range(len(graph.source)):
         sent[graph.source[edge]] += 1
         received[graph.target[edge]] += 1
-    return int(max(sent.max(), received.max()))
+    return int(max(sent[argmax(sent)], received[argmax(received)]))
 
 
 @compiled
@@ -62,7 +63,9 @@ def edge_coloring(graph: Graph, preferences: Preferences) -> Ints:
     words = -(-count // _BITS)
     free = np.zeros((2, graph.num_ranks, words), np.uint64)
     for color in range(count):
-        free[:, :, color // _BITS] |= np.uint64(1) << np.uint64(color % _BITS)
+        for rank in range(graph.num_ranks):
+            for side in range(2):
+                free[side, rank, color // _BITS] |= np.uint64(1) << np.uint64(color % _BITS)
     state = _Coloring(
         np.full((2, graph.num_ranks, count), -1),
         free,

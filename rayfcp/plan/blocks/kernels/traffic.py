@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rayfcp.cost.compiled import compiled
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.values.arrays import Floats, Ints
 
 
@@ -35,7 +36,7 @@ class Messages(NamedTuple):
 def fill_needs(first: Ints, rank: Ints, size: Ints, needs: Needs) -> int:
     """Every block once to each rank that has later queries of its sequence, by sequence, target, block; returns how
     many. `first[s]`: the first block of sequence s; `rank` and `size`: of each block."""
-    num_ranks = rank.max() + 1
+    num_ranks = rank[argmax(rank)] + 1
     held, seen = np.zeros(num_ranks, np.int64), np.full(num_ranks, -1)
     present = np.zeros(num_ranks, np.int64)
     count = 0

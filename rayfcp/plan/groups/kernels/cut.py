@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import argmax, first_at_least
 from rayfcp.plan.groups.kernels.state import MOVES, SearchProblem, _sum_s
 from rayfcp.values.arrays import Floats, Ints
 
@@ -23,7 +24,7 @@ class Packs(NamedTuple):
     pairs: Floats
 
 
-@compiled
+@inner_with_arrays
 def _packed(problem: SearchProblem, members: Ints, degree: int, count: int, by_length: bool) -> Packs:
     """Into so many packs of `degree` ranks' memory, by work, or else by length."""
     if not by_length:
@@ -33,7 +34,7 @@ def _packed(problem: SearchProblem, members: Ints, degree: int, count: int, by_l
     return _by_length(problem, members, degree, count)
 
 
-@compiled
+@inner_with_arrays
 def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -> Packs:
     """First-fit decreasing, at about the least tokens a pack that suffice."""
     tokens, most = problem.batch.tokens[members], problem.prices.max_tokens * degree
@@ -47,7 +48,8 @@ def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -
         middle = (least + most) / 2.0
         if _fits(tokens, order, middle, trial, count):
             most = middle
-            owners[:] = trial
+            for number in range(len(owners)):
+                owners[number] = trial[number]
         else:
             least = middle
     problem.state.counts[MOVES] += 2 * (1 + CAPACITIES) * len(members)
@@ -58,7 +60,7 @@ def _by_length(problem: SearchProblem, members: Ints, degree: int, count: int) -
     return Packs(owners, held, pairs)
 
 
-@compiled
+@inner_with_arrays
 def _fits(tokens: Floats, order: Ints, max_tokens: float, owners: Ints, count: int) -> bool:
     """Each in this order goes to the first of so many packs with room for it; `owners` says to which."""
     leaves = 1
@@ -82,14 +84,15 @@ def _fits(tokens: Floats, order: Ints, max_tokens: float, owners: Ints, count: i
     return True
 
 
-@compiled
+@inner_with_arrays
 def _by_work(problem: SearchProblem, members: Ints, degree: int, count: int) -> Packs:
     """The most work first, to the pack with the least that has room."""
     batch, max_tokens = problem.batch, problem.prices.max_tokens * degree
     owners = np.zeros(len(members), np.int64)
     tokens, pairs = np.zeros(count), np.zeros(count)
     loads, winners = np.zeros(count), np.empty(2 * count, np.int64)  # a tournament: winners[1] has the least load
-    winners[count:] = np.arange(count)
+    for pack in range(count):
+        winners[count + pack] = pack
     for node in range(count - 1, 0, -1):
         winners[node] = min(winners[2 * node], winners[2 * node + 1])
     for number in np.argsort(-batch.work_s[members], kind="mergesort"):
@@ -173,7 +176,7 @@ def cut_by_length(problem: SearchProblem, how: Cut) -> Ints:
     """Runs of sequences of like length, the longest run as short in tokens as may be; where memory binds, these waste
     none of it."""
     tokens = problem.batch.tokens
-    low, high = max(tokens.max(), tokens.sum() / how.most), how.max_tokens
+    low, high = max(tokens[0], tokens.sum() / how.most), how.max_tokens
     if len(_runs(tokens, how.most, high)) == 0:
         return np.zeros(0, np.int64)
     while high - low > 1.0:
@@ -185,7 +188,7 @@ def cut_by_length(problem: SearchProblem, how: Cut) -> Ints:
     return _runs(tokens, how.most, high)
 
 
-@compiled
+@inner_with_arrays
 def _runs(tokens: Floats, most: int, max_tokens: float) -> Ints:
     """The run of each; nothing if more than `most` would be needed."""
     part = np.zeros(len(tokens), np.int64)
@@ -213,7 +216,7 @@ def best_fit(lengths: Floats, bins: Bins) -> Ints:
     left_tokens, names = np.zeros(len(lengths)), np.zeros(len(lengths), np.int64)  # of open bins, by (room, name)
     count = 0
     for at in range(len(lengths)):
-        best = np.searchsorted(left_tokens[:count], lengths[at])
+        best = first_at_least(left_tokens, count, lengths[at])
         if best < count:
             name, max_tokens = names[best], left_tokens[best] - lengths[at]
         else:
@@ -235,7 +238,7 @@ def best_fit(lengths: Floats, bins: Bins) -> Ints:
 def floor_s(problem: SearchProblem, part: Ints) -> float:
     """No plan of this cut takes less."""
     batch, prices = problem.batch, problem.prices
-    spans = np.zeros(part.max() + 1)
+    spans = np.zeros(part[argmax(part)] + 1)
     alone = np.zeros(len(spans))
     for at in range(len(part)):
         spans[part[at]] += batch.work_s[at] / prices.capacity
@@ -245,10 +248,10 @@ def floor_s(problem: SearchProblem, part: Ints) -> float:
     return _sum_s(problem, spans)
 
 
-@compiled
+@inner_with_arrays
 def _renumbered(part: Ints) -> Ints:
     """Without microbatches that nothing is in."""
-    names = np.full(part.max() + 1, -1)
+    names = np.full(part[argmax(part)] + 1, -1)
     count = 0
     for at in range(len(part)):
         if names[part[at]] < 0:

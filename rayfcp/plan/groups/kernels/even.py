@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.plan.groups.kernels.cut import _packed
 from rayfcp.plan.groups.kernels.price import _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
@@ -34,7 +34,7 @@ class Way(NamedTuple):
     by_length: bool
 
 
-@compiled
+@inner_with_arrays
 def even(problem: SearchProblem, fewest: int, most: int) -> float:
     """Groups of the best single degree for the whole batch, ranks then given to the slowest; returns its seconds.
 
@@ -61,7 +61,7 @@ def even(problem: SearchProblem, fewest: int, most: int) -> float:
     return _settle(problem) if best.degree and _spread(problem, best) else math.inf
 
 
-@compiled
+@inner_with_arrays
 def _best_even(problem: SearchProblem, members: Ints, microbatch: int) -> tuple[int, float]:
     """The best degree for groups of one degree in a microbatch, and their seconds; (0, infinite) if none has room."""
     first = problem.state.counts[GROUPS]
@@ -91,7 +91,7 @@ def _share_s(problem: SearchProblem, members: Ints, degree: int) -> float:
     return whole_s / min(prices.num_ranks // degree, len(members))
 
 
-@compiled
+@inner_with_arrays
 def _degrees(problem: SearchProblem) -> Ints:
     """Powers of two, and these times three, up to all ranks."""
     found = np.zeros(64, np.int64)
@@ -104,7 +104,7 @@ def _degrees(problem: SearchProblem) -> Ints:
     return found[: count + 1]
 
 
-@compiled
+@inner_with_arrays
 def _even_part(problem: SearchProblem, members: Ints, microbatch: int, degree: int) -> float:
     state, prices = problem.state, problem.prices
     first, count = state.counts[GROUPS], min(prices.num_ranks // degree, len(members))
@@ -120,7 +120,7 @@ def _even_part(problem: SearchProblem, members: Ints, microbatch: int, degree: i
     return _allocate(problem, microbatch, first)
 
 
-@compiled
+@inner_with_arrays
 def _spread(problem: SearchProblem, way: Way) -> bool:
     """Whether there is room."""
     state, prices = problem.state, problem.prices
@@ -133,7 +133,8 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
         if packs.tokens[each] > 0.0:
             seconds[each] = _price(prices, packs.pairs[each], packs.tokens[each], way.degree, 0, 0.0)
     homes = np.empty(len(seconds), np.int64)
-    homes[np.argsort(-seconds, kind="mergesort")] = np.arange(len(seconds)) // beside
+    for number, pack in enumerate(np.argsort(-seconds, kind="mergesort")):
+        homes[pack] = number // beside
     state.owner[:] = -1
     state.counts[GROUPS], state.counts[MICROBATCHES] = 0, way.microbatches
     for microbatch in range(way.microbatches):
@@ -148,7 +149,7 @@ def _spread(problem: SearchProblem, way: Way) -> bool:
     return True
 
 
-@compiled
+@inner_with_arrays
 def _settle(problem: SearchProblem) -> float:
     """Give ranks to the slowest in each microbatch; returns the seconds of the batch."""
     spans = np.zeros(problem.state.counts[MICROBATCHES])

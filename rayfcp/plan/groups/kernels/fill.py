@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inlined, inner
+from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
 from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _best_degree, _least_degree, _pace_of, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate, _lay
 from rayfcp.plan.groups.kernels.state import (
@@ -388,7 +388,7 @@ MANY = 2048  # sequences: while more are left every other target is tried
 SAME = 1e-3  # of a target: closer ones are tried once
 
 
-@compiled
+@inner_with_arrays
 def fill_in_turn(problem: SearchProblem, node: int) -> float:
     """Groups for the whole batch, priced where they lie; returns its seconds.
 
@@ -414,7 +414,7 @@ def fill_in_turn(problem: SearchProblem, node: int) -> float:
         _compact(problem)
 
 
-@compiled
+@inner_with_arrays
 def _best(problem: SearchProblem, queue: Queue, microbatch: int, pace: float, node: int) -> Walk:
     """The best target, then the best pool, then whether to round."""
     targets = _targets(problem, queue.left, pace)
@@ -435,7 +435,7 @@ def _best(problem: SearchProblem, queue: Queue, microbatch: int, pace: float, no
     return rounded if _rate(problem, queue, microbatch, rounded, pace) > most else best
 
 
-@compiled
+@inner_with_arrays
 def _queue(problem: SearchProblem, left: Ints) -> Queue:
     lightest = problem.batch.pairs[left]
     for number in range(1, len(left)):
@@ -461,7 +461,7 @@ def _rate(problem: SearchProblem, queue: Queue, microbatch: int, walk: Walk, pac
     return done_s / (_beside_s(problem, span_s, problem.traffic_s) + problem.extra_s) if span_s > 0.0 else 0.0
 
 
-@compiled
+@inner_with_arrays
 def _targets(problem: SearchProblem, left: Ints, pace: float) -> Floats:
     """What the longest takes at several degrees, and equal shares of all work."""
     batch, prices = problem.batch, problem.prices

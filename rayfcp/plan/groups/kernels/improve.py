@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import inner, inner_with_arrays
 from rayfcp.plan.groups.kernels.price import PINNED, _price
 from rayfcp.plan.groups.kernels.ranks import _allocate
 from rayfcp.plan.groups.kernels.state import (
@@ -223,16 +223,18 @@ class Split(NamedTuple):
     start: int
 
 
-@compiled
+@inner_with_arrays
 def split_rings(problem: SearchProblem, spans: Floats) -> None:
     """Split every microbatch that is one ring as long as its slowest group gets faster by that; every sequence has a
     group. A ring over all ranks always fits: that walks found nothing else does not show that there is nothing."""
     state = problem.state
-    groups = np.zeros(len(spans), np.int64)
+    groups, rings = np.zeros(len(spans), np.int64), 0
     for group in range(state.counts[GROUPS]):
         if state.home[group] >= 0 and state.tokens[group] > 0.0:
             groups[state.home[group]] += 1
-    if not (groups == 1).any():
+    for count in groups:
+        rings += count == 1
+    if rings == 0:
         return
     links = links_of(problem)
     for microbatch in range(len(spans)):
@@ -241,7 +243,7 @@ def split_rings(problem: SearchProblem, spans: Floats) -> None:
                 spans[microbatch] = _allocate(problem, microbatch, 0)
 
 
-@compiled
+@inner_with_arrays
 def _split(problem: SearchProblem, links: Links, group: int) -> bool:
     """Split a group so that the slower part takes less than the whole; False if that cannot be."""
     state = problem.state
@@ -252,12 +254,7 @@ def _split(problem: SearchProblem, links: Links, group: int) -> bool:
         at = links.after[at]
     if size < 2 or degree < 2 or state.span_kind[group] >= PINNED or state.counts[GROUPS] >= len(state.home) - 1:
         return False
-    members = np.empty(size, np.int64)
-    at = links.head[group]
-    for number in range(size):
-        members[number] = at
-        at = links.after[at]
-    members.sort()
+    members = np.flatnonzero(state.owner == group)
     first = np.zeros(size, np.bool_)
     best = _best_split(problem, group, members, first)
     if best.seconds >= state.seconds[group] * (1.0 - SPLIT_ENOUGH):
@@ -313,7 +310,7 @@ def _part(problem: SearchProblem, group: int, members: Ints, first: Marks, ranks
     return max(_price(prices, pairs, tokens, ranks, 0, pace), _price(prices, rest_pairs, rest_tokens, other, 0, pace))
 
 
-@compiled
+@inner_with_arrays
 def improve(problem: SearchProblem, max_moves: int) -> float:
     """Better the slowest group of every microbatch until none can be, or `GroupState.counts` reaches so many moves.
 
@@ -339,7 +336,7 @@ def improve(problem: SearchProblem, max_moves: int) -> float:
     return total_s(problem)
 
 
-@compiled
+@inner_with_arrays
 def _step(problem: SearchProblem, links: Links, spans: Floats, microbatch: int) -> bool:
     """The best change of the slowest group of a microbatch; False if there is none."""
     slow = _bottleneck(problem, microbatch)

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.plan.groups.kernels.cut import Bins, best_fit
 from rayfcp.plan.groups.kernels.even import _best_even, _even_part
 from rayfcp.plan.groups.kernels.fill import Walk, _queue, _walk
@@ -48,13 +49,13 @@ FIRST_ENOUGH = 1.02  # of its floor: the microbatch gets no more walks
 LIMIT = 1.1  # of the makespan to beat: a group that takes so long ends the walk; less may be mended by exact degrees
 
 
-@compiled
+@inner_with_arrays
 def pack(problem: SearchProblem, part: Ints) -> float:
     """Groups for the cut `part[sequence]`; returns the seconds of the batch."""
     state = problem.state
     state.owner[:] = -1
     state.counts[GROUPS] = 0
-    state.counts[MICROBATCHES] = part.max() + 1
+    state.counts[MICROBATCHES] = part[argmax(part)] + 1
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(state.counts[MICROBATCHES]):
         members, first = np.flatnonzero(part == microbatch), state.counts[GROUPS]
@@ -63,7 +64,7 @@ def pack(problem: SearchProblem, part: Ints) -> float:
         if even_s < spans[microbatch]:
             _forget(problem, first, microbatch)
             spans[microbatch] = _even_part(problem, members, microbatch, degree)
-    if np.isfinite(spans).all():
+    if _sum_s(problem, spans) < np.inf:
         split_rings(problem, spans)
     return _sum_s(problem, spans)
 
@@ -79,7 +80,7 @@ def _floor_s(problem: SearchProblem, members: Ints) -> float:
     return max(work_s / prices.capacity + prices.fixed_s, alone_s)
 
 
-@compiled
+@inner_with_arrays
 def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     """The best of a few walks, or one ring over all ranks, which fits whenever the microbatch does; infinite where that
     needs pinned groups and no walk found how."""
@@ -120,7 +121,7 @@ def _pack_one(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     return _allocate(problem, microbatch, first)
 
 
-@compiled
+@inner_with_arrays
 def _one_ring(problem: SearchProblem, members: Ints, microbatch: int) -> float:
     """All sequences in one group; infinite if they do not fit there."""
     first, num_ranks = problem.state.counts[GROUPS], problem.prices.num_ranks
@@ -137,21 +138,21 @@ def _one_ring(problem: SearchProblem, members: Ints, microbatch: int) -> float:
 GOOD_ENOUGH = 1.002  # of a microbatch's own lower bound: no further capacity is tried
 
 
-@compiled
+@inner_with_arrays
 def stage(problem: SearchProblem, part: Ints, factors: Floats) -> float:
     """Groups for the cut, each microbatch with the best of several capacities of bins, in multiples of its mean
     tokens per rank, cut at the memory bound; returns the seconds of the batch."""
     state = problem.state
     state.owner[:] = -1
     state.counts[GROUPS] = 0
-    state.counts[MICROBATCHES] = part.max() + 1
+    state.counts[MICROBATCHES] = part[argmax(part)] + 1
     spans = np.zeros(state.counts[MICROBATCHES])
     for microbatch in range(len(spans)):
         spans[microbatch] = _stage_one(problem, np.flatnonzero(part == microbatch), microbatch, factors)
     return _sum_s(problem, spans)
 
 
-@compiled
+@inner_with_arrays
 def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: Floats) -> float:
     """One ring over all ranks comes last: it fits whenever the microbatch does, and moves the most."""
     first, prices = problem.state.counts[GROUPS], problem.prices
@@ -177,7 +178,7 @@ def _stage_one(problem: SearchProblem, members: Ints, microbatch: int, factors: 
     return _bins(problem, members, microbatch, best)
 
 
-@compiled
+@inner_with_arrays
 def _bins(problem: SearchProblem, members: Ints, microbatch: int, capacity: float) -> float:
     """Bins of a capacity as groups with exact degrees; infinite if they need more ranks than there are."""
     state, prices = problem.state, problem.prices

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import compiled, inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.plan.groups.kernels.price import PINNED, Load, Prices, _paced, _pass_s, _price, _within
 from rayfcp.plan.groups.kernels.state import GROUPS, MICROBATCHES, MOVES, SearchProblem, _reprice, _span_s, _sum_s
 from rayfcp.values.arrays import Floats, Ints
@@ -102,7 +103,7 @@ def _fastest(prices: Prices, load: Load, pace: float) -> int:
     return best
 
 
-@compiled
+@inner_with_arrays
 def place(problem: SearchProblem) -> float:
     """Mark the groups that span nodes, and price them so; returns the seconds of the batch."""
     spans = np.zeros(problem.state.counts[MICROBATCHES])
@@ -110,13 +111,13 @@ def place(problem: SearchProblem) -> float:
     return _sum_s(problem, spans)
 
 
-@compiled
+@inner_with_arrays
 def _lay_all(problem: SearchProblem, spans: Floats) -> None:
     for microbatch in range(problem.state.counts[MICROBATCHES]):
         spans[microbatch] = _lay(problem, microbatch)
 
 
-@compiled
+@inner_with_arrays
 def _lay(problem: SearchProblem, microbatch: int) -> float:
     """Mark the groups of a microbatch that span nodes; returns its makespan with them priced so.
 
@@ -136,7 +137,7 @@ def _lay(problem: SearchProblem, microbatch: int) -> float:
                 count += 1
         _reprice(problem, group)
     _sort(problem, groups[:count])
-    left, largest = problem.nodes.copy(), problem.nodes.max()
+    left, largest = problem.nodes.copy(), problem.nodes[argmax(problem.nodes)]
     for turn in range(2):
         for group in groups[:count]:
             if (state.degree[group] > largest) == (turn == 1):

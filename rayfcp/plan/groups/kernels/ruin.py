@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.compiled import inner, inner_with_arrays
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.plan.groups.kernels.fill import _force, _level, _place
 from rayfcp.plan.groups.kernels.improve import _step
 from rayfcp.plan.groups.kernels.price import PINNED, SLACK, _least_degree
@@ -15,9 +16,9 @@ from rayfcp.plan.groups.kernels.state import (
     GROUPS,
     MICROBATCHES,
     MOVES,
+    GroupState,
     Links,
     SearchProblem,
-    Trials,
     _compact,
     _copy,
     _empty,
@@ -51,15 +52,15 @@ class Aim(NamedTuple):
     max_slow: int
 
 
-@compiled
-def ruin(problem: SearchProblem, trials: Trials) -> float:
+@inner_with_arrays
+def ruin(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
     """Try again and again, first whether two microbatches may be one, groups priced where they lie; a try that does not
     make the batch faster is undone.
 
     Tries follow a fixed sequence of pseudo-random numbers: the same input gives the same plan. Returns the
     seconds of the batch.
     """
-    state, saved, max_moves = problem.state, trials.saved, trials.max_moves
+    state = problem.state
     spans = np.zeros(len(state.spare))
     _lay_all(problem, spans)
     _compact(problem)
@@ -108,7 +109,7 @@ def _first_empty(spans: Floats) -> int:
     return len(spans) - 1
 
 
-@compiled
+@inner_with_arrays
 def _aim(problem: SearchProblem, spans: Floats, empty: int, dice: Ints, number: int) -> Aim:
     """Of the first numbers the unions that may save the most, then any change."""
     if number < UNIONS * len(HOPES):
@@ -118,7 +119,7 @@ def _aim(problem: SearchProblem, spans: Floats, empty: int, dice: Ints, number: 
     return _any(spans, empty, dice)
 
 
-@compiled
+@inner_with_arrays
 def _union(problem: SearchProblem, spans: Floats, better: int, hope: float) -> Aim:
     """One microbatch of two that one has room for, of the pair than which so many may save more; of 0 seconds if there
     is none."""
@@ -136,8 +137,8 @@ def _union(problem: SearchProblem, spans: Floats, better: int, hope: float) -> A
                 most_s = spans[one] + spans[other] + problem.extra_s - problem.prices.fixed_s
                 saved[one * count + other] = most_s - least_s[one] - least_s[other]
     for _ in range(better):
-        saved[np.argmax(saved)] = 0.0
-    best = int(np.argmax(saved))
+        saved[argmax(saved)] = 0.0
+    best = argmax(saved)
     if saved[best] <= 0.0:
         return Aim(0, 0, 0.0, 0.0, 0)
     one, other = best // count, best % count
@@ -145,7 +146,7 @@ def _union(problem: SearchProblem, spans: Floats, better: int, hope: float) -> A
     return Aim(one, other, both_s + hope * saved[best], 0.0, ANY)
 
 
-@compiled
+@inner_with_arrays
 def _any(spans: Floats, empty: int, dice: Ints) -> Aim:
     """A little shorter for one microbatch, or any other split of the time of two, of which the second may be empty."""
     one, other = _roll(dice, len(spans)), _roll(dice, len(spans) + 1)
@@ -163,7 +164,7 @@ def _any(spans: Floats, empty: int, dice: Ints) -> Aim:
     return Aim(one, other, one_s, both_s - one_s, ANY)
 
 
-@compiled
+@inner_with_arrays
 def _rebuild(problem: SearchProblem, aim: Aim, dice: Ints) -> bool:
     """False if some sequence found no place, or if too much would have to be taken apart."""
     state = problem.state
@@ -227,7 +228,7 @@ def _settle_rest(problem: SearchProblem, at: int, microbatch: int, target_s: flo
     return _place(problem, at, microbatch, 0, least, target_s)
 
 
-@compiled
+@inner_with_arrays
 def _ruined(problem: SearchProblem, aim: Aim, dice: Ints) -> Floats:
     """Marks the groups that are too slow, and a few others, and gives their ranks back; empty if they are too many."""
     state = problem.state
@@ -259,14 +260,14 @@ MAX_PERTURBED = 3  # sequences moved at random before local search
 TRIES = 8  # draws of a sequence and a group that may take it
 
 
-@compiled
-def perturb(problem: SearchProblem, trials: Trials) -> float:
+@inner_with_arrays
+def perturb(problem: SearchProblem, max_moves: int, saved: GroupState) -> float:
     """Iterated local search: move a few sequences at random, improve the microbatches that this touched, undo what does
     not make the batch faster.
 
     Tries follow a fixed sequence of pseudo-random numbers. Returns the seconds of the batch.
     """
-    state, saved, max_moves = problem.state, trials.saved, trials.max_moves
+    state = problem.state
     count = state.counts[MICROBATCHES]
     spans, before = np.zeros(count), np.zeros(count)
     _lay_all(problem, spans)
@@ -275,7 +276,8 @@ def perturb(problem: SearchProblem, trials: Trials) -> float:
     while state.counts[MOVES] < max_moves:
         _compact(problem)
         _copy(state, saved)
-        before[:] = spans
+        for microbatch in range(count):
+            before[microbatch] = spans[microbatch]
         links = links_of(problem)
         state.counts[MOVES] += 10 + (len(state.owner) + state.counts[GROUPS]) // 4
         stuck[:] = True
@@ -293,7 +295,8 @@ def perturb(problem: SearchProblem, trials: Trials) -> float:
             moves = state.counts[MOVES]
             _copy(saved, state)
             state.counts[MOVES] = moves
-            spans[:] = before
+            for microbatch in range(count):
+                spans[microbatch] = before[microbatch]
     return total_s
 
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inlined, inner
+from rayfcp.cost.compiled import inlined, inner, inner_with_arrays
 from rayfcp.plan.groups.kernels.price import PINNED, Prices, _price
 from rayfcp.values.arrays import Floats, Ints
 
@@ -52,13 +52,6 @@ class SearchProblem(NamedTuple):
     last_traffic_s: float
     overlap: float
     extra_s: float
-
-
-class Trials(NamedTuple):
-    """How long to try (`GroupState.counts`), and where to keep what a try may have to be undone to."""
-
-    max_moves: int
-    saved: GroupState
 
 
 def empty_state(num_sequences: int, *, num_pinned: int = 0) -> GroupState:
@@ -183,7 +176,7 @@ def _copy(source: GroupState, target: GroupState) -> None:
         target.seconds[group] = source.seconds[group]
 
 
-@compiled
+@inner_with_arrays
 def _compact(problem: SearchProblem) -> None:
     """Number the groups anew, without those that are no more."""
     state = problem.state
@@ -236,7 +229,7 @@ def _beside_s(problem: SearchProblem, span_s: float, traffic_s: float) -> float:
     return span_s + traffic_s - problem.overlap * min(span_s, traffic_s)
 
 
-@compiled
+@inner_with_arrays
 def total_s(problem: SearchProblem) -> float:
     """`CostModel.batch_s` of the state."""
     state = problem.state
@@ -272,7 +265,7 @@ class Links(NamedTuple):
     before: Ints
 
 
-@compiled
+@inner_with_arrays
 def links_of(problem: SearchProblem) -> Links:
     """Members of every group, ascending."""
     state = problem.state

@@ -159,12 +159,17 @@ class Timed(NamedTuple):
 def makespan_s(order: Ints, timed: Timed, turns: Ints) -> float:
     """Seconds of the pipeline in which microbatch `turns[i]` is the i-th; infinite on a deadlock."""
     forward, backward = timed.forward_s[:, turns], timed.backward_s[:, turns]
-    forward[:, 0] = timed.gathering_s[:, turns[0]]
-    backward[:, -1] = timed.reducing_s[:, turns[-1]]
+    for stage in range(len(forward)):
+        forward[stage, 0] = timed.gathering_s[stage, turns[0]]
+        backward[stage, -1] = timed.reducing_s[stage, turns[-1]]
     ends = np.empty((2, *forward.shape))
     if not finish_s(order, forward, backward, timed.transfer_s[turns], ends):
         return np.inf
-    return float(ends.max())
+    last_s = 0.0
+    for stage in range(len(forward)):
+        for m in range(len(turns)):
+            last_s = max(last_s, ends[0, stage, m], ends[1, stage, m])
+    return last_s
 
 
 @compiled

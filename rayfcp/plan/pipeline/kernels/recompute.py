@@ -6,6 +6,7 @@ Orders name the forward pass of microbatch m as m, its backward pass as -1 - m.
 import numpy as np
 
 from rayfcp.cost.compiled import compiled, inner
+from rayfcp.cost.kernels.loops import argmax
 from rayfcp.cost.microbatches import StageBytes
 from rayfcp.values.arrays import Floats, Ints
 
@@ -48,7 +49,7 @@ def fit(order: Ints, held: StageBytes, layer_s: Floats, recomputed: Ints) -> boo
     second; if none relieves any, almost all layers of all. Then layers that are not needed are taken back, those of
     the slowest microbatches first.
     """
-    slowest = np.argsort(-layer_s)
+    slowest = np.argsort(-layer_s, kind="mergesort")
     used, spans = np.empty(order.shape[1]), np.empty((order.shape[1] // 2, 2), np.int64)
     for stage in range(len(order)):
         codes, layers = order[stage], recomputed[stage]
@@ -106,7 +107,7 @@ def _lower_from_all(codes: Ints, held: StageBytes, stage: int, layers: Ints, use
     full = int(held.layers[stage])
     layers[:] = full
     while pass_bytes(codes, held, stage, layers, used) > held.budget[stage]:
-        code = codes[np.argmax(used)]
+        code = codes[argmax(used)]
         if code >= 0 or layers[-1 - code] < full:
             return False
         layers[-1 - code] -= 1

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rayfcp.cost.compiled import compiled, inlined
+from rayfcp.cost.compiled import compiled, inlined, inner_with_arrays
 from rayfcp.values.arrays import Floats, Ints
 
 TIE = 1e-12
@@ -62,7 +62,7 @@ def _earliest(images: ImageItems, slowness: Floats, loads: Floats, left: Floats,
     return best
 
 
-@compiled
+@inner_with_arrays
 def _exchange(found: Ints, holder: Ints, num_ranks: int) -> None:
     """Reassign equal images, as many to each rank as before."""
     counts = np.zeros(num_ranks + 1, np.int64)  # the last one: of those without a rank
