@@ -15,7 +15,9 @@ from rayfcp.plan.groups.kernels.search import run
 from rayfcp.plan.strategies.registry import AUTO, strategies
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 
-COMPILES = "planners are compiled first, once for this installation: about a minute (`rayfcp warm-up` does it ahead)"
+COMPILES = (
+    "planners are compiled first, once for this installation: about half a minute (`rayfcp warm-up` does it ahead)"
+)
 
 Kernel = Callable[..., Any]
 
