@@ -80,11 +80,12 @@ class LayerKind:
 
     def work(self, start: Any, stop: Any) -> Work:
         """Work of the queries `[start, stop)` of a sequence, or of each of arrays of them."""
+        first = self.first_visible(stop - 1)
         return Work(
             pairs=self.visible_pairs(stop, stop) - self.visible_pairs(start, start),
             tokens=stop - start,
             moved_tokens=stop - start,
-            state_tokens=(stop + self.window - abs(stop - self.window)) // 2 if self.window else stop,
+            state_tokens=stop - (first + abs(first)) // 2,  # first, at least 0
         )
 
 
