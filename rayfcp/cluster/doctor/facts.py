@@ -12,7 +12,7 @@ PYTHON = (3, 11)
 REQUIRED = {
     "fsspec": "2024.6",
     "highspy": "1.10",
-    "numba": "0.61",
+    "numba": "0.68",
     "numpy": "1.26",
     "packaging": "24",
     "prometheus-client": "0.20",
