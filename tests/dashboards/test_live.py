@@ -151,11 +151,8 @@ def test_readers_can_choose_the_run(watched: Watched) -> None:
 
 
 def test_the_loss_and_the_growth_are_on_the_boards(watched: Watched) -> None:
-    def values(text: str) -> set[float]:
-        return set(watched.samples(Expression(place="", text=text)))
-
-    assert {DEVICES - 1, DEVICES} <= values("rayfcp_world_size")
-    assert max(values('rayfcp_recoveries_total{cause="died"}')) == 1
-    assert max(values('rayfcp_resizes_total{direction="up"}')) >= 1
+    assert {DEVICES - 1, DEVICES} <= set(watched.samples(Expression(place="", text="rayfcp_world_size")))
+    # At the end itself: the points of a range need not include the last scrape, with which the growth may have come.
+    assert [each.text for each in AT_THE_END if not watched.samples(each)] == []
     ranks = watched.prometheus.ask("query", query="count by (rank) (rayfcp_worker_step_seconds)", time=watched.end_s)
     assert sorted(each["metric"]["rank"] for each in ranks["result"]) == ["0", "1", "2"]
