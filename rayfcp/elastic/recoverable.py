@@ -1,7 +1,8 @@
 """State that survives losses: snapshots that are stored, steps that they permit, and the newest complete state."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rayfcp.values import ShardHeader, StateId
 
@@ -21,13 +22,12 @@ class StoredSnapshots:
     first: int
     every: int
     safe: StateId | None = None
-    stored: tuple[tuple[str, frozenset[StateId]], ...] = ()
+    stored: Mapping[str, frozenset[StateId]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, devices: Iterable[str], *, generation: int, first: int, every: int) -> "StoredSnapshots":
         """Return a generation of which nothing is stored yet."""
-        stored = tuple((each, frozenset[StateId]()) for each in devices)
-        return cls(generation=generation, first=first, every=every, stored=stored)
+        return cls(generation=generation, first=first, every=every, stored=dict.fromkeys(devices, frozenset()))
 
     def again(self, devices: Iterable[str], *, generation: int, first: int) -> "StoredSnapshots":
         """Return a new generation, from version `first`. A safe state of later steps was lost with them."""
@@ -41,14 +41,15 @@ class StoredSnapshots:
             device: states | {state}
             if (state := reports.get(device)) is not None and state.generation == self.generation
             else states
-            for device, states in self.stored
+            for device, states in self.stored.items()
         }
         complete = frozenset.intersection(*stored.values()) if stored else frozenset()
         safe = max((state for state in (self.safe, *complete) if state is not None), default=None)
-        kept = {
-            device: frozenset(each for each in held if safe is None or each >= safe) for device, held in stored.items()
+        newer = {
+            device: frozenset(each for each in states if safe is None or each >= safe)
+            for device, states in stored.items()
         }
-        return replace(self, safe=safe, stored=tuple(kept.items()))
+        return replace(self, safe=safe, stored=newer)
 
     def due(self, version: int) -> bool:
         """Return true if a snapshot is taken of this version."""
@@ -69,10 +70,9 @@ class StoredSnapshots:
 
     def without_copies(self, devices: Collection[str]) -> "StoredSnapshots":
         """Return the value after the snapshot store of these devices is gone: its states have to be stored anew."""
-        stored = tuple((device, frozenset() if device in devices else states) for device, states in self.stored)
+        gone: dict[str, frozenset[StateId]] = dict.fromkeys(self.stored.keys() & devices, frozenset())
         mine = self.safe is not None and self.safe.generation == self.generation
-        affected = any(device in devices for device, _ in self.stored)
-        return replace(self, stored=stored, safe=None if mine and affected else self.safe)
+        return replace(self, stored={**self.stored, **gone}, safe=None if mine and gone else self.safe)
 
 
 NAMED = 3
@@ -81,58 +81,53 @@ NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCopy:
-    """A complete copy of a shard in the memory of worker or snapshot store `where`."""
+    """A complete copy of a shard, and the worker or snapshot store with it: `holder.pieces.remote(state, number,
+    wanted=...)` gives parts of it."""
 
     header: ShardHeader
-    where: str
+    holder: Any
+    holder_id: str
     is_store: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverableState:
-    """The newest state of which every shard has a copy, or none; `holders[number]`: workers, then snapshot stores, that
-    hold that shard."""
+    """The newest state with a copy of every shard, and one copy of each; without one `state` is None and `reason` says
+    what is missing. `generation`: the newest one that left any copy, -1 if none did."""
 
     reason: str
     state: StateId | None = None
-    holders: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices over which the state is sharded."""
-        return len(self.holders)
-
-    def sources_for(self, worker: str) -> tuple[tuple[str, ...], ...]:
-        """Return the sources of each shard, the best first: the worker itself, other workers, snapshot stores."""
-        return tuple(tuple(sorted(held, key=lambda where: where != worker)) for held in self.holders)
+    copies: tuple[ShardCopy, ...] = ()
+    generation: int = -1
 
 
-def newest(held: Iterable[ShardCopy]) -> RecoverableState:
-    """The newest state of which each number 0 .. num_devices - 1 has a copy somewhere. Copies of different states never
-    mix; a state whose copies do not agree on `num_devices` is none."""
+def newest(held: Sequence[ShardCopy], *, up_to: int) -> RecoverableState:
+    """The newest state of at most `up_to` steps of which each number 0 .. num_devices - 1 has a copy somewhere, at
+    workers rather than snapshot stores. Copies of different states never mix; a state whose copies do not agree on
+    `num_devices` is none."""
+    generation = max((each.header.state.generation for each in held), default=-1)
     by_state: dict[StateId, list[ShardCopy]] = {}
     for each in sorted(held, key=lambda each: each.is_store):
-        by_state.setdefault(each.header.state, []).append(each)
+        if each.header.state.version <= up_to:
+            by_state.setdefault(each.header.state, []).append(each)
     lacks: list[str] = []
-    for state in sorted(by_state, reverse=True):
-        copies = by_state[state]
+    for state, copies in sorted(by_state.items(), reverse=True):
         name = f"the state after step {state.version} (generation {state.generation})"
         lack = _lack(copies)
         if lack is not None:
             lacks.append(f"{name} {lack}")
             continue
-        count = copies[0].header.num_devices
-        of_number = [[each for each in copies if each.header.number == number] for number in range(count)]
-        only_stored = sum(found[0].is_store for found in of_number)
+        first = {each.header.number: each for each in reversed(copies)}
+        count, only_stored = len(first), sum(each.is_store for each in first.values())
         newer = f"; {_some(lacks)}" if lacks else ""
         return RecoverableState(
             reason=f"{name} has all {count} shards in memory, {only_stored} of them only at snapshot stores{newer}",
             state=state,
-            holders=tuple(tuple(dict.fromkeys(each.where for each in found)) for found in of_number),
+            copies=tuple(first[number] for number in range(count)),
+            generation=generation,
         )
-    if not lacks:
-        return RecoverableState(reason="no state in memory: 0 copies are alive")
-    return RecoverableState(reason=f"no state in memory is complete: {_some(lacks)}")
+    lack = f"no state in memory is complete: {_some(lacks)}" if lacks else "no state in memory: 0 copies are alive"
+    return RecoverableState(reason=lack, generation=generation)
 
 
 def _lack(copies: Sequence[ShardCopy]) -> str | None:

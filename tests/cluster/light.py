@@ -12,10 +12,11 @@ import ray
 
 from rayfcp.cluster.recovery.replication import Pusher
 from rayfcp.cluster.runtime.on_ray import RayRuntime
-from rayfcp.cluster.workers.facts import DeviceFacts, Source
+from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
@@ -108,14 +109,14 @@ def light_start(config: Config, *, run_key: str, worker: type[RankWorker] = Ligh
     return WorkerStart(config, runtime=runtime, device="cpu", data_dir="", vocab_size=256, run_key=run_key)
 
 
-def copies_at(holders: Mapping[str, Any]) -> list[Source]:
+def copies_at(holders: Mapping[str, Any]) -> list[ShardCopy]:
     """Complete copies that these workers or snapshot stores hold, by names of theirs; the dead hold none."""
     calls = {id: holder.headers.remote() for id, holder in holders.items()}
-    found: list[Source] = []
+    found: list[ShardCopy] = []
     for id, call in calls.items():
         with suppress(ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError):
             headers = ray.get(call, timeout=PATIENCE_S)
-            found += [Source(header=header, holder=holders[id], holder_id=id) for header in headers]
+            found += [ShardCopy(header=header, holder=holders[id], holder_id=id) for header in headers]
     return found
 
 

@@ -50,7 +50,7 @@ def _mixed_versions() -> AbstractContextManager[Any]:
     """One shard is filled from a copy of another version than the rest."""
     import rayfcp.cluster.recovery.stores as stores
 
-    newest_state, source = SnapshotStores.newest_state, stores.Source
+    newest_state, source = SnapshotStores.newest_state, stores.ShardCopy
     copies: list[Any] = []
 
     def made(**fields: Any) -> Any:
@@ -61,9 +61,9 @@ def _mixed_versions() -> AbstractContextManager[Any]:
         copies.clear()
         found = newest_state(self, members, up_to=up_to)
         others = [each for each in copies if each.header.number == 0 and each.header.state != found.state]
-        return replace(found, sources=(others[0], *found.sources[1:])) if others and found.sources else found
+        return replace(found, copies=(others[0], *found.copies[1:])) if others and found.copies else found
 
-    return _all(patch.object(stores, "Source", made), patch.object(SnapshotStores, "newest_state", mixed))
+    return _all(patch.object(stores, "ShardCopy", made), patch.object(SnapshotStores, "newest_state", mixed))
 
 
 def _committed_early() -> AbstractContextManager[Any]:

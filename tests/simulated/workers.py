@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from rayfcp.cluster.runtime import CallError
-from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous, Source
+from rayfcp.cluster.workers.facts import DeviceFacts, Rendezvous
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import (
     Beat,
     CollectiveFailedError,
@@ -229,7 +230,7 @@ class SimulatedWorker:
         self._behavior.on_leave()
         return self._meet("leave", left)
 
-    def fill(self, sources: Sequence[Source]) -> Deferred:
+    def fill(self, sources: Sequence[ShardCopy]) -> Deferred:
         """Fetch from this device's own copies first, then in the order given, one source after the other."""
         assert self.generation is not None
         ours = [each for each in sources if each.holder_id == self.id]
@@ -436,7 +437,7 @@ class SimulatedWorker:
         return result
 
     def _take(
-        self, source: Source, left: list[tuple[int, int]], found: "states.Shard", start: int
+        self, source: ShardCopy, left: list[tuple[int, int]], found: "states.Shard", start: int
     ) -> list[tuple[int, int]]:
         """Read from one source all that it has of `left`; the rest of that."""
         rest: list[tuple[int, int]] = []
@@ -452,7 +453,7 @@ class SimulatedWorker:
                 rest += [each for each in ((begin, a), (b, end)) if each[0] < each[1]]
         return rest
 
-    def _read(self, source: Source, box: Box) -> Any:
+    def _read(self, source: ShardCopy, box: Box) -> Any:
         copies, holder = self._copies, source.holder.actor
         if source.holder_id != self.id:
             if not holder.process.alive or holder.process.frozen or holder.instance is None:
@@ -526,7 +527,7 @@ class SimulatedWorker:
             self.generation.breaks()
 
 
-def _overlaps(source: Source, start: int, stop: int) -> bool:
+def _overlaps(source: ShardCopy, start: int, stop: int) -> bool:
     return any(
         box.offsets[0] < stop and start < box.offsets[0] + box.sizes[0]
         for box in (each.box for each in source.header.entries)

@@ -8,13 +8,13 @@ from pathlib import Path
 from rayfcp.cluster.controller.stepping import Stepper
 from rayfcp.cluster.planning.costs import StartCosts
 from rayfcp.cluster.planning.measured import write_refitted
-from rayfcp.cluster.recovery.stores import Restorable
 from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.workers.calls import RanksLostError
 from rayfcp.cluster.workers.facts import Finished, RunAbortedError
 from rayfcp.cluster.workers.group import device_peak_flops
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Failure
+from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.telemetry.events import Event, EventKind
 from rayfcp.telemetry.live import RunState
 from rayfcp.values import ClusterSpec, Decision, InfeasiblePlanError, Move
@@ -31,7 +31,7 @@ class InitialGeneration:
 
     decision: Decision
     cluster: ClusterSpec
-    found: Restorable | None
+    found: RecoverableState | None
     version: int
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rayfcp.cluster.checkpoints.saving import Saver
@@ -12,13 +12,11 @@ from rayfcp.cluster.controller.observing import observations, rank_seconds
 from rayfcp.cluster.controller.reporting import Journal, step_report
 from rayfcp.cluster.planning.measured import ranks_per_node
 from rayfcp.cluster.planning.queue import PlannedStep, PlanQueue
-from rayfcp.cluster.runtime import Runtime
-from rayfcp.cluster.workers.calls import Heartbeat, Judge
 from rayfcp.cluster.workers.cluster_state import ClusterState
 from rayfcp.cluster.workers.facts import RunAbortedError, Waited
 from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
-from rayfcp.elastic.hang import HangVerdict, Sign, StepTimes, judge
+from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.recoverable import StoredSnapshots
 from rayfcp.elastic.stragglers import DeviceTiming, Speeds
 from rayfcp.execute.reports import Joined, RankReport
@@ -120,8 +118,7 @@ class Stepper:
         self._learn()
         self.commit()
         deadline_s = self._times.deadline_s(self._config.elastic, predicted_s=planned.record.predicted_s)
-        judge = judge_progress(self.cluster_state.ids, runtime=self._runtime, deadline_s=deadline_s)
-        devices = worker_group.get(refs, judge=judge)
+        devices = worker_group.get(refs, deadline_s=deadline_s)
         step_s = self._runtime.now_s() - start_s
         report = step_report(
             planned,
@@ -254,24 +251,6 @@ class Stepper:
             {id: report.kept for id, report in zip(self.cluster_state.ids, devices, strict=True)}
         )
         self.journal.metrics.set("snapshot_seconds", max(report.snapshot_s + report.push_s for report in devices))
-
-
-def judge_progress(ids: Iterable[str], *, runtime: Runtime, deadline_s: float) -> Judge:
-    """Judge of a step that is dispatched now to these devices, by `rayfcp.elastic.hang.judge`."""
-    start_s = runtime.now_s()
-    signs = {id: Sign.start(id, now_s=start_s) for id in ids}
-
-    def judge_heartbeats(heartbeats: Sequence[Heartbeat]) -> HangVerdict:
-        busy = [each for each in heartbeats if each.is_busy]
-        for each in busy:
-            beat = each.beat
-            if beat is not None:
-                signs[each.id] = signs[each.id].heard(
-                    step=beat.step, num_done=beat.num_done, waiting=beat.waiting, now_s=each.received_s
-                )
-        return judge([signs[each.id] for each in busy], now_s=runtime.now_s(), deadline_s=deadline_s)
-
-    return judge_heartbeats
 
 
 class NumberGuard:

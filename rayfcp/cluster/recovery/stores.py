@@ -4,16 +4,14 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from rayfcp.cluster.runtime import ActorSpec, CallError, Role, Runtime
-from rayfcp.cluster.workers.facts import DeviceFacts, Member, Source
+from rayfcp.cluster.workers.facts import DeviceFacts, Member
 from rayfcp.cluster.workers.lifetime import STORE, actor_name
 from rayfcp.cluster.workers.starting import keep_alive
 from rayfcp.config import Config
-from rayfcp.elastic.recoverable import ShardCopy, newest
-from rayfcp.values import StateId
+from rayfcp.elastic.recoverable import RecoverableState, ShardCopy, newest
 
 logger = logging.getLogger(__name__)
 
@@ -22,17 +20,6 @@ ANSWER_S = 5.0
 
 END_S = 5.0
 """Time for snapshot stores to kill processes before they are ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restorable:
-    """The newest state with a copy of every shard, and one copy of each. Without one `state` is None and `reason` says
-    what is missing. `generation`: the newest one that left any copy, -1 if none did."""
-
-    state: StateId | None
-    sources: tuple[Source, ...]
-    reason: str
-    generation: int
 
 
 def ring(nodes: Iterable[str]) -> dict[str, str]:
@@ -97,7 +84,7 @@ class SnapshotStores:
         """Store that holds the copies of this node's devices."""
         return self.stores[self._ring[node_id]]
 
-    def newest_state(self, members: Sequence[Member], *, up_to: int) -> Restorable:
+    def newest_state(self, members: Sequence[Member], *, up_to: int) -> RecoverableState:
         """Newest state of at most `up_to` steps in the memory of these members and all stores. After `ANSWER_S` waits
         for further answers only while no state is complete, for `elastic.hang_min_s` at most."""
         stores = {f"snapshot store on {node}": node for node in self.stores}
@@ -109,27 +96,18 @@ class SnapshotStores:
             for ref in self._runtime.wait_all(list(pending), timeout_s=ANSWER_S):
                 id = pending.pop(ref)
                 with suppress(CallError):
-                    headers = self._runtime.get(ref)
-                    copies += [Source(header=each, holder=holders[id], holder_id=id) for each in headers]
+                    copies += [
+                        ShardCopy(header=header, holder=holders[id], holder_id=id, is_store=id in stores)
+                        for header in self._runtime.get(ref)
+                    ]
                     silent.discard(id)
-            held = [
-                ShardCopy(header=each.header, where=each.holder_id, is_store=each.holder_id in stores)
-                for each in copies
-            ]
-            found = newest(each for each in held if each.header.state.version <= up_to)
+            found = newest(copies, up_to=up_to)
             if not pending or found.state is not None or self._runtime.now_s() > end_s:
                 break
         for id in sorted(silent & stores.keys()):
             logger.warning("the %s does not answer", id)
             self.forget(stores[id])
-        copy = {(each.holder_id, each.header.state, each.header.number): each for each in copies}
-        return Restorable(
-            state=found.state,
-            # Workers prefer their own copies, and of equal copies take the first.
-            sources=tuple(copy[ids[0], found.state, number] for number, ids in enumerate(found.holders) if found.state),
-            reason=found.reason,
-            generation=max((each.header.state.generation for each in held), default=-1),
-        )
+        return found
 
     def end_lost(self, nodes: Iterable[str]) -> None:
         """End the lost stores of these nodes' copies; `assign` replaces them."""

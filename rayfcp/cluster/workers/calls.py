@@ -1,5 +1,6 @@
 """Calls of all devices at once: their heartbeats while the calls last, and losses of devices, which free the others."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +9,11 @@ from rayfcp.cluster.runtime import ActorLostError, CallError, Runtime, TaskFaile
 from rayfcp.cluster.workers.facts import Member
 from rayfcp.config import ConfigError
 from rayfcp.elastic.facts import Cause
-from rayfcp.elastic.hang import HangVerdict
-from rayfcp.execute.reports import Beat, CollectiveFailedError
+from rayfcp.elastic.hang import HangVerdict, Heartbeat, judge
+from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.values import InfeasiblePlanError
+
+logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Between two looks at calls that last."""
@@ -68,42 +71,14 @@ class RanksLostError(WorkerFailedError):
         return next((each for each in (Cause.NODE, Cause.DIED, Cause.HUNG) if each in causes), Cause.COLLECTIVE)
 
 
-@dataclass(slots=True, kw_only=True)
-class Heartbeat:
-    """State of a device while calls last, its own call too if it `is_busy`.
-
-    `beat`: its last answer, received at `received_s` of `Runtime.now_s`, None before the first. `silent_s`: seconds
-    since the next one was requested.
-    """
-
-    id: str
-    is_busy: bool = True
-    beat: Beat | None = None
-    received_s: float = 0.0
-    silent_s: float = 0.0
-
-
-Judge = Callable[[Sequence[Heartbeat]], HangVerdict]
-"""Called with the heartbeats of all devices about every second while calls last."""
-
-
-def judge_silence(limit_s: float) -> Judge:
-    """Judge that takes devices without heartbeat for `limit_s` for hung, however long calls last."""
-
-    def judge(heartbeats: Sequence[Heartbeat]) -> HangVerdict:
-        hung = tuple(each.id for each in heartbeats if each.silent_s > limit_s)
-        return HangVerdict(hung=hung, reason=f"sent no heartbeat for {limit_s:.0f} s" if hung else "")
-
-    return judge
-
-
 class GroupCall:
     """One call of each device, under way. Finds lost devices and frees the others.
 
     Args:
         names: names of the devices in messages.
-        judge: decides which devices hang while calls last.
-        end_s: time for a call to end after it was aborted.
+        deadline_s: seconds without progress after which busy devices hang, see `rayfcp.elastic.hang.judge`; None: calls
+            may last, but all devices must send heartbeats within `limit_s`.
+        limit_s: also the time for a call to end after it was aborted.
         end: ends a lost member for good.
     """
 
@@ -114,16 +89,17 @@ class GroupCall:
         *,
         runtime: Runtime,
         names: Sequence[str],
-        judge: Judge,
-        end_s: float,
+        deadline_s: float | None,
+        limit_s: float,
         end: Callable[[Member], None],
     ) -> None:
-        self._members, self._runtime, self._names, self._judge = members, runtime, names, judge
-        self._end_s, self._end = end_s, end
+        self._members, self._runtime, self._names = members, runtime, names
+        self._deadline_s, self._limit_s, self._end = deadline_s, limit_s, end
         self._pending: dict[Any, int] = {ref: number for number, ref in enumerate(refs)}
         self._values: list[Any] = [None] * len(refs)
-        self._heartbeats = [Heartbeat(id=member.id) for member in members]
-        self._requests: list[tuple[Any, float]] = [(None, 0.0)] * len(members)
+        start_s = runtime.now_s()
+        self._heartbeats = [Heartbeat(id=member.id, heard_s=start_s, moved_s=start_s) for member in members]
+        self._requests: list[Any] = [None] * len(members)
         self._gone: dict[int, Cause] = {}
         self._reason = ""
         self._program_error: WorkerFailedError | None = None
@@ -174,33 +150,40 @@ class GroupCall:
 
     def _look(self) -> None:
         """Poll the heartbeats of all devices and judge them: calls may wait for a device whose own call has ended."""
-        busy = set(self._pending.values())
-        for number, heartbeat in enumerate(self._heartbeats):
-            heartbeat.is_busy = number in busy
+        for number in range(len(self._members)):
             self._poll(number)
-        verdict = self._judge(self._heartbeats)
+        verdict = self._verdict()
         hung = [number for number, member in enumerate(self._members) if member.id in verdict.hung]
         self._gone |= {number: Cause.HUNG for number in hung if number not in self._gone}
         if hung or verdict.stuck:
             names = ", ".join(self._names[number] for number in hung) or "an exchange"
             self._reason = self._reason or f"{names} hangs: {verdict.reason}"
 
+    def _verdict(self) -> HangVerdict:
+        now_s = self._runtime.now_s()
+        if self._deadline_s is not None:
+            busy = [self._heartbeats[number] for number in sorted(self._pending.values())]
+            return judge(busy, now_s=now_s, deadline_s=self._deadline_s)
+        hung = tuple(each.id for each in self._heartbeats if now_s - each.heard_s > self._limit_s)
+        return HangVerdict(hung=hung, reason=f"sent no heartbeat for {self._limit_s:.0f} s")
+
     def _poll(self, number: int) -> None:
         """Take a device's heartbeat if it came, and request the next one."""
-        heartbeat, (ref, requested_s) = self._heartbeats[number], self._requests[number]
-        if ref is None or self._runtime.wait([ref], timeout_s=0):
-            if ref is not None:
-                try:
-                    heartbeat.beat = self._runtime.get(ref)
-                except ActorLostError as error:
-                    self._mark_gone(number, error)
-                    return
-                except CallError:
-                    heartbeat.beat = None
-                heartbeat.received_s = self._runtime.now_s()
-            requested_s = self._runtime.now_s()
-            self._requests[number] = self._members[number].handle.beat.remote(), requested_s
-        heartbeat.silent_s = self._runtime.now_s() - requested_s
+        ref = self._requests[number]
+        if ref is not None:
+            if not self._runtime.wait([ref], timeout_s=0):
+                return
+            try:
+                beat = self._runtime.get(ref)
+                self._heartbeats[number] = self._heartbeats[number].after(
+                    step=beat.step, num_done=beat.num_done, waiting=beat.waiting, now_s=self._runtime.now_s()
+                )
+            except ActorLostError as error:
+                self._mark_gone(number, error)
+                return
+            except CallError as error:
+                logger.warning("%s sent no heartbeat: %s", self._names[number], error)
+        self._requests[number] = self._members[number].handle.beat.remote()
 
     def _find_cause(self) -> None:
         """Find out by heartbeats whether something failed because a device is gone.
@@ -234,7 +217,7 @@ class GroupCall:
         living = [number for number in range(len(self._members)) if number not in self._gone]
         refs = {self._members[number].handle.abort.remote(): number for number in living}
         self._gone |= dict.fromkeys(self._unanswered(refs, until_gone=False), Cause.HUNG)
-        end_s = self._runtime.now_s() + self._end_s
+        end_s = self._runtime.now_s() + self._limit_s
         again: dict[Any, int] = {}
         while self._pending_of_living() and self._runtime.now_s() < end_s:
             if not self._take_ended():

@@ -7,7 +7,7 @@ from typing import Any
 
 from rayfcp.cluster.dataset import Dataset
 from rayfcp.cluster.planning.capacity import cluster_spec, layouts_that_fit
-from rayfcp.cluster.recovery.stores import ANSWER_S, Restorable, SnapshotStores
+from rayfcp.cluster.recovery.stores import ANSWER_S, SnapshotStores
 from rayfcp.cluster.runtime import Flag
 from rayfcp.cluster.workers.calls import RanksLostError, loss_of
 from rayfcp.cluster.workers.facts import with_stages
@@ -15,6 +15,7 @@ from rayfcp.cluster.workers.group import WorkerGroup, join_devices
 from rayfcp.cluster.workers.starting import PendingWorkers, WorkerStart
 from rayfcp.config import Config
 from rayfcp.elastic.facts import Cause, Device, Facts, Failure, Leaving, Limits, Loss, Setbacks
+from rayfcp.elastic.recoverable import RecoverableState
 from rayfcp.elastic.size import decide
 from rayfcp.execute.reports import Joined
 from rayfcp.values import ClusterSpec, Decision, Move, StateId
@@ -57,7 +58,7 @@ class ClusterState:
         self._place_of: dict[str, str] = {}
         self._newest_number = -1
 
-    def newest_state(self, *, up_to: int) -> Restorable:
+    def newest_state(self, *, up_to: int) -> RecoverableState:
         """Newest state in memory of at most `up_to` steps: a step that is not in the log has to run again."""
         found = self.snapshot_stores.newest_state(self.worker_group.all, up_to=up_to)
         self._newest_number = max(self._newest_number, found.generation)
@@ -129,9 +130,9 @@ class ClusterState:
         self._rendezvous, joined = join_devices(self.worker_group, cluster, empty=empty)
         return joined
 
-    def restore(self, found: Restorable) -> None:
+    def restore(self, found: RecoverableState) -> None:
         """Make all devices take up a state from copies."""
-        sources = self._runtime.put(found.sources)
+        sources = self._runtime.put(found.copies)
         self.worker_group.call(lambda _, worker: worker.fill.remote(sources))
 
     def take_snapshot(self, state: StateId) -> None:

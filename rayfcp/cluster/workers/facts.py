@@ -9,7 +9,7 @@ from rayfcp.cost.analytic import device_model
 from rayfcp.cost.stages import split_by_cost, split_layers
 from rayfcp.plan import strategy_names
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import ClusterSpec, LayerKind, ModelProfile, ShardHeader
+from rayfcp.values import ClusterSpec, LayerKind, ModelProfile
 
 LOOPBACK = "127.0.0.1"
 
@@ -43,16 +43,6 @@ class Member:
     handle: Any
     group: Any
     facts: DeviceFacts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A complete copy of a shard, and the actor that holds it: `holder.pieces.remote(state, number, wanted=...)` gives
-    parts of it."""
-
-    header: ShardHeader
-    holder: Any
-    holder_id: str
 
 
 class Waited(StrEnum):

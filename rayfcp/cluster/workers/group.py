@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rayfcp.cluster.workers.calls import GroupCall, Judge, RanksLostError, judge_silence
+from rayfcp.cluster.workers.calls import GroupCall, RanksLostError
 from rayfcp.cluster.workers.facts import DeviceFacts, Member, device_names
 from rayfcp.cluster.workers.starting import WorkerStart
 from rayfcp.config import Config, ConfigError
@@ -70,16 +70,16 @@ class WorkerGroup:
                 self._end(member)
         self._forget(gone)
 
-    def call(self, method: Callable[[int, Any], Any], *, judge: Judge | None = None) -> list[Any]:
+    def call(self, method: Callable[[int, Any], Any]) -> list[Any]:
         """Values of `method(number, worker)`, which returns a reference, for every device in order. Raises as `get`."""
-        return self.get([method(number, worker) for number, worker in enumerate(self.workers)], judge=judge)
+        return self.get([method(number, worker) for number, worker in enumerate(self.workers)])
 
-    def get(self, refs: Sequence[Any], *, judge: Judge | None = None) -> list[Any]:
+    def get(self, refs: Sequence[Any], *, deadline_s: float | None = None) -> list[Any]:
         """Values of one reference per member in use. The first failure is raised; other calls may go on.
 
         Args:
-            judge: decides which devices hang while calls last; those without heartbeat for `elastic.hang_min_s` if
-                absent.
+            deadline_s: seconds without progress after which devices hang; None: they hang without heartbeat for
+                `elastic.hang_min_s`, however long the calls last.
 
         Raises:
             ConfigError, InfeasiblePlanError: raised by a worker, unchanged.
@@ -87,14 +87,13 @@ class WorkerGroup:
             RanksLostError: workers are gone, or an exchange between them failed. All other calls have ended; lost
                 workers were ended and are no members any more.
         """
-        limit_s = self._start.config.elastic.hang_min_s
         call = GroupCall(
             self.members,
             refs,
             runtime=self.runtime,
             names=self._names,
-            judge=judge or judge_silence(limit_s),
-            end_s=limit_s,
+            deadline_s=deadline_s,
+            limit_s=self._start.config.elastic.hang_min_s,
             end=self._end,
         )
         try:

@@ -17,10 +17,11 @@ from ray.util.placement_group import PlacementGroup
 
 from rayfcp.cluster.planning.decoders import fetched
 from rayfcp.cluster.recovery.replication import Pusher
-from rayfcp.cluster.workers.facts import LOOPBACK, DeviceFacts, Rendezvous, Source, Waited
+from rayfcp.cluster.workers.facts import LOOPBACK, DeviceFacts, Rendezvous, Waited
 from rayfcp.cluster.workers.lifetime import OrphanWatch
 from rayfcp.config import Config
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
+from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, FileSum, Joined, RankReport, SavedPart, find_damage
 from rayfcp.execute.state.copies import Wanted
 from rayfcp.program import RankProgram
@@ -192,7 +193,7 @@ class RankWorker:
         """Leave the generation, as all its devices do."""
         self._engine.leave()
 
-    def fill(self, sources: Sequence[Source]) -> None:
+    def fill(self, sources: Sequence[ShardCopy]) -> None:
         """Restore a state from copies: this device's own first, then in the order given.
 
         Raises:
@@ -201,7 +202,7 @@ class RankWorker:
         """
         from rayfcp.execute.state import snapshots
 
-        def pieces_of(source: Source) -> "Callable[[Sequence[Wanted]], Sequence[np.ndarray]]":
+        def pieces_of(source: ShardCopy) -> "Callable[[Sequence[Wanted]], Sequence[np.ndarray]]":
             header, copies = source.header, self._engine.copies
             if source.holder_id == self._worker_id:
                 return lambda wanted: copies.pieces(header.state, header.number, wanted=wanted)
