@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 WINDOW = 13
@@ -22,16 +22,6 @@ USUAL = 0.1
 
 LEVEL = 0.05
 """Distance of speeds that plans distinguish; hysteresis, so that plans do not change with noise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceTiming:
-    """A device in one step. `own_s`: seconds without waiting; `predicted_s`: the same work at usual speed."""
-
-    id: str
-    own_s: float
-    predicted_s: float
-    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,30 +58,34 @@ class SpeedTrack:
 class Speeds:
     """Speed of each device relative to a usual one; immutable, `after` returns the next value.
 
-    A device's speed is the median over steps of predicted over measured seconds, relative to the (upper) median of its
-    stage. Predictions assume usual speed, so speeds stay correct once plans give slow devices less work. Speeds belong
+    A device's speed is the median over steps of predicted over measured seconds, relative to the (upper) median of all.
+    Predictions assume usual speed, so speeds stay correct once plans give slow devices less work. Speeds belong
     to devices, not to their numbers: they outlive a generation.
     """
 
     slow_ratio: float
     tracks: tuple[SpeedTrack, ...] = ()
 
-    def after(self, measured: Sequence[DeviceTiming]) -> "Speeds":
-        """Add a step; devices without positive finite seconds, as on accelerators, are ignored."""
+    def after(self, seconds: Mapping[str, tuple[float, float]]) -> "Speeds":
+        """Add a step: predicted seconds at usual speed and measured ones, without waiting, of each device. Devices
+        without positive finite seconds, as on accelerators, are ignored."""
         ratios = {
-            each.id: each.predicted_s / each.own_s
-            for each in measured
-            if all(math.isfinite(seconds) and seconds > 0 for seconds in (each.own_s, each.predicted_s))
+            id: predicted_s / own_s
+            for id, (predicted_s, own_s) in seconds.items()
+            if all(math.isfinite(each) and each > 0 for each in (predicted_s, own_s))
         }
-        stage_of = {each.id: each.stage for each in measured if each.id in ratios}
+        if not ratios:
+            return self
         tracks = {track.id: track for track in self.tracks}
-        for device, usual in _of_peers(ratios, stage_of, middle=statistics.median).items():
-            track = tracks.get(device, SpeedTrack(id=device))
-            tracks[device] = replace(track, recent=(*track.recent, ratios[device] / usual)[-WINDOW:])
-        recent = {device: tracks[device].recent for device in ratios}
-        medians = {device: statistics.median(each) for device, each in recent.items() if len(each) >= FIRST}
-        for device, usual in _of_peers(medians, stage_of, middle=statistics.median_high).items():
-            tracks[device] = tracks[device].at(medians[device] / usual, slow_ratio=self.slow_ratio)
+        usual = statistics.median(ratios.values())
+        for id, ratio in ratios.items():
+            track = tracks.get(id, SpeedTrack(id=id))
+            tracks[id] = replace(track, recent=(*track.recent, ratio / usual)[-WINDOW:])
+        medians = {id: statistics.median(tracks[id].recent) for id in ratios if len(tracks[id].recent) >= FIRST}
+        if medians:
+            usual = statistics.median_high(medians.values())
+        for id, median in medians.items():
+            tracks[id] = tracks[id].at(median / usual, slow_ratio=self.slow_ratio)
         return replace(self, tracks=tuple(tracks.values()))
 
     def of(self, device: str) -> float:
@@ -128,18 +122,6 @@ class Speeds:
             below = f", below elastic.slow_ratio {self.slow_ratio:g} for {track.steps_below} of them"
             sentences.append(sentence + below * track.is_slow)
         return tuple(sentences)
-
-
-def _of_peers(
-    values: Mapping[str, float], stage_of: Mapping[str, int], *, middle: Callable[[list[float]], float]
-) -> dict[str, float]:
-    """Return the middle value of each device's stage, of all stages if it has no peer."""
-    by_stage: dict[int, list[float]] = {}
-    for device, value in values.items():
-        by_stage.setdefault(stage_of[device], []).append(value)
-    all_values = list(values.values())
-    usual = {stage: middle(held if len(held) > 1 else all_values) for stage, held in by_stage.items()}
-    return {device: usual[stage_of[device]] for device in values}
 
 
 def _level(speed: float, *, before: float) -> float:

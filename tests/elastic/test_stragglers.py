@@ -1,6 +1,5 @@
 """Speeds: found under noise and outliers, kept once plans balance by them, back to usual when devices are."""
 
-import dataclasses
 import itertools
 import math
 import random
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.elastic.stragglers import FIRST, PERSISTENT, WINDOW, DeviceTiming, Speeds
+from rayfcp.elastic.stragglers import FIRST, PERSISTENT, WINDOW, Speeds
 from tests.examples import examples
 
 START = Speeds(slow_ratio=0.8)
@@ -18,14 +17,14 @@ NOISE = 0.03  # relative, of one step
 
 def step(
     speeds: list[float], *, rng: random.Random, noise: float = NOISE, balanced: Speeds | None = None
-) -> list[DeviceTiming]:
+) -> dict[str, tuple[float, float]]:
     """Measurements of one step on devices d0, d1, ...: of unequal work, less for devices that `balanced` finds slow."""
-    found = []
+    found = {}
     for index, speed in enumerate(speeds):
         share = balanced.of(f"d{index}") if balanced is not None else 1.0
         predicted_s = share * rng.uniform(0.8, 1.2)
         own_s = predicted_s / speed * rng.uniform(1 - noise, 1 + noise)
-        found.append(DeviceTiming(id=f"d{index}", own_s=own_s, predicted_s=predicted_s))
+        found[f"d{index}"] = predicted_s, own_s
     return found
 
 
@@ -75,8 +74,7 @@ def test_a_few_outliers_make_no_device_slow(hiccups: list[bool]) -> None:
     for number, hiccup in enumerate(hiccups):
         slow = hiccup and number % 3 == 0
         late += slow
-        measured = [DeviceTiming(id=f"d{index}", own_s=1.0, predicted_s=1.0) for index in range(3)]
-        measured.append(DeviceTiming(id="d3", own_s=20.0 if slow else 1.0, predicted_s=1.0))
+        measured = {f"d{index}": (1.0, 1.0) for index in range(3)} | {"d3": (1.0, 20.0 if slow else 1.0)}
         found = found.after(measured)
         assert found.slow == ()
         assert found.of("d3") == 1.0
@@ -123,26 +121,6 @@ def test_speeds_are_bounded() -> None:
     assert racing.of("d0") == 1.5
 
 
-def test_stages_are_compared_with_their_own() -> None:
-    """Predictions of stage 1 are off by 2: none of its devices is slow."""
-    found = START
-    for _ in range(WINDOW):
-        found = found.after(
-            [
-                DeviceTiming(
-                    id=f"d{stage}{rank}",
-                    own_s=(1.0 + stage) / (0.5 if rank == 2 else 1.0),
-                    predicted_s=1.0,
-                    stage=stage,
-                )
-                for stage in range(2)
-                for rank in range(3)
-            ]
-        )
-    names = [f"d{stage}{rank}" for stage in range(2) for rank in range(3)]
-    assert found.of_ranks(names, num_stages=2, tensor_parallel=1) == (1.0, 1.0, 0.5)
-
-
 def test_a_rank_is_as_fast_as_its_slowest_device() -> None:
     found = after([0.5, 1.0, 1.0, 0.7, 1.0, 1.0, 1.0, 1.0], steps=WINDOW)
     names = [f"d{index}" for index in range(8)]
@@ -154,7 +132,7 @@ def test_a_rank_is_as_fast_as_its_slowest_device() -> None:
 @pytest.mark.parametrize("seconds", [math.nan, 0.0, math.inf])
 def test_what_was_not_measured_teaches_nothing(seconds: float) -> None:
     known = after([0.5, 1.0, 1.0], steps=WINDOW)
-    measured = [DeviceTiming(id=f"d{index}", own_s=seconds, predicted_s=1.0) for index in range(3)]
+    measured = {f"d{index}": (1.0, seconds) for index in range(3)}
     assert known.after(measured) == known
-    one = [dataclasses.replace(measured[0], predicted_s=seconds, own_s=1.0), *measured[1:]]
+    one = measured | {"d0": (seconds, 1.0)}
     assert known.after(one) == known

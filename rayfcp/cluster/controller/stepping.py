@@ -18,7 +18,7 @@ from rayfcp.config import Config
 from rayfcp.cost.refit import Refit
 from rayfcp.elastic.hang import StepTimes
 from rayfcp.elastic.recoverable import StoredSnapshots
-from rayfcp.elastic.stragglers import DeviceTiming, Speeds
+from rayfcp.elastic.stragglers import Speeds
 from rayfcp.execute.reports import Joined, RankReport
 from rayfcp.plan import CostModel
 from rayfcp.telemetry.metrics import MetricsExporter
@@ -221,12 +221,12 @@ class Stepper:
             self.refit = self.refit.after(observations(record.groups, devices))
         seconds = rank_seconds(record.own_s, devices, num_ranks=cluster.num_ranks)
         if seconds:
-            timings = []
-            for number, id in enumerate(state.ids):
-                # All devices of a rank get the measurement of the rank.
-                predicted_s, own_s = seconds[number // cluster.tensor_parallel % cluster.num_ranks]
-                timings.append(DeviceTiming(id=id, own_s=own_s, predicted_s=predicted_s))
-            before, self._speeds = self._speeds, self._speeds.after(timings)
+            # All devices of a rank get the measurement of the rank.
+            of_device = {
+                id: seconds[number // cluster.tensor_parallel % cluster.num_ranks]
+                for number, id in enumerate(state.ids)
+            }
+            before, self._speeds = self._speeds, self._speeds.after(of_device)
             for sentence in self._speeds.news(before):
                 self._log(sentence)
             for number, id in enumerate(state.ids):
