@@ -316,6 +316,8 @@ def _unwatched() -> AbstractContextManager[Any]:
     def busy_only(self: GroupCall, number: int) -> None:
         if number in self._pending.values():
             poll(self, number)
+        else:  # not taken for silent either
+            self._heartbeats[number] = replace(self._heartbeats[number], heard_s=self._runtime.now_s())
 
     return patch.object(GroupCall, "_poll", busy_only)
 
