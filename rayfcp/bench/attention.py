@@ -164,7 +164,7 @@ def bench_attention(request: BenchRequest, *, log: Callable[[str], None] = lambd
             num_sequences=len(lengths),
             kernel=single,
             blocks=tuple(bench.blocks()),
-            entries=tuple(bench.strategy(name, batch, truth) for name in request.strategies),
+            entries=tuple(bench.strategy(name, batch, truth=truth) for name in request.strategies),
         )
 
 
@@ -211,7 +211,7 @@ class _Bench:
                     flops=FORWARD_AND_BACKWARD * self._model.attention_flops_per_pair * num_pairs,
                 )
 
-    def strategy(self, name: str, batch: AttentionBatch, truth: AttentionResult) -> StrategyTiming:
+    def strategy(self, name: str, batch: AttentionBatch, *, truth: AttentionResult) -> StrategyTiming:
         """The programs of all ranks by a strategy's plan."""
         self._log(f"{name}: planning")
         try:

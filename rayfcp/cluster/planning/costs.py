@@ -115,55 +115,74 @@ def profile_ranks(
         analytic_cost(config, model, device=device, cluster=cluster),
         attention_half_tokens=attention_half_tokens(parts.attention_s),
     )
-    exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=config.plan.primitives)
-    shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
-    shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-    num_text = len(shapes)
-    shapes += many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
-    shapes = [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in shapes]
+    shapes, num_text = _profile_shapes(guess, config, model=model, num_ranks=cluster.num_ranks, max_tokens=max_tokens)
     timings = time_shapes(timed.passes, shapes, rounds=rounds, log=log)
     measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
     cost = measured.fit.cost
     log("peak of the devices")
+    hardware = _profile_hardware(config, timed, parts=parts, cost=cost, model=model, cluster=cluster)
+    simulation_error = fmean(
+        abs(pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost) / timing.seconds - 1)
+        for shape, timing in zip(shapes[:num_text], timings, strict=False)
+    )
+    profiled = Profiled(
+        measured=measured,
+        parts=parts,
+        hardware=hardware,
+        simulation_error=simulation_error,
+        profile_path=folder / "profile.json",
+        hardware_path=folder / "hardware.yaml",
+    )
+    _write(profiled, config=config, timed=timed, model=model, cluster=cluster, rounds=rounds)
+    return profiled
+
+
+def _profile_shapes(
+    guess: CostModel, config: Config, *, model: ModelProfile, num_ranks: int, max_tokens: int
+) -> tuple[list[PassShape], int]:
+    """Shapes of text, then those for the vision encoder; and the number of the former."""
+    exchanges = exchange_degrees(guess, num_ranks=num_ranks, primitives=config.plan.primitives)
+    text = many_shapes(num_ranks, max_tokens=max_tokens) + exchange_shapes(exchanges, max_tokens=max_tokens)
+    images = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+    return [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in (*text, *images)], len(text)
+
+
+def _profile_hardware(
+    config: Config, timed: TimedRanks, *, parts: PartTimings, cost: CostModel, model: ModelProfile, cluster: ClusterSpec
+) -> HardwareProfile:
     hardware = measured_hardware(
         hardware_profile(timed.base),
         cost,
         model=model,
-        name=f"{config.run.name}-{device}",
+        name=f"{config.run.name}-{timed.facts[0].device}",
         peak_flops=timed.peak_flops(),
         memory_bytes=device_memory(config, timed.facts),
         bytes_per_element=BYTES[config.model.dtype],
         linear_half_tokens=half_tokens(parts.linear_s),
         num_nodes=len(set(cluster.node_of_rank)),
     )
-    hardware = without_shards(hardware, cost, cluster=cluster, model=model)
-    simulation_error = fmean(
-        abs(pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost) / timing.seconds - 1)
-        for shape, timing in zip(shapes[:num_text], timings, strict=False)
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    profile_path, hardware_path = folder / "profile.json", folder / "hardware.yaml"
+    return without_shards(hardware, cost, cluster=cluster, model=model)
+
+
+def _write(
+    profiled: Profiled, *, config: Config, timed: TimedRanks, model: ModelProfile, cluster: ClusterSpec, rounds: int
+) -> None:
+    """Write both files."""
+    device, count = timed.facts[0].device, cluster.num_ranks
+    profiled.profile_path.parent.mkdir(parents=True, exist_ok=True)
     write_measured(
-        profile_path,
-        measured,
+        profiled.profile_path,
+        profiled.measured,
         about=about_run(config, model, device=device, cluster=cluster),
         made_by=COMMAND,
         rounds=rounds,
-        parts=dataclasses.asdict(parts),
-        hardware=dataclasses.asdict(hardware),
-        simulation_error=simulation_error,
+        parts=dataclasses.asdict(profiled.parts),
+        hardware=dataclasses.asdict(profiled.hardware),
+        simulation_error=profiled.simulation_error,
     )
-    ranks = f"{cluster.num_ranks} {device} {'rank' if cluster.num_ranks == 1 else 'ranks'}"
+    ranks = f"{count} {device} {'rank' if count == 1 else 'ranks'}"
     where = f"measured on {ranks} with {model.name}, {rounds} rounds"
-    hardware_path.write_text(hardware_text(hardware, base=timed.base, where=where))
-    return Profiled(
-        measured=measured,
-        parts=parts,
-        hardware=hardware,
-        simulation_error=simulation_error,
-        profile_path=profile_path,
-        hardware_path=hardware_path,
-    )
+    profiled.hardware_path.write_text(hardware_text(profiled.hardware, base=timed.base, where=where))
 
 
 def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:

@@ -53,17 +53,20 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         _store, _joined = join_devices(
             worker_group, cluster_spec(config, data.model, facts=worker_group.facts, generation=0)
         )
-
-        def parts(model: ModelProfile, *, max_tokens: int) -> PartTimings:
-            return slowest(worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
-
-        timed = TimedRanks(
-            facts=worker_group.facts,
-            base=DEVICES[worker_group.facts[0].device].base_hardware,
-            parts=parts,
-            passes=passes_of(worker_group),
-            peak_flops=lambda: device_peak_flops(config, worker_group),
-        )
+        timed = _timed_workers(config, worker_group)
         return profile_ranks(
             config, timed, model=data.model, out_dir=out_dir, rounds=rounds, max_tokens=max_tokens, log=log
         )
+
+
+def _timed_workers(config: Config, worker_group: WorkerGroup) -> TimedRanks:
+    def parts(model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        return slowest(worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
+
+    return TimedRanks(
+        facts=worker_group.facts,
+        base=DEVICES[worker_group.facts[0].device].base_hardware,
+        parts=parts,
+        passes=passes_of(worker_group),
+        peak_flops=lambda: device_peak_flops(config, worker_group),
+    )
