@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayfcp.bench.attention import AttentionBatch, dense, random_batch, rows_of, run_ranks
-from rayfcp.bench.request import BenchRequest, PlannedRanks, attention_only, lengths_of, planned
+from rayfcp.bench.request import BenchRequest, Parts, attention_only, lengths_of, planned
 from rayfcp.bench.serial import Stopwatch
 from rayfcp.config import ConfigError
 from rayfcp.execute.attention.function import AttentionContext, attention
@@ -234,26 +234,26 @@ def overhead(request: BenchRequest) -> Overhead:
     model, kernel = attention_only(model_profile(request.model)), pick_kernel(request.device)
     dtype = getattr(torch, request.dtype)
     batch = random_batch(lengths, model=model, device=device, dtype=dtype, seed=request.seed)
-    found = planned("flex-ring", lengths, request=request)
-    seconds = [_round(found, batch, kernel=kernel) for _ in range(request.rounds + 1)]
+    parts, _ = planned("flex-ring", lengths, request=request)
+    seconds = [_round(parts, batch, kernel=kernel) for _ in range(request.rounds + 1)]
     kernel_s, program_s = (statistics.median(column) for column in zip(*seconds[1:], strict=True))
     return Overhead(
         kernel=kernel.name,
         num_sequences=len(lengths),
         kernel_s=kernel_s,
         program_s=program_s,
-        waits=_waits(found, batch, kernel=kernel),
+        waits=_waits(parts, batch, kernel=kernel),
     )
 
 
-def _round(found: PlannedRanks, batch: AttentionBatch, *, kernel: AttentionKernel) -> tuple[float, float]:
+def _round(parts: Parts, batch: AttentionBatch, *, kernel: AttentionKernel) -> tuple[float, float]:
     _, *seconds = dense(batch, kernel, watch=Stopwatch(batch.query.device))
-    return sum(seconds), run_ranks(found.parts, batch, kernel=kernel).seconds.total_s
+    return sum(seconds), run_ranks(parts, batch, kernel=kernel)[1].total_s
 
 
-def _waits(found: PlannedRanks, batch: AttentionBatch, *, kernel: AttentionKernel) -> tuple[str, ...]:
+def _waits(parts: Parts, batch: AttentionBatch, *, kernel: AttentionKernel) -> tuple[str, ...]:
     """Operations that made the host wait in the first microbatch's attention, forward and backward, each kind once."""
-    (part, *_), *_ = found.parts
+    (part, *_), *_ = parts
     starts = list(itertools.accumulate(batch.lengths, initial=0))
     rows = rows_of(part, starts, device=batch.query.device)
     query, key, value = (each[rows].requires_grad_() for each in (batch.query, batch.key, batch.value))

@@ -19,12 +19,10 @@ import torch.distributed as dist
 from pyarrow import parquet
 from transformers import PreTrainedConfig
 
-from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Log, Profiled, Profiler
+from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, profile_ranks
 from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
-from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.data import prepare_local, tokenizer_of
 from rayfcp.execute.calibrate import time_passes
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
@@ -38,14 +36,11 @@ from rayfcp.models.library import text_of
 from rayfcp.values import GlobalBatch, ModelProfile, Sample
 from rayfcp.values.devices import DEVICES
 
-SIZE, WINDOWS, WINDOW_S = 512, 3, 0.2
-"""Size of the matrix products, number and length of the windows that measure a CPU's peak."""
-
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def device_name(device: torch.device) -> str:
-    """As its driver, or the kernel for a CPU, gives it."""
+    """Name by the driver, or by the kernel for a CPU."""
     if not DEVICES[device.type].is_host:
         return backend_of(device).device_name(device)
     text = CPU_INFO.read_text() if CPU_INFO.exists() else ""
@@ -54,46 +49,23 @@ def device_name(device: torch.device) -> str:
 
 
 def base_hardware(device: torch.device) -> str:
-    """The shipped profile that is nearest to a device."""
-    return nearest_hardware(device_name(device), kind=device.type)
-
-
-def nearest_hardware(name: str, *, kind: str) -> str:
-    """The shipped profile that an accelerator's name holds as a word, else that of its kind.
-
-    >>> nearest_hardware("NVIDIA H200", kind="cuda"), nearest_hardware("NVIDIA L4", kind="cuda")
-    ('h200', 'h100')
-    """
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    device = DEVICES[kind]
-    return next((known for known in device.hardware if known in words), device.base_hardware)
+    """The shipped profile that an accelerator's name holds as a word, else that of its kind."""
+    words, known = re.findall(r"[a-z0-9]+", device_name(device).lower()), DEVICES[device.type]
+    return next((name for name in known.hardware if name in words), known.base_hardware)
 
 
 def peak_of(device: torch.device, *, dtype: str) -> float | None:
     """FLOP/s: of the table for 16-bit numbers on accelerators, of matrix products in single precision on a thread of a
     CPU; None for others."""
-    if DEVICES[device.type].is_host:
-        return _thread_flops() if dtype == "float32" else None
-    return backend_of(device).peak_flops(device) if dtype in ("bfloat16", "float16") else None
-
-
-def _thread_flops() -> float:
-    """The best of some windows, by this thread's own seconds, as attention is measured."""
-    left, right = (torch.randn(SIZE, SIZE) for _ in range(2))
-    rates = []
-    with one_thread(torch.device("cpu")):
-        for _ in range(WINDOWS):
-            products, start_s = 0, time.thread_time()
-            while time.thread_time() - start_s < WINDOW_S:
-                torch.mm(left, right)
-                products += 1
-            rates.append(2.0 * SIZE**3 * products / (time.thread_time() - start_s))
-    return max(rates)
+    if not DEVICES[device.type].is_host:
+        return backend_of(device).peak_flops(device) if dtype in ("bfloat16", "float16") else None
+    with one_thread(device):
+        return measure_flops(device) if dtype == "float32" else None
 
 
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU, so that ranks are what they are where each has a core."""
+    """Use one thread on a CPU, as ranks that have a core each."""
     before = torch.get_num_threads()
     if DEVICES[device.type].is_host:
         torch.set_num_threads(1)
@@ -103,12 +75,9 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-ONE_RANK = ("pipeline_stages", "tensor_parallel", "max_workers")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alone:
-    """`engine` has joined a world of one. Samples of `lengths` are its data, in this order."""
+    """An engine that has joined a world of one. Samples of `lengths` are its data, in this order."""
 
     engine: RankEngine
     library: PreTrainedConfig
@@ -116,7 +85,7 @@ class Alone:
     lengths: tuple[int, ...]
 
     def batch(self, step: int, rows: Sequence[int]) -> GlobalBatch:
-        """Samples `rows`, as an engine wants them."""
+        """The samples `rows` as the batch of a step."""
         samples = tuple(
             Sample(id=row, shard=0, row=row, start=0, stop=self.lengths[row], num_targets=self.lengths[row] - 1)
             for row in rows
@@ -124,27 +93,16 @@ class Alone:
         return GlobalBatch(step=step, epoch=0, samples=samples)
 
 
-def alone_config(config: Config) -> Config:
-    """
-    Raises:
-        ConfigError: the configuration wants more than one device.
-    """
-    for field in ONE_RANK:
-        if getattr(config.cluster, field) > 1:
-            name = field.replace("max_workers", "num_workers")
-            found = getattr(config.cluster, field)
-            raise ConfigError(f"cluster.{name} is {found}, must be 1 for one device alone; set cluster.{name}=1")
-    return config
-
-
 @contextmanager
 def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)) -> Iterator[Alone]:
     """The run's model with first weights, in a world of one device, until the end of the `with` block.
 
     Raises:
-        ConfigError: no such model, or one that cannot run.
+        ConfigError: no such model, one that cannot run, or a configuration for more than one device.
     """
-    config = alone_config(config)
+    for field, name in (("pipeline_stages",) * 2, ("tensor_parallel",) * 2, ("max_workers", "num_workers")):
+        if (found := getattr(config.cluster, field)) > 1:
+            raise ConfigError(f"cluster.{name} is {found}, must be 1 for one device alone; set cluster.{name}=1")
     library = model_config(config.model, vocab_size=tokenizer_of(config.data).vocab_size)
     check_limits(library, config)
     name = config.model.name or config.model.path or library.model_type
@@ -153,7 +111,14 @@ def alone(config: Config, *, device: torch.device, lengths: Sequence[int] = (2,)
     with TemporaryDirectory() as folder:
         random_shards(Path(folder), lengths, vocab_size=model.vocab_size, seed=config.run.seed)
         engine = RankEngine(config, device=device, data_dir=str(Path(folder) / "shards"))
-        _join(engine, config, library)
+        store = _local_store()
+        engine.join(
+            MeshPosition(rank=0, num_ranks=1),
+            store=lambda: store,
+            make_model=lambda world: sharded_model(library, run=config.model, seed=config.run.seed, world=world),
+            hidden_size=text_of(library).hidden_size,
+            layers_of_stage=(text_of(library).num_hidden_layers,),
+        )
         try:
             yield Alone(engine=engine, library=library, model=model, lengths=tuple(lengths))
         finally:
@@ -169,87 +134,64 @@ def random_shards(folder: Path, lengths: Sequence[int], *, vocab_size: int, seed
 
 
 def random_rows(lengths: Sequence[int], *, vocab_size: int, seed: int) -> list[npt.NDArray[np.int32]]:
-    """Token ids, as many as each length says."""
+    """Rows of random token ids, one of each length."""
     generator = np.random.default_rng(seed)
     return [generator.integers(0, vocab_size, length, np.int32) for length in lengths]
 
 
-def _join(engine: RankEngine, config: Config, library: PreTrainedConfig) -> None:
-    # Libraries would listen where the host's name points, or look for a network.
-    names = [name for _, name in socket.if_nameindex()]
-    loopback = next(name for name in ("lo", "lo0") if name in names)
+def _local_store() -> dist.Store:
+    # Libraries would listen at the address of the host's name, or search for a network.
+    loopback = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, loopback)
-    store = dist.HashStore()
-    engine.join(
-        MeshPosition(rank=0, num_ranks=1),
-        store=lambda: store,
-        make_model=lambda world: sharded_model(library, run=config.model, seed=config.run.seed, world=world),
-        hidden_size=text_of(library).hidden_size,
-        layers_of_stage=(text_of(library).num_hidden_layers,),
-    )
+    return dist.HashStore()
 
 
 def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_tokens: int | None, log: Log) -> Profiled:
     """Time the run's model on one device of this machine, fit, and write `profile.json` and `hardware.yaml`.
 
-    Links between devices stay those of the nearest named profile. Passes hold up to `max_tokens` tokens: as many as
-    memory permits, at most `data.max_seqlen`, if absent. `log` hears what is being done.
+    Links between devices stay those of the nearest named profile. Passes hold up to `max_tokens` tokens, by default as
+    many as memory permits and at most `data.max_seqlen`.
 
     Raises:
         ConfigError, InfeasiblePlanError: the configuration cannot be run; one clear line.
     """
     kind = device_kind(config.cluster.device)
-    pick_kernel(kind)  # first: it says what to install
+    pick_kernel(kind)  # first: its error names the package to install
     device = resolve_device(kind)
     log(f"one device alone: {device_name(device)}")
+    backend = backend_of(device)
+    facts = DeviceFacts(
+        node_id="here",
+        device=device.type,
+        memory_bytes=backend.total_memory_bytes(device),
+        peak_flops=backend.peak_flops(device),
+    )
     with alone(config, device=device) as rank:
-        timed = TimedAlone(config, rank)
-        cluster = cluster_spec(config, rank.model, facts=(timed.facts,), generation=0)
-        most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
-        folder = Path(out_dir or config.run_dir).absolute()
-        profiler = Profiler(config, timed, model=rank.model, cluster=cluster, folder=folder, log=log)
-        return profiler.run(rounds, max_tokens=most)
-
-
-class TimedAlone:
-    """One device in a world of its own, as `TimedRanks`."""
-
-    def __init__(self, config: Config, rank: Alone) -> None:
-        self._config, self._engine = config, rank.engine
-        device = rank.engine.device
-        self.device = device.type
-        self.base = base_hardware(device)
-        self.facts = DeviceFacts(
-            node_id="here",
-            device=device.type,
-            memory_bytes=backend_of(device).total_memory_bytes(device),
-            peak_flops=backend_of(device).peak_flops(device),
+        timed = TimedRanks(
+            facts=(facts,),
+            base=base_hardware(device),
+            parts=rank.engine.time_parts,
+            passes=lambda shapes: [time_passes(rank.engine, shapes, clock=device_clock(device))],
+            peak_flops=lambda: _peak_flops(config, device),
+        )
+        return profile_ranks(
+            config, timed, model=rank.model, out_dir=out_dir, rounds=rounds, max_tokens=max_tokens, log=log
         )
 
-    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        return self._engine.time_parts(model, max_tokens=max_tokens)
 
-    def passes(self, shapes: Sequence[PassShape]) -> list[list[Timing]]:
-        return [time_passes(self._engine, shapes, clock=device_clock(self._engine.device))]
-
-    def peak_flops(self) -> float:
-        peak = self._config.metrics.peak_flops or self.facts.peak_flops
-        if peak is not None:
-            return peak
-        if not DEVICES[self.device].is_host:
-            raise ConfigError(
-                f"metrics.peak_flops is not set and no table knows {device_name(self._engine.device)}; set it to the "
-                "device's dense FLOP/s in model.dtype"
-            )
-        return measure_flops(self._engine.device)
-
-    def memory_bytes(self) -> int:
-        return device_memory(self._config, (self.facts,))
+def _peak_flops(config: Config, device: torch.device) -> float:
+    peak = config.metrics.peak_flops or backend_of(device).peak_flops(device)
+    if peak is None and not DEVICES[device.type].is_host:
+        raise ConfigError(
+            f"metrics.peak_flops is not set and no table knows {device_name(device)}; set it to the device's dense "
+            "FLOP/s in model.dtype"
+        )
+    return measure_flops(device) if peak is None else peak
 
 
 def device_clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, told once the device has done all that it was given."""
+    """Clock in seconds that waits for the device's work before it is read."""
     backend = backend_of(device)
 
     def clock() -> float:

@@ -2,88 +2,50 @@
 parameters and fixed costs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rayfcp.compare.arguments import chosen, missing
+from rayfcp.compare.arguments import chosen
 from rayfcp.compare.distributions import distribution
 from rayfcp.compare.lengths import DISTRIBUTION, read_lengths, sequences_of_rows
-from rayfcp.compare.planning import OPTIONS, plan_timed
-from rayfcp.compare.settings import Setting
+from rayfcp.compare.planning import OPTIONS
 from rayfcp.config import ConfigError
-from rayfcp.plan import CostModel, hardware_profile, imbalance, model_profile
+from rayfcp.plan import CostModel, hardware_profile, imbalance, model_profile, plan_batch
 from rayfcp.plan.strategies.registry import get
-from rayfcp.program import AttentionProgram, Forward, HeadProgram, Load, Piece, RankProgram, lower
-from rayfcp.values import BatchPlan, ClusterSpec, ModelProfile
+from rayfcp.program import AttentionProgram, Forward, HeadProgram, Load, Piece, lower
+from rayfcp.values import ClusterSpec, ModelProfile
 
 STRATEGIES = ("flex-ring", "flex-block", "static-cp", "ulysses", "ring", "bytescale", "wlb", "magi")
-FEW = ("flex-ring", "flex-block", "static-cp", "ring")
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """Default sizes: minutes of work on an accelerator, seconds on a CPU.
-
-    `context_tokens`, `block_lengths`: of the kernel timings by block length, total tokens and tokens of a block.
-    """
-
-    num_ranks: int
-    tokens_per_rank: int
-    model: str
-    dtype: str
-    rounds: int
-    context_tokens: int
-    block_lengths: tuple[int, ...]
-    strategies: tuple[str, ...]
-
-
-LARGE = Size(
-    num_ranks=16,
-    tokens_per_rank=16384,
-    model="llama3-70b",
-    dtype="bfloat16",
-    rounds=3,
-    context_tokens=32768,
-    block_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
-    strategies=STRATEGIES,
-)
-"""The heads of FCP with blocks (Zhao et al., 2026), Figure 3: 64 on 8, of 128 numbers."""
-
-SMALL = Size(
-    num_ranks=4,
-    tokens_per_rank=256,
-    model="llama3.2-1b",
-    dtype="float32",
-    rounds=1,
-    context_tokens=1024,
-    block_lengths=(64, 256, 1024),
-    strategies=FEW,
-)
+BUDGET_RATIO = 2
+"""Token budget of a rank over its share, so that no strategy is bound by memory."""
+TOKENS_PER_DRAW = 16
+"""Lower bound on the mean length of every distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest:
-    """One measurement. `device`: cpu, cuda or npu. `lengths`: file or `dist:NAME`; `max_seqlen`: longer ones are cut.
-    `model`, `hardware`: names or YAML paths. `block_tokens`: of flex-block, its own choice if absent. `rounds`: timed
-    repetitions after an untimed one.
+    """One measurement; the defaults are seconds of work on a CPU.
+
+    `lengths`: file or `dist:NAME`; `max_seqlen`: longer ones are cut. `model`, `hardware`: names or YAML paths.
+    `block_tokens`: of flex-block, its own choice if absent. `rounds`: timed repetitions after an untimed one.
+    `context_tokens`, `block_lengths`: of the kernel timings by block length, total tokens and tokens of a block.
 
     Raises:
         ConfigError: An unknown dtype, or a block longer than the context.
     """
 
-    device: str
-    num_ranks: int
-    tokens_per_rank: int
-    model: str
-    hardware: str
-    dtype: str
-    rounds: int
-    context_tokens: int
-    block_lengths: tuple[int, ...]
-    strategies: tuple[str, ...]
+    device: str = "cpu"
+    num_ranks: int = 4
+    tokens_per_rank: int = 256
+    model: str = "llama3.2-1b"
+    hardware: str = "cpu"
+    dtype: str = "float32"
+    rounds: int = 1
+    context_tokens: int = 1024
+    block_lengths: tuple[int, ...] = (64, 256, 1024)
+    strategies: tuple[str, ...] = ("flex-ring", "flex-block", "static-cp", "ring")
     lengths: str = "dist:long-tail"
     max_seqlen: int | None = None
     block_tokens: int | None = None
@@ -103,8 +65,19 @@ class BenchRequest:
         """Tokens of all ranks."""
         return self.num_ranks * self.tokens_per_rank
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+LARGE = BenchRequest(
+    num_ranks=16,
+    tokens_per_rank=16384,
+    model="llama3-70b",
+    dtype="bfloat16",
+    rounds=3,
+    context_tokens=32768,
+    block_lengths=(256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    strategies=STRATEGIES,
+)
+"""Minutes of work on an accelerator. The heads are those of FCP with blocks (Zhao et al., 2026), Figure 3: 64 on 8, of
+128 numbers."""
 
 
 def bench_strategies(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -112,24 +85,15 @@ def bench_strategies(names: tuple[str, ...]) -> tuple[str, ...]:
 
     Raises:
         ConfigError: An unknown name, or an explicit one that splits layers.
-
-    >>> bench_strategies(("flex-ring", "ring"))
-    ('flex-ring', 'ring')
     """
-    found = []
-    for name in chosen(names):
-        why = "it splits layers over pipeline stages" if get(name).needs_stages else missing(name, num_stages=1)
-        if why is None:
-            found.append(name)
-        elif name in names:
-            raise ConfigError(f"--strategies has {name}, which one layer of attention cannot show ({why}); remove it")
-    return tuple(found)
-
-
-BUDGET_RATIO = 2
-"""Token budget of a rank over its share, so that no strategy is bound by memory."""
-TOKENS_PER_DRAW = 16
-"""Lower bound on the mean length of every distribution."""
+    known = chosen(names)
+    split = next((name for name in known if name in names and get(name).needs_stages), None)
+    if split is not None:
+        raise ConfigError(
+            f"--strategies has {split}, which one layer of attention cannot show (it splits layers over pipeline "
+            "stages); remove it"
+        )
+    return tuple(name for name in known if not get(name).needs_stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +104,8 @@ class RankWork:
     attention: AttentionProgram | HeadProgram
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedRanks:
-    """`parts[microbatch][rank]`. `imbalance`: of compute, as the cost model sees it."""
-
-    plan: BatchPlan
-    parts: tuple[tuple[RankWork, ...], ...]
-    imbalance: float
+Parts = tuple[tuple[RankWork, ...], ...]
+"""`[microbatch][rank]`."""
 
 
 def attention_only(model: ModelProfile) -> ModelProfile:
@@ -191,43 +150,28 @@ def lengths_of(request: BenchRequest) -> tuple[int, ...]:
     return (*cut[:whole].tolist(), rest)
 
 
-def planned(name: str, lengths: Sequence[int], *, request: BenchRequest) -> PlannedRanks:
-    """The plan of a strategy, and what each rank is to do.
+def planned(name: str, lengths: Sequence[int], *, request: BenchRequest) -> tuple[Parts, float]:
+    """Work of all ranks by the plan of a strategy, and its imbalance of compute as the cost model predicts it.
 
     Raises:
-        InfeasiblePlanError: the strategy has none.
-        ValueError: training does not run what it plans.
+        InfeasiblePlanError: the strategy has no plan.
     """
     sequences = sequences_of_rows(tuple(lengths))
-    setting = _setting(request)
-    blocks = OPTIONS.blocks.model_copy(update={"block_tokens": request.block_tokens})
-    options = OPTIONS.model_copy(update={"blocks": blocks})
-    plan, _ = plan_timed(sequences, strategy=name, setting=setting, options=options)
-    return PlannedRanks(
-        plan=plan,
-        parts=parts_of(lower(plan, sequences), num_microbatches=len(plan.microbatches)),
-        imbalance=imbalance(plan, sequences, cost=setting.cost).compute,
-    )
-
-
-def parts_of(programs: Sequence[RankProgram], *, num_microbatches: int) -> tuple[tuple[RankWork, ...], ...]:
-    """`[microbatch][rank]` of programs of one stage."""
-    loads = [[each for each in program.instructions if isinstance(each, Load)] for program in programs]
-    passes = [[each for each in program.instructions if isinstance(each, Forward)] for program in programs]
-    return tuple(
-        tuple(
-            RankWork(pieces=load[at].pieces, attention=forward[at].attention)
-            for load, forward in zip(loads, passes, strict=True)
-        )
-        for at in range(num_microbatches)
-    )
-
-
-def _setting(request: BenchRequest) -> Setting:
-    model = attention_only(model_profile(request.model))
     hardware = replace(hardware_profile(request.hardware), microbatch_overhead_s=0.0)
     cost = CostModel.from_profiles(
-        model, hardware, num_ranks=request.num_ranks, bytes_per_element=BYTES[request.dtype], reduce_every="step"
+        attention_only(model_profile(request.model)),
+        hardware,
+        num_ranks=request.num_ranks,
+        bytes_per_element=BYTES[request.dtype],
+        reduce_every="step",
     )
     cluster = ClusterSpec(num_ranks=request.num_ranks, max_tokens_per_rank=BUDGET_RATIO * request.tokens_per_rank)
-    return Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
+    blocks = OPTIONS.blocks.model_copy(update={"block_tokens": request.block_tokens})
+    options = OPTIONS.model_copy(update={"blocks": blocks})
+    plan = plan_batch(sequences, cluster=cluster, cost=cost, strategy=name, options=options)
+    of_rank = []
+    for program in lower(plan, sequences):
+        loads = (each for each in program.instructions if isinstance(each, Load))
+        passes = (each for each in program.instructions if isinstance(each, Forward))
+        of_rank.append([RankWork(pieces=a.pieces, attention=b.attention) for a, b in zip(loads, passes, strict=True)])
+    return tuple(zip(*of_rank, strict=True)), imbalance(plan, sequences, cost=cost).compute

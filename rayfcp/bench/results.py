@@ -1,12 +1,10 @@
-"""Figures of attention on one device, and the JSON that they make.
+"""Figures of attention on one device, as JSON and as tables."""
 
-Figures of attention on one device as lines of text.
-"""
-
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
 
 from rayfcp.bench.request import BenchRequest
 from rayfcp.compare.table import aligned
@@ -15,7 +13,7 @@ Grid = tuple[tuple[float, ...], ...]
 """`[microbatch][rank]`."""
 
 TOLERANCE = {"bfloat16": 0.03, "float16": 0.005, "float32": 1e-4, "float64": 1e-10}
-"""How far two ways to compute attention may be apart, as a share of the largest number."""
+"""Largest difference between two ways to compute attention, as a share of the largest number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,46 +25,36 @@ class RankSeconds:
 
     @property
     def rank_s(self) -> tuple[float, ...]:
-        """Of each rank in all."""
-        columns = zip(*self.forward_s, *self.backward_s, strict=True)
-        return tuple(sum(column) for column in columns)
+        """Seconds of each rank over all passes."""
+        return tuple(sum(column) for column in zip(*self.forward_s, *self.backward_s, strict=True))
 
     @property
     def total_s(self) -> float:
-        """Of all ranks in all."""
         return sum(self.rank_s)
 
     @property
     def slowest_s(self) -> float:
-        """Ranks meet after either pass of every microbatch, so that the slowest counts."""
+        """Seconds of the slowest rank of each pass: ranks synchronize after it."""
         return sum(max(row) for row in (*self.forward_s, *self.backward_s))
 
     @property
     def imbalance(self) -> float:
-        """Share of the slowest ranks' time that the mean rank is idle.
-
-        >>> RankSeconds(forward_s=((1.0, 3.0),), backward_s=((1.0, 1.0),)).imbalance
-        0.25
-        """
+        """Idle share of the mean rank, which waits for the slowest."""
         return 1.0 - self.total_s / len(self.rank_s) / self.slowest_s
 
 
 def median_of(rounds: Sequence[RankSeconds]) -> RankSeconds:
-    """Over rounds, of each pass of each rank in each microbatch."""
-
-    def middle(grids: Sequence[Grid]) -> Grid:
-        return tuple(
-            tuple(statistics.median(column) for column in zip(*rows, strict=True)) for rows in zip(*grids, strict=True)
-        )
-
-    return RankSeconds(
-        forward_s=middle([each.forward_s for each in rounds]), backward_s=middle([each.backward_s for each in rounds])
+    """Median over rounds of each pass of each rank in each microbatch."""
+    forward_s, backward_s = (
+        tuple(map(tuple, np.median([getattr(each, name) for each in rounds], axis=0).tolist()))
+        for name in ("forward_s", "backward_s")
     )
+    return RankSeconds(forward_s=forward_s, backward_s=backward_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel over whole sequences, forward and backward. `flops`: of the model, nothing computed twice."""
+    """One kernel over whole sequences. `flops`: of the model, forward and backward, without recomputation."""
 
     forward_s: float
     backward_s: float
@@ -79,8 +67,8 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyTiming:
-    """One strategy. `error`: against the single kernel; `planned_imbalance`: what the cost model said. Without
-    `seconds`, `reason` says why."""
+    """One strategy. `error`: against the single kernel; `planned_imbalance`: as predicted. Without `seconds` there is
+    no plan, for `reason`."""
 
     strategy: str
     seconds: RankSeconds | None = None
@@ -89,7 +77,7 @@ class StrategyTiming:
     reason: str = ""
 
     def efficiency(self, kernel: Kernel) -> float:
-        """What the single kernel takes over what all ranks take together: what cutting costs."""
+        """Seconds of the single kernel over those of all ranks together: the cost of cutting."""
         assert self.seconds is not None
         return kernel.seconds / self.seconds.total_s
 
@@ -101,7 +89,7 @@ class StrategyTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """The kernel over `context_tokens` tokens in blocks of `block_tokens`, each on itself, causally or wholly."""
+    """The kernel over `context_tokens` tokens in blocks of `block_tokens`, each on itself."""
 
     context_tokens: int
     block_tokens: int
@@ -112,7 +100,7 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchReport:
-    """All of it. `peak_flops`: the device's in this dtype, None where it is not known."""
+    """All figures. `peak_flops`: of the device in this dtype, None if unknown."""
 
     request: BenchRequest
     device_name: str
@@ -125,7 +113,7 @@ class BenchReport:
 
     @property
     def wrong(self) -> tuple[StrategyTiming, ...]:
-        """Entries further from the single kernel than their dtype explains."""
+        """Entries whose error is larger than their dtype explains."""
         bound = TOLERANCE[self.request.dtype]
         return tuple(each for each in self.entries if each.seconds is not None and not each.error <= bound)
 
@@ -136,7 +124,7 @@ class BenchReport:
         """Inputs, device, and a row for each block length and strategy; seconds and shares."""
         kernel = self.kernel
         return {
-            "inputs": self.request.as_json(),
+            "inputs": asdict(self.request),
             "device": self.device_name,
             "kernel": self.kernel_name,
             "peak_flops": self.peak_flops,
@@ -167,7 +155,7 @@ class BenchReport:
 
 
 def format_found(report: BenchReport) -> str:
-    """Three tables for people, without a newline at the end."""
+    """Header and two tables, without a newline at the end."""
     request, kernel = report.request, report.kernel
     head = (
         f"{request.num_ranks} ranks of {request.tokens_per_rank} tokens, {report.num_sequences} sequences of "

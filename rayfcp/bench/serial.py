@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 
 from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.parallel.transport import Envelope, Fabric, FabricAbortedError, Pending, Transport
+from rayfcp.execute.parallel.transport import Envelope, Fabric, Pending, Transport
 
 T = TypeVar("T")
 
@@ -58,28 +59,13 @@ class SerialTransport(Transport):
     links do in a real run, is not timed."""
 
     def __init__(self, fabric: Fabric, rank: int, *, turn: threading.Lock, watch: Stopwatch) -> None:
-        self._fabric, self.rank, self._turn, self._watch = fabric, rank, turn, watch
+        self.fabric, self.rank, self.turn, self.watch = fabric, rank, turn, watch
 
     def post(self, sends: list[Envelope], receives: list[Envelope]) -> Pending:
-        with self._watch.paused():
+        with self.watch.paused():
             for peer, tensor in sends:
-                self._fabric.put(self.rank, peer, tensor=tensor.detach().clone())
+                self.fabric.put(self.rank, peer, tensor=tensor.detach().clone())
         return _Arrivals(self, receives)
-
-    def take(self, receives: list[Envelope]) -> None:
-        """Wait for messages while other ranks compute.
-
-        Raises:
-            FabricAbortedError: Another rank failed meanwhile.
-        """
-        with self._watch.paused():
-            self._turn.release()
-            try:
-                arrived = [self._fabric.take(peer, self.rank) for peer, _ in receives]
-            finally:
-                self._turn.acquire()
-            for (_, tensor), found in zip(receives, arrived, strict=True):
-                tensor.copy_(found)
 
 
 class _Arrivals:
@@ -87,9 +73,18 @@ class _Arrivals:
         self._transport, self._receives = transport, receives
 
     def wait(self) -> None:
-        if self._receives:
-            self._transport.take(self._receives)
-            self._receives = []
+        if self.done():
+            return
+        at = self._transport
+        with at.watch.paused():
+            at.turn.release()
+            try:
+                arrived = [at.fabric.take(peer, at.rank) for peer, _ in self._receives]
+            finally:
+                at.turn.acquire()
+            for (_, tensor), found in zip(self._receives, arrived, strict=True):
+                tensor.copy_(found)
+        self._receives = []
 
     def done(self) -> bool:
         return not self._receives
@@ -101,39 +96,24 @@ def run_serially(num_ranks: int, work: Callable[[SerialTransport, Stopwatch], T]
     Autograd must run in the calling thread: its own thread per device would block all ranks while waiting for one.
 
     Raises:
-        Exception: The exception of the first rank that failed.
+        Exception: The exception of the rank that failed first.
     """
-    fabric, turn = Fabric(num_ranks), threading.Lock()
-    results: list[Any] = [None] * num_ranks
-    errors: list[BaseException] = []
+    fabric, turn, failed = Fabric(num_ranks), threading.Lock(), list[BaseException]()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> T:
         watch = Stopwatch(device)
-        with turn:
+        with turn, torch.autograd.set_multithreading_enabled(False):
             try:
-                with torch.autograd.set_multithreading_enabled(False):
-                    results[rank] = work(SerialTransport(fabric, rank, turn=turn, watch=watch), watch)
-            except FabricAbortedError:
-                pass  # the failed rank reports the cause
+                return work(SerialTransport(fabric, rank, turn=turn, watch=watch), watch)
             except BaseException as error:
-                errors.append(error)
+                failed.append(error)
                 fabric.abort()
+                raise
 
     if num_ranks == 1:
-        run(0)
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(num_ranks)
-        if num_ranks > 1
-    ]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:
-        fabric.abort()
-        raise
-    if errors:
-        raise errors[0]
-    return results
+        return [run(0)]
+    with ThreadPoolExecutor(num_ranks) as pool:
+        futures = [pool.submit(run, rank) for rank in range(num_ranks)]
+    if failed:
+        raise failed[0]  # other ranks failed because this one did
+    return [future.result() for future in futures]

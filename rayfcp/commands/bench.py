@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rayfcp.commands import CommandFailedError
-from rayfcp.compare.arguments import not_negative, positive
+from rayfcp.compare.arguments import names_of, not_negative, positive
 from rayfcp.config import ConfigError
 from rayfcp.values.devices import AUTO, DEVICES
 
@@ -30,20 +31,18 @@ Examples:  rayfcp bench attention
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `rayfcp bench attention`."""
+    """Declare the arguments of `rayfcp bench attention`; those of `BenchRequest` have its names."""
     parser.epilog = EPILOG
     batch = parser.add_argument_group("batch and strategies")
-    batch.add_argument("--ranks", type=positive, metavar="N", help="number of ranks")
+    batch.add_argument("--ranks", dest="num_ranks", type=positive, metavar="N", help="number of ranks")
     batch.add_argument("--tokens-per-rank", type=positive, metavar="T", help="tokens of the batch, divided by ranks")
-    batch.add_argument("--lengths", default="dist:long-tail", metavar="FILE", help="a file or dist:NAME, as in compare")
+    batch.add_argument("--lengths", metavar="FILE", help="a file or dist:NAME, as in compare (default: dist:long-tail)")
     batch.add_argument("--max-seqlen", type=positive, metavar="L", help="cut longer sequences to L tokens")
-    batch.add_argument("--strategies", metavar="A,B", help="strategies, separated by commas")
+    batch.add_argument("--strategies", type=names_of, metavar="A,B", help="strategies, separated by commas")
     batch.add_argument(
         "--block-tokens", type=positive, metavar="T", help="block size of flex-block (default: its own choice)"
     )
-    batch.add_argument(
-        "--seed", type=not_negative, default=0, metavar="S", help="seed of lengths and tensors (default: 0)"
-    )
+    batch.add_argument("--seed", type=not_negative, metavar="S", help="seed of lengths and tensors (default: 0)")
     device = parser.add_argument_group("device and shapes")
     device.add_argument("--device", choices=(AUTO, *DEVICES), default=AUTO, help="device to measure (default: auto)")
     device.add_argument("--model", metavar="NAME", help="model profile whose heads are used: name or YAML path")
@@ -53,7 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     device.add_argument(
         "--context-tokens", type=positive, metavar="T", help="total tokens of the kernel timings by block length"
     )
-    device.add_argument("--block-lengths", metavar="B,C", help="block lengths of these timings, separated by commas")
+    device.add_argument(
+        "--block-lengths",
+        type=lambda text: tuple(map(positive, names_of(text))),
+        metavar="B,C",
+        help="block lengths of these timings, separated by commas",
+    )
     parser.add_argument("--json", metavar="OUT", help="write all figures as JSON")
 
 
@@ -69,13 +73,18 @@ def run(arguments: argparse.Namespace) -> None:
     from rayfcp.bench.attention import bench_attention
     from rayfcp.bench.results import format_found
     from rayfcp.compare.command import Progress
+    from rayfcp.telemetry.files import write_whole
 
     request = request_of(arguments)
     with Progress(1 + len(request.block_lengths) + len(request.strategies) * (2 + request.rounds)) as progress:
         report = bench_attention(request, log=progress)
     sys.stdout.write(f"{format_found(report)}\n")
     if arguments.json is not None:
-        _write(arguments.json, text=json.dumps(report.as_json(), indent=1) + "\n")
+        try:
+            write_whole(arguments.json, json.dumps(report.as_json(), indent=1) + "\n")
+        except OSError as error:
+            text = f"--json {arguments.json!r} cannot be written: {error.strerror}; give another path"
+            raise ConfigError(text) from error
     if report.wrong:
         wrong = ", ".join(f"{each.strategy} (off by {each.error:.2g})" for each in report.wrong)
         raise CommandFailedError(f"results differ from the single kernel in {request.dtype}: {wrong}")
@@ -88,48 +97,21 @@ def request_of(arguments: argparse.Namespace) -> "BenchRequest":
         ConfigError: Arguments that cannot be used.
     """
     from rayfcp.bench.alone import base_hardware
-    from rayfcp.bench.request import LARGE, SMALL, BenchRequest, bench_strategies
+    from rayfcp.bench.request import LARGE, BenchRequest, bench_strategies
     from rayfcp.execute.devices.backend import device_kind, resolve_device
     from rayfcp.execute.kernels import KernelUnavailableError, pick_kernel
 
     kind = device_kind(arguments.device)
     try:
-        pick_kernel(kind)  # first: it says what to install
+        pick_kernel(kind)  # first: its error names the package to install
     except KernelUnavailableError as error:
         raise ConfigError(
             str(error).replace("cluster.device=", "--device ").replace("cluster.device", "--device")
         ) from error
-    size = SMALL if DEVICES[kind].is_host else LARGE
-    names = arguments.strategies.split(",") if arguments.strategies else size.strategies
-    return BenchRequest(
-        device=kind,
-        num_ranks=arguments.ranks or size.num_ranks,
-        tokens_per_rank=arguments.tokens_per_rank or size.tokens_per_rank,
-        model=arguments.model or size.model,
-        hardware=arguments.hardware or base_hardware(resolve_device(kind)),
-        dtype=arguments.dtype or size.dtype,
-        lengths=arguments.lengths,
-        max_seqlen=arguments.max_seqlen,
-        strategies=bench_strategies(tuple(name.strip() for name in names if name.strip())),
-        block_tokens=arguments.block_tokens,
-        rounds=arguments.rounds or size.rounds,
-        context_tokens=arguments.context_tokens or size.context_tokens,
-        block_lengths=_lengths(arguments.block_lengths) or size.block_lengths,
-        seed=arguments.seed,
-    )
-
-
-def _lengths(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(positive(word.strip()) for word in text.split(",")) if text else ()
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--block-lengths has {error}; e.g. 512,4096") from None
-
-
-def _write(path: str, *, text: str) -> None:
-    from rayfcp.telemetry.files import write_whole
-
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"--json {path!r} cannot be written: {error.strerror}; give another path") from error
+    defaults = BenchRequest() if DEVICES[kind].is_host else LARGE
+    given: dict[str, Any] = {
+        field.name: value for field in fields(BenchRequest) if (value := getattr(arguments, field.name)) is not None
+    }
+    given |= {"device": kind, "hardware": arguments.hardware or base_hardware(resolve_device(kind))}
+    given["strategies"] = bench_strategies(given.get("strategies", defaults.strategies))
+    return replace(defaults, **given)

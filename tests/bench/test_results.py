@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.bench.request import SMALL, BenchRequest, lengths_of
+from rayfcp.bench.request import BenchRequest, lengths_of
 from rayfcp.bench.results import BenchReport, Kernel, RankSeconds, StrategyTiming, format_found, median_of
 from rayfcp.config import ConfigError
 
@@ -17,14 +17,6 @@ def rank_seconds(draw: st.DrawFn) -> RankSeconds:
     row = st.lists(SECONDS, min_size=num_ranks, max_size=num_ranks).map(tuple)
     grid = st.lists(row, min_size=num_microbatches, max_size=num_microbatches).map(tuple)
     return RankSeconds(forward_s=draw(grid), backward_s=draw(grid))
-
-
-def request(**changes: object) -> BenchRequest:
-    given = {
-        name: getattr(SMALL, name)
-        for name in ("num_ranks", "tokens_per_rank", "model", "dtype", "rounds", "context_tokens", "block_lengths")
-    }
-    return BenchRequest(**{"device": "cpu", "hardware": "cpu", "strategies": ("ring",), **given, **changes})
 
 
 @given(seconds=rank_seconds(), kernel_s=SECONDS)
@@ -48,7 +40,7 @@ def test_equal_rounds_are_their_median(seconds: RankSeconds) -> None:
 
 @given(num_ranks=st.integers(1, 9), tokens=st.integers(1, 5000), most=st.none() | st.integers(1, 4000))
 def test_a_batch_has_the_tokens_of_all_ranks(num_ranks: int, tokens: int, most: int | None) -> None:
-    bench = request(num_ranks=num_ranks, tokens_per_rank=tokens, max_seqlen=most, lengths="dist:lognormal")
+    bench = BenchRequest(num_ranks=num_ranks, tokens_per_rank=tokens, max_seqlen=most, lengths="dist:lognormal")
     try:
         lengths = lengths_of(bench)
     except ConfigError as error:
@@ -63,7 +55,7 @@ def test_an_error_beyond_the_dtype_is_wrong() -> None:
     errors = {"exact": 0.0, "rounded": 9e-5, "off": 2e-4, "nan": float("nan")}
     entries = [StrategyTiming(strategy=name, seconds=seconds, error=error) for name, error in errors.items()]
     found = BenchReport(
-        request=request(),
+        request=BenchRequest(),
         device_name="a device",
         kernel_name="a kernel",
         peak_flops=None,

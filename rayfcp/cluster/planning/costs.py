@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from rayfcp.cluster.planning.capacity import device_memory
+from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
 from rayfcp.cluster.planning.measured import (
     BYTES,
     COMMAND,
@@ -23,6 +23,7 @@ from rayfcp.cluster.planning.measured import (
     without_shards,
     write_measured,
 )
+from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config
 from rayfcp.cost.fit import (
     PartTimings,
@@ -54,41 +55,27 @@ START_ROUNDS = 2
 Log = Callable[[str], None]
 
 
-class TimedRanks(Protocol):
-    """Ranks that are timed all at once. `base`: named profile of the device."""
+Passes = Callable[[Sequence[PassShape]], Sequence[Sequence[Timing]]]
+"""Times one pass of each shape on all ranks at once: `[rank][shape]`."""
 
-    device: str
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedRanks:
+    """Ranks that are timed all at once, with functions that time them.
+
+    `base`: named profile of the device; `parts(model, max_tokens=...)`: parts of a pass, of the slowest rank;
+    `peak_flops`: of one device.
+    """
+
+    facts: Sequence[DeviceFacts]
     base: str
-
-    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        """Timings of the parts of a pass, of the slowest rank."""
-        ...
-
-    def passes(self, shapes: Sequence[PassShape]) -> Sequence[Sequence[Timing]]:
-        """One pass of each shape: `[rank][shape]`."""
-        ...
-
-    def peak_flops(self) -> float:
-        """Peak FLOP/s of one device.
-
-        Raises:
-            ConfigError: an accelerator that is not in the table.
-        """
-        ...
-
-    def memory_bytes(self) -> int:
-        """Memory of one device."""
-        ...
+    parts: Callable[..., PartTimings]
+    passes: Passes
+    peak_flops: Callable[[], float]
 
 
-def time_shapes(
-    passes: Callable[[Sequence[PassShape]], Sequence[Sequence[Timing]]],
-    shapes: Sequence[PassShape],
-    *,
-    rounds: int,
-    log: Log = lambda _: None,
-) -> list[Timing]:
-    """Time `rounds` passes of each shape, after a warm-up; `passes` as in `TimedRanks`."""
+def time_shapes(passes: Passes, shapes: Sequence[PassShape], *, rounds: int, log: Log = lambda _: None) -> list[Timing]:
+    """Time `rounds` passes of each shape, after a warm-up."""
     found = []
     for number in range(rounds + 1):
         log(f"passes of {len(shapes)} shapes: {f'round {number} of {rounds}' if number else 'warming up'}")
@@ -108,81 +95,94 @@ class Profiled:
     hardware_path: Path
 
 
-class Profiler:
-    """Times ranks, fits the cost model and writes both files."""
+def profile_ranks(
+    config: Config,
+    timed: TimedRanks,
+    *,
+    model: ModelProfile,
+    out_dir: str | None,
+    rounds: int,
+    max_tokens: int | None,
+    log: Log,
+) -> Profiled:
+    """Time the ranks, fit the cost model, and write `profile.json` and `hardware.yaml`; arguments as `profile_run`."""
+    folder, device = Path(out_dir or config.run_dir).absolute(), timed.facts[0].device
+    cluster = cluster_spec(config, model, facts=timed.facts, generation=0)
+    max_tokens = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
+    log("attention, linear layers, messages and gathers alone")
+    parts = timed.parts(model, max_tokens=max_tokens)
+    guess = dataclasses.replace(
+        analytic_cost(config, model, device=device, cluster=cluster),
+        attention_half_tokens=attention_half_tokens(parts.attention_s),
+    )
+    shapes, num_text = _profile_shapes(guess, config, model=model, num_ranks=cluster.num_ranks, max_tokens=max_tokens)
+    timings = time_shapes(timed.passes, shapes, rounds=rounds, log=log)
+    measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
+    cost = measured.fit.cost
+    log("peak of the devices")
+    hardware = _profile_hardware(config, timed, parts=parts, cost=cost, model=model, cluster=cluster)
+    simulation_error = fmean(
+        abs(pass_seconds(shape, cluster=cluster, model=model, hardware=hardware, cost=cost) / timing.seconds - 1)
+        for shape, timing in zip(shapes[:num_text], timings, strict=False)
+    )
+    profiled = Profiled(
+        measured=measured,
+        parts=parts,
+        hardware=hardware,
+        simulation_error=simulation_error,
+        profile_path=folder / "profile.json",
+        hardware_path=folder / "hardware.yaml",
+    )
+    _write(profiled, config=config, timed=timed, model=model, cluster=cluster, rounds=rounds)
+    return profiled
 
-    def __init__(
-        self, config: Config, timed: TimedRanks, *, model: ModelProfile, cluster: ClusterSpec, folder: Path, log: Log
-    ) -> None:
-        self._config, self._timed, self._model = config, timed, model
-        self._cluster, self._folder, self._log = cluster, folder, log
 
-    def run(self, rounds: int, *, max_tokens: int) -> Profiled:
-        """Time, fit, and write both files."""
-        timed, model, cluster = self._timed, self._model, self._cluster
-        self._log("attention, linear layers, messages and gathers alone")
-        parts = timed.parts(model, max_tokens=max_tokens)
-        guess = dataclasses.replace(
-            analytic_cost(self._config, model, device=timed.device, cluster=cluster),
-            attention_half_tokens=attention_half_tokens(parts.attention_s),
-        )
-        exchanges = exchange_degrees(guess, num_ranks=cluster.num_ranks, primitives=self._config.plan.primitives)
-        shapes = many_shapes(cluster.num_ranks, max_tokens=max_tokens)
-        shapes += exchange_shapes(exchanges, max_tokens=max_tokens)
-        num_text = len(shapes)
-        shapes += many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
-        shapes = [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in shapes]
-        timings = time_shapes(timed.passes, shapes, rounds=rounds, log=self._log)
-        measured = measure_cost(guess, timings, hold_out_every=HOLD_OUT_EVERY)
-        self._log("peak of the devices")
-        hardware = self._hardware(measured, parts)
-        given: Any = {"cluster": cluster, "model": model, "hardware": hardware, "cost": measured.fit.cost}
-        profiled = Profiled(
-            measured=measured,
-            parts=parts,
-            hardware=hardware,
-            simulation_error=fmean(
-                abs(pass_seconds(shape, **given) / timing.seconds - 1)
-                for shape, timing in zip(shapes[:num_text], timings, strict=False)
-            ),
-            profile_path=self._folder / "profile.json",
-            hardware_path=self._folder / "hardware.yaml",
-        )
-        self._write(profiled, rounds=rounds)
-        return profiled
+def _profile_shapes(
+    guess: CostModel, config: Config, *, model: ModelProfile, num_ranks: int, max_tokens: int
+) -> tuple[list[PassShape], int]:
+    """Shapes of text, then those for the vision encoder; and the number of the former."""
+    exchanges = exchange_degrees(guess, num_ranks=num_ranks, primitives=config.plan.primitives)
+    text = many_shapes(num_ranks, max_tokens=max_tokens) + exchange_shapes(exchanges, max_tokens=max_tokens)
+    images = many_image_shapes(model.vision, max_tokens=max_tokens) if model.vision else []
+    return [dataclasses.replace(each, layer_kinds=model.layer_kinds) for each in (*text, *images)], len(text)
 
-    def _hardware(self, measured: MeasuredCost, parts: PartTimings) -> HardwareProfile:
-        timed, cost = self._timed, measured.fit.cost
-        hardware = measured_hardware(
-            hardware_profile(timed.base),
-            cost,
-            model=self._model,
-            name=f"{self._config.run.name}-{timed.device}",
-            peak_flops=timed.peak_flops(),
-            memory_bytes=timed.memory_bytes(),
-            bytes_per_element=BYTES[self._config.model.dtype],
-            linear_half_tokens=half_tokens(parts.linear_s),
-            num_nodes=len(set(self._cluster.node_of_rank)),
-        )
-        return without_shards(hardware, cost, cluster=self._cluster, model=self._model)
 
-    def _write(self, profiled: Profiled, *, rounds: int) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_measured(
-            profiled.profile_path,
-            profiled.measured,
-            about=about_run(self._config, self._model, device=self._timed.device, cluster=self._cluster),
-            made_by=COMMAND,
-            rounds=rounds,
-            parts=dataclasses.asdict(profiled.parts),
-            hardware=dataclasses.asdict(profiled.hardware),
-            simulation_error=profiled.simulation_error,
-        )
-        count = self._cluster.num_ranks
-        ranks = f"{count} {self._timed.device} {'rank' if count == 1 else 'ranks'}"
-        where = f"measured on {ranks} with {self._model.name}, {rounds} rounds"
-        text = hardware_text(profiled.hardware, base=self._timed.base, where=where)
-        profiled.hardware_path.write_text(text)
+def _profile_hardware(
+    config: Config, timed: TimedRanks, *, parts: PartTimings, cost: CostModel, model: ModelProfile, cluster: ClusterSpec
+) -> HardwareProfile:
+    hardware = measured_hardware(
+        hardware_profile(timed.base),
+        cost,
+        model=model,
+        name=f"{config.run.name}-{timed.facts[0].device}",
+        peak_flops=timed.peak_flops(),
+        memory_bytes=device_memory(config, timed.facts),
+        bytes_per_element=BYTES[config.model.dtype],
+        linear_half_tokens=half_tokens(parts.linear_s),
+        num_nodes=len(set(cluster.node_of_rank)),
+    )
+    return without_shards(hardware, cost, cluster=cluster, model=model)
+
+
+def _write(
+    profiled: Profiled, *, config: Config, timed: TimedRanks, model: ModelProfile, cluster: ClusterSpec, rounds: int
+) -> None:
+    """Write both files."""
+    device, count = timed.facts[0].device, cluster.num_ranks
+    profiled.profile_path.parent.mkdir(parents=True, exist_ok=True)
+    write_measured(
+        profiled.profile_path,
+        profiled.measured,
+        about=about_run(config, model, device=device, cluster=cluster),
+        made_by=COMMAND,
+        rounds=rounds,
+        parts=dataclasses.asdict(profiled.parts),
+        hardware=dataclasses.asdict(profiled.hardware),
+        simulation_error=profiled.simulation_error,
+    )
+    ranks = f"{count} {device} {'rank' if count == 1 else 'ranks'}"
+    where = f"measured on {ranks} with {model.name}, {rounds} rounds"
+    profiled.hardware_path.write_text(hardware_text(profiled.hardware, base=timed.base, where=where))
 
 
 def hardware_text(hardware: HardwareProfile, *, base: str, where: str) -> str:
@@ -247,12 +247,11 @@ def start_cost(
     shapes = few_shapes(cluster.num_ranks, max_tokens=tokens) + exchange_shapes(exchanges, max_tokens=tokens)
     shapes += image_shapes(vision, max_tokens=tokens) if vision else []
     shapes = [dataclasses.replace(each, layer_kinds=guess.layer_kinds) for each in shapes]
-    timings = time_shapes(
-        lambda shapes: worker_group.call(lambda _, worker: worker.time_passes.remote(shapes)),
-        shapes,
-        rounds=START_ROUNDS,
-    )
-    return measure_cost(guess, timings)
+    return measure_cost(guess, time_shapes(passes_of(worker_group), shapes, rounds=START_ROUNDS))
+
+
+def passes_of(worker_group: "WorkerGroup") -> Passes:
+    return lambda shapes: worker_group.call(lambda _, worker: worker.time_passes.remote(shapes))
 
 
 class StartCosts:

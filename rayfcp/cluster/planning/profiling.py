@@ -1,19 +1,17 @@
 """`rayfcp profile` on the workers of a run."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 from rayfcp.cluster.dataset import open_dataset
-from rayfcp.cluster.planning.capacity import cluster_spec, device_memory
-from rayfcp.cluster.planning.costs import Log, Profiled, Profiler
+from rayfcp.cluster.planning.capacity import cluster_spec
+from rayfcp.cluster.planning.costs import Log, Profiled, TimedRanks, passes_of, profile_ranks
 from rayfcp.cluster.runtime.on_ray import RayRuntime
 from rayfcp.cluster.trainer import check_runnable, connected, prepared_data, with_absolute_paths
 from rayfcp.cluster.workers.group import WorkerGroup, device_peak_flops, join_devices
 from rayfcp.cluster.workers.lifetime import run_key
 from rayfcp.cluster.workers.starting import WorkerStart, resolved_device
 from rayfcp.config import Config, ConfigError
-from rayfcp.cost.fit import PartTimings, PassShape, Timing, slowest
+from rayfcp.cost.fit import PartTimings, slowest
 from rayfcp.values import ModelProfile
 from rayfcp.values.devices import DEVICES
 
@@ -36,17 +34,15 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
                 "run with it measures itself when it starts"
             )
     config = with_absolute_paths(config)
-    folder = Path(out_dir or config.run_dir).absolute()
     with ExitStack() as ending:
         ending.enter_context(connected(config))
         data_dir = prepared_data(config, log=log)
         data, runtime = open_dataset(config, data_dir=data_dir), RayRuntime()
-        device = resolved_device(config, runtime=runtime)
         log(f"starting {config.cluster.max_workers} workers")
         start = WorkerStart(
             config,
             runtime=runtime,
-            device=device,
+            device=resolved_device(config, runtime=runtime),
             data_dir=data_dir,
             vocab_size=data.vocab_size,
             run_key=run_key(config),
@@ -54,32 +50,23 @@ def profile_run(config: Config, *, out_dir: str | None, rounds: int, max_tokens:
         worker_group = WorkerGroup.launch(start)
         ending.callback(worker_group.end)
         log(f"joining {len(worker_group)} ranks")
-        cluster = cluster_spec(config, data.model, facts=worker_group.facts, generation=0)
-        _store, _joined = join_devices(worker_group, cluster)
-        most = min(max_tokens or config.data.max_seqlen, cluster.max_tokens_per_rank)
-        timed = _TimedWorkers(config, worker_group)
-        profiler = Profiler(config, timed, model=data.model, cluster=cluster, folder=folder, log=log)
-        return profiler.run(rounds, max_tokens=most)
-
-
-class _TimedWorkers:
-    """Joined workers as `TimedRanks`."""
-
-    def __init__(self, config: Config, worker_group: WorkerGroup) -> None:
-        self._config, self._worker_group = config, worker_group
-        self.device = worker_group.facts[0].device
-        self.base = DEVICES[self.device].base_hardware
-
-    def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        return slowest(
-            self._worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens))
+        _store, _joined = join_devices(
+            worker_group, cluster_spec(config, data.model, facts=worker_group.facts, generation=0)
+        )
+        timed = _timed_workers(config, worker_group)
+        return profile_ranks(
+            config, timed, model=data.model, out_dir=out_dir, rounds=rounds, max_tokens=max_tokens, log=log
         )
 
-    def passes(self, shapes: Sequence[PassShape]) -> list[list[Timing]]:
-        return self._worker_group.call(lambda _, worker: worker.time_passes.remote(shapes))
 
-    def peak_flops(self) -> float:
-        return device_peak_flops(self._config, self._worker_group)
+def _timed_workers(config: Config, worker_group: WorkerGroup) -> TimedRanks:
+    def parts(model: ModelProfile, *, max_tokens: int) -> PartTimings:
+        return slowest(worker_group.call(lambda _, worker: worker.time_parts.remote(model, max_tokens=max_tokens)))
 
-    def memory_bytes(self) -> int:
-        return device_memory(self._config, self._worker_group.facts)
+    return TimedRanks(
+        facts=worker_group.facts,
+        base=DEVICES[worker_group.facts[0].device].base_hardware,
+        parts=parts,
+        passes=passes_of(worker_group),
+        peak_flops=lambda: device_peak_flops(config, worker_group),
+    )
