@@ -93,10 +93,7 @@ def simulate(
         ValueError: no programs, programs that disagree or would wait for ever, or a profile that makes no sense.
     """
     check_order(programs)
-    programs = [  # `Free` takes no time, and only some ranks have it
-        replace(each, instructions=tuple(item for item in each.instructions if not isinstance(item, Free)))
-        for each in programs
-    ]
+    programs = [_without_free(each) for each in programs]
     machine = machine_of(
         model,
         hardware,
@@ -122,6 +119,11 @@ def simulate(
         peak_flops=hardware.peak_flops,
         **amounts,
     )
+
+
+def _without_free(program: RankProgram) -> RankProgram:
+    """`Free` takes no time, and only some ranks have it."""
+    return replace(program, instructions=tuple(each for each in program.instructions if not isinstance(each, Free)))
 
 
 def _amounts(
