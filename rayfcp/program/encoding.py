@@ -1,5 +1,4 @@
-"""Lowering of encodings, and their checks: the images that each rank encodes, in order, and the exchange of their
-features."""
+"""Lowering of encodings: the images that each rank encodes, in order, and the exchange of their features."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,8 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from rayfcp.cost.images import ImageColumns
-from rayfcp.program.instructions import Encode, EncodedImages, Forward, Load, Piece, Range, RankProgram, merged
-from rayfcp.program.order import of_kind
+from rayfcp.program.instructions import Encode, EncodedImages, Piece, Range, merged
 from rayfcp.program.reshuffle import lower_reshuffle
 from rayfcp.values import BatchPlan, Block, EncoderShare, Layout, SequenceSpec
 from rayfcp.values.arrays import Ints
@@ -130,65 +128,3 @@ def _runs(columns: ImageColumns, picked: range) -> list[EncodedImages]:
         )
         for low, high in pairwise(bounds)
     ]
-
-
-def check_encodes(programs: Sequence[RankProgram]) -> list[list[Encode]]:
-    """Each `Encode` stands between its microbatch's Load and Forward, all ranks have it, and its sizes agree. Returns
-    those of all ranks, by microbatch.
-
-    Raises:
-        ValueError: names the rank and the microbatch.
-    """
-    if programs[0].num_stages > 1:
-        raise ValueError(
-            f"programs encode images on {programs[0].num_stages} stages, must have 1; plan with "
-            "cluster.pipeline_stages=1"
-        )
-    encoded = [{item.microbatch: item for item in of_kind(program, Encode)} for program in programs]
-    last = max(item.microbatch for item in programs[0].instructions)
-    for program, mine in zip(programs, encoded, strict=True):
-        if mine.keys() != encoded[0].keys() or last not in mine:
-            raise ValueError(
-                f"{program.place}: Encode names microbatches {sorted(mine)}, must name those of rank 0, "
-                f"{sorted(encoded[0])}, with the last one, {last}; lower one plan for all"
-            )
-        place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-        for at, item in enumerate(program.instructions):
-            if isinstance(item, Encode):
-                number, where = item.microbatch, f"{program.place}, microbatch {item.microbatch}"
-                if not place[Load, number] < at < place[Forward, number] or place[Encode, number] != at:
-                    raise ValueError(f"{where}: Encode must stand once between Load and Forward; lower the plan again")
-                _check_features(item, program, where=where)
-    return [[each[microbatch] for each in encoded] for microbatch in encoded[0]]
-
-
-def _check_features(item: Encode, program: RankProgram, *, where: str) -> None:
-    """Every encoded row leaves once or stays, every row that is due arrives once or stays."""
-    features = item.features
-    if (features.rank, features.num_ranks) != (program.rank, program.num_ranks):
-        raise ValueError(
-            f"{where}: features are of rank {features.rank} of {features.num_ranks}, must be of "
-            f"{program.rank} of {program.num_ranks}; lower the plan again"
-        )
-    made = sum(each.count * each.num_tokens for each in item.images)
-    taken = sum(stop - start for start, stop in item.rows)
-    if (features.num_tokens, features.num_placed) != (made, taken):
-        raise ValueError(
-            f"{where}: features bring {features.num_tokens} rows and place {features.num_placed}, must be the {made} "
-            f"of its images and the {taken} of rows; lower the plan again"
-        )
-    leaving, arriving = ([pair[side] for pair in features.kept] for side in (0, 1))
-    for step in features.rounds:
-        leaving += step.send.ranges if step.send else ()
-        arriving += step.receive.ranges if step.receive else ()
-    _check_tiles(leaving, made, what=f"{where}: rows of features that leave the encoder")
-    _check_tiles(arriving, taken, what=f"{where}: rows of features that arrive")
-
-
-def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
-    """Each row is in exactly one of the ranges."""
-    at = 0
-    for start, stop in [*sorted(ranges), (num_rows, num_rows + 1)]:
-        if start != at or stop <= start:
-            raise ValueError(f"{what}: [{start}, {stop}) where row {at} of {num_rows} is due; each must be there once")
-        at = stop

@@ -1,25 +1,25 @@
 """Checks of the instructions of all ranks and stages, each for itself and against one another, before their messages
 are matched (`rayfcp.program.progress`).
 
-Ranks and stages agree on microbatches, kinds of layers and the order of passes. Neighbouring stages hand over what the
-other needs, once each and in its place. Keys and values that a microbatch keeps for later ones stay until these have
-read them, and no longer. All ranks encode images together, for they gather the encoder's shards, then run the rounds of
-the exchange one after the other; in each both ends of a message have it, so no rank waits forever, and the gradients
-take the same rounds back inside the backward pass.
+Each microbatch has its instructions in one order, with the hand-overs that neighbouring stages need, and ranks and
+stages agree on microbatches, kinds of layers and the order of passes. Keys and values that a microbatch keeps for later
+ones stay until these have read them, and no longer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 from rayfcp.program.instructions import (
     AttentionProgram,
     Backward,
+    Encode,
     Forward,
     Free,
     HeadProgram,
     Instruction,
     Load,
-    Payload,
     Range,
     RankProgram,
     Receive,
@@ -63,8 +63,9 @@ def check_order(programs: Sequence[RankProgram]) -> None:
 
     Microbatches are 0..M-1, loaded and passed forward in this order. Backward passes come in one order on all ranks and
     stages, in which no microbatch precedes one that reads its keys and values; passes of different microbatches may
-    interleave. The last backward pass reduces, so that no gradient stays on its rank. All stages load alike, and attend
-    alike in layers of one kind. Program p x num_ranks + r is that of rank r on stage p.
+    interleave, alike on all ranks of a stage. The last backward pass reduces, so that no gradient stays on its rank.
+    All stages load alike, and attend alike in layers of one kind. Program p x num_ranks + r is that of rank r on stage
+    p.
 
     Raises:
         ValueError: an instruction is missing, double, out of order or of the wrong size; names the rank.
@@ -75,116 +76,157 @@ def check_order(programs: Sequence[RankProgram]) -> None:
     num_microbatches = len(of_kind(first, Load))
     if num_microbatches == 0:
         raise ValueError("rank 0 has no Load, must have one for each microbatch (at least 1); lower the plan again")
+    encoded = {item.microbatch for item in of_kind(first, Encode)}
+    if encoded and (first.num_stages > 1 or num_microbatches - 1 not in encoded):
+        raise ValueError(
+            f"programs of {first.num_stages} stages encode images of microbatches {sorted(encoded)}, must have 1 stage "
+            f"and encode in the last microbatch, {num_microbatches - 1}, too; lower the plan again"
+        )
     known: dict[tuple[int, LayerKind], RankProgram] = {}
     for index, program in enumerate(programs):
         _check_labels(program, first, index=index, num_programs=len(programs))
         _check_passes(program, num_microbatches)
-        _check_kinds(program, programs[index - program.rank])
+        _check_instructions(program, encoded)
+        _check_alike(program, programs[index - program.rank], first=first)
         if any((program.rank, kind) not in known for kind in kinds_of(program)):
             _check_attention(program)
             _check_reuse(program)
         for kind in kinds_of(program):
-            check_likeness(program, known.setdefault((program.rank, kind), program), kind=kind)
-        _check_alike(program, programs[program.rank], first=first)
-        _check_neighbours(program)
-        _check_frees(program)
+            _check_stages(program, known.setdefault((program.rank, kind), program), kind=kind)
+        for mine, due in zip(of_kind(program, Load), of_kind(programs[program.rank], Load), strict=True):
+            if mine.pieces != due.pieces:
+                raise ValueError(_differ(program, programs[program.rank], "pieces", microbatch=mine.microbatch))
 
 
 def _check_labels(program: RankProgram, first: RankProgram, *, index: int, num_programs: int) -> None:
-    num_ranks, num_stages = first.num_ranks, first.num_stages
-    if num_ranks < 1 or num_stages < 1 or num_ranks * num_stages != num_programs:
+    if first.num_ranks < 1 or first.num_ranks * first.num_stages != num_programs:
         raise ValueError(
-            f"programs holds {num_programs}, must hold one for each of num_ranks {num_ranks} on each of num_stages "
-            f"{num_stages}; give the programs of all ranks and stages"
+            f"programs holds {num_programs}, must hold one for each of num_ranks {first.num_ranks} on each of "
+            f"num_stages {first.num_stages}; give the programs of all ranks and stages"
         )
-    stage, rank = divmod(index, num_ranks)
-    for name, found, due in (
-        ("rank and num_ranks", (program.rank, program.num_ranks), (rank, num_ranks)),
-        ("stage and num_stages", (program.stage, program.num_stages), (stage, num_stages)),
-    ):
-        if found != due:
-            raise ValueError(
-                f"program at position {index} has {name} {found}, must have {due}; give the programs of all ranks, in "
-                "the order of ranks, stage by stage"
-            )
+    stage, rank = divmod(index, first.num_ranks)
+    found = (program.rank, program.num_ranks, program.stage, program.num_stages)
+    if found != (due := (rank, first.num_ranks, stage, first.num_stages)):
+        raise ValueError(
+            f"program at position {index} has (rank, num_ranks, stage, num_stages) {found}, must have {due}; give the "
+            "programs of all ranks, in the order of ranks, stage by stage"
+        )
 
 
 def _check_passes(program: RankProgram, num_microbatches: int) -> None:
-    for kind in (Load, Forward, Backward):
+    for kind in (Load, Forward):
         found = [item.microbatch for item in of_kind(program, kind)]
-        in_order = sorted(found) if kind is Backward else found
-        if in_order != list(range(num_microbatches)):
+        if found != list(range(num_microbatches)):
             raise ValueError(
                 f"{program.place}: {kind.__name__} names microbatches {found}, must name each of "
-                f"[0, {num_microbatches}) once{'' if kind is Backward else ', in this order'}; a rank without tokens "
-                "runs one padding token"
+                f"[0, {num_microbatches}) once, in this order; a rank without tokens runs one padding token"
             )
-    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-    for number in range(num_microbatches):
-        if not place[Load, number] < place[Forward, number] < place[Backward, number]:
-            raise ValueError(
-                f"{program.place}: instructions of microbatch {number} are out of order, must be Load, Forward, "
-                "Backward; lower the plan again"
-            )
-    last = of_kind(program, Backward)[-1]
-    if not last.reduce:
+    if (least := min(item.recomputed_layers for item in of_kind(program, Forward))) < 0:
+        raise ValueError(f"{program.place}: recomputed_layers is {least}, must be at least 0; plan again")
+    if not all(item.reduce for item in of_kind(program, Backward)[-1:]):
         raise ValueError(
-            f"{program.place}: reduce is False in the last Backward (microbatch {last.microbatch}), must be True; "
-            "otherwise gradients are never summed over ranks"
+            f"{program.place}: reduce is False in the last Backward, must be True; otherwise gradients are never "
+            "summed over ranks"
         )
+
+
+def _check_instructions(program: RankProgram, encoded: Collection[int]) -> None:
+    """Each microbatch has all its instructions once, in order: received before the pass and sent on after it. What
+    follows the backward pass may come in any order."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for item in program.instructions:
+        found[item.microbatch].append(describe(item))
     for item in of_kind(program, Forward):
-        if item.recomputed_layers < 0:
+        due = list(_due(program, item, encodes=item.microbatch in encoded))
+        here, passed = found.pop(item.microbatch), due.index("Backward") + 1
+        if here[:passed] != due[:passed] or sorted(here[passed:]) != sorted(due[passed:]):
             raise ValueError(
-                f"{program.place}, microbatch {item.microbatch}: recomputed_layers is {item.recomputed_layers}, must "
-                "be at least 0; plan again"
+                f"{program.place}, microbatch {item.microbatch}: instructions are {here}, must be {due}; lower the "
+                "plan again"
             )
+    if found:
+        raise ValueError(f"{program.place}: {min(found.items())} belongs to no Forward; lower the plan again")
 
 
-def _check_kinds(program: RankProgram, first: RankProgram) -> None:
-    """Every Forward has the kinds of layers of the stage's first rank, ascending, with the same exchange of
-    tokens for heads."""
-    due = kinds_of(first)
+def _due(program: RankProgram, item: Forward, *, encodes: bool) -> Iterator[str]:
+    """The instructions of a microbatch, in words. Activations go from stage p to p + 1 and their gradients back, all
+    tokens of the microbatch at once."""
+    stage, (activation, gradient) = program.stage, StageFlow
+    sizes = {"microbatch": item.microbatch, "num_tokens": item.attention.num_tokens}
+    yield "Load"
+    if encodes:
+        yield "Encode"
+    if stage > 0:
+        yield describe(Receive(flow=activation, stage=stage - 1, **sizes))
+    yield "Forward"
+    if stage + 1 < program.num_stages:
+        yield describe(Send(flow=activation, stage=stage + 1, **sizes))
+        yield describe(Receive(flow=gradient, stage=stage + 1, **sizes))
+    yield "Backward"
+    if stage > 0:
+        yield describe(Send(flow=gradient, stage=stage - 1, **sizes))
+    if any(kind.attention.inner.kept for kind in item.kinds):
+        yield "Free"
+
+
+def describe(item: Instruction) -> str:
+    """The kind of an instruction, and what a hand-over carries."""
+    name = type(item).__name__
+    if not isinstance(item, Send | Receive):
+        return name
+    way = "to" if isinstance(item, Send) else "from"
+    return (
+        f"{name} of the {item.flow.value} of microbatch {item.microbatch}, {item.num_tokens} tokens, {way} stage "
+        f"{item.stage}"
+    )
+
+
+def _check_alike(program: RankProgram, other: RankProgram, *, first: RankProgram) -> None:
+    """All ranks of a stage (`other`: the first) run the same passes and hand-overs in one order, through layers of the
+    same kinds with the same exchange of tokens for heads; all stages pass backward in the order of `first`."""
+    for mine, theirs in zip_longest(_outline(program), _outline(other)):
+        if mine != theirs:
+            raise ValueError(
+                f"{program.place}: {mine} where {other.place} has {theirs}, must be the same on all ranks of a stage; "
+                "lower one plan for all"
+            )
+    due = kinds_of(other)
     for item in of_kind(program, Forward):
         where, found = f"{program.place}, microbatch {item.microbatch}", tuple(each.kind for each in item.kinds)
         if found != due or list(found) != sorted(set(found)):
             raise ValueError(
-                f"{where}: kinds of layers are {found}, must ascend and be those of {first.place}, "
+                f"{where}: kinds of layers are {found}, must ascend and be those of {other.place}, "
                 f"{due}; lower one plan for all"
             )
         if item.others and len({_heads_of(kind.attention) for kind in item.kinds}) > 1:
             raise ValueError(f"{where}: layers of kinds {found} share out heads differently; lower the plan again")
+    orders = [[item.microbatch for item in of_kind(each, Backward)] for each in (program, first)]
+    if orders[0] != orders[1]:
+        raise ValueError(
+            f"{program.place}: Backward comes in the order {orders[0]}, must be that of {first.place}, {orders[1]}; "
+            "lower one plan for all"
+        )
+
+
+def _outline(program: RankProgram) -> Iterator[tuple[object, ...]]:
+    """What all ranks of a stage do alike: instruction, microbatch and their settings."""
+    for item in program.instructions:
+        if not isinstance(item, Free):
+            settings = [getattr(item, name) for name in ("flow", "reduce", "recomputed_layers") if hasattr(item, name)]
+            yield type(item).__name__, item.microbatch, *settings
 
 
 def _heads_of(attention: Attention) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (attention.ranks, attention.tokens) if isinstance(attention, HeadProgram) else ((), ())
 
 
-def check_likeness(program: RankProgram, other: RankProgram, *, kind: LayerKind) -> None:
-    """A rank runs the same attention in layers of a kind on both stages.
-
-    Raises:
-        ValueError: names the rank and the microbatch.
-    """
-    if program is other:
-        return
+def _check_stages(program: RankProgram, other: RankProgram, *, kind: LayerKind) -> None:
+    """A rank runs the same attention in layers of a kind on both stages."""
     at, there = kinds_of(program).index(kind), kinds_of(other).index(kind)
     for mine, theirs in zip(of_kind(program, Forward), of_kind(other, Forward), strict=True):
         value, due = mine.kinds[at].attention, theirs.kinds[there].attention
         if value is not due and value != due:
             raise ValueError(_differ(program, other, "attention", microbatch=mine.microbatch))
-
-
-def _check_alike(program: RankProgram, other: RankProgram, *, first: RankProgram) -> None:
-    """A rank loads the same pieces on all stages (`other`: the first); all pass backward in the order of `first`."""
-    for mine, theirs in zip(of_kind(program, Load), of_kind(other, Load), strict=True):
-        if mine.pieces != theirs.pieces:
-            raise ValueError(_differ(program, other, "pieces", microbatch=mine.microbatch))
-    found, due = ([item.microbatch for item in of_kind(each, Backward)] for each in (program, first))
-    if found != due:
-        raise ValueError(
-            f"{program.place}: Backward comes in the order {found}, must be that of {first.place}, {due}; lower one "
-            "plan for all"
-        )
 
 
 def _differ(program: RankProgram, other: RankProgram, field: str, *, microbatch: int) -> str:
@@ -195,7 +237,7 @@ def _differ(program: RankProgram, other: RankProgram, field: str, *, microbatch:
 
 
 def _check_attention(program: RankProgram) -> None:
-    """Attention is over as many tokens as are loaded; its rounds carry keys, values and their gradients."""
+    """Attention is over as many tokens as are loaded."""
     loaded = {item.microbatch: sum(piece.num_tokens for piece in item.pieces) for item in of_kind(program, Load)}
     for item in of_kind(program, Forward):
         for kind in item.kinds:
@@ -208,13 +250,6 @@ def _check_attention(program: RankProgram) -> None:
                 )
             if isinstance(attention, HeadProgram):
                 _check_heads(attention, program, where=where)
-            for step in attention.inner.forward + attention.inner.backward:
-                for message in step.sends + step.receives:
-                    if message.payload not in (Payload.KV, Payload.GRAD):
-                        raise ValueError(
-                            f"{where}: a round carries {message.payload.value}, must be kv or grad; lower the plan "
-                            "again"
-                        )
 
 
 def _check_heads(attention: HeadProgram, program: RankProgram, *, where: str) -> None:
@@ -271,86 +306,3 @@ def _check_kept(attention: Mapping[int, AttentionProgram], turn: Mapping[int, in
                 f"{place}, microbatch {number}: kept is {each.kept}, must be what later microbatches read of it, "
                 f"{due}; lower the plan again"
             )
-
-
-def _check_frees(program: RankProgram) -> None:
-    """A microbatch that keeps keys and values frees them once, after its backward pass; no other one does."""
-    freed = [item.microbatch for item in of_kind(program, Free)]
-    keeps = [
-        item.microbatch for item in of_kind(program, Forward) if any(kind.attention.inner.kept for kind in item.kinds)
-    ]
-    if sorted(freed) != keeps:
-        raise ValueError(f"{program.place}: Free names microbatches {freed}, must name {keeps} once: those that keep")
-    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-    for number in freed:
-        if place[Free, number] < place[Backward, number]:
-            raise ValueError(
-                f"{program.place}: Free of microbatch {number} comes before its Backward, must come after it"
-            )
-
-
-_HandOver = tuple[type[Send] | type[Receive], StageFlow, int]
-"""Kind, flow, neighbouring stage."""
-
-
-def _check_neighbours(program: RankProgram) -> None:
-    """Each microbatch is received before its pass and sent on after it, where there is a stage to do so with.
-
-    Activations go from stage p to p + 1 and their gradients back, all tokens of the microbatch at once. The first
-    stage receives no activations and sends no gradients, the last one the other way round.
-    """
-    due = set(_due(program.stage, num_stages=program.num_stages))
-    found: dict[tuple[int, _HandOver], int] = {}
-    for at, item in enumerate(program.instructions):
-        if not isinstance(item, Send | Receive):
-            continue
-        key = item.microbatch, (type(item), item.flow, item.stage)
-        if key[1] not in due or key in found:
-            raise ValueError(
-                f"{program.place}: {_words(*key)} is {'double' if key in found else 'not due'}; must be one of "
-                f"{[_words(item.microbatch, each) for each in sorted(due, key=str)]}, once; lower the plan again"
-            )
-        found[key] = at
-    if not due:
-        return
-    place = {(type(item), item.microbatch): at for at, item in enumerate(program.instructions)}
-    tokens = {item.microbatch: item.attention.num_tokens for item in of_kind(program, Forward)}
-    for microbatch, num_tokens in tokens.items():
-        for each in due:
-            if (microbatch, each) not in found:
-                raise ValueError(f"{program.place}: {_words(microbatch, each)} is missing; lower the plan again")
-            passed = place[Forward if each[1] is StageFlow.ACTIVATION else Backward, microbatch]
-            _check_place(program, found[microbatch, each], passed, num_tokens=num_tokens)
-    if strange := [_words(*key) for key in found if key[0] not in tokens]:
-        raise ValueError(f"{program.place}: {strange[0]} belongs to no Forward; lower the plan again")
-
-
-def _due(stage: int, *, num_stages: int) -> Iterator[_HandOver]:
-    if stage > 0:
-        yield Receive, StageFlow.ACTIVATION, stage - 1
-        yield Send, StageFlow.GRADIENT, stage - 1
-    if stage + 1 < num_stages:
-        yield Send, StageFlow.ACTIVATION, stage + 1
-        yield Receive, StageFlow.GRADIENT, stage + 1
-
-
-def _check_place(program: RankProgram, at: int, passed: int, *, num_tokens: int) -> None:
-    item = program.instructions[at]
-    assert isinstance(item, Send | Receive)
-    words = _words(item.microbatch, (type(item), item.flow, item.stage))
-    if (at < passed) is isinstance(item, Send):
-        raise ValueError(
-            f"{program.place}: {words} is {'before' if at < passed else 'after'} the pass that it belongs to; receive "
-            "before, send after it"
-        )
-    if item.num_tokens != num_tokens:
-        raise ValueError(
-            f"{program.place}: {words} is of {item.num_tokens} tokens, must be the microbatch's {num_tokens}; "
-            "lower the plan again"
-        )
-
-
-def _words(microbatch: int, hand_over: _HandOver) -> str:
-    kind, flow, stage = hand_over
-    way = "to" if kind is Send else "from"
-    return f"{kind.__name__} of the {flow.value} of microbatch {microbatch} {way} stage {stage}"

@@ -20,7 +20,7 @@ from rayfcp.program.instructions import (
     Send,
     StageFlow,
 )
-from rayfcp.program.progress import hand_overs_end
+from rayfcp.program.progress import hand_overs_stuck
 from rayfcp.values import Action, BatchPlan
 
 PassOrder = Mapping[tuple[int, Action], int]
@@ -33,7 +33,7 @@ _FORWARD_SHARE = 1 / 3
 def with_sends_in_order(programs: Sequence[RankProgram], plan: BatchPlan) -> tuple[RankProgram, ...]:
     """The programs, with sends later where stages would otherwise wait for each other; unchanged where they do so
     however sends are posted."""
-    if hand_overs_end(programs[:: plan.num_ranks]):
+    if hand_overs_stuck(programs[:: plan.num_ranks]) is None:
         return tuple(programs)
     order = pass_order(plan)
     num_passes = sum(isinstance(item, Forward | Backward) for item in programs[0].instructions)

@@ -1,7 +1,7 @@
 """Rounds and messages of all devices as flat arrays: those of attention, the same on every stage, and the hops from
 stage to stage, one message for each hop and rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,19 +14,20 @@ from rayfcp.program import (
     Encode,
     Forward,
     HeadProgram,
+    Message,
     Payload,
     RankProgram,
+    ReshuffleMessage,
     Send,
+    exchange_rounds,
 )
 from rayfcp.program.instructions import WHOLE, Attends
-from rayfcp.program.order import attention_by_kind, check_likeness, kinds_of, of_kind
-from rayfcp.program.progress import Channel, RankPair
+from rayfcp.program.order import attention_by_kind, of_kind
+from rayfcp.program.progress import Channel, RankPair, T
 from rayfcp.simulate.machine import Machine
 from rayfcp.simulate.replay import ALL_TO_ALL, RING, Messages, Rounds
 from rayfcp.simulate.script import HopKey
 from rayfcp.values.arrays import Floats, Ints
-
-_NONE = Attends.of(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +48,9 @@ def flatten(programs: Sequence[RankProgram], *, machine: Machine) -> AttentionTr
     """Rounds of all devices' passes.
 
     Raises:
-        ValueError: messages do not match, a rank's attention differs from stage to stage, or the programs lack a kind
-            of the model's layers; `rayfcp.verify.check_programs` says more.
+        ValueError: messages do not match, or the programs lack a kind of the model's layers.
     """
-    builder = _Builder(machine=machine)
-    if len({len(of_kind(program, Forward)) for program in programs}) != 1:
-        raise ValueError("programs have different numbers of microbatches; lower one plan for all ranks")
-    found = attention_by_kind(programs)
-    for program in programs if machine.num_stages > 1 else ():
-        for kind in kinds_of(program):
-            first = next(each for each in programs[program.rank :: machine.num_ranks] if kind in kinds_of(each))
-            check_likeness(program, first, kind=kind)
+    builder, found = _Builder(machine=machine), attention_by_kind(programs)
     if not set(machine.layer_kinds) <= found.keys():
         raise ValueError(
             f"programs are of layers with {list(map(str, found))}, the model has "
@@ -116,44 +109,40 @@ class _Builder:
     passes: list[int] = field(default_factory=list)
 
     def add_pass(self, parts: Sequence[AttentionProgram | HeadProgram], *, backward: bool) -> None:
-        base = len(self.category)
-        channel = Channel[float]()
+        """An exchange of heads is one round, all of its messages at once."""
+        base, channel, counts = len(self.category), Channel[Message](), list[int]()
         tables: list[Attends] = []
-        shares: list[float] = []
-        counts: list[int] = []
+        sizes = [self._bytes_per_token(part.degree if isinstance(part, HeadProgram) else 1) for part in parts]
         for rank, part in enumerate(parts):
-            start = len(self.category)
-            inner, degree = (part.attention, part.degree) if isinstance(part, HeadProgram) else (part, 1)
-            steps = inner.backward if backward else inner.forward
-            found, categories = [Attends.of(step.attends) for step in steps], [RING] * len(steps)
+            steps = part.inner.backward if backward else part.inner.forward
+            categories = [RING] * len(steps)
             if isinstance(part, HeadProgram):
-                ends = (start, start + len(steps) + 1)
-                _exchange(part, rank=rank, channel=channel, ends=ends, machine=self.machine, backward=backward)
-                found, categories = [_NONE, *found, _NONE], [ALL_TO_ALL, *categories, ALL_TO_ALL]
-            self._attention(steps, rank=rank, channel=channel, first=start + (degree > 1), degree=degree)
+                payloads = (Payload.OUT_GRAD, Payload.QKV_GRAD) if backward else (Payload.QKV, Payload.OUT)
+                before, after = (_joined(exchange_rounds(part, rank=rank, payload=each)) for each in payloads)
+                steps, categories = (before, *steps, after), [ALL_TO_ALL, *categories, ALL_TO_ALL]
+            for at, step in enumerate(steps, start=len(self.category)):
+                channel.post(rank, at, sends=step.sends, receives=step.receives)
             self.category += categories
-            shares += [1.0 / degree] * len(found)
-            tables += found
-            counts.append(len(found))
-        self._work(tables, np.array(shares), ranks=np.repeat(np.arange(len(parts)), counts), backward=backward)
-        self._finish(channel, counts, base=base)
+            tables += [Attends.of(step.attends) for step in steps]
+            counts.append(len(steps))
+        shares = [1.0 / part.degree if isinstance(part, HeadProgram) else 1.0 for part in parts]
+        ranks = np.repeat(np.arange(len(parts)), counts)
+        self._work(tables, np.repeat(shares, counts), ranks=ranks, backward=backward)
+        self._finish(channel, counts, base=base, size=lambda rank, sent: sizes[rank][sent.payload])
 
     def add_exchange(self, encodes: Sequence[Encode | None], *, backward: bool) -> None:
         """Features, or (`backward`) their gradients, which a frozen encoder has none of."""
-        vision, each, base = self.machine.model.vision, self.machine.features_bytes_per_token, len(self.category)
-        channel, counts = Channel[float](), list[int]()
+        vision, base = self.machine.model.vision, len(self.category)
+        channel, counts = Channel[ReshuffleMessage](), list[int]()
         for rank, item in enumerate(encodes):
             rounds = item.features.rounds if item and not (backward and vision and vision.frozen) else ()
             for at, step in enumerate(rounds, start=base + sum(counts)):
                 sent, received = (step.receive, step.send) if backward else (step.send, step.receive)
-                if sent:
-                    channel.sent[rank, sent.peer].append((at, sent.num_tokens * each))
-                if received:
-                    channel.expected[received.peer, rank].append((at, received.num_tokens * each))
+                channel.post(rank, at, sends=filter(None, [sent]), receives=filter(None, [received]))
             counts.append(len(rounds))
         self.category += [ALL_TO_ALL] * sum(counts)
         self.compute_s.append(np.zeros(sum(counts)))
-        self._finish(channel, counts, base=base)
+        self._finish(channel, counts, base=base, size=lambda *_: self.machine.features_bytes_per_token)
 
     def traffic(self) -> AttentionTraffic:
         """The same on every stage."""
@@ -183,17 +172,16 @@ class _Builder:
             attend_s=np.tile(np.array(self.attend_s, np.float64), num_stages),
         )
 
-    def _attention(
-        self, steps: Sequence[AttentionRound], *, rank: int, channel: Channel[float], first: int, degree: int
-    ) -> None:
-        """Messages of the rounds from number `first` on, between exchanges of `degree` ranks (1: none)."""
-        share, kv_bytes = self.machine.kv_share(degree), self.machine.kv_bytes_per_token
-        size = {Payload.KV: share * kv_bytes, Payload.GRAD: share * self.machine.gradient_bytes_per_token}
-        for at, step in enumerate(steps, start=first):
-            for sent in step.sends:
-                channel.sent[rank, sent.peer].append((at, sent.num_tokens * size[sent.payload]))
-            for received in step.receives:
-                channel.expected[received.peer, rank].append((at, received.num_tokens * size[received.payload]))
+    def _bytes_per_token(self, degree: int) -> dict[Payload, float]:
+        """Bytes of a token in each kind of message of a rank that shares out heads with `degree` - 1 others."""
+        machine, share = self.machine, self.machine.kv_share(degree)
+        gathered, scattered = (machine.exchanged_bytes_per_token(degree, gathered=each) for each in (True, False))
+        return {
+            Payload.KV: share * machine.kv_bytes_per_token,
+            Payload.GRAD: share * machine.gradient_bytes_per_token,
+            **dict.fromkeys((Payload.QKV, Payload.QKV_GRAD), gathered),
+            **dict.fromkeys((Payload.OUT, Payload.OUT_GRAD), scattered),
+        }
 
     def _work(self, tables: Sequence[Attends], shares: Floats, *, ranks: Ints, backward: bool) -> None:
         """Seconds of each round's attends, and pairs by rank."""
@@ -206,39 +194,26 @@ class _Builder:
         self.attend_s.append(np.bincount(ranks, seconds, minlength=machine.num_ranks).astype(np.float64))
         self.pairs.append(np.bincount(ranks, pairs, minlength=machine.num_ranks).astype(np.float64))
 
-    def _finish(self, channel: Channel[float], counts: Sequence[int], *, base: int) -> None:
-        """Number the messages of a pass whose ranks have `counts` rounds, from `base` on."""
+    def _finish(
+        self, channel: Channel[T], counts: Sequence[int], *, base: int, size: Callable[[int, T], float]
+    ) -> None:
+        """Number the messages of a pass whose ranks have `counts` rounds, from `base` on; `size`: bytes of a token of
+        a message that a rank sends."""
         self.ends += [[] for _ in range(sum(counts))]
         self.count.append([*counts])
         self.first.append((base + np.cumsum([0, *counts[:-1]])).tolist())
-        for source, target, sent_round, expected_round, moved, _ in channel.matches(complete=True):
+        for source, target, sent_round, expected_round, sent, _ in channel.matches(complete=True):
             self.ends[sent_round].append(len(self.rank_pairs))
             self.ends[expected_round].append(len(self.rank_pairs))
             self.rank_pairs.append((source, target))
-            self.sizes.append(moved)
+            self.sizes.append(sent.num_tokens * size(source, sent))
             self.passes.append(len(self.count) - 1)
 
 
-def _exchange(
-    part: HeadProgram,
-    *,
-    rank: int,
-    channel: Channel[float],
-    ends: tuple[int, int],
-    machine: Machine,
-    backward: bool,
-) -> None:
-    """An exchange posted at once in the first of the rounds `ends`, another in the last. To heads a rank sends its own
-    tokens, to tokens those of the others."""
-    own, (first, last) = part.ranks.index(rank), ends
-    gathered = machine.exchanged_bytes_per_token(part.degree, gathered=True)
-    scattered = machine.exchanged_bytes_per_token(part.degree, gathered=False)
-    before, after = (scattered, gathered) if backward else (gathered, scattered)
-    for step in range(1, part.degree):
-        to, come = (own + step) % part.degree, (own - step) % part.degree
-        target, source = part.ranks[to], part.ranks[come]
-        channel.sent[rank, target] += [(first, part.tokens[own] * before), (last, part.tokens[to] * after)]
-        channel.expected[source, rank] += [(first, part.tokens[come] * before), (last, part.tokens[own] * after)]
+def _joined(rounds: Sequence[AttentionRound]) -> AttentionRound:
+    """One round with all messages of these."""
+    sends, receives = (tuple(each for step in rounds for each in getattr(step, way)) for way in ("sends", "receives"))
+    return AttentionRound(sends=sends, receives=receives)
 
 
 def messages_of(rank_pairs: Ints, moved: Floats, *, machine: Machine) -> Messages:

@@ -12,7 +12,7 @@ from rayfcp.cost.analytic import FORWARD_AND_BACKWARD, LINEAR_BACKWARD
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import taken
 from rayfcp.program import Encode, Forward, Free, Load, RankProgram, lower
-from rayfcp.program.order import of_kind
+from rayfcp.program.order import check_order, of_kind
 from rayfcp.simulate.encoder import EncoderWork, work_of
 from rayfcp.simulate.machine import Machine, machine_of
 from rayfcp.simulate.memory import memory_over_time
@@ -92,7 +92,8 @@ def simulate(
     Raises:
         ValueError: no programs, programs that disagree or would wait for ever, or a profile that makes no sense.
     """
-    programs = _checked(programs)
+    check_order(programs)
+    programs = [_without_free(each) for each in programs]
     machine = machine_of(
         model,
         hardware,
@@ -118,6 +119,11 @@ def simulate(
         peak_flops=hardware.peak_flops,
         **amounts,
     )
+
+
+def _without_free(program: RankProgram) -> RankProgram:
+    """`Free` takes no time, and only some ranks have it."""
+    return replace(program, instructions=tuple(each for each in program.instructions if not isinstance(each, Free)))
 
 
 def _amounts(
@@ -164,27 +170,6 @@ def _passes(machine: Machine, again: Ints) -> Ints:
         found[:, :, :, device] = before[-1]
         found[:, 0, :, device] += before[again[:, device]]
     return found.reshape(-1, machine.num_devices)
-
-
-def _checked(programs: Sequence[RankProgram]) -> tuple[RankProgram, ...]:
-    """The programs without `Free`, which takes no time and which only some ranks have."""
-    if not programs:
-        raise ValueError("programs is empty, must hold one program for each rank; lower the plan")
-    programs = tuple(
-        replace(program, instructions=tuple(item for item in program.instructions if not isinstance(item, Free)))
-        for program in programs
-    )
-    num_ranks, num_stages = programs[0].num_ranks, programs[0].num_stages
-    places = [(stage, rank) for stage in range(num_stages) for rank in range(num_ranks)]
-    orders = {
-        (program.stage, tuple((type(item), item.microbatch) for item in program.instructions)) for program in programs
-    }
-    if len(orders) > num_stages or [(program.stage, program.rank) for program in programs] != places:
-        raise ValueError(
-            "programs must be those of all stages and ranks, in the order of ranks, with the same passes on a stage; "
-            "lower one plan for all"
-        )
-    return programs
 
 
 def _tokens(programs: Sequence[RankProgram]) -> Floats:

@@ -1,13 +1,12 @@
 """Proof of encodings: every image is encoded once, and every feature reaches the row of its token once."""
 
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections import Counter
+from collections.abc import Sequence
 
 from rayfcp.cost.images import ImageColumns
 from rayfcp.program.instructions import Encode, Load, Range, RankProgram
 from rayfcp.program.order import of_kind
-from rayfcp.values import BatchPlan, EncoderShare, SequenceSpec
+from rayfcp.values import EncoderShare, SequenceSpec
 from rayfcp.verify.tokens import Tokens
 
 Parts = Sequence[tuple[Encode, Load]]
@@ -15,35 +14,6 @@ Parts = Sequence[tuple[Encode, Load]]
 
 Route = tuple[int, tuple[Range, ...], tuple[Range, ...]]
 """(rank that encodes, rows there, rows here)."""
-
-
-def check_shares(plan: BatchPlan, sequences: Sequence[SequenceSpec], *, due: bool = False) -> None:
-    """A plan encodes each image once, in the microbatch that has its tokens, or, if that is not `due`, none.
-
-    Raises:
-        ValueError: names the microbatch, the sequence and the image.
-    """
-    if not due and not any(each.encoding for each in plan.microbatches):
-        return
-    images = ImageColumns.of(sequences)
-    for number, microbatch in enumerate(plan.microbatches):
-        here = {each for group in microbatch.groups for each in group.sequences}
-        mine = images.among(here)
-        times = np.zeros(len(mine), np.int64)
-        for share in microbatch.encoding:
-            theirs = mine.sequence == share.sequence
-            own = theirs & (mine.number >= share.first) & (mine.number < share.last)
-            times += own
-            if not 0 <= share.first < share.last or own.sum() != share.last - share.first:
-                raise ValueError(
-                    f"microbatch {number}: rank {share.rank} encodes images [{share.first}, {share.last}) of "
-                    f"sequence {share.sequence}, of which the microbatch has {theirs.sum()}; plan again"
-                )
-        for wrong in np.flatnonzero(times != 1)[:1].tolist():
-            raise ValueError(
-                f"microbatch {number}: image {mine.number[wrong]} of sequence {mine.sequence[wrong]} is encoded "
-                f"{times[wrong]} times, must be once; plan again"
-            )
 
 
 def check_features(programs: Sequence[RankProgram], sequences: Sequence[SequenceSpec]) -> None:
@@ -74,51 +44,63 @@ def check_features(programs: Sequence[RankProgram], sequences: Sequence[Sequence
 
 
 def _check_once(parts: Parts, mine: ImageColumns, *, microbatch: int) -> None:
-    sizes: Mapping[tuple[int, int], tuple[int, int]] = {
-        (sequence, number): (patches, tokens)
-        for sequence, number, patches, tokens in zip(
-            mine.sequence.tolist(), mine.number.tolist(), mine.patches.tolist(), mine.tokens.tolist(), strict=True
-        )
-    }
-    seen: set[tuple[int, int]] = set()
-    for rank, (item, _) in enumerate(parts):
-        for run in item.images:
-            for number in range(run.first, run.last):
-                key = run.sequence, number
-                if sizes.get(key) != (run.num_patches, run.num_tokens) or key in seen:
-                    raise ValueError(
-                        f"rank {rank}, microbatch {microbatch}: image {number} of sequence {run.sequence}, of "
-                        f"{run.num_patches} patches and {run.num_tokens} tokens, is encoded "
-                        f"{'again' if key in seen else f'but not there, or of others, {sizes.get(key)}'}; each image "
-                        "is encoded once; lower the plan again"
-                    )
-                seen.add(key)
-    if missing := sizes.keys() - seen:
-        sequence, number = min(missing)
+    due = Counter(
+        zip(*(each.tolist() for each in (mine.sequence, mine.number, mine.patches, mine.tokens)), strict=True)
+    )
+    found = Counter(
+        (run.sequence, number, run.num_patches, run.num_tokens)
+        for item, _ in parts
+        for run in item.images
+        for number in range(run.first, run.last)
+    )
+    for image in sorted((due - found) + (found - due)):
+        sequence, number, patches, tokens = image
         raise ValueError(
-            f"microbatch {microbatch}: image {number} of sequence {sequence} is encoded by no rank; each image is "
-            "encoded once; lower the plan again"
+            f"microbatch {microbatch}: image {number} of sequence {sequence}, {patches} patches and {tokens} tokens, "
+            f"is encoded {found[image]} times, must be {due[image]}; lower the plan again"
         )
 
 
 def _check_routes(parts: Parts, mine: ImageColumns, *, microbatch: int) -> None:
-    """The feature that arrives at a row is that of the token loaded there; `check_order` found that one arrives."""
+    """Every encoded row leaves once or stays, and the feature that arrives at a row is that of the token loaded
+    there."""
     made = [_made(item, mine) for item, _ in parts]
     for rank, (item, load) in enumerate(parts):
+        where, features = f"rank {rank}, microbatch {microbatch}", item.features
         due = Tokens.of(load.pieces).cut(item.rows)
-        routes: list[Route] = [(rank, (there,), (here,)) for there, here in item.features.kept]
-        for index, step in enumerate(item.features.rounds):
+        routes: list[Route] = [(rank, (there,), (here,)) for there, here in features.kept]
+        leaving = [there for there, _ in features.kept]
+        for index, step in enumerate(features.rounds):
+            leaving += step.send.ranges if step.send else ()
             if step.receive:
                 sent = parts[step.receive.peer][0].features.rounds[index].send
-                assert sent is not None, "parcels meet"
+                assert sent is not None, "messages meet"
                 routes.append((step.receive.peer, sent.ranges, step.receive.ranges))
+        sizes = (features.rank, features.num_ranks, features.num_tokens, features.num_placed)
+        if sizes != (rank, len(parts), made[rank].num_tokens, due.num_tokens):
+            raise ValueError(
+                f"{where}: features have (rank, num_ranks, num_tokens, num_placed) {sizes}, must be of this rank "
+                "and of the rows that it encodes and takes; lower the plan again"
+            )
+        _check_tiles(leaving, features.num_tokens, what=f"{where}: rows of features that leave the encoder")
+        arriving = [span for _, _, here in routes for span in here]
+        _check_tiles(arriving, features.num_placed, what=f"{where}: rows of features that arrive")
         for source, there, here in routes:
             found, wanted = made[source].cut(there), due.cut(here)
             if found != wanted:
                 raise ValueError(
-                    f"microbatch {microbatch}: features of tokens {found} from rank {source} come to rows of tokens "
-                    f"{wanted} on rank {rank}; lower the plan again"
+                    f"{where}: features of tokens {found} from rank {source} come to rows of tokens {wanted}; lower "
+                    "the plan again"
                 )
+
+
+def _check_tiles(ranges: Sequence[Range], num_rows: int, *, what: str) -> None:
+    """Each row is in exactly one of the ranges."""
+    at = 0
+    for start, stop in [*sorted(ranges), (num_rows, num_rows + 1)]:
+        if start != at or stop <= start:
+            raise ValueError(f"{what}: [{start}, {stop}) where row {at} of {num_rows} is due; each must be there once")
+        at = stop
 
 
 def _made(item: Encode, mine: ImageColumns) -> Tokens:

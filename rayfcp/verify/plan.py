@@ -29,7 +29,7 @@ from rayfcp.values import (
     SequenceSpec,
     Slice,
 )
-from rayfcp.verify.features import check_features, check_shares
+from rayfcp.verify.features import check_features
 from rayfcp.verify.heads import Past, RankPart, first_heads
 from rayfcp.verify.memory import check_buffers, check_memory, check_pacing
 from rayfcp.verify.replay import Replay, check_pairs
@@ -287,7 +287,9 @@ def check_plan(
         ValueError: names the place, the value and its bound.
     """
     check_claims(plan, sequences, cluster=cluster)
-    check_shares(plan, sequences, due=cost is not None and cost.encoder is not None)
+    encodes = any(each.encoding for each in plan.microbatches)
+    if cost and cost.encoder and any(each.images for each in sequences) and not encodes:
+        raise ValueError("plan encodes no images, must encode each image of the sequences once; plan again")
     layouts = layouts_of(plan, sequences)
     for number, (microbatch, layout) in enumerate(zip(plan.microbatches, layouts, strict=True)):
         check_pacing(layout, number=number)

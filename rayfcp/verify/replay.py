@@ -20,7 +20,6 @@ from rayfcp.program.instructions import (
     Attend,
     Attends,
     AttentionProgram,
-    AttentionRound,
     Column,
     Message,
     Payload,
@@ -165,7 +164,10 @@ class Replay:
         self.partials: list[PartialKey] = []
         self._pairs: list[Column] = []
         arriving: dict[int, list[Match[Message]]] = defaultdict(list)
-        for match in _matches(rounds):
+        channel = attention_channel(rounds)
+        if wrong := channel.out_of_step():
+            raise ValueError(f"messages from rank {wrong[0]} to rank {wrong[1]} do not meet in their rounds")
+        for match in channel.matches():
             arriving[match[2]].append(match)
         for index in range(max(map(len, rounds))):
             attends = [steps[index].attends if index < len(steps) else () for steps in rounds]
@@ -233,15 +235,3 @@ class Replay:
         if tokens is None:
             raise ValueError(f"rank {rank} reads slot {slot} before it is filled")
         return tokens
-
-
-def _matches(rounds: Sequence[Sequence[AttentionRound]]) -> list[Match[Message]]:
-    """All messages, each of which meets its partner in its round, on another rank."""
-    channel = attention_channel(rounds)
-    if wrong := channel.out_of_step():
-        raise ValueError(f"messages from rank {wrong[0]} to rank {wrong[1]} do not meet in their rounds")
-    matches = list(channel.matches())
-    for source, target, index, _, sent, _ in matches:
-        if source == target:
-            raise ValueError(f"round {index}: rank {source} sends to itself: {sent}; it holds these tokens already")
-    return matches

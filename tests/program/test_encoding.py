@@ -157,12 +157,12 @@ IMAGE = SequenceSpec(id=0, num_tokens=9, num_targets=8, images=(Images(start=1, 
 @pytest.mark.parametrize(
     ("shares", "words"),
     [
-        ((), "image 0 of sequence 0 is encoded 0 times, must be once"),
+        ((), "plan encodes no images"),
         (
             (EncoderShare(rank=0, sequence=0, first=0, last=1), EncoderShare(rank=1, sequence=0, first=0, last=1)),
-            "image 0 of sequence 0 is encoded 2 times, must be once",
+            "token 0 of sequence 0 is on rank 0 and again on rank 1",
         ),
-        ((EncoderShare(rank=0, sequence=0, first=0, last=2),), r"encodes images \[0, 2\) of .*, of which .* has 1;"),
+        ((EncoderShare(rank=0, sequence=0, first=0, last=2),), r"encodes images \[0, 2\) of sequence 0, must be"),
         ((EncoderShare(rank=0, sequence=3, first=0, last=1),), r"encodes images \[0, 1\) of sequence 3"),
     ],
 )

@@ -155,21 +155,24 @@ def moved(kind: type, microbatch: int, *, to: int) -> Callable[[list[Instruction
 
 
 STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
-    "a send lost": (on_stage(0, without(Send, 1)), "Send of the activation of microbatch 1 to stage 1 is missing"),
-    "a receive lost": (on_stage(1, without(Receive, 1)), "of the activation of microbatch 1 from stage 0 is missing"),
-    "a send twice": (on_stage(0, lambda items: [*items, *[e for e in items if isinstance(e, Send)][:1]]), "is double"),
-    "a send of another flow": (on_stage(0, changed(Send, flow=StageFlow.GRADIENT)), "not due"),
-    "a send to a stage that is none": (on_stage(1, changed(Send, stage=2)), "not due"),
-    "a send to itself": (on_stage(0, changed(Send, stage=0)), "not due"),
-    "a send of other tokens": (on_stage(0, changed(Send, num_tokens=5)), "of 5 tokens, must be the microbatch's"),
-    "a receive of other tokens": (on_stage(1, changed(Receive, num_tokens=5)), "of 5 tokens, must be"),
-    "a receive after its pass": (on_stage(1, moved(Receive, 0, to=-1)), "after the pass"),
-    "a send before its pass": (on_stage(0, moved(Send, 0, to=0)), "before the pass"),
-    "receives that change places": (on_stage(1, moved(Receive, 1, to=0)), "they match in order"),
-    "a free lost": (on_stage(0, without(Free, 0)), "Free names"),
-    "a free twice": (on_stage(0, lambda items: [*items, items[-1]]), "Free names"),
-    "a free of nothing": (on_stage(1, lambda items: [*items, Free(microbatch=2)]), "Free names"),
-    "a free before its backward": (on_stage(0, moved(Free, 0, to=0)), "before its Backward"),
+    "a send lost": (on_stage(0, without(Send, 1)), "microbatch 1: instructions are"),
+    "a receive lost": (on_stage(1, without(Receive, 1)), "microbatch 1: instructions are"),
+    "a send twice": (
+        on_stage(0, lambda items: [*items, *[e for e in items if isinstance(e, Send)][:1]]),
+        "microbatch 0: instructions are",
+    ),
+    "a send of another flow": (on_stage(0, changed(Send, flow=StageFlow.GRADIENT)), "Send of the gradient"),
+    "a send to a stage that is none": (on_stage(1, changed(Send, stage=2)), "to stage 2.*must be"),
+    "a send to itself": (on_stage(0, changed(Send, stage=0)), "to stage 0.*must be"),
+    "a send of other tokens": (on_stage(0, changed(Send, num_tokens=5)), "of microbatch 0, 5 tokens, .*must be"),
+    "a receive of other tokens": (on_stage(1, changed(Receive, num_tokens=5)), "of microbatch 0, 5 tokens, .*must be"),
+    "a receive after its pass": (on_stage(1, moved(Receive, 0, to=-1)), "microbatch 0: instructions are"),
+    "a send before its pass": (on_stage(0, moved(Send, 0, to=0)), r"microbatch 0: instructions are \['Send"),
+    "sends that change places": (on_stage(0, moved(Send, 0, to=8)), "match in order"),
+    "a free lost": (on_stage(0, without(Free, 0)), "must be .*'Free'"),
+    "a free twice": (on_stage(0, lambda items: [*items, items[-1]]), "'Free', 'Free'.*must be"),
+    "a free of nothing": (on_stage(1, lambda items: [*items, Free(microbatch=2)]), "'Free'.*must be"),
+    "a free before its backward": (on_stage(0, moved(Free, 0, to=0)), r"instructions are \['Free'"),
     "a stage that attends otherwise": (
         on_stage(1, lambda items: [replace(e, pieces=()) if isinstance(e, Load) else e for e in items]),
         "same on all stages",
@@ -187,7 +190,7 @@ STAGE_MUTATIONS: dict[str, tuple[Callable[[Programs], Programs], str]] = {
                 ),
             ),
         ],
-        "would wait forever",
+        "must be the same on all ranks of a stage",
     ),
 }
 
@@ -220,7 +223,9 @@ def whole(*orders: str) -> Programs:
 def test_stages_that_wait_for_each_other_are_refused() -> None:
     check_progress(whole("F0 F1 B0 B1", "F0 B0 F1 B1"))
     check_progress(whole("F0 F1 B1 B0", "F0 F1 B1 B0"))
-    with pytest.raises(ValueError, match="stage 0 rank 0 would wait forever at the gradient of microbatch 0, 3 tokens"):
+    with pytest.raises(
+        ValueError, match="stage 0 rank 0 would wait forever at: Receive of the gradient of microbatch 0"
+    ):
         check_progress(whole("F0 B0 F1 B1", "F0 F1 B0 B1"))
 
 

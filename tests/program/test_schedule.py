@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.program import Backward, Forward, RankProgram, Send, check_progress, lower
 from rayfcp.program.lower import stage_instructions
-from rayfcp.program.progress import hand_overs_end
+from rayfcp.program.progress import hand_overs_stuck
 from rayfcp.values import BatchPlan, Group, SequenceSpec
 from tests.examples import examples
 from tests.masks import specs
@@ -77,7 +77,7 @@ def test_sends_at_once_would_wait_for_ever() -> None:
         )
         for each in programs
     ]
-    assert not hand_overs_end(at_once)
+    assert hand_overs_stuck(at_once)
     assert not all(map(follow_at_once, programs))
     near, _ = ahead_by(1, seconds=[1.0], runs=[5, 2, 1, 1], num_stages=4)
     assert all(map(follow_at_once, lower(near, sequences)))

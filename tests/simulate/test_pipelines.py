@@ -188,11 +188,11 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
         simulate(programs, model=MODEL, hardware=machine(), node_of_rank=(0, 0, 1))
     other = staged_programs([[0] * 3] * 2)[1]
     different = replace(other, instructions=(*other.instructions[:2], *other.instructions[3:]))
-    with pytest.raises(ValueError, match="different numbers of microbatches"):
+    with pytest.raises(ValueError, match="Forward names microbatches"):
         simulate((programs[0], different), model=MODEL, hardware=machine())
     kept = tuple(item for item in programs[0].instructions if not (isinstance(item, Send) and item.microbatch == 1))
     unsent = replace(programs[0], instructions=kept)
-    with pytest.raises(ValueError, match="stage 1 receives the activation of microbatch 1, which stage 0 does not"):
+    with pytest.raises(ValueError, match="microbatch 1: instructions are"):
         simulate((unsent, programs[1]), model=MODEL, hardware=machine())
     crossed: list[tuple[Action, ...]] = [actions("F0 B0 F1 B1"), actions("F0 F1 B0 B1")]
     plan: PipelinePlan = pipeline(crossed)
