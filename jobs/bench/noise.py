@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from reprice import reprice
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.placement import node_of_ranks
 from rayfcp.cost.refit import GroupWork, Observation, Refit
 from rayfcp.plan import CostModel, hardware_profile, max_tokens_per_rank, model_profile, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan, ClusterSpec, SequenceSpec
 
 LEVELS = (5, 10, 20, 30, 50)

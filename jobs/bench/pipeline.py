@@ -1,6 +1,6 @@
 """Time of the pipeline planner on one core (CPU time, from lengths to plan, after one untimed plan), how many
-layers are recomputed, how much of the time stages wait, and how far plans are from
-their lower bound.
+layers are recomputed, how much of the time all stages wait at least (bubble), and how far plans are from their lower
+bound.
 
 python jobs/bench/pipeline.py --model gpt-13b --stages 4 --max-seqlen 98304
 """
@@ -9,6 +9,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from rayfcp.compare.distributions import DISTRIBUTIONS, distribution
 from rayfcp.config.models import PipelineOptions, PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
 from rayfcp.plan.pipeline.bound import pipeline_bound
-from rayfcp.plan.pipeline.planner import Found, plan_pipelines
+from rayfcp.plan.pipeline.planner import plan_pipelines
+from rayfcp.plan.strategies.registry import Proposal
 from rayfcp.values import ClusterSpec, SequenceSpec
 
 ANY = 1 << 40
@@ -54,17 +56,23 @@ def main() -> None:
         sys.stdout.write(f"{args.model}, {args.stages} stages of {args.ranks}, {source}: {_line(took, found)}\n")
 
 
-def _line(took: list[float], found: list[tuple[Found, float]]) -> str:
+def _line(took: list[float], found: list[tuple[Proposal, float]]) -> str:
     plans = [plan for plan, _ in found]
     seconds = [sum(each.predicted_s for each in plan.pipelines) for plan in plans]
     layers = [sum(sum(map(sum, each.recomputed_layers)) for each in plan.pipelines) for plan in plans]
+    busy_s = [sum(each.predicted_s for each in plan.microbatches) for plan in plans]
+    bubbles = [1 - busy / whole for busy, whole in zip(busy_s, seconds, strict=True)]
+    slices = [
+        max(Counter(each.sequence for part in plan.microbatches for each in part.slices).values(), default=1)
+        for plan in plans
+    ]
     above = [each / bound_s for each, (_, bound_s) in zip(seconds, found, strict=True)]
     return (
         f"median {statistics.median(took):.0f} ms, max {max(took):.0f} ms; "
         f"{statistics.mean(layers):.0f} layers recomputed; "
-        f"step {statistics.mean(seconds):.3f} s, bubble {100 * statistics.mean(plan.bubble for plan in plans):.1f} %, "
+        f"step {statistics.mean(seconds):.3f} s, bubble {100 * statistics.mean(bubbles):.1f} %, "
         f"plan / bound {statistics.mean(above):.3f}; chunks {min(len(plan.microbatches) for plan in plans)}-"
-        f"{max(len(plan.microbatches) for plan in plans)}, slices up to {max(plan.longest_run for plan in plans)}, "
+        f"{max(len(plan.microbatches) for plan in plans)}, slices up to {max(slices)}, "
         f"pipelines up to {max(len(plan.pipelines) for plan in plans)}"
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from predict_batches import Batch
+from reprice import reprice
 
 from rayfcp.cluster.planning.measured import analytic_cost, combine, measure_cost, without_shards
 from rayfcp.config import Config
@@ -26,7 +27,6 @@ from rayfcp.cost.fit import (
 from rayfcp.execute.calibrate import time_passes
 from rayfcp.execute.engine import RankEngine
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.program import RankProgram, lower
 from rayfcp.simulate import simulate
 from rayfcp.values import BatchPlan, ClusterSpec, HardwareProfile, ModelProfile

@@ -32,11 +32,11 @@ from rayfcp.compare.planning import best_setting, plan_timed
 from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile
-from rayfcp.plan.auto import reprice
 from rayfcp.values import BatchPlan
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "bench"))
 from noise import degree_match, noisy
+from reprice import reprice
 
 STRATEGY = "flex-ring"
 OPTIONS = {"stages": PlanConfig(packing="bfd", degrees="dp"), "joint": PlanConfig()}

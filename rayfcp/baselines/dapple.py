@@ -32,8 +32,7 @@ def propose(
     from rayfcp.plan.pipeline.batch_level import best_pipeline
 
     candidates = _candidates(sequences, cluster=cluster, cost=cost, options=options)
-    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute="halves")
-    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
+    return best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute="halves")
 
 
 def _candidates(

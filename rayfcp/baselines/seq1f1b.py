@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel
-from rayfcp.plan.strategies.elastic_pipeline import propose_pipelines
+from rayfcp.plan.strategies.elastic_pipeline import propose as propose_pipelines
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.values import ClusterSpec, SequenceSpec
 
@@ -26,12 +26,8 @@ def propose(
     fixed = options.pipeline.model_copy(
         update={"chunking": "fixed", "recompute": "uniform", "order": "1f1b", "pipelines": 1}
     )
-    return propose_pipelines(
-        sequences,
-        cluster=cluster,
-        cost=cost,
-        options=options.model_copy(update={"pipeline": fixed}),
-    )
+    options = options.model_copy(update={"pipeline": fixed})
+    return propose_pipelines(sequences, cluster=cluster, cost=cost, options=options)
 
 
 INFO = StrategyInfo(name="seq1f1b", propose=propose, needs_stages=True, slices_sequences=True)

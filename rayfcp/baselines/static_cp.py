@@ -360,8 +360,7 @@ def static_proposal(
         for degree in fitting
         for microbatches in dealt_into(batch, degree=degree, counts=sizes, cost=whole, **given)
     )
-    found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost)
-    return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
+    return best_pipeline(candidates, sequences, cluster=cluster, cost=cost)
 
 
 def propose(

@@ -54,7 +54,7 @@ def plan_candidates(
     check_ids(sequences)
     found = ranked(sequences, cluster=cluster, cost=cost, options=options)[: options.auto_candidates]
     return tuple(
-        _plan(each.strategy, each.proposal, sequences, cluster=cluster, cost=cost, options=options) for each in found
+        _plan(name, proposal, sequences, cluster=cluster, cost=cost, options=options) for name, proposal in found
     )
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.bench.reprice import reprice
 from rayfcp.baselines.magi import blocks_of, cast, cut_chunks, dispatch, needs
 from rayfcp.cost.layout import layout_passes, layout_s
 from rayfcp.cost.work import layout_work
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.program import lower
 from rayfcp.program.attention import lower_attention
 from rayfcp.program.instructions import AttentionRound

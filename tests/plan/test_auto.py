@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jobs.bench.reprice import reprice
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, model_profile, plan_batch, strategy_names
-from rayfcp.plan.auto import MIXED, reprice
+from rayfcp.plan.auto import MIXED
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.values import ClusterSpec, InfeasiblePlanError, SequenceSpec
 from rayfcp.verify import check_plan

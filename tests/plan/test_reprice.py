@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from hypothesis import given
 
+from jobs.bench.reprice import reprice
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import lower_bound, plan_batch
-from rayfcp.plan.auto import reprice
 from rayfcp.plan.pipeline.schedule import one_forward_one_backward, pipeline_plan
 from rayfcp.values import ClusterSpec, SequenceSpec
 from tests.examples import examples

@@ -18,7 +18,7 @@ from rayfcp.plan.pipeline.kernels.passes import Timed, in_turns, makespan_s, reo
 from rayfcp.plan.pipeline.recompute import Recompute, recomputed_layers
 from rayfcp.plan.pipeline.schedule import Order, one_forward_one_backward, peak_bytes, pipeline_plan
 from rayfcp.plan.strategies.registry import Proposal
-from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, PipelinePlan, SequenceSpec
+from rayfcp.values import ClusterSpec, InfeasiblePlanError, MicrobatchPlan, SequenceSpec
 from rayfcp.values.arrays import Ints
 
 ARRANGED = 3
@@ -35,14 +35,6 @@ REPLAYED = 1_000_000
 """Passes of stages that one search of the order replays."""
 
 
-class BatchPipeline(NamedTuple):
-    """Microbatches in the order in which they pass the stages."""
-
-    microbatches: tuple[MicrobatchPlan, ...]
-    pipeline: PipelinePlan
-    reason: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """`turns[i]`: the microbatch that passes as the i-th; `order` of passes in these numbers i;
@@ -52,15 +44,6 @@ class Arrangement:
     turns: Ints
     order: Order
     recomputed: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
-    """A stage, the memory of a rank of it, and what one microbatch at a time needs there at least."""
-
-    stage: int
-    needed_bytes: float
-    available_bytes: float
 
 
 class _Entry(NamedTuple):
@@ -77,7 +60,7 @@ def best_pipeline(
     cost: CostModel,
     recompute: Recompute = "uniform",
     patience: int | None = None,
-) -> BatchPipeline:
+) -> Proposal:
     """The candidate with the least makespan, those that are best by 1F1B each in the best order found.
 
     Beyond the first few, the search ends after `patience` candidates in a row that are much worse than the best.
@@ -97,13 +80,20 @@ def best_pipeline(
     entries.sort(key=lambda each: each.first_s)
     finalists = _finalists(entries)
     if not finalists:
-        raise _infeasible([entry.arranger.shortfall() for entry in entries], num_stages=cluster.num_stages)
+        _, stage, needed_bytes, available_bytes = min(entry.arranger.shortfall() for entry in entries)
+        raise InfeasiblePlanError(
+            f"stage {stage} of {cluster.num_stages} needs {needed_bytes / GIB:.3g} GiB a rank for its microbatches "
+            f"with all layers recomputed, states leave {available_bytes / GIB:.3g} GiB; add ranks or memory, lower "
+            "data.max_seqlen, or use elastic-pipeline, which cuts long sequences"
+        )
     found, (candidate, arranger, _) = min(finalists, key=lambda each: each[0].makespan_s)
     least, most = int(found.recomputed.min()), int(found.recomputed.max())
-    return BatchPipeline(
+    return Proposal(
         microbatches=_in_order(candidate.microbatches, found, arranger.costs, cost=cost),
-        pipeline=pipeline_plan(
-            found.order, start=0, recomputed=found.recomputed[:, found.turns], predicted_s=found.makespan_s
+        pipelines=(
+            pipeline_plan(
+                found.order, start=0, recomputed=found.recomputed[:, found.turns], predicted_s=found.makespan_s
+            ),
         ),
         reason=f"{candidate.reason}, the best of {len(entries)} plans for {cluster.num_stages} stages, "
         f"{least if least == most else f'{least}-{most}'} layers of a stage recomputed",
@@ -141,15 +131,6 @@ def _in_order(
     return tuple(ordered)
 
 
-def _infeasible(short: Sequence[Shortfall], *, num_stages: int) -> InfeasiblePlanError:
-    least = min(short, key=lambda each: each.needed_bytes / max(each.available_bytes, 1.0))
-    return InfeasiblePlanError(
-        f"stage {least.stage} of {num_stages} needs {least.needed_bytes / GIB:.3g} GiB a rank for its "
-        f"microbatches with all layers recomputed, states leave {least.available_bytes / GIB:.3g} GiB; add ranks or "
-        "memory, lower data.max_seqlen, or use elastic-pipeline, which cuts long sequences"
-    )
-
-
 class Arranger:
     """Arrangements of the microbatches of one candidate."""
 
@@ -178,13 +159,15 @@ class Arranger:
         better = self._arranged(found.order, turns)
         return better if better and better.makespan_s < found.makespan_s else found
 
-    def shortfall(self) -> Shortfall:
-        """The stage that lacks most where one microbatch passes at a time and recomputes all layers."""
+    def shortfall(self) -> tuple[float, int, float, float]:
+        """The stage that lacks most where one microbatch passes at a time and recomputes all layers: needed over
+        available memory, the stage, and the bytes of both."""
         held = self.costs.held
         order = one_forward_one_backward([1] * self._count, num_stages=self._num_stages, most=0)
         peaks = peak_bytes(order, held=held, recomputed=held.layers[:, None])
         stage = int(np.argmax(peaks / held.budget))
-        return Shortfall(stage=stage, needed_bytes=float(peaks[stage]), available_bytes=float(held.budget[stage]))
+        needed_bytes, available_bytes = float(peaks[stage]), float(held.budget[stage])
+        return needed_bytes / max(available_bytes, 1.0), stage, needed_bytes, available_bytes
 
     def _by_1f1b(self, *, ahead: int, most: int | None = None) -> list[Arrangement]:
         order = one_forward_one_backward([1] * self._count, num_stages=self._num_stages, ahead=ahead, most=most)

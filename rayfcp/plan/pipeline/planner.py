@@ -28,16 +28,8 @@ from rayfcp.plan.pipeline.chunks import (
 )
 from rayfcp.plan.pipeline.evaluate import ChunkLoads, ChunkPipeline, Place, loads_of, piped
 from rayfcp.plan.pipeline.schedule import pipeline_plan
-from rayfcp.values import (
-    ClusterSpec,
-    Group,
-    InfeasiblePlanError,
-    MicrobatchPlan,
-    PipelinePlan,
-    Primitive,
-    SequenceSpec,
-    Slice,
-)
+from rayfcp.plan.strategies.registry import Proposal
+from rayfcp.values import ClusterSpec, Group, InfeasiblePlanError, MicrobatchPlan, Primitive, SequenceSpec, Slice
 
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 128, 192, 256)
 """Slices of the longest sequence."""
@@ -216,19 +208,9 @@ class Draft(NamedTuple):
     loads: ChunkLoads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The best plan; `bubble`: the share of all stages' time in which they wait."""
-
-    microbatches: tuple[MicrobatchPlan, ...]
-    pipelines: tuple[PipelinePlan, ...]
-    longest_run: int
-    bubble: float
-
-
 def plan_pipelines(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
-) -> Found:
+) -> Proposal:
     """The fastest plan found.
 
     Raises:
@@ -247,7 +229,7 @@ def plan_pipelines(
         if best is None or seconds < best[0]:
             best = seconds, draft, found
     assert best is not None  # of one candidate at least
-    return _assembled(best[1], best[2])
+    return _assembled(best[1], best[2], chunking=options.pipeline.chunking)
 
 
 class RecipeSearch:
@@ -342,14 +324,14 @@ def _grouped(draft: Draft, *, options: PipelineOptions) -> tuple[ChunkPipeline, 
     return apart if sum(each.makespan_s for each in apart) < whole.makespan_s else (whole,)
 
 
-def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...]) -> Found:
+def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...], *, chunking: str) -> Proposal:
     layers = np.concatenate([each.layers for each in found], axis=1)
     times = draft.loads.times
     backward_s = times.recomputing(layers.astype(np.float64))
     starts = np.cumsum([0, *[each.layers.shape[1] for each in found]]).tolist()
-    total_s = sum(each.makespan_s for each in found)
-    busy_s = float((times.forward_s + backward_s).sum(axis=1).mean())
-    return Found(
+    longest_run = max(draft.loads.runs)
+    cut = f"the longest sequence in {longest_run} slices" if longest_run > 1 else "sequences whole"
+    return Proposal(
         microbatches=microbatches_of(
             draft.chunked,
             draft.batch,
@@ -361,8 +343,7 @@ def _assembled(draft: Draft, found: tuple[ChunkPipeline, ...]) -> Found:
             pipeline_plan(each.order, start=start, recomputed=each.layers, predicted_s=each.makespan_s)
             for each, start in zip(found, starts, strict=False)
         ),
-        longest_run=max(draft.loads.runs),
-        bubble=1.0 - busy_s / total_s if total_s > 0 else 0.0,
+        reason=f"chunks of equal {'time' if chunking == 'balanced' else 'tokens'}, {cut}, the best that was replayed",
     )
 
 

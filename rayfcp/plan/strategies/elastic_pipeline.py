@@ -9,7 +9,7 @@ chunk, by the faster of the primitives that are allowed (the paper: Ulysses).
 
 from collections.abc import Sequence
 
-from rayfcp.config.models import PipelineOptions, PlanConfig
+from rayfcp.config.models import PlanConfig
 from rayfcp.cost.model import CostModel, slowed, speeds_of
 from rayfcp.plan.strategies.registry import Proposal, StrategyInfo
 from rayfcp.plan.strategies.stages import check_stages
@@ -19,33 +19,17 @@ from rayfcp.values import ClusterSpec, SequenceSpec
 def propose(
     sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
 ) -> Proposal:
-    """The fastest plan found with `options.pipeline`.
+    """The fastest plan found with `options.pipeline`. Chunks pass through all ranks of a stage, so that a slow rank
+    slows every one of them: seconds are those of the slowest rank, work cannot be balanced.
 
     Raises:
         InfeasiblePlanError: memory permits no plan.
     """
-    return propose_pipelines(sequences, cluster=cluster, cost=cost, options=options)
-
-
-def propose_pipelines(
-    sequences: Sequence[SequenceSpec], *, cluster: ClusterSpec, cost: CostModel, options: PlanConfig
-) -> Proposal:
-    """The pipeline planner's answer, with options of `options.pipeline`. Chunks pass through all ranks of a stage, so
-    that a slow rank slows every one of them: seconds are those of the slowest rank, work cannot be balanced."""
     from rayfcp.plan.pipeline.planner import plan_pipelines
 
     check_stages(cost, num_stages=cluster.num_stages)
     priced = slowed(cost, speed=float(speeds_of(cluster).min()))
-    found = plan_pipelines(sequences, cluster=cluster, cost=priced, options=options)
-    return Proposal(
-        microbatches=found.microbatches, reason=_reason(found.longest_run, options.pipeline), pipelines=found.pipelines
-    )
-
-
-def _reason(slices: int, options: PipelineOptions) -> str:
-    cut = f"the longest sequence in {slices} slices" if slices > 1 else "sequences whole"
-    how = {"balanced": "chunks of equal time", "fixed": "chunks of equal tokens"}[options.chunking]
-    return f"{how}, {cut}, the best that was replayed"
+    return plan_pipelines(sequences, cluster=cluster, cost=priced, options=options)
 
 
 INFO = StrategyInfo(

@@ -37,8 +37,7 @@ def in_stages(base: Propose, *, recompute: "Recompute" = "uniform", patience: in
         from rayfcp.plan.pipeline.batch_level import best_pipeline
 
         candidates = _candidates(base, sequences, cluster=cluster, cost=cost, options=options)
-        found = best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute=recompute, patience=patience)
-        return Proposal(microbatches=found.microbatches, reason=found.reason, pipelines=(found.pipeline,))
+        return best_pipeline(candidates, sequences, cluster=cluster, cost=cost, recompute=recompute, patience=patience)
 
     return propose
 
