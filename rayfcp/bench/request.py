@@ -230,4 +230,4 @@ def _setting(request: BenchRequest) -> Setting:
         model, hardware, num_ranks=request.num_ranks, bytes_per_element=BYTES[request.dtype], reduce_every="step"
     )
     cluster = ClusterSpec(num_ranks=request.num_ranks, max_tokens_per_rank=BUDGET_RATIO * request.tokens_per_rank)
-    return Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
+    return Setting(model=model, hardware=hardware, recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
