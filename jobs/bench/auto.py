@@ -22,10 +22,10 @@ from rayfcp.compare.comparison import plan_auto_timed
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import OPTIONS, best_setting, plan_timed
 from rayfcp.compare.results import timeline_of
-from rayfcp.compare.settings import Setting, family_of
+from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.plan import hardware_profile, model_profile, strategy_names
 from rayfcp.program import lower
-from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
+from rayfcp.values import BatchPlan, InfeasiblePlanError
 from rayfcp.verify import check_plan
 
 DISTRIBUTIONS = ("lognormal", "bimodal", "long-tail", "github")
@@ -81,20 +81,15 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     """
     model, hardware = model_profile(inputs.model), hardware_profile(inputs.hardware)
     batches = batches_of(inputs, model=model)
-    settings = family_of(
-        "auto", inputs, model=model, hardware=hardware, longest=max(lengths_of(batches)), num_stages=inputs.stages
-    ).settings
+    settings = settings_of(
+        inputs, model=model, hardware=hardware, longest=max(lengths_of(batches)), num_stages=inputs.stages
+    )
     setting = best_setting("auto", batches[0], settings=settings, options=OPTIONS)
-    singles = {name: _single(name, batches, setting=setting, model=model, hardware=hardware) for name in strategies}
+    singles = {name: _single(name, batches, setting=setting) for name in strategies}
     single_s = {name: seconds for name, seconds in singles.items() if seconds}
-    found = [
-        plan_auto_timed(batch, setting=setting, options=OPTIONS, model=model, hardware=hardware) for batch in batches
-    ]
+    found = [plan_auto_timed(batch, setting=setting, options=OPTIONS) for batch in batches]
     check_plan(found[0][0], batches[0], cluster=setting.cluster, cost=setting.cost)
-    auto_s = [
-        _simulated(plan, batch, setting=setting, model=model, hardware=hardware)
-        for (plan, _), batch in zip(found, batches, strict=True)
-    ]
+    auto_s = [_simulated(plan, batch, setting=setting) for (plan, _), batch in zip(found, batches, strict=True)]
     return Case(
         distribution=inputs.lengths.removeprefix("dist:"),
         devices=inputs.devices,
@@ -107,25 +102,18 @@ def run(inputs: Inputs, *, strategies: Sequence[str]) -> Case:
     )
 
 
-def _single(
-    name: str, batches: Sequence[Batch], *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
-) -> list[float]:
+def _single(name: str, batches: Sequence[Batch], *, setting: Setting) -> list[float]:
     """Seconds of each batch; none if the strategy has no plan for one of them."""
     try:
         plans = [plan_timed(batch, strategy=name, setting=setting, options=OPTIONS)[0] for batch in batches]
     except InfeasiblePlanError:
         return []
-    return [
-        _simulated(plan, batch, setting=setting, model=model, hardware=hardware)
-        for plan, batch in zip(plans, batches, strict=True)
-    ]
+    return [_simulated(plan, batch, setting=setting) for plan, batch in zip(plans, batches, strict=True)]
 
 
-def _simulated(
-    plan: BatchPlan, batch: Batch, *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
-) -> float:
+def _simulated(plan: BatchPlan, batch: Batch, *, setting: Setting) -> float:
     programs = lower(plan, batch, reduce_every=setting.reduce_every)
-    return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
+    return timeline_of(programs, setting=setting).iteration_s
 
 
 def _inputs(args: argparse.Namespace, distribution: str, devices: int, stages: int) -> Inputs:

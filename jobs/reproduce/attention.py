@@ -109,7 +109,9 @@ def bench_of(args: argparse.Namespace, *, num_ranks: int, tokens_per_rank: int |
     )
     room = ROOM * (tokens_per_rank or args.tokens_per_rank)
     cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=room)
-    setting = Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
+    setting = Setting(
+        model=model, hardware=hardware, recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost
+    )
     more = getattr(args, "max_microbatches", 0)
     return Bench(model=model, hardware=hardware, setting=setting, max_microbatches=more)
 

@@ -27,11 +27,9 @@ from rayfcp.values import (
     BatchPlan,
     ClusterSpec,
     Group,
-    HardwareProfile,
     Images,
     InfeasiblePlanError,
     MicrobatchPlan,
-    ModelProfile,
     Primitive,
     SequenceSpec,
 )
@@ -53,8 +51,6 @@ def everywhere_s(
     *,
     settings: Sequence[Setting],
     options: PlanConfig,
-    model: ModelProfile,
-    hardware: HardwareProfile,
 ) -> float | None:
     """Simulated seconds of the best degree and setting; None where none holds the longest sequence."""
     found = tuned(strategy, batch, settings=settings, options=options)
@@ -62,7 +58,7 @@ def everywhere_s(
         return None
     programs = lower(found.plan, batch, reduce_every=found.setting.reduce_every)
     programs = encoded_everywhere(programs, found.plan)
-    return timeline_of(programs, model=model, hardware=hardware, setting=found.setting).iteration_s
+    return timeline_of(programs, setting=found.setting).iteration_s
 
 
 def tuned(strategy: str, batch: Batch, *, settings: Sequence[Setting], options: PlanConfig) -> Tuned | None:

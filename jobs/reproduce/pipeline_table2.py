@@ -18,7 +18,7 @@ import numpy as np
 from pipelines import MODELS, ablated, model_name, pipeline_parser
 from tables import exit_code, lengths_name, log, show, table, write_json
 
-from rayfcp.compare.settings import family_of
+from rayfcp.compare.settings import settings_of
 from rayfcp.config.models import PipelineOptions
 from rayfcp.cost.microbatches import chunk_passes, chunks_of
 
@@ -58,7 +58,9 @@ def _row(args: Any, source: str, name: str) -> dict[str, Any]:
         log(f"{name}: {entry.reason}")
         return row
     case, (scene,) = found.case, found.scenes
-    setting = family_of(entry.strategy, found.inputs, model=case.model, hardware=case.hardware, longest=1).settings[0]
+    setting, *_ = settings_of(
+        found.inputs, model=case.model, hardware=case.hardware, longest=1, num_stages=entry.num_stages
+    )
     sequences = case.batches[0]
     columns = chunks_of(scene.plan.microbatches, by_id={each.id: each for each in sequences})
     group = scene.plan.microbatches[0].groups[0]

@@ -23,13 +23,13 @@ from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.lengths import Batch, draw_batches, lengths_of
 from rayfcp.compare.planning import OPTIONS, options_of
 from rayfcp.compare.results import Entry
-from rayfcp.compare.settings import Setting, family_of, rank_profile
+from rayfcp.compare.settings import Setting, rank_profile, settings_of
 from rayfcp.config import ConfigError
 from rayfcp.config.models import PipelineOptions
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.assembly import columns_of
 from rayfcp.simulate import simulate_plan
-from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile, Primitive
+from rayfcp.values import BatchPlan, InfeasiblePlanError, Primitive
 
 SYSTEMS = {
     "Megatron": "static-cp",
@@ -96,11 +96,6 @@ def configured(
     model = model_profile(inputs.model)
     if inputs.devices < tensor_parallel * degree:
         return None
-    try:
-        hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=tensor_parallel)
-    except ConfigError as error:
-        log(f"{strategy}: {error}")
-        return None
     (sequences, *_) = draw_batches(
         source,
         num_batches=inputs.batches,
@@ -109,16 +104,21 @@ def configured(
         seed=inputs.seed,
         model=model,
     )
-    family = family_of(strategy, inputs, model=model, hardware=hardware, longest=max(lengths_of([sequences])))
+    try:
+        hardware = rank_profile(hardware_profile(inputs.hardware), model, tensor_parallel=tensor_parallel)
+        settings = settings_of(inputs, model=model, hardware=hardware, longest=max(lengths_of([sequences])))
+    except (ConfigError, InfeasiblePlanError) as error:
+        log(f"{strategy}: {error}")
+        return None
     primitive = Primitive.ULYSSES if strategy == "ulysses" else Primitive.RING
     plans = [
         (plan, setting)
-        for setting in family.settings
+        for setting in settings
         if (plan := _static(sequences, setting=setting, degree=degree, primitive=primitive)) is not None
     ]
     if not plans:
         return None
-    return min(_simulated(plan, sequences, setting, model=model, hardware=hardware) for plan, setting in plans)
+    return min(_simulated(plan, sequences, setting) for plan, setting in plans)
 
 
 def _static(sequences: Batch, *, setting: Setting, degree: int, primitive: Primitive) -> BatchPlan | None:
@@ -145,10 +145,10 @@ def _static(sequences: Batch, *, setting: Setting, degree: int, primitive: Primi
     )
 
 
-def _simulated(
-    plan: BatchPlan, sequences: Batch, setting: Setting, *, model: ModelProfile, hardware: HardwareProfile
-) -> float:
-    timeline = simulate_plan(plan, sequences, model=model, hardware=hardware, reduce_every=setting.reduce_every)
+def _simulated(plan: BatchPlan, sequences: Batch, setting: Setting) -> float:
+    timeline = simulate_plan(
+        plan, sequences, model=setting.model, hardware=setting.hardware, reduce_every=setting.reduce_every
+    )
     return timeline.iteration_s
 
 

@@ -31,7 +31,7 @@ from tables import exit_code, inputs_of, lengths_name, log, parser_of, show, tab
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.lengths import lengths_of
-from rayfcp.compare.settings import family_of
+from rayfcp.compare.settings import settings_of
 from rayfcp.values import InfeasiblePlanError
 
 MODELS = ("internvl3-2b", "internvl2.5-4b", "internvl3-8b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b")
@@ -122,17 +122,16 @@ def _row(args: argparse.Namespace, *, vision: str, model: str, source: str) -> d
 def _everywhere_s(asked: Inputs, comparison: Comparison, name: str) -> float | None:
     """Mean over the batches of a comparison; None where one has no plan."""
     case = comparison.case
-    family = family_of(
-        name, asked, model=case.model, hardware=case.hardware, longest=max(lengths_of(case.batches)), num_stages=1
-    )
+    try:
+        settings = settings_of(asked, model=case.model, hardware=case.hardware, longest=max(lengths_of(case.batches)))
+    except InfeasiblePlanError:
+        return None
     seconds = [
         everywhere_s(
             name,
             batch,
-            settings=family.settings,
+            settings=settings,
             options=case.options,
-            model=case.model,
-            hardware=case.hardware,
         )
         for batch in case.batches
     ]

@@ -30,7 +30,7 @@ from rayfcp.compare.results import timeline_of
 from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.plan import hardware_profile
 from rayfcp.program import lower
-from rayfcp.values import BatchPlan, HardwareProfile, ModelProfile
+from rayfcp.values import BatchPlan
 
 STRATEGY = "flex-ring"
 LENGTHS = ("dist:msrvtt", "dist:internvid", "dist:openvid")
@@ -81,23 +81,19 @@ def _errors(args: argparse.Namespace, *, model: str, source: str) -> list[dict[s
         seed=inputs.seed,
         model=profile,
     )
-    settings = settings_of(
-        inputs, model=profile, hardware=hardware, num_ranks=args.devices, longest=max(lengths_of(batches))
-    )
+    settings = settings_of(inputs, model=profile, hardware=hardware, longest=max(lengths_of(batches)))
     setting = best_setting(STRATEGY, batches[0], settings=settings)
-    return [{"lengths": source, **_off(batch, setting=setting, model=profile, hardware=hardware)} for batch in batches]
+    return [{"lengths": source, **_off(batch, setting=setting)} for batch in batches]
 
 
-def _off(batch: Batch, *, setting: Setting, model: ModelProfile, hardware: HardwareProfile) -> dict[str, float]:
+def _off(batch: Batch, *, setting: Setting) -> dict[str, float]:
     plan, _ = plan_timed(batch, strategy=STRATEGY, setting=setting)
     encoder_s = sum(each.encoder_s for each in plan.microbatches)
-    step_s = _replayed_s(plan, batch, setting=setting, model=model, hardware=hardware)
+    step_s = _replayed_s(plan, batch, setting=setting)
     language_s = _replayed_s(
         _without_pictures(plan),
         tuple(replace(each, images=()) for each in batch),
-        setting=setting,
-        model=replace(model, vision=None),
-        hardware=hardware,
+        setting=replace(setting, model=replace(setting.model, vision=None)),
     )
     return {
         "language": _per_cent(plan.predicted_s - encoder_s, language_s),
@@ -114,11 +110,9 @@ def _without_pictures(plan: BatchPlan) -> BatchPlan:
     return replace(plan, microbatches=microbatches)
 
 
-def _replayed_s(
-    plan: BatchPlan, batch: Batch, *, setting: Setting, model: ModelProfile, hardware: HardwareProfile
-) -> float:
+def _replayed_s(plan: BatchPlan, batch: Batch, *, setting: Setting) -> float:
     programs = lower(plan, batch, reduce_every=setting.reduce_every)
-    return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
+    return timeline_of(programs, setting=setting).iteration_s
 
 
 def _per_cent(predicted_s: float, replayed_s: float) -> float:

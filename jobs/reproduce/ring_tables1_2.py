@@ -108,7 +108,6 @@ def _timed(args: argparse.Namespace, name: str, *, source: str, size: int, devic
         inputs,
         model=model,
         hardware=hardware_profile(args.hardware),
-        num_ranks=devices,
         longest=max(lengths_of(batches)),
     )
     setting = best_setting(STRATEGY, batches[0], settings=settings, options=PLANNERS[name])

@@ -96,7 +96,6 @@ def _setting(args: argparse.Namespace, *, source: str, devices: int, batches: Ba
         inputs,
         model=model_profile(args.model),
         hardware=hardware_profile(args.hardware),
-        num_ranks=devices,
         longest=max(lengths_of(batches)),
     )
     return best_setting(STRATEGY, batches[0], settings=settings, options=OPTIONS["joint"])

@@ -8,7 +8,6 @@ from typing import Any
 from rayfcp.compare.arguments import Inputs, chosen
 from rayfcp.compare.comparison import Case, Comparison, Log, model_of
 from rayfcp.compare.layouts import (
-    Effort,
     LayoutCandidate,
     LayoutSearch,
     ParallelLayout,
@@ -16,7 +15,6 @@ from rayfcp.compare.layouts import (
     layouts,
     misfit,
     planned_memory_gib,
-    view_of,
 )
 from rayfcp.compare.lengths import batches_of, lengths_of
 from rayfcp.compare.page import SIDEWAYS
@@ -28,39 +26,6 @@ from rayfcp.plan import hardware_profile
 from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.page import table
 from rayfcp.telemetry.summary import counted, number, seconds
-from rayfcp.values import HardwareProfile, ModelProfile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdviceRequest:
-    """A comparison and the sizes that are searched.
-
-    `stages`, `tensor_parallel`: None where they are searched; `inputs` has 1 there. `data`: the run's data, if known.
-    """
-
-    inputs: Inputs
-    stages: int | None = None
-    tensor_parallel: int | None = None
-    data: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.inputs.max_tokens_per_rank is not None:
-            raise ConfigError(
-                f"--max-tokens-per-rank is {self.inputs.max_tokens_per_rank}, must not be given where layouts are "
-                "compared, since each holds a different number of tokens; give --memory-gib"
-            )
-
-    @property
-    def searched(self) -> str:
-        """Name the searched sizes."""
-        parts = ["pipeline stages"] * (self.stages is None)
-        parts += ["tensor-parallel devices"] * (self.tensor_parallel is None)
-        return " and ".join(parts) + " searched" if parts else ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the inputs by name, `auto` for what is searched."""
-        sizes = {"stages": self.stages, "tensor_parallel": self.tensor_parallel}
-        return self.inputs.as_json() | {name: "auto" if value is None else value for name, value in sizes.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +64,7 @@ class Advice:
     baseline system.
     """
 
-    request: AdviceRequest
+    inputs: Inputs
     memory_gib: float
     comparison: Comparison
     layouts: tuple[ParallelLayout, ...]
@@ -111,7 +76,7 @@ class Advice:
     def as_json(self) -> dict[str, Any]:
         """Return the JSON contract of a comparison, with the layouts and the recommendation."""
         given = self.comparison.as_json()
-        inputs = {**given["inputs"], **self.request.as_json(), "memory_gib": self.memory_gib}
+        inputs = {**given["inputs"], "memory_gib": self.memory_gib}
         layouts = [trial.as_json() for trial in self.trials]
         for layout, why in self.misfits.items():
             sizes = {"num_stages": layout.num_stages, "tensor_parallel": layout.tensor_parallel}
@@ -129,28 +94,25 @@ class Advice:
 
 
 class Advisor:
-    """Search of layouts for one request; strategies share the layout candidates.
+    """Search of layouts for one comparison; strategies share the layout candidates.
 
     Raises:
         ConfigError: Inputs that cannot be used, in one line.
     """
 
-    def __init__(self, request: AdviceRequest, *, effort: Effort | None = None) -> None:
-        self._request, self._effort = request, effort or Effort()
+    def __init__(self, inputs: Inputs) -> None:
+        if inputs.max_tokens_per_rank is not None:
+            raise ConfigError(
+                f"--max-tokens-per-rank is {inputs.max_tokens_per_rank}, must not be given where layouts are "
+                "compared, since each holds a different number of tokens; give --memory-gib"
+            )
+        self.inputs = inputs
         self._log: Log = lambda _: None
-        self.model: ModelProfile = model_of(request.inputs)
-        self.hardware: HardwareProfile = hardware_profile(request.inputs.hardware)
-        self._inputs = replace(
-            request.inputs, memory_gib=planned_memory_gib(request.inputs, self.hardware), strategies=()
-        )
-        self._names, self._options = chosen(request.inputs.strategies), options_of(request.inputs)
-        self.batches = batches_of(request.inputs, model=self.model)
-        self.layouts = layouts(
-            request.inputs.devices,
-            hardware=self.hardware,
-            stages=request.stages,
-            tensor_parallel=request.tensor_parallel,
-        )
+        self._model, self._hardware = model_of(inputs), hardware_profile(inputs.hardware)
+        self._memory_gib = planned_memory_gib(inputs, self._hardware)
+        self._names, self._options = chosen(inputs.strategies), options_of(inputs)
+        self._batches = batches_of(inputs, model=self._model)
+        self.layouts = layouts(inputs, hardware=self._hardware)
         self._candidates: dict[tuple[ParallelLayout, bool], LayoutCandidate] = {}
         self._searched: dict[tuple[str, bool], tuple[Trial, ...]] = {}
 
@@ -162,14 +124,13 @@ class Advisor:
     def advise(self, *, log: Log = lambda _: None) -> Advice:
         """Search strategy by strategy; `log` receives the next piece of work."""
         self._log = log
-        self._log(f"{len(self._names)} strategies on {len(self.layouts)} layouts of {self._inputs.devices} devices")
+        self._log(f"{len(self._names)} strategies on {len(self.layouts)} layouts of {self.inputs.devices} devices")
         own = [trial for name in self._names for trial in self._trials(name, self.layouts, split=False)]
         systems = {system.name: best for system in BASELINE_SYSTEMS if (best := self._best_of(system)) is not None}
-        assert self._inputs.memory_gib is not None
         misfits = {layout: self._misfit(layout) for layout in self.layouts}
         return Advice(
-            request=self._request,
-            memory_gib=self._inputs.memory_gib,
+            inputs=self.inputs,
+            memory_gib=self._memory_gib,
             comparison=self._comparison(own, systems=systems),
             layouts=self.layouts,
             misfits={layout: why for layout, why in misfits.items() if why},
@@ -182,21 +143,26 @@ class Advisor:
         """Return the candidate of a layout; `split`: the vocabulary is split over tensor-parallel devices."""
         key = layout, split and layout.tensor_parallel > 1
         if key not in self._candidates:
-            view = view_of(
-                layout, inputs=self._inputs, model=self.model, hardware=self.hardware, split_vocabulary=key[1]
+            self._candidates[key] = LayoutCandidate(
+                layout,
+                inputs=replace(self.inputs, memory_gib=self._memory_gib),
+                model=self._model,
+                hardware=self._hardware,
+                batches=self._batches,
+                options=self._options,
+                split_vocabulary=key[1],
             )
-            self._candidates[key] = LayoutCandidate(view, model=self.model, batches=self.batches, options=self._options)
         return self._candidates[key]
 
     def _misfit(self, layout: ParallelLayout) -> str:
-        return misfit(layout, inputs=self._inputs, model=self.model, hardware=self.hardware)
+        return misfit(layout, inputs=self.inputs, model=self._model, hardware=self._hardware)
 
     def _trials(self, name: str, layouts: Sequence[ParallelLayout], *, split: bool) -> tuple[Trial, ...]:
         fitting = [layout for layout in layouts if suits(name, layout) and not self._misfit(layout)]
         candidates = [self.candidate(layout, split=split) for layout in fitting]
-        key = name, any(candidate.view.split_vocabulary for candidate in candidates)
+        key = name, any(candidate.split_vocabulary for candidate in candidates)
         if key not in self._searched:
-            self._searched[key] = LayoutSearch(name, candidates, effort=self._effort, log=self._log).run()
+            self._searched[key] = LayoutSearch(name, candidates, log=self._log).run()
         return self._searched[key]
 
     def _best_of(self, system: BaselineSystem) -> Trial | None:
@@ -205,7 +171,7 @@ class Advisor:
 
     def _comparison(self, trials: Sequence[Trial], *, systems: dict[str, Trial]) -> Comparison:
         """Return every strategy on its best layout."""
-        entries, scenes, devices = [], [], self._inputs.devices
+        entries, scenes, devices = [], [], self.inputs.devices
         for name in self._names:
             own = [trial for trial in trials if trial.strategy == name]
             best = fastest(own)
@@ -216,11 +182,11 @@ class Advisor:
                 entries.append(best.entry)
                 scenes += [best.scene] if best.scene else []
         case = Case(
-            model=self.model, hardware=self.hardware, num_ranks=devices, batches=self.batches, options=self._options
+            model=self._model, hardware=self._hardware, num_ranks=devices, batches=self._batches, options=self._options
         )
         system, trial = min(systems.items(), key=lambda each: each[1].iteration_s, default=("", None))
         return Comparison(
-            inputs=self._request.inputs,
+            inputs=self.inputs,
             case=case,
             entries=tuple(entries),
             scenes=tuple(scenes),
@@ -234,7 +200,7 @@ class Advisor:
         if suited:
             return self._misfit(suited[0])
         needs = "needs pipeline stages" if get(name).needs_stages else "is compared without pipeline stages"
-        return f"{name} {needs}, --stages is {self._request.stages}; give auto"
+        return f"{name} {needs}, --stages is {self.inputs.stages}; give auto"
 
 
 def fastest(trials: Sequence[Trial]) -> Trial | None:
@@ -311,7 +277,7 @@ def _layout_rows(advice: Advice) -> list[list[str]]:
     names = list(dict.fromkeys(trial.strategy for trial in advice.trials))
     rows = [["stages", "tensor", "ranks", *names]]
     for layout in advice.layouts:
-        sizes = [layout.num_stages, layout.tensor_parallel, advice.request.inputs.devices // layout.devices_per_rank]
+        sizes = [layout.num_stages, layout.tensor_parallel, advice.inputs.devices // layout.devices_per_rank]
         rows.append([*map(str, sizes), *(_time_text(advice, name, layout) for name in names)])
     return rows
 

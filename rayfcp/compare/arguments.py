@@ -50,7 +50,8 @@ class Inputs:
     `lengths`: file or `dist:NAME`. `model`, `hardware`: names or YAML paths. `frozen_vision`: the vision encoder is not
     trained. None means `memory_gib` of the hardware, no fixed `max_tokens_per_rank`, and the best `recompute_layers`,
     `reduce_every` and (with stages) `gather_every` of each strategy. `packing`, `degrees`: as `plan.packing` and
-    `plan.degrees` of a run; bfd and dp are the paper's two stages.
+    `plan.degrees` of a run; bfd and dp are the paper's two stages. `searched`: which of `stages` and `tensor_parallel`,
+    here 1, are searched.
     """
 
     lengths: str
@@ -72,13 +73,13 @@ class Inputs:
     degrees: Degrees = "exact"
     strategies: tuple[str, ...] = ("all",)
     seed: int = 0
+    searched: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields by name, `auto` for what each strategy chooses."""
-        given = {name: getattr(self, name) for name in self.__slots__}
-        for name in ("recompute_layers", "reduce_every", "gather_every"):
-            given[name] = "auto" if given[name] is None else given[name]
-        return {**given, "strategies": list(self.strategies)}
+        """Return the fields by name, `auto` for what is searched and what each strategy chooses."""
+        given = {name: getattr(self, name) for name in self.__slots__ if name != "searched"}
+        chosen = [name for name in ("recompute_layers", "reduce_every", "gather_every") if given[name] is None]
+        return given | dict.fromkeys((*chosen, *self.searched), "auto") | {"strategies": list(self.strategies)}
 
 
 EXAMPLES = """\

@@ -3,14 +3,13 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from rayfcp.compare.advice import AdviceRequest, Advisor, format_layouts, layout_section
+from rayfcp.compare.advice import Advisor, format_layouts, layout_section
 from rayfcp.compare.arguments import Inputs, chosen
-from rayfcp.compare.comparison import compare
+from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
 from rayfcp.compare.run_config import run_config_text
 from rayfcp.compare.table import format_table
@@ -48,45 +47,36 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--data is given without --write-config, of which it is a part; give --write-config its path too"
         )
-    if arguments.write_config is not None or None in (arguments.stages, arguments.tensor_parallel):
-        _advise(inputs, arguments)
-        return
-    with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
-        comparison = compare(inputs, log=progress)
-    sys.stdout.write(f"{format_table(comparison)}\n")
-    _write_all(arguments, results=comparison.as_json(), page=lambda: render(comparison))
-
-
-def _advise(inputs: Inputs, arguments: argparse.Namespace) -> None:
-    """Search layouts, and write a configuration if requested."""
-    request = AdviceRequest(
-        inputs=inputs, stages=arguments.stages, tensor_parallel=arguments.tensor_parallel, data=arguments.data
-    )
-    advisor = Advisor(request)
-    with Progress(advisor.num_pairs) as progress:
-        advice = advisor.advise(log=progress)
-    sys.stdout.write(f"{format_table(advice.comparison)}\n\n{format_layouts(advice)}\n")
-    _write_all(
-        arguments,
-        results=advice.as_json(),
-        page=lambda: render(advice.comparison, more=layout_section(advice), searched=advice.request.searched),
-    )
-    if arguments.write_config is not None:
-        _write("--write-config", arguments.write_config, text=run_config_text(advice))
-
-
-def _write_all(arguments: argparse.Namespace, *, results: dict[str, Any], page: Callable[[], str]) -> None:
-    if arguments.json is not None:
-        _write("--json", arguments.json, text=json.dumps(results, indent=1) + "\n")
-    if arguments.html is not None:
-        _write("--html", arguments.html, text=page())
+    if arguments.write_config is not None or inputs.searched:
+        advisor = Advisor(inputs)
+        with Progress(advisor.num_pairs) as progress:
+            advice = advisor.advise(log=progress)
+        sys.stdout.write(f"{format_table(advice.comparison)}\n\n{format_layouts(advice)}\n")
+        _write_results(arguments, advice.as_json(), comparison=advice.comparison, section=layout_section(advice))
+        if arguments.write_config is not None:
+            _write("--write-config", arguments.write_config, text=run_config_text(advice, data=arguments.data))
+    else:
+        with Progress(1 + len(chosen(inputs.strategies)) * (1 + inputs.batches)) as progress:
+            comparison = compare(inputs, log=progress)
+        sys.stdout.write(f"{format_table(comparison)}\n")
+        _write_results(arguments, comparison.as_json(), comparison=comparison)
 
 
 def inputs_of(arguments: argparse.Namespace) -> Inputs:
     """Return the arguments as a value; sizes that are searched are 1."""
-    given = {field.name: getattr(arguments, field.name) for field in fields(Inputs)}
-    given = {name: None if value == "auto" else value for name, value in given.items()}
-    return Inputs(**given | {"stages": given["stages"] or 1, "tensor_parallel": given["tensor_parallel"] or 1})
+    given: dict[str, Any] = {field.name: getattr(arguments, field.name, None) for field in fields(Inputs)}
+    given |= {name: None for name, value in given.items() if value == "auto"}
+    given["searched"] = tuple(name for name in ("stages", "tensor_parallel") if given[name] is None)
+    return Inputs(**given | dict.fromkeys(given["searched"], 1))
+
+
+def _write_results(
+    arguments: argparse.Namespace, results: dict[str, Any], *, comparison: Comparison, section: str = ""
+) -> None:
+    if arguments.json is not None:
+        _write("--json", arguments.json, text=json.dumps(results, indent=1) + "\n")
+    if arguments.html is not None:
+        _write("--html", arguments.html, text=render(comparison, more=section))
 
 
 def _write(option: str, path: str, *, text: str) -> None:

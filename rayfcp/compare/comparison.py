@@ -10,14 +10,14 @@ from rayfcp.compare.arguments import Inputs, chosen, missing
 from rayfcp.compare.lengths import Batch, batches_of, lengths_of
 from rayfcp.compare.planning import best_setting, bound_s, options_of, plan_timed
 from rayfcp.compare.results import BatchFigures, Entry, Scene, averaged, best_baseline, measure, timeline_of
-from rayfcp.compare.settings import Family, Setting, family_of, rank_profile, stages_of
+from rayfcp.compare.settings import Setting, rank_profile, ranks_of, settings_of, stages_of
 from rayfcp.config import ConfigError
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.batch import plan_candidates
 from rayfcp.plan.first import COMPILES, compiles_first
 from rayfcp.plan.strategies.registry import AUTO
-from rayfcp.program import RankProgram, lower
+from rayfcp.program import lower
 from rayfcp.simulate.simulate import choose
 from rayfcp.values import BatchPlan, HardwareProfile, InfeasiblePlanError, ModelProfile
 from rayfcp.verify import check_plan
@@ -89,7 +89,7 @@ def compare(
     entries, scenes = [], []
     for name in names:
         found = [
-            _evaluate_on(name, case=case, inputs=inputs, num_stages=each, log=log, check=check)
+            _evaluated(name, case=case, inputs=inputs, num_stages=each, log=log, check=check)
             for each in stages_of(name, inputs)
         ]
         entry, scene = min(found, key=lambda each: each[0].iteration_s or math.inf)
@@ -135,103 +135,85 @@ def _case(inputs: Inputs, *, log: Log, options: PlanConfig) -> Case:
     )
 
 
-def _evaluate_on(
+def _evaluated(
     name: str, *, case: Case, inputs: Inputs, num_stages: int, log: Log, check: bool
 ) -> tuple[Entry, Scene | None]:
     """Return the entry of a strategy on a number of stages, and the scene of its first batch if feasible."""
-    longest = max(lengths_of(case.batches))
-    family = family_of(name, inputs, model=case.model, hardware=case.hardware, longest=longest, num_stages=num_stages)
-    place: dict[str, Any] = {"num_ranks": family.num_ranks, "num_stages": family.num_stages}
-    why = missing(name, num_stages=inputs.stages) or family.why_none
-    if why:
-        return Entry(strategy=name, feasible=False, reason=why, **place), None
     try:
+        if why := missing(name, num_stages=inputs.stages):
+            raise InfeasiblePlanError(why)
+        settings = settings_of(
+            inputs,
+            model=case.model,
+            hardware=case.hardware,
+            longest=max(lengths_of(case.batches)),
+            num_stages=num_stages,
+        )
         if compiles_first(name):
             log(f"{name}: {COMPILES}")
         log(f"{name}: choosing a setting")
-        setting = best_setting(name, case.batches[0], settings=family.settings, options=case.options)
-        return evaluate(name, setting, case=case, family=family, log=log, check=check)
+        setting = best_setting(name, case.batches[0], settings=settings, options=case.options)
+        return evaluate(name, setting, settings=settings, case=case, log=log, check=check)
     except InfeasiblePlanError as error:
-        return Entry(strategy=name, feasible=False, reason=str(error), **place), None
+        num_ranks = ranks_of(inputs, num_stages=num_stages)
+        return Entry(strategy=name, feasible=False, reason=str(error), num_ranks=num_ranks, num_stages=num_stages), None
 
 
 def evaluate(
-    name: str, setting: Setting, *, case: Case, family: Family, log: Log, check: bool = True
+    name: str, setting: Setting, *, settings: Sequence[Setting], case: Case, log: Log, check: bool = True
 ) -> tuple[Entry, Scene]:
-    """Return the entry of a strategy under one setting of its family, and the scene of its first batch.
+    """Return the entry of a strategy under one of its settings, and the scene of its first batch.
 
     Raises:
         InfeasiblePlanError: A batch has no plan.
+        RuntimeError: The plan of the first batch is wrong: an internal error, not the user's.
     """
     figures: list[BatchFigures] = []
     scenes: list[Scene] = []
-    for number, batch in enumerate(case.batches):
-        log(f"{name}: batch {number + 1} of {len(case.batches)}")
-        measured, scene = _measured(name, batch, setting=setting, case=case, family=family, check=check and number == 0)
+    for number, batch in enumerate(case.batches, start=1):
+        log(f"{name}: batch {number} of {len(case.batches)}")
+        plan, plan_s = (
+            plan_auto_timed(batch, setting=setting, options=case.options)
+            if name == AUTO
+            else plan_timed(batch, strategy=name, setting=setting, options=case.options)
+        )
+        if check and number == 1:
+            try:
+                check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
+            except ValueError as error:
+                raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
+        placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
+        least_s = bound_s(batch, settings=settings, placed_freely=placed_freely)
+        measured, scene = measure(plan, batch, setting=setting, bound_s=least_s, plan_s=plan_s)
         figures.append(measured)
         scenes = scenes or [replace(scene, strategy=name)]
+    cluster = setting.cluster
     entry = Entry(
         strategy=name,
         feasible=True,
         reason=scenes[0].plan.reason,
-        num_ranks=family.num_ranks,
-        num_stages=family.num_stages,
-        recomputed_layers=setting.recomputed_layers if family.num_stages == 1 else None,
+        num_ranks=cluster.num_ranks,
+        num_stages=cluster.num_stages,
+        recomputed_layers=setting.recomputed_layers if cluster.num_stages == 1 else None,
         reduce_every=setting.reduce_every,
         gather_every=setting.gather_every,
-        layers_of_stage=setting.cluster.layers_of_stage,
-        max_tokens_per_rank=setting.cluster.max_tokens_per_rank,
+        layers_of_stage=cluster.layers_of_stage,
+        max_tokens_per_rank=cluster.max_tokens_per_rank,
         **averaged(figures),
     )
     return entry, scenes[0]
 
 
-def _measured(
-    name: str, batch: Batch, *, setting: Setting, case: Case, family: Family, check: bool
-) -> tuple[BatchFigures, Scene]:
-    """Plan and simulate one batch.
-
-    Raises:
-        RuntimeError: The plan is wrong: an internal error, not the user's.
-    """
-    plan, plan_s = (
-        plan_auto_timed(batch, setting=setting, options=case.options, model=case.model, hardware=case.hardware)
-        if name == AUTO
-        else plan_timed(batch, strategy=name, setting=setting, options=case.options)
-    )
-    if check:
-        try:
-            check_plan(plan, batch, cluster=setting.cluster, cost=setting.cost)
-        except ValueError as error:
-            raise RuntimeError(f"the validator refutes the plan of {plan.strategy}: {error}") from error
-    placed_freely = any(microbatch.layout is not None for microbatch in plan.microbatches)
-    return measure(
-        plan,
-        batch,
-        model=case.model,
-        hardware=case.hardware,
-        setting=setting,
-        bound_s=bound_s(batch, settings=family.settings, placed_freely=placed_freely),
-        plan_s=plan_s,
-    )
-
-
-def plan_auto_timed(
-    sequences: Batch, *, setting: Setting, options: PlanConfig, model: ModelProfile, hardware: HardwareProfile
-) -> tuple[BatchPlan, float]:
+def plan_auto_timed(sequences: Batch, *, setting: Setting, options: PlanConfig) -> tuple[BatchPlan, float]:
     """Return the plan that `auto` chooses by simulation on the compared hardware, and the CPU seconds it took.
 
     Raises:
         InfeasiblePlanError: No strategy has a plan for this batch.
     """
     start_s = time.process_time()
-
-    def lowered(plan: BatchPlan) -> tuple[RankProgram, ...]:
-        return lower(plan, sequences, reduce_every=setting.reduce_every)
-
-    def simulated_s(programs: Sequence[RankProgram]) -> float:
-        return timeline_of(programs, model=model, hardware=hardware, setting=setting).iteration_s
-
-    plans = plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options)
-    plan = choose(plans, lowered=lowered, seconds=simulated_s).plan
+    plan = choose(
+        plan_candidates(sequences, cluster=setting.cluster, cost=setting.cost, options=options),
+        lowered=lambda plan: lower(plan, sequences, reduce_every=setting.reduce_every),
+        seconds=lambda programs: timeline_of(programs, setting=setting).iteration_s,
+    ).plan
     return plan, time.process_time() - start_s

@@ -3,7 +3,7 @@
 A paper states a few quantiles, never the whole distribution: a comment at each one says how the rest was filled in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,32 +67,17 @@ def pareto(low: float, high: float, *, alpha: float) -> Draw:
     return lambda rng, count: np.asarray(low * (1 - kept * rng.random(count)) ** (-1 / alpha), np.float64)
 
 
-def quantiles(points: Mapping[float, float]) -> Draw:
-    """Logarithms of values interpolated linearly between quantiles `{share: value}`."""
-    shares, logarithms = list(points), np.log(list(points.values()))
+def quantiles(values: Sequence[float], *, shares: Sequence[float]) -> Draw:
+    """Logarithms of values interpolated linearly between quantiles."""
+    logarithms = np.log(values)
     return lambda rng, count: np.asarray(np.exp(np.interp(rng.random(count), shares, logarithms)), np.float64)
 
 
 # P(> 8K) = 8.5 % and P(> 64K) = 0.6 % fix alpha = ln(8.5 / 0.6) / ln 8. With it the tail to 512K holds 21.6 % of all
 # tokens when those up to 8K are 1,852 long in the mean, which this body gives.
 _GITHUB_ALPHA = float(np.log(0.085 / 0.006) / np.log(8))
-_WIKIPEDIA = {
-    0.0: 16,
-    0.01: 39,
-    0.05: 67,
-    0.1: 87,
-    0.25: 145,
-    0.5: 345,
-    0.75: 860,
-    0.9: 2098,
-    0.95: 3716,
-    0.984: 8192,
-    0.99: 10801,
-    0.995: 15622,
-    0.999: 37189,
-    0.9999: 98680,
-    1.0: 269428,
-}
+_SHARES = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.984, 0.99, 0.995, 0.999, 0.9999, 1)
+_WIKIPEDIA = (16, 39, 67, 87, 145, 345, 860, 2098, 3716, 8192, 10801, 15622, 37189, 98680, 269428)
 
 DISTRIBUTIONS = {
     # FCP with blocks (Zhao et al.), appendix A.4, less long-tailed: s = 0.7, expected length 16K, between 1K and 512K.
@@ -126,7 +111,7 @@ DISTRIBUTIONS = {
     "commoncrawl": Distribution(draw=lognormal(1700, sigma=1.45), shortest=16, longest=512 * K),
     # Quantiles from 1 to 99.99 % of the first 200,000 article lengths that were published with the code of FlexSP
     # (Wang et al., ASPLOS 2025).
-    "wikipedia": Distribution(draw=quantiles(_WIKIPEDIA), shortest=16, longest=269428),
+    "wikipedia": Distribution(draw=quantiles(_WIKIPEDIA, shares=_SHARES), shortest=16, longest=269428),
 }
 
 

@@ -17,14 +17,14 @@ from rayfcp.baselines.static_cp import divisors
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import Case, Log, evaluate
 from rayfcp.compare.lengths import Batch, lengths_of
-from rayfcp.compare.planning import best_prediction, bound_s, plan_timed
+from rayfcp.compare.planning import OPTIONS, best_prediction, bound_s, plan_timed
 from rayfcp.compare.results import Entry, Scene
-from rayfcp.compare.settings import GIB, Family, Setting, family_of
+from rayfcp.compare.settings import GIB, Setting, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.cost.analytic import device_hardware, device_model
 from rayfcp.cost.memory import ACCELERATOR_MEMORY_SHARE
 from rayfcp.plan import model_flops
-from rayfcp.plan.strategies.registry import AUTO, get
+from rayfcp.plan.strategies.registry import get
 from rayfcp.telemetry.summary import counted, seconds
 from rayfcp.values import HardwareProfile, InfeasiblePlanError, ModelProfile, SequenceSpec
 from rayfcp.values.devices import CPU
@@ -49,47 +49,6 @@ class ParallelLayout:
         return f"{counted(self.num_stages, 'stage')} x {counted(self.tensor_parallel, 'device')}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A layout from the view of one device: a narrower model on a cluster whose ranks have one device per stage.
-
-    `split_vocabulary`: embedding and head are split over tensor-parallel devices too, as in Megatron-LM; rayfcp
-    replicates them.
-    """
-
-    layout: ParallelLayout
-    split_vocabulary: bool
-    inputs: Inputs
-    model: ModelProfile
-    hardware: HardwareProfile
-
-    @property
-    def num_ranks(self) -> int:
-        return self.inputs.devices // self.inputs.stages
-
-
-def view_of(
-    layout: ParallelLayout,
-    *,
-    inputs: Inputs,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    split_vocabulary: bool = False,
-) -> View:
-    """Return the view of a layout; the memory of `inputs` is that of a device."""
-    size = layout.tensor_parallel
-    own = device_model(model, size)
-    if split_vocabulary:
-        own = replace(own, vocab_size=-(-model.vocab_size // size))
-    return View(
-        layout=layout,
-        split_vocabulary=split_vocabulary and size > 1,
-        inputs=replace(inputs, devices=inputs.devices // size, stages=layout.num_stages, tensor_parallel=1),
-        model=own,
-        hardware=device_hardware(hardware, own, tensor_parallel=size),
-    )
-
-
 def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
     """Memory of a device that a run plans with: as requested, else the share of the hardware's that runs use."""
     if inputs.memory_gib is not None:
@@ -98,17 +57,16 @@ def planned_memory_gib(inputs: Inputs, hardware: HardwareProfile) -> float:
     return int(share * hardware.memory_bytes) / GIB
 
 
-def layouts(
-    num_devices: int, *, hardware: HardwareProfile, stages: int | None = None, tensor_parallel: int | None = None
-) -> tuple[ParallelLayout, ...]:
-    """Return all layouts, at least one, that use all devices and keep tensor-parallel devices on one node; sizes that
-    are not given are searched."""
-    sizes = [tensor_parallel] if tensor_parallel else divisors(hardware.devices_per_node)
+def layouts(inputs: Inputs, *, hardware: HardwareProfile) -> tuple[ParallelLayout, ...]:
+    """Return all layouts, at least one, that use all devices and keep tensor-parallel devices on one node, with the
+    sizes that are not `searched` as given."""
+    any_size, any_number = ("tensor_parallel" in inputs.searched, "stages" in inputs.searched)
+    sizes = divisors(hardware.devices_per_node) if any_size else [inputs.tensor_parallel]
     found = [
         ParallelLayout(num_stages=number, tensor_parallel=size)
         for size in sizes
-        if tensor_parallel or num_devices % size == 0
-        for number in ([stages] if stages else divisors(max(num_devices // size, 1)))
+        if not any_size or inputs.devices % size == 0
+        for number in (divisors(max(inputs.devices // size, 1)) if any_number else [inputs.stages])
     ]
     return tuple(sorted(found))
 
@@ -187,38 +145,68 @@ class Trial:
 
 
 class LayoutCandidate:
-    """A layout with its settings, lower bounds and predictions; `model` is the whole model."""
+    """A layout from the view of one device: a narrower model on a cluster whose ranks have one device per stage; with
+    its settings, lower bounds and predictions.
 
-    def __init__(self, view: View, *, model: ModelProfile, batches: Sequence[Batch], options: PlanConfig) -> None:
-        self.view = view
-        self._model = model
+    `inputs`, `model`, `hardware`: of the whole cluster, with the memory of a device. `split_vocabulary`: embedding and
+    head are split over tensor-parallel devices too, as in Megatron-LM; rayfcp replicates them.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        *,
+        inputs: Inputs,
+        model: ModelProfile,
+        hardware: HardwareProfile,
+        batches: Sequence[Batch],
+        options: PlanConfig = OPTIONS,
+        split_vocabulary: bool = False,
+    ) -> None:
+        size = layout.tensor_parallel
+        own = device_model(model, size)
+        if split_vocabulary:
+            own = replace(own, vocab_size=-(-model.vocab_size // size))
+        self.layout, self.split_vocabulary = layout, split_vocabulary and size > 1
+        self.inputs = replace(inputs, devices=inputs.devices // size, stages=layout.num_stages, tensor_parallel=1)
         self.case = Case(
-            model=view.model, hardware=view.hardware, num_ranks=view.num_ranks, batches=tuple(batches), options=options
+            model=own,
+            hardware=device_hardware(hardware, own, tensor_parallel=size),
+            num_ranks=self.inputs.devices // layout.num_stages,
+            batches=tuple(batches),
+            options=options,
         )
+        self._model = model
         self._bounds: dict[bool, list[float]] = {}
-        self._known: dict[tuple[str, Setting], float | InfeasiblePlanError] = {}
+        self._known: dict[tuple[str, Setting], float] = {}
 
     @cached_property
-    def family(self) -> Family:
-        """Settings under which a run, by its own count, has the memory for the longest sequence."""
-        found = family_of(
-            AUTO,
-            self.view.inputs,
-            model=self.view.model,
-            hardware=self.view.hardware,
+    def settings(self) -> tuple[Setting, ...]:
+        """Settings under which a run, by its own count, has the memory for the longest sequence.
+
+        Raises:
+            InfeasiblePlanError: There is none.
+        """
+        found = settings_of(
+            self.inputs,
+            model=self.case.model,
+            hardware=self.case.hardware,
             longest=max(lengths_of(self.case.batches)),
-            num_stages=self.view.layout.num_stages,
+            num_stages=self.layout.num_stages,
         )
-        kept = tuple(setting for each in found.settings if (setting := _as_run(each)) is not None)
-        why = found.why_none or "its stages have no memory for one token beside their states; add stages or memory"
-        return replace(found, settings=kept, why_none="" if kept else why)
+        kept = tuple(setting for each in found if (setting := _as_run(each)) is not None)
+        if not kept:
+            raise InfeasiblePlanError(
+                "its stages have no memory for one token beside their states; add stages or memory"
+            )
+        return kept
 
     def bounds_s(self, strategy: str) -> list[float]:
         """Lower bounds of each batch, over all settings."""
         freely = get(strategy).places_blocks
         if freely not in self._bounds:
             self._bounds[freely] = [
-                bound_s(batch, settings=self.family.settings, placed_freely=freely) for batch in self.case.batches
+                bound_s(batch, settings=self.settings, placed_freely=freely) for batch in self.case.batches
             ]
         return self._bounds[freely]
 
@@ -228,7 +216,7 @@ class LayoutCandidate:
         Raises:
             InfeasiblePlanError: No setting has a plan.
         """
-        return best_prediction(strategy, settings=self.family.settings, predict=self._predict)
+        return best_prediction(strategy, settings=self.settings, predict=self._predict)
 
     def simulated(self, strategy: str, setting: Setting, *, log: Log) -> Trial:
         """Simulate all batches.
@@ -236,7 +224,13 @@ class LayoutCandidate:
         Raises:
             InfeasiblePlanError: A batch has no plan.
         """
-        entry, scene = evaluate(strategy, setting, case=self.case, family=self.family, log=log)
+        entry, scene = evaluate(
+            strategy,
+            setting,
+            settings=self.settings,
+            case=self.case,
+            log=lambda text: log(f"{self.layout}: {text}"),
+        )
         return Trial(
             **self.about(strategy),
             status="simulated",
@@ -248,27 +242,20 @@ class LayoutCandidate:
 
     def about(self, strategy: str) -> dict[str, Any]:
         """Identifying fields of a trial."""
-        return {"strategy": strategy, "layout": self.view.layout, "split_vocabulary": self.view.split_vocabulary}
+        return {"strategy": strategy, "layout": self.layout, "split_vocabulary": self.split_vocabulary}
 
     def _predict(self, strategy: str, setting: Setting) -> float:
         key = strategy, setting
         if key not in self._known:
-            try:
-                plan, _ = plan_timed(
-                    self.case.batches[0], strategy=strategy, setting=setting, options=self.case.options
-                )
-                self._known[key] = plan.predicted_s
-            except InfeasiblePlanError as error:
-                self._known[key] = error
-        found = self._known[key]
-        if isinstance(found, InfeasiblePlanError):
-            raise found
-        return found
+            batch, options = self.case.batches[0], self.case.options
+            plan, _ = plan_timed(batch, strategy=strategy, setting=setting, options=options)
+            self._known[key] = plan.predicted_s
+        return self._known[key]
 
     def _of_whole_model(self, entry: Entry, sequences: Sequence[SequenceSpec]) -> Entry:
         """Count work that devices replicate, such as a replicated head, once in the MFU."""
-        size = self.view.layout.tensor_parallel
-        useful = model_flops(self._model, sequences) / (size * model_flops(self.view.model, sequences))
+        size = self.layout.tensor_parallel
+        useful = model_flops(self._model, sequences) / (size * model_flops(self.case.model, sequences))
         return replace(entry, mfu=entry.mfu * useful if entry.mfu is not None else None)
 
 
@@ -281,20 +268,16 @@ def _as_run(setting: Setting) -> Setting | None:
     return replace(setting, cluster=replace(setting.cluster, max_tokens_per_rank=tokens)) if tokens >= 1 else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """Limits of the search: per strategy at most `finalists` layouts are simulated, none predicted to take more than
-    1 + `margin` times the best. More costs simulations, fewer risk that a prediction error hides the best."""
-
-    finalists: int = 3
-    margin: float = 0.1
+FINALISTS, MARGIN = 3, 0.1
+"""Per strategy at most `FINALISTS` layouts are simulated, none predicted to take more than 1 + `MARGIN` times the best.
+More costs simulations, fewer risk that a prediction error hides the best."""
 
 
 class LayoutSearch:
     """Trials of one strategy on several candidates, in their order."""
 
-    def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, effort: Effort, log: Log) -> None:
-        self._strategy, self._candidates, self._effort, self._log = strategy, candidates, effort, log
+    def __init__(self, strategy: str, candidates: Sequence[LayoutCandidate], *, log: Log) -> None:
+        self._strategy, self._candidates, self._log = strategy, candidates, log
         self._trials: dict[LayoutCandidate, Trial] = {}
         self._predicted: dict[LayoutCandidate, tuple[float, Setting]] = {}
 
@@ -321,19 +304,16 @@ class LayoutSearch:
 
     def _fits(self, candidate: LayoutCandidate) -> bool:
         """Return whether the candidate has a setting and bounds."""
-        why = candidate.family.why_none
-        if not why:
-            try:
-                self._mean_bound_s(candidate)
-            except InfeasiblePlanError as error:
-                why = str(error)
-        if why:
-            self._refuse(candidate, why)
-        return not why
+        try:
+            self._mean_bound_s(candidate)
+        except InfeasiblePlanError as error:
+            self._refuse(candidate, str(error))
+            return False
+        return True
 
     def _predict(self, candidate: LayoutCandidate) -> None:
         """Plan the first batch."""
-        self._log(f"{self._strategy} on {candidate.view.layout}: planning")
+        self._log(f"{self._strategy} on {candidate.layout}: planning")
         try:
             self._predicted[candidate] = candidate.predicted(self._strategy)
         except InfeasiblePlanError as error:
@@ -343,20 +323,17 @@ class LayoutSearch:
         """Simulate the best by prediction within the effort."""
         for candidate, (predicted_s, setting) in sorted(self._predicted.items(), key=lambda each: each[1][0]):
             num_done = sum(each.status == "simulated" for each in self._trials.values())
-            late = predicted_s > (1 + self._effort.margin) * self._best_predicted_s
-            if candidate in self._trials or (num_done and (late or num_done >= self._effort.finalists)):
+            late = predicted_s > (1 + MARGIN) * self._best_predicted_s
+            if candidate in self._trials or (num_done and (late or num_done >= FINALISTS)):
                 continue
             if self._mean_bound_s(candidate) >= self._best_s:
                 continue
             try:
-                done = candidate.simulated(self._strategy, setting, log=self._log_on(candidate))
+                done = candidate.simulated(self._strategy, setting, log=self._log)
             except InfeasiblePlanError as error:
                 self._refuse(candidate, str(error))
             else:
                 self._trials[candidate] = replace(done, predicted_s=predicted_s)
-
-    def _log_on(self, candidate: LayoutCandidate) -> Log:
-        return lambda text: self._log(f"{candidate.view.layout}: {text}")
 
     def _refuse(self, candidate: LayoutCandidate, why: str) -> None:
         self._trials[candidate] = Trial(**candidate.about(self._strategy), status="infeasible", reason=why)

@@ -1,4 +1,14 @@
-"""Lengths of sequences from files or distributions, and the global batches drawn from them."""
+"""Lengths of sequences from files or distributions, and the global batches drawn from them.
+
+In a .json list, a row of plain text is its length; one with images is an object:
+
+    {"tokens": 9000, "targets": 30,
+     "pictures": [{"start": 24, "tokens": 256, "patches": 1024, "count": 30, "stride": 262}]}
+
+Each entry of `pictures` is a run of `count` equal images (default: 1), the first of `tokens` tokens from token
+`start`, the next `stride` tokens on (default: `tokens`), each of `patches` patches to the vision encoder. `targets`:
+tokens that enter the loss (default: those that are in no image, but for the first).
+"""
 
 import dataclasses
 import json
@@ -8,23 +18,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.distributions import DISTRIBUTIONS
-from rayfcp.compare.image_lengths import Row, WrongRowsError, check_encoded, cut, row_of
 from rayfcp.compare.videos import IMAGES_PER_SECOND, VIDEOS, frames_of
 from rayfcp.config import ConfigError
 from rayfcp.cost.profiles import pick
-from rayfcp.values import LayerKinds, ModelProfile, SequenceSpec
+from rayfcp.values import Images, LayerKinds, ModelProfile, SequenceSpec
 
 Lengths = npt.NDArray[np.int64]
 Batch = tuple[SequenceSpec, ...]
+Row = int | SequenceSpec
+"""A drawn sequence: plain text as its length, or a sequence with its images."""
 
 DISTRIBUTION = "dist:"
 RATE = "@"
 COLUMN = "length"
 
 R = TypeVar("R", bound=Sized)
+
+
+class WrongRowsError(ValueError):
+    """Wrong content of a file of lengths."""
 
 
 def batches_of(inputs: Inputs, *, model: ModelProfile) -> tuple[Batch, ...]:
@@ -128,7 +144,7 @@ def read_rows(path: str) -> Sequence[Row]:
 
     def rows(values: Any) -> Sequence[Row]:
         if isinstance(values, list) and any(isinstance(value, dict) for value in values):
-            return [row_of(value, entry=entry) for entry, value in enumerate(values, start=1)]
+            return [_row(value, entry=entry) for entry, value in enumerate(values, start=1)]
         lengths: list[int] = _whole(values).tolist()
         return lengths
 
@@ -162,16 +178,12 @@ def _read(path: str, convert: Callable[[Any], R]) -> R:
     return rows
 
 
-def _lines(path: Path) -> Lengths:
-    texts = path.read_text(encoding="utf-8").splitlines()
-    try:
-        return _whole(np.array([int(text) for text in texts if text.strip()], np.int64))
-    except (ValueError, OverflowError):
-        for number, text in enumerate(texts, start=1):
-            word = text.strip()
-            if word and not (word.isascii() and word.isdigit() and 0 < int(word) < 1 << 62):
-                raise WrongRowsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1") from None
-        raise
+def _lines(path: Path) -> list[int]:
+    words = [text.strip() for text in path.read_text(encoding="utf-8").splitlines()]
+    for number, word in enumerate(words, start=1):
+        if word and not (word.isascii() and word.isdigit() and 0 < int(word) < 1 << 62):
+            raise WrongRowsError(f"line {number} is {word[:40]!r}, must be a whole number of at least 1")
+    return [int(word) for word in words if word]
 
 
 def _json(path: Path) -> list[Any]:
@@ -200,14 +212,108 @@ def _parquet(path: Path) -> Any:
 READERS: dict[str, Callable[[Path], Any]] = {".json": _json, ".npy": _npy, ".parquet": _parquet}
 
 
-def _whole(values: Any) -> Lengths:
-    """Return the values if all are whole numbers of at least 1."""
+def _whole(values: Any, *, first: int = 1) -> Lengths:
+    """Return the values if all are whole numbers of at least 1; errors count entries from `first`."""
     array = np.asarray(values)
     if array.dtype.kind in "iu" and (array.size == 0 or array.min() >= 1):
         return array.astype(np.int64)
-    for position, value in enumerate(values, start=1):
+    for position, value in enumerate(values, start=first):
         if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < 1:
             raise WrongRowsError(f"entry {position} is {value!r}, must be a whole number of at least 1")
     if array.size:
         raise WrongRowsError("holds numbers that are too large for a length")
     return np.zeros(0, np.int64)
+
+
+class _Pictures(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    start: NonNegativeInt
+    tokens: PositiveInt
+    patches: PositiveInt
+    count: PositiveInt = 1
+    stride: PositiveInt | None = None
+
+
+class _ImageRow(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    tokens: PositiveInt
+    targets: NonNegativeInt | None = None
+    pictures: list[_Pictures] = []
+
+
+def _row(value: Any, *, entry: int) -> Row:
+    """Return entry `entry`, from 1, of a list in which some rows have images."""
+    if not isinstance(value, dict):
+        return int(_whole([value], first=entry)[0])
+    try:
+        row = _ImageRow.model_validate(value)
+        runs = tuple(
+            Images(
+                start=run.start,
+                num_tokens=run.tokens,
+                num_patches=run.patches,
+                count=run.count,
+                stride=run.stride or run.tokens,
+            )
+            for run in row.pictures
+        )
+        num_text = row.tokens - sum(run.count * run.num_tokens for run in runs)
+        targets = max(num_text - 1, 0) if row.targets is None else row.targets
+        if targets > row.tokens:
+            raise ValueError(f"targets is {targets}, must be at most tokens ({row.tokens}); lower it")
+        return SequenceSpec(id=entry, num_tokens=row.tokens, num_targets=targets, images=runs)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise WrongRowsError(f"entry {entry}: {field} is {problem['input']!r}: {problem['msg'].lower()}") from None
+    except ValueError as error:
+        raise WrongRowsError(f"entry {entry}: {str(error).removeprefix(f'sequence {entry}: ')}") from None
+
+
+def cut(row: Row, max_seqlen: int) -> Row:
+    """Return the row's first `max_seqlen` tokens, or those before an image that would be cut.
+
+    Raises:
+        ConfigError: Nothing is before it.
+    """
+    if isinstance(row, int):
+        return min(row, max_seqlen)
+    if row.num_tokens <= max_seqlen:
+        return row
+    runs, tokens = [], max_seqlen
+    for run in row.images:
+        whole = sum(stop <= max_seqlen for _, stop in run.ranges())
+        if whole:
+            runs.append(dataclasses.replace(run, count=whole))
+        if whole < run.count:
+            tokens = min(tokens, run.start + whole * run.stride)
+            break
+    if tokens == 0:
+        raise ConfigError(
+            f"--max-seqlen is {max_seqlen}, must be at least {row.images[0].num_tokens}, the tokens of an image "
+            "that a row starts with; raise it"
+        )
+    return dataclasses.replace(row, num_tokens=tokens, num_targets=min(row.num_targets, tokens - 1), images=tuple(runs))
+
+
+def check_encoded(rows: Sequence[Row], *, source: str, model: ModelProfile | None) -> None:
+    """Check that the model encodes the rows' images into as many tokens as the rows state.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    runs = [run for row in rows if not isinstance(row, int) for run in row.images]
+    if not runs:
+        return
+    vision = model.vision if model else None
+    if vision is None:
+        name = model.name if model else "of none"
+        raise ConfigError(f"--lengths {source!r} has images, model {name} has no vision encoder; name one that sees")
+    for run in runs:
+        if run.num_patches != vision.merged_patches * run.num_tokens:
+            raise ConfigError(
+                f"--lengths {source!r} has an image of {run.num_patches} patches and {run.num_tokens} tokens, must "
+                f"have {vision.merged_patches} patches a token as model {model.name if model else ''}; correct it"
+            )

@@ -132,12 +132,12 @@ def _size(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens >= 1024 else str(tokens)
 
 
-def render(comparison: Comparison, *, more: str = "", searched: str = "") -> str:
-    """Return the page; `more` is a section that comes first, `searched` names the searched inputs."""
+def render(comparison: Comparison, *, more: str = "") -> str:
+    """Return the page; `more` is a section that comes first."""
     entries = ranked(comparison.entries)
     parts = [
         f'<header><h1>{escape(title(comparison))}</h1><p class="lead">{escape(sentence(comparison))}</p>'
-        f"<p>{escape(_subtitle(comparison, searched=searched))}</p></header>{more}"
+        f"<p>{escape(_subtitle(comparison))}</p></header>{more}"
     ]
     if entries:
         scenes = {scene.strategy: scene for scene in comparison.scenes}
@@ -184,7 +184,7 @@ def sentence(comparison: Comparison) -> str:
     return said.replace(" %", "\u00a0%")
 
 
-def _subtitle(comparison: Comparison, *, searched: str) -> str:
+def _subtitle(comparison: Comparison) -> str:
     given = comparison.inputs
     facts = [
         given.model,
@@ -195,7 +195,9 @@ def _subtitle(comparison: Comparison, *, searched: str) -> str:
     ]
     facts += [f"{given.stages} pipeline stages for strategies with stages"] if given.stages > 1 else []
     facts += [f"{given.tensor_parallel} tensor-parallel devices"] if given.tensor_parallel > 1 else []
-    facts += [searched] if searched else []
+    if given.searched:
+        sizes = {"stages": "pipeline stages", "tensor_parallel": "tensor-parallel devices"}
+        facts.append(f"{' and '.join(sizes[name] for name in given.searched)} searched")
     return " · ".join(facts)
 
 

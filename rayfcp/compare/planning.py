@@ -7,7 +7,7 @@ from itertools import product
 
 from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.lengths import Batch, sequences_of_rows
-from rayfcp.compare.settings import Setting, family_of
+from rayfcp.compare.settings import Setting, settings_of
 from rayfcp.config.models import PlanConfig
 from rayfcp.plan import CostModel, hardware_profile, lower_bound, model_profile, plan_batch
 from rayfcp.plan.pipeline.bound import pipeline_bound
@@ -91,8 +91,8 @@ def best_prediction(
 
 
 def bound_s(sequences: Batch, *, settings: Sequence[Setting], placed_freely: bool) -> float:
-    """Return the least lower bound over all settings: a family may choose its setting and the primitive of each group.
-    `placed_freely`: the family of plans that place blocks themselves."""
+    """Return the least lower bound over all settings and primitives; `placed_freely`: of plans that place blocks
+    themselves."""
     return min(
         pipeline_bound(sequences, cluster=setting.cluster, cost=setting.cost)
         if setting.cluster.num_stages > 1
@@ -151,11 +151,9 @@ def plan_lengths(
         memory_gib=memory_gib,
         strategies=(strategy,),
     )
-    family = family_of(strategy, inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
-    if family.why_none:
-        raise InfeasiblePlanError(family.why_none)
+    settings = settings_of(inputs, model=profile, hardware=machine, longest=max(lengths), num_stages=stages)
     sequences = sequences_of_rows(list(lengths), layer_kinds=profile.layer_kinds)
-    setting = best_setting(strategy, sequences, settings=family.settings, options=options)
+    setting = best_setting(strategy, sequences, settings=settings, options=options)
     plan = plan_batch(sequences, cluster=setting.cluster, cost=setting.cost, strategy=strategy, options=options)
     values = {field.name: getattr(plan, field.name) for field in fields(plan)}
     values |= {"recomputed_layers": setting.recomputed_layers, "sequences": sequences}

@@ -10,7 +10,7 @@ from rayfcp.compare.settings import GIB, Setting
 from rayfcp.plan.strategies.registry import get
 from rayfcp.program import RankProgram, lower
 from rayfcp.simulate import Breakdown, Timeline, simulate
-from rayfcp.values import BatchPlan, HardwareProfile, Imbalance, ModelProfile, SequenceSpec
+from rayfcp.values import BatchPlan, Imbalance, SequenceSpec
 
 PARTS = ("compute", "sharding", "all_to_all", "ring", "hop", "bubble")
 
@@ -140,18 +140,10 @@ class Scene:
 
 
 def measure(
-    plan: BatchPlan,
-    sequences: Sequence[SequenceSpec],
-    *,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    setting: Setting,
-    bound_s: float,
-    plan_s: float,
+    plan: BatchPlan, sequences: Sequence[SequenceSpec], *, setting: Setting, bound_s: float, plan_s: float
 ) -> tuple[BatchFigures, Scene]:
-    """Simulate a plan; `hardware` is that of a rank (on a stage)."""
-    programs = lower(plan, sequences, reduce_every=setting.reduce_every)
-    timeline = timeline_of(programs, model=model, hardware=hardware, setting=setting)
+    """Simulate a plan."""
+    timeline = timeline_of(lower(plan, sequences, reduce_every=setting.reduce_every), setting=setting)
     names = ("num_tokens", "num_ranks", "iteration_s", "mfu", "attention_mfu", "imbalance", "bubble", "breakdown")
     measured = BatchFigures(
         **{name: getattr(timeline, name) for name in names},
@@ -164,14 +156,12 @@ def measure(
     return measured, Scene(strategy=plan.strategy, plan=plan, sequences=tuple(sequences), timeline=timeline)
 
 
-def timeline_of(
-    programs: Sequence[RankProgram], *, model: ModelProfile, hardware: HardwareProfile, setting: Setting
-) -> Timeline:
+def timeline_of(programs: Sequence[RankProgram], *, setting: Setting) -> Timeline:
     """Simulate programs on the devices of a setting."""
     return simulate(
         programs,
-        model=model,
-        hardware=hardware,
+        model=setting.model,
+        hardware=setting.hardware,
         node_of_rank=setting.cluster.node_of_rank,
         speed_of_rank=setting.cluster.speed_of_rank,
         layers_of_stage=setting.cluster.layers_of_stage,

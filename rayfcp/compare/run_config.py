@@ -24,26 +24,26 @@ DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 """By bytes per element of the precision that the hardware's peak refers to."""
 
 
-def run_config_text(advice: Advice) -> str:
+def run_config_text(advice: Advice, *, data: str | None = None) -> str:
     """Return YAML for `rayfcp train`, with the recommendation as a comment.
 
     Raises:
         ConfigError: Nothing is feasible, or a configuration cannot express the model's or hardware's profile.
     """
-    raw = run_config(advice)
+    raw = run_config(advice, data=data)
     parse_config(raw)
     head = [*recommendation(advice), *_placeholders(raw)]
     lines = [part for line in head for part in wrap(line, width=100)]
     return "".join(f"# {line}\n" for line in lines) + write_yaml(raw)
 
 
-def run_config(advice: Advice) -> dict[str, Any]:
+def run_config(advice: Advice, *, data: str | None = None) -> dict[str, Any]:
     """Return the sections as plain data.
 
     Raises:
         ConfigError: As `run_config_text`.
     """
-    best, inputs = advice.best, advice.request.inputs
+    best, inputs = advice.best, advice.inputs
     if best is None:
         raise ConfigError("no layout is feasible, so there is nothing to write; add devices or memory (--memory-gib)")
     model = model_profile(inputs.model)
@@ -51,7 +51,7 @@ def run_config(advice: Advice) -> dict[str, Any]:
         "run": {"name": f"{model.name}-{best.strategy}", "seed": inputs.seed},
         "model": _model(model, inputs=inputs),
         "data": {
-            "paths": [advice.request.data or DATA],
+            "paths": [data or DATA],
             "max_seqlen": inputs.max_seqlen,
             "global_batch_sequences": inputs.global_batch,
         },
@@ -87,10 +87,10 @@ def _model(model: ModelProfile, *, inputs: Inputs) -> dict[str, Any]:
 
 
 def _cluster(advice: Advice, best: Trial, *, model: ModelProfile) -> dict[str, Any]:
-    hardware, layout = hardware_profile(advice.request.inputs.hardware).name, best.layout
+    hardware, layout = hardware_profile(advice.inputs.hardware).name, best.layout
     given: dict[str, Any] = {
         "device": known.name if (known := device_of_hardware(hardware)) else AUTO,
-        "num_workers": advice.request.inputs.devices,
+        "num_workers": advice.inputs.devices,
         "pipeline_stages": layout.num_stages,
         "tensor_parallel": layout.tensor_parallel,
         "memory_gib_per_device": advice.memory_gib,

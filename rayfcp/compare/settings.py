@@ -1,8 +1,7 @@
 """Settings that the trainer chooses in addition to the plan: recomputed layers, and how often gradients are reduced and
 parameters gathered.
 
-Strategies without pipeline stages use all devices as ranks, pipelines divide them over stages: two families, each with
-its ranks and its settings.
+Strategies without pipeline stages use all devices as ranks, pipelines divide them over stages.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,11 +20,19 @@ from rayfcp.values import ClusterSpec, HardwareProfile, InfeasiblePlanError, Mod
 
 GIB = 1 << 30
 
+UNBOUNDED_BYTES = 1 << 50
+"""Memory of a device if --max-tokens-per-rank replaces the memory model."""
+
+EITHER: tuple[ReduceEvery, ...] = ("step", "microbatch")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One choice with its cluster and cost model. With several stages, plans contain the recomputed layers."""
+    """One choice with its cluster and cost model, and the profiles to simulate it on; `hardware` is that of a rank (on
+    a stage). With several stages, plans contain the recomputed layers."""
 
+    model: ModelProfile
+    hardware: HardwareProfile
     recomputed_layers: int
     reduce_every: ReduceEvery
     cluster: ClusterSpec
@@ -60,40 +67,114 @@ def rank_profile(hardware: HardwareProfile, model: ModelProfile, *, tensor_paral
     )
 
 
-def settings_of(
-    inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int, longest: int
-) -> tuple[Setting, ...]:
-    """Return all settings under which the `longest` sequence fits on the ranks; `hardware` is that of a rank.
+def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
+    """Return the numbers of stages that a strategy is tried with: `auto` also without stages."""
+    if name == AUTO:
+        return tuple(dict.fromkeys((1, inputs.stages)))
+    return (inputs.stages,) if get(name).needs_stages else (1,)
 
-    Free choices are {no, half, all} layers x {per step, per microbatch}; a fixed `max_tokens_per_rank` implies no
-    recomputation and one reduction per step unless `inputs` says otherwise.
+
+def ranks_of(inputs: Inputs, *, num_stages: int) -> int:
+    """Return the number of ranks, each with `num_stages` x `inputs.tensor_parallel` devices."""
+    return inputs.devices // inputs.tensor_parallel // num_stages
+
+
+def settings_of(
+    inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, longest: int, num_stages: int = 1
+) -> tuple[Setting, ...]:
+    """Return all settings under which sequences of up to `longest` tokens, or the states of every stage, fit on the
+    ranks; `hardware` is that of a rank on a stage.
 
     Raises:
         InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
     """
+    num_ranks = ranks_of(inputs, num_stages=num_stages)
+    if num_stages > 1:
+        return _stage_settings(inputs, model=model, hardware=hardware, num_ranks=num_ranks, num_stages=num_stages)
 
     def setting(layers: int, reduce_every: ReduceEvery) -> Setting:
+        choice: dict[str, Any] = {
+            "recomputed_layers": layers,
+            "bytes_per_element": hardware.dtype_bytes,
+            "reduce_every": reduce_every,
+        }
         tokens = inputs.max_tokens_per_rank or max_tokens_per_rank(
-            model,
-            num_devices=num_ranks,
-            memory_bytes=_memory_bytes(inputs, hardware=hardware),
-            recomputed_layers=layers,
-            bytes_per_element=hardware.dtype_bytes,
-            reduce_every=reduce_every,
+            model, num_devices=num_ranks, memory_bytes=_memory_bytes(inputs, hardware=hardware), **choice
         )
-        _check_longest(longest, tokens, num_ranks=num_ranks)
+        if longest > tokens * num_ranks:
+            raise InfeasiblePlanError(
+                f"the longest sequence has {longest} tokens, {num_ranks} ranks hold at most {tokens * num_ranks} "
+                f"({tokens} each); lower --max-seqlen, or add devices or memory"
+            )
+        return Setting(
+            model=model,
+            hardware=hardware,
+            recomputed_layers=layers,
+            reduce_every=reduce_every,
+            cluster=ClusterSpec(
+                num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel
+            ),
+            cost=CostModel.from_profiles(model, hardware, num_ranks=num_ranks, **choice),
+        )
+
+    return _feasible(setting, _choices(inputs, num_layers=model.num_layers))
+
+
+def _choices(inputs: Inputs, *, num_layers: int) -> Iterable[tuple[int, ReduceEvery]]:
+    """Return layers and reductions to try, the most memory first: {no, half, all} layers x {per step, per microbatch}.
+
+    A fixed `max_tokens_per_rank` implies no recomputation and one reduction per step unless `inputs` says otherwise.
+    """
+    fixed = inputs.max_tokens_per_rank is not None
+    layers = (0,) if fixed else tuple(sorted({0, num_layers // 2, num_layers}))
+    if inputs.recompute_layers is not None:
+        if inputs.recompute_layers > num_layers:
+            raise ConfigError(
+                f"--recompute-layers is {inputs.recompute_layers}, must be at most the model's {num_layers}; lower it"
+            )
+        layers = (inputs.recompute_layers,)
+    return product(layers, (inputs.reduce_every,) if inputs.reduce_every else EITHER[: 1 if fixed else 2])
+
+
+def _stage_settings(
+    inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int, num_stages: int
+) -> tuple[Setting, ...]:
+    """Return the feasible settings with layers split evenly or by cost, gradients reduced and parameters gathered per
+    microbatch or per step. The planner chooses the recomputed layers."""
+    splits = dict.fromkeys((split_layers(model.num_layers, num_stages), split_by_cost(model, num_stages)))
+    reductions = (inputs.reduce_every,) if inputs.reduce_every else EITHER
+    gathers = (inputs.gather_every,) if inputs.gather_every else EITHER
+
+    def setting(layers: tuple[int, ...], reduce_every: ReduceEvery, gather_every: ReduceEvery) -> Setting:
         cost = CostModel.from_profiles(
             model,
             hardware,
             num_ranks=num_ranks,
-            recomputed_layers=layers,
+            num_stages=num_stages,
+            layers_of_stage=layers,
+            memory_bytes=_memory_bytes(inputs, hardware=hardware),
             bytes_per_element=hardware.dtype_bytes,
             reduce_every=reduce_every,
+            gather_every=gather_every,
         )
-        cluster = ClusterSpec(num_ranks=num_ranks, max_tokens_per_rank=tokens, tensor_parallel=inputs.tensor_parallel)
-        return Setting(recomputed_layers=layers, reduce_every=reduce_every, cluster=cluster, cost=cost)
+        assert cost.pipeline is not None, "there are stages"
+        return Setting(
+            model=model,
+            hardware=hardware,
+            recomputed_layers=0,
+            reduce_every=reduce_every,
+            gather_every=gather_every,
+            cluster=ClusterSpec(
+                num_ranks=num_ranks,
+                max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
+                num_stages=num_stages,
+                tensor_parallel=inputs.tensor_parallel,
+                layers_of_stage=layers,
+            ),
+            cost=cost,
+        )
 
-    return _feasible(setting, _choices(inputs, num_layers=model.num_layers))
+    return _feasible(setting, product(splits, reductions, gathers))
 
 
 def _feasible(setting: Callable[..., Setting], choices: Iterable[tuple[Any, ...]]) -> tuple[Setting, ...]:
@@ -113,117 +194,6 @@ def _feasible(setting: Callable[..., Setting], choices: Iterable[tuple[Any, ...]
     return tuple(found)
 
 
-def _choices(inputs: Inputs, *, num_layers: int) -> list[tuple[int, ReduceEvery]]:
-    """Return layers and reductions to try, the most memory first."""
-    fixed = inputs.max_tokens_per_rank is not None
-    layers = (0,) if fixed else tuple(sorted({0, num_layers // 2, num_layers}))
-    reductions: tuple[ReduceEvery, ...] = ("step",) if fixed else ("step", "microbatch")
-    if inputs.recompute_layers is not None:
-        if inputs.recompute_layers > num_layers:
-            raise ConfigError(
-                f"--recompute-layers is {inputs.recompute_layers}, must be at most the model's {num_layers}; lower it"
-            )
-        layers = (inputs.recompute_layers,)
-    if inputs.reduce_every is not None:
-        reductions = (inputs.reduce_every,)
-    return [(count, reduce_every) for count in layers for reduce_every in reductions]
-
-
-def _check_longest(longest: int, tokens: int, *, num_ranks: int) -> None:
-    if longest > tokens * num_ranks:
-        raise InfeasiblePlanError(
-            f"the longest sequence has {longest} tokens, {num_ranks} ranks hold at most {tokens * num_ranks} "
-            f"({tokens} each); lower --max-seqlen, or add devices or memory"
-        )
-
-
-UNBOUNDED_BYTES = 1 << 50
-"""Memory of a device if --max-tokens-per-rank replaces the memory model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """Ranks, stages and settings; `why_none`: why no setting is feasible, if so."""
-
-    num_ranks: int
-    num_stages: int
-    settings: tuple[Setting, ...]
-    why_none: str = ""
-
-
-def stages_of(name: str, inputs: Inputs) -> tuple[int, ...]:
-    """Return the numbers of stages of a strategy's families: `auto` has both."""
-    if name == AUTO:
-        return tuple(dict.fromkeys((1, inputs.stages)))
-    return (inputs.stages,) if get(name).needs_stages else (1,)
-
-
-def family_of(
-    name: str,
-    inputs: Inputs,
-    *,
-    model: ModelProfile,
-    hardware: HardwareProfile,
-    longest: int,
-    num_stages: int | None = None,
-) -> Family:
-    """Return a strategy's family, with the first of its numbers of stages unless one is given; `hardware` is that of a
-    rank on a stage, `longest` the most tokens of a sequence."""
-    num_stages = num_stages or stages_of(name, inputs)[0]
-    num_ranks = inputs.devices // inputs.tensor_parallel // num_stages
-    try:
-        settings = (
-            stage_settings(inputs, model=model, hardware=hardware, num_ranks=num_ranks)
-            if num_stages > 1
-            else settings_of(inputs, model=model, hardware=hardware, num_ranks=num_ranks, longest=longest)
-        )
-    except InfeasiblePlanError as error:
-        return Family(num_ranks=num_ranks, num_stages=num_stages, settings=(), why_none=str(error))
-    return Family(num_ranks=num_ranks, num_stages=num_stages, settings=settings)
-
-
-def stage_settings(
-    inputs: Inputs, *, model: ModelProfile, hardware: HardwareProfile, num_ranks: int
-) -> tuple[Setting, ...]:
-    """Return all settings under which the states of every stage fit: layers split evenly or by cost, gradients reduced
-    and parameters gathered per microbatch or per step. The planner chooses the recomputed layers.
-
-    Raises:
-        InfeasiblePlanError: There is none; reason of the setting that needs the least memory.
-        ValueError: There are more stages than layers.
-    """
-    either: tuple[ReduceEvery, ...] = ("step", "microbatch")
-    reductions = (inputs.reduce_every,) if inputs.reduce_every else either
-    gathers = (inputs.gather_every,) if inputs.gather_every else either
-    splits = dict.fromkeys((split_layers(model.num_layers, inputs.stages), split_by_cost(model, inputs.stages)))
-
-    def setting(layers: tuple[int, ...], reduce_every: ReduceEvery, gather_every: ReduceEvery) -> Setting:
-        cost = CostModel.from_profiles(
-            model,
-            hardware,
-            num_ranks=num_ranks,
-            num_stages=len(layers),
-            layers_of_stage=layers,
-            memory_bytes=_memory_bytes(inputs, hardware=hardware),
-            bytes_per_element=hardware.dtype_bytes,
-            reduce_every=reduce_every,
-            gather_every=gather_every,
-        )
-        assert cost.pipeline is not None, "there are stages"
-        cluster = ClusterSpec(
-            num_ranks=num_ranks,
-            max_tokens_per_rank=inputs.max_tokens_per_rank or _max_tokens(cost.pipeline),
-            num_stages=len(layers),
-            tensor_parallel=inputs.tensor_parallel,
-            layers_of_stage=layers,
-        )
-        return Setting(
-            recomputed_layers=0, cluster=cluster, cost=cost, reduce_every=reduce_every, gather_every=gather_every
-        )
-
-    return _feasible(setting, product(splits, reductions, gathers))
-
-
 def _memory_bytes(inputs: Inputs, *, hardware: HardwareProfile) -> int:
     if inputs.max_tokens_per_rank is not None:
         return UNBOUNDED_BYTES
@@ -240,8 +210,8 @@ def _max_tokens(pipeline: PipelineCost) -> int:
     """
     each = pipeline.layer_bytes
     tokens = min(
-        room // (layers * each.kept + each.working)
-        for room, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
+        budget // (layers * each.kept + each.working)
+        for budget, layers in zip(pipeline.budget_bytes, pipeline.layers_of_stage, strict=True)
     )
     if tokens < 1:
         raise InfeasiblePlanError(

@@ -9,6 +9,7 @@ A paper states a mean and a share or two, never the whole distribution: a commen
 in.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -109,25 +110,18 @@ class Videos:
                 f"max_seqlen is {max_seqlen}, must be at least {PROMPT_TOKENS + captions.max() + image.stride} for an "
                 "image and the caption of a clip; raise it"
             )
-        images = np.clip(np.floor(seconds * frames.per_second).astype(np.int64), 1, most_images)
+        counts = np.clip(np.floor(seconds * frames.per_second).astype(np.int64), 1, most_images)
+        # Half of an image's marks come before it.
+        first = dataclasses.replace(image, start=PROMPT_TOKENS + (frames.marks + 1) // 2)
         return tuple(
-            _sequence(number, image=image, count=int(images[number]), caption=int(captions[number]))
-            for number in range(count)
+            SequenceSpec(
+                id=number,
+                num_tokens=PROMPT_TOKENS + count * image.stride + caption,
+                num_targets=caption,
+                images=(dataclasses.replace(first, count=count),),
+            )
+            for number, (count, caption) in enumerate(zip(counts.tolist(), captions.tolist(), strict=True))
         )
-
-
-def _sequence(number: int, *, image: Images, count: int, caption: int) -> SequenceSpec:
-    """Prompt, `count` images with their marks, half of them before each image, and caption."""
-    marks = image.stride - image.num_tokens
-    run = Images(
-        start=PROMPT_TOKENS + marks - marks // 2,
-        num_tokens=image.num_tokens,
-        num_patches=image.num_patches,
-        count=count,
-        stride=image.stride,
-    )
-    tokens = PROMPT_TOKENS + count * image.stride + caption
-    return SequenceSpec(id=number, num_tokens=tokens, num_targets=caption, images=(run,))
 
 
 def decaying(low: float, high: float, *, scale: float) -> Draw:

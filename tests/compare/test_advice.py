@@ -10,9 +10,11 @@ import pytest
 
 from rayfcp.cli import main
 from rayfcp.cluster.planning.capacity import tokens_that_fit
-from rayfcp.compare.advice import Advice, AdviceRequest, Advisor, format_layouts, layout_section, suits
+from rayfcp.compare import layouts as layouts_module
+from rayfcp.compare.advice import Advice, Advisor, format_layouts, layout_section, suits
+from rayfcp.compare.arguments import Inputs
 from rayfcp.compare.comparison import evaluate
-from rayfcp.compare.layouts import Effort, ParallelLayout, layouts, misfit, view_of
+from rayfcp.compare.layouts import LayoutCandidate, ParallelLayout, layouts, misfit
 from rayfcp.compare.page import render
 from rayfcp.compare.planning import best_setting
 from rayfcp.compare.run_config import DATA, run_config_text
@@ -22,14 +24,15 @@ from rayfcp.values import InfeasiblePlanError
 from tests.compare.cases import arguments, small
 from tests.compare.test_page import sound
 
+SIZES = ("stages", "tensor_parallel")
 NAMES = ("flex-ring", "static-cp", "elastic-pipeline")
 QUICK: dict[str, Any] = {"batches": 1, "max_seqlen": 4096, "max_tokens_per_rank": None, "strategies": NAMES}
 QUICK |= {"reduce_every": "microbatch", "gather_every": "microbatch"}
 SEARCHED: dict[str, Any] = {"max-tokens-per-rank": None, "stages": "auto", "tensor-parallel": "auto", "batches": 1}
 
 
-def request(folder: Path, **changes: Any) -> AdviceRequest:
-    return AdviceRequest(inputs=small(folder, **(QUICK | changes)))
+def request(folder: Path, **changes: Any) -> Inputs:
+    return small(folder, **(QUICK | {"searched": SIZES} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +40,18 @@ def advice(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     return Advisor(request(tmp_path_factory.mktemp("advice"))).advise()
 
 
-def test_the_recommendation_is_the_best_of_all(tmp_path: Path) -> None:
+def test_the_recommendation_is_the_best_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds leave out nothing that is faster: a search that simulates all else finds what simulating all finds."""
     inputs = request(tmp_path, hardware="a800", memory_gib=10.0)
-    advisor = Advisor(inputs, effort=Effort(finalists=100, margin=float("inf")))
+    advisor = Advisor(inputs)
     all_s = {}
     for name, layout in ((name, layout) for layout in advisor.layouts for name in NAMES if suits(name, layout)):
         all_s[name, layout] = exhaustive(advisor, name, layout)
     found_s = {key: seconds for key, seconds in all_s.items() if seconds is not None}
-    best = advisor.advise().best
+    with monkeypatch.context() as thorough:
+        thorough.setattr(layouts_module, "FINALISTS", 100)
+        thorough.setattr(layouts_module, "MARGIN", float("inf"))
+        best = advisor.advise().best
     assert best is not None
     assert best.iteration_s == min(found_s.values()) == found_s[best.strategy, best.layout]
     quick = Advisor(inputs).advise()
@@ -66,23 +72,27 @@ def exhaustive(advisor: Advisor, name: str, layout: ParallelLayout) -> float | N
     candidate = advisor.candidate(layout, split=False)
     case = candidate.case
     try:
-        setting = best_setting(name, case.batches[0], settings=candidate.family.settings, options=case.options)
-        return evaluate(name, setting, case=case, family=candidate.family, log=lambda _: None)[0].iteration_s
+        setting = best_setting(name, case.batches[0], settings=candidate.settings, options=case.options)
+        return evaluate(name, setting, settings=candidate.settings, case=case, log=lambda _: None)[0].iteration_s
     except InfeasiblePlanError:
         return None
 
 
-def test_layouts_are_all_that_leave_no_device_idle() -> None:
+def test_layouts_are_all_that_leave_no_device_idle(tmp_path: Path) -> None:
     h100 = hardware_profile("h100")
-    found = {(each.num_stages, each.tensor_parallel) for each in layouts(12, hardware=h100)}
+
+    def sizes(**given: Any) -> set[tuple[int, int]]:
+        return {(each.num_stages, each.tensor_parallel) for each in layouts(small(tmp_path, **given), hardware=h100)}
+
+    found = sizes(devices=12, searched=SIZES)
     assert found == {
         (number, size)
         for size in range(1, 13)
         for number in range(1, 13)
         if 12 % (size * number) == 0 and h100.devices_per_node % size == 0
     }
-    assert [each.num_stages for each in layouts(7, hardware=h100, stages=3)] == [3]
-    assert {each.tensor_parallel for each in layouts(9, hardware=h100, tensor_parallel=2)} == {2}
+    assert sizes(devices=7, stages=3, searched=SIZES[1:]) == {(3, 1)}
+    assert {size for _, size in sizes(devices=9, tensor_parallel=2, searched=SIZES[:1])} == {2}
 
 
 @pytest.mark.parametrize(
@@ -107,9 +117,10 @@ def test_a_device_of_a_layout_has_its_part(tmp_path: Path) -> None:
     inputs = small(tmp_path, devices=8, max_tokens_per_rank=None)
     layout = ParallelLayout(num_stages=2, tensor_parallel=2)
     whole, split = (
-        view_of(layout, inputs=inputs, model=model, hardware=hardware, split_vocabulary=each) for each in (False, True)
+        LayoutCandidate(layout, inputs=inputs, model=model, hardware=hardware, batches=(), split_vocabulary=each).case
+        for each in (False, True)
     )
-    assert (whole.inputs.devices, whole.num_ranks, whole.inputs.tensor_parallel) == (4, 2, 1)
+    assert whole.num_ranks == 2
     assert whole.model.attention_flops_per_pair * 2 == model.attention_flops_per_pair
     assert whole.model.vocab_size == model.vocab_size == 2 * split.model.vocab_size
     assert whole.hardware.devices_per_node == 4 and whole.hardware.peak_flops == hardware.peak_flops
@@ -142,7 +153,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_strategy_without_a_layout_says_why(tmp_path: Path, name: str, stages: int, why: str) -> None:
-    inputs = replace(request(tmp_path, strategies=(name,)), stages=stages, tensor_parallel=1)
+    inputs = request(tmp_path, strategies=(name,), stages=stages, searched=())
     (entry,) = Advisor(inputs).advise().comparison.entries
     assert not entry.feasible and why in entry.reason.replace(" x 1 devices", "")
 
@@ -171,7 +182,7 @@ def test_json_has_the_comparison_s_keys_and_two_more(advice: Advice) -> None:
 
 
 def test_the_page_has_a_section_of_layouts(advice: Advice) -> None:
-    page = sound(render(advice.comparison, more=layout_section(advice), searched=advice.request.searched))
+    page = sound(render(advice.comparison, more=layout_section(advice)))
     assert "<h2>Layout</h2>" in page and "pipeline stages and tensor-parallel devices searched" in page
     assert page.count("<tr><td>") >= len(advice.layouts) and "Recommended: " in page
 
@@ -190,18 +201,17 @@ def test_the_run_plans_with_what_was_advised(tmp_path: Path) -> None:
     from rayfcp.cluster.trainer import check_runnable
     from rayfcp.cluster.workers.facts import layers_of_stage
 
-    inputs = request(
-        tmp_path, model=str(tiny(tmp_path)), hardware="cpu", max_seqlen=512, memory_gib=0.05, reduce_every=None
-    )
-    inputs = replace(inputs, inputs=replace(inputs.inputs, strategies=NAMES[:1], global_batch=4))
+    given: dict[str, Any] = {"model": str(tiny(tmp_path)), "hardware": "cpu", "max_seqlen": 512, "memory_gib": 0.05}
+    given |= {"reduce_every": None, "strategies": NAMES[:1], "global_batch": 4}
+    inputs = request(tmp_path, **given)
     seen = set()
     for layout in Advisor(inputs).layouts:
-        given = {"stages": layout.num_stages, "tensor_parallel": layout.tensor_parallel}
-        found = Advisor(replace(inputs, **given, data="data")).advise()
+        sizes = {"stages": layout.num_stages, "tensor_parallel": layout.tensor_parallel}
+        found = Advisor(replace(inputs, **sizes, searched=())).advise()
         if found.best is None:
             continue
         path = tmp_path / "config.yaml"
-        path.write_text(run_config_text(found))
+        path.write_text(run_config_text(found, data="data"))
         config = load_config(path)
         check_runnable(config)
         entry, model = found.best.entry, model_profile(str(tiny(tmp_path)))
@@ -218,7 +228,7 @@ def test_named_models_are_written_so_that_a_run_knows_them(tmp_path: Path, model
 
     inputs = request(tmp_path, model=model, hardware="h100", devices=8, strategies=("flex-ring",))
     path = tmp_path / "config.yaml"
-    path.write_text(run_config_text(Advisor(replace(inputs, stages=1, tensor_parallel=1)).advise()))
+    path.write_text(run_config_text(Advisor(replace(inputs, searched=())).advise()))
     config = load_config(path)
     found, want = model_of(config), model_profile(model)
     assert (found.num_layers, found.num_parameters) == (want.num_layers, want.num_parameters)

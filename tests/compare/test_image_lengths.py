@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.compare.image_lengths import cut
-from rayfcp.compare.lengths import Batch, draw_batches, lengths_of, read_lengths
+from rayfcp.compare.lengths import Batch, cut, draw_batches, lengths_of, read_lengths
 from rayfcp.config import ConfigError
 from rayfcp.plan import model_profile
 from rayfcp.values import Images, SequenceSpec
@@ -48,19 +47,18 @@ def test_an_image_has_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"token": 5}, "entry 2: field is 'token', must be one of tokens, targets, pictures; did you mean 'tokens'?"),
-        ({"pictures": []}, "entry 2: tokens is missing"),
-        ({"tokens": 0}, "entry 2: tokens is 0, must be a whole number of at least 1"),
+        ({"token": 5, "tokens": 5}, "entry 2: token is 5: extra inputs are not permitted"),
+        ({"pictures": []}, "entry 2: tokens is {'pictures': []}: field required"),
+        ({"tokens": 0}, "entry 2: tokens is 0: input should be greater than 0"),
         ({"tokens": 5, "targets": 6}, "entry 2: targets is 6, must be at most tokens (5)"),
-        ({"tokens": 5, "pictures": RUN}, "must be a list of runs"),
-        ({"tokens": 100, "pictures": [5]}, "entry 2: run 1 is 5, must be an object"),
+        ({"tokens": 5, "pictures": RUN}, "input should be a valid list"),
+        ({"tokens": 100, "pictures": [5]}, "entry 2: pictures.0 is 5: input should be"),
         (
             {"tokens": 100, "pictures": [RUN | {"start": -1}]},
-            "run 1: start is -1, must be a whole number of at least 0",
+            "pictures.0.start is -1: input should be greater than or equal to 0",
         ),
-        ({"tokens": 100, "pictures": [RUN | {"count": True}]}, "run 1: count is True, must be a whole number"),
-        ({"tokens": 100, "pictures": [RUN | {"stride": 19}]}, "run 1: stride is 19, must be at least num_tokens 20"),
-        ({"tokens": 100, "pictures": [RUN | {"mutual": True}]}, "run 1: mutual is not supported"),
+        ({"tokens": 100, "pictures": [RUN | {"count": True}]}, "pictures.0.count is True: input should be a valid int"),
+        ({"tokens": 100, "pictures": [RUN | {"stride": 19}]}, "stride is 19, must be at least num_tokens 20"),
         ({"tokens": 79, "pictures": [RUN]}, "entry 2: images have tokens [10, 80), must lie in [0, 79)"),
         ({"tokens": 100, "pictures": [RUN | {"patches": 81}]}, "81 patches and 20 tokens, must have 4 patches a token"),
         (2.5, "entry 2 is 2.5, must be a whole number of at least 1"),

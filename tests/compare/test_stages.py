@@ -8,13 +8,13 @@ import pytest
 from rayfcp.compare.comparison import Comparison, compare
 from rayfcp.compare.page import render
 from rayfcp.compare.results import Scene, measure
-from rayfcp.compare.settings import family_of
+from rayfcp.compare.settings import settings_of
 from rayfcp.compare.table import format_table
 from rayfcp.compare.timelines import pass_bars, scene_charts
 from rayfcp.config import ConfigError
 from rayfcp.plan import hardware_profile, model_profile
 from rayfcp.plan.strategies.registry import get
-from rayfcp.values import Slice
+from rayfcp.values import InfeasiblePlanError, Slice
 from tests.compare.cases import small
 from tests.compare.test_comparison import FIELDS, results
 from tests.compare.test_page import sound
@@ -27,19 +27,20 @@ MODEL, HARDWARE = model_profile("llama3.2-1b"), hardware_profile("h100")
 def test_pipelines_share_out_the_devices_and_others_take_them_all(tmp_path: Path) -> None:
     inputs = small(tmp_path, devices=9, stages=4, max_tokens_per_rank=None)
     staged, plain = (
-        family_of(name, inputs, model=MODEL, hardware=HARDWARE, longest=100) for name in ("dapple", "flex-ring")
+        settings_of(inputs, model=MODEL, hardware=HARDWARE, longest=100, num_stages=number) for number in (4, 1)
     )
-    assert (staged.num_ranks, staged.num_stages, plain.num_ranks, plain.num_stages) == (2, 4, 9, 1)
+    assert {(each.cluster.num_ranks, each.cluster.num_stages) for each in staged} == {(2, 4)}
+    assert {(each.cluster.num_ranks, each.cluster.num_stages) for each in plain} == {(9, 1)}
     splits = {(4, 4, 4, 4), (5, 5, 5, 1)}
-    assert {(each.reduce_every, each.gather_every, each.cluster.layers_of_stage) for each in staged.settings} == {
+    assert {(each.reduce_every, each.gather_every, each.cluster.layers_of_stage) for each in staged} == {
         *product(("step", "microbatch"), ("step", "microbatch"), splits)
     }
-    for setting in staged.settings:
+    for setting in staged:
         assert setting.cluster.num_devices == 8
         assert setting.cost.pipeline is not None and setting.cost.pipeline.gather_every == setting.gather_every
-    assert all(each.cost.pipeline is None for each in plain.settings)
+    assert all(each.cost.pipeline is None for each in plain)
     fixed = small(tmp_path, devices=8, stages=4, reduce_every="step", gather_every="microbatch")
-    setting, _ = family_of("dapple", fixed, model=MODEL, hardware=HARDWARE, longest=100).settings
+    setting, _ = settings_of(fixed, model=MODEL, hardware=HARDWARE, longest=100, num_stages=4)
     assert (setting.reduce_every, setting.gather_every, setting.cluster.max_tokens_per_rank) == (
         "step",
         "microbatch",
@@ -49,8 +50,8 @@ def test_pipelines_share_out_the_devices_and_others_take_them_all(tmp_path: Path
 
 def test_stages_that_do_not_fit_say_why(tmp_path: Path) -> None:
     tight = small(tmp_path, devices=8, stages=4, max_tokens_per_rank=None, memory_gib=2.0)
-    family = family_of("dapple", tight, model=MODEL, hardware=HARDWARE, longest=100)
-    assert family.settings == () and "stage" in family.why_none and "GiB" in family.why_none
+    with pytest.raises(InfeasiblePlanError, match=r"stage.*GiB"):
+        settings_of(tight, model=MODEL, hardware=HARDWARE, longest=100, num_stages=4)
     with pytest.raises(ConfigError, match="--stages is 17, must be at most the model's 16 layers"):
         compare(small(tmp_path, stages=17, devices=17))
 
@@ -58,14 +59,12 @@ def test_stages_that_do_not_fit_say_why(tmp_path: Path) -> None:
 def scene_of(folder: Path) -> Scene:
     """Two slices and a short sequence over two stages of two ranks."""
     inputs = small(folder, stages=2, max_tokens_per_rank=None)
-    setting = family_of("dapple", inputs, model=MODEL, hardware=HARDWARE, longest=4000).settings[0]
+    setting = settings_of(inputs, model=MODEL, hardware=HARDWARE, longest=4000, num_stages=2)[0]
     cuts = [Slice(sequence=0, start=0, stop=2500), Slice(sequence=0, start=2500, stop=4000)]
     plan = plan_of_chunks(
         [[cuts[0]], [cuts[1], 1]], num_ranks=2, pipelines=[pipeline(gpipe(2, 2), recomputed=[[0, 3], [0, 0]])]
     )
-    measured, scene = measure(
-        plan, specs([4000, 300]), model=MODEL, hardware=HARDWARE, setting=setting, bound_s=1e-3, plan_s=0.0
-    )
+    measured, scene = measure(plan, specs([4000, 300]), setting=setting, bound_s=1e-3, plan_s=0.0)
     assert measured.num_ranks == 2 and measured.num_tokens == 4300 and measured.breakdown.hop > 0
     assert measured.peak_memory_gib > 0 and 0 < measured.bubble < 1
     return scene

@@ -128,7 +128,9 @@ def test_ranks_that_encode_all_of_their_group_do_so_degree_times(load: Any, degr
     found = everywhere.with_images(everywhere._of_degree(degree, Primitive.RING), spread=False)(
         sequences, cluster=cluster, cost=cost, options=PlanConfig()
     )
-    setting = Setting(recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost)
+    setting = Setting(
+        model=model, hardware=hardware, recomputed_layers=0, reduce_every="step", cluster=cluster, cost=cost
+    )
     plan = everywhere._plan("static-cp", found.microbatches, setting=setting)
     programs = everywhere.encoded_everywhere(lower(plan, sequences), plan)
     counts = [
