@@ -16,13 +16,12 @@ from rayfcp.execute.attention.schedule import (
     FEW,
     AttentionSchedule,
     KernelCall,
-    add_rows,
     are_apart,
     copy_rows,
-    put_rows,
     rows_of,
     take_rows,
     without,
+    write_rows,
 )
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.program import Message, Payload, Range
@@ -128,18 +127,16 @@ class RowSums:
 
     def add(self, ranges: Sequence[Range], *terms: Tensor) -> None:
         """Add terms to the rows `ranges`, which may repeat; each term has these rows concatenated."""
-        if not self._known and not self._sums and merged(list(ranges)) == self._all:
+        if not self._known and not self._sums and merged(ranges) == self._all:
             self._only, self._known = terms, self._all
             return
         rows = union(ranges)
         fresh = without(rows, self._known)
         alone = fresh == rows and are_apart(ranges)
         for target, term in zip(self.partial, terms, strict=True):
-            if alone:
-                put_rows(target, ranges, source=term)
-            else:
+            if not alone:
                 _clear(target, fresh)
-                add_rows(target, ranges, source=term)
+            write_rows(target, ranges, source=term, add=not alone)
         self._known = union((*self._known, *rows))
 
     @property
@@ -192,14 +189,14 @@ class MergedAttention:
         out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a), lse = log(exp(lse_a) + exp(lse_b)): exact for
         lse_a = -inf, and no exponential of a large number.
         """
-        joined, rows = merged(list(ranges)), union(ranges)
+        joined, rows = merged(ranges), union(ranges)
         if not self._known and joined == self._all:
             self._out, self._lse, self._known = out, lse, self._all
             return
         fresh = without(rows, self._known)
         if fresh == rows:
             for target, source in zip(self._sums(), (out, lse), strict=True):
-                put_rows(target, joined, source=source)
+                write_rows(target, joined, source=source)
         else:
             self._clear(fresh)
             _merge_rows(*self._sums(), joined, out=out.to(self._dtype), lse=lse)
@@ -287,7 +284,7 @@ class ContextStore:
         if at in self._kept:
             return
         self._kept[at] = []
-        for start, stop in merged(list(ranges)):
+        for start, stop in merged(ranges):
             key_rows, value_rows = (_own(each[start:stop].detach(), recomputed=recomputed) for each in (key, value))
             self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
 
@@ -393,7 +390,7 @@ class Slots:
             self.gradient(slot).add(ranges, dk, dv)
             return
         for target, source in zip(self._store.gradient(*self._earlier[slot]), (dk, dv), strict=True):
-            add_rows(target, ranges, source=source)
+            write_rows(target, ranges, source=source, add=True)
 
     def gradient(self, slot: int) -> RowSums:
         """Sums of dK, dV of a slot outside the store; slot 0's start with the gradients of later microbatches."""
@@ -428,7 +425,7 @@ class Slots:
             del self._gradients[message.slot]
             return self._stacks.pop(message.slot)
         came = self._messages.get(message.slot)
-        if came is not None and merged(list(message.ranges)) == ((0, came.shape[1]),):
+        if came is not None and merged(message.ranges) == ((0, came.shape[1]),):
             return came
         packed = self.allocate(message)
         for target, source in zip(packed, self._held[message.slot], strict=True):
