@@ -26,7 +26,7 @@ from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.cost.fit import PartTimings, PassShape, Timing
 from rayfcp.data import prepare_local, tokenizer_of
-from rayfcp.execute.calibrate import time_passes
+from rayfcp.execute.calibrate import time_parts, time_passes
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
 from rayfcp.execute.devices.cpu import measure_flops
 from rayfcp.execute.engine import RankEngine
@@ -228,7 +228,7 @@ class TimedAlone:
         )
 
     def parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        return self._engine.time_parts(model, max_tokens=max_tokens)
+        return time_parts(self._engine, model, max_tokens=max_tokens)
 
     def passes(self, shapes: Sequence[PassShape]) -> list[list[Timing]]:
         return [time_passes(self._engine, shapes, clock=device_clock(self._engine.device))]

@@ -18,7 +18,7 @@ from rayfcp.cluster.workers.worker import RankWorker
 from rayfcp.config import Config
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.execute.state.copies import HeldCopies
-from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
 from tests.waiting import PATIENCE_S, until
 

@@ -19,7 +19,7 @@ def last_word(capsys: pytest.CaptureFixture[str]) -> str:
     ("override", "line"),
     [
         ("train.stpes=3", "did you mean train.steps?"),
-        ("train.steps=-3", "train.steps is -3, must be at least 1"),
+        ("train.steps=-3", "train.steps is -3, must be greater than or equal to 1"),
         ("cluster.num_workers=0", "cluster.num_workers is 0, must be at least 1"),
         ("data.paths=/not/here", "data.paths has '/not/here', which does not exist"),
     ],

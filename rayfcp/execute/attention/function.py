@@ -75,11 +75,7 @@ class AttentionContext:
         )
 
     def of_kind(self, kind: LayerKind) -> "AttentionContext":
-        """The context of layers of a kind.
-
-        Raises:
-            ValueError: the stage's program was not lowered for such layers.
-        """
+        """The context of layers of a kind; a ValueError if the stage's program was not lowered for such layers."""
         if kind == self.kind:
             return self
         if kind not in self.others:
@@ -175,12 +171,9 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if context.schedule.heads is None:
         return _Attention.apply(query, key, value, context, scale)  # type: ignore[no-any-return, no-untyped-call]
+    carrier, stats = context.transport, context.stats
     heads = HeadExchange(
-        context.schedule.heads,
-        heads=query.shape[1],
-        kv_heads=key.shape[1],
-        transport=context.transport,
-        stats=context.stats,
+        context.schedule.heads, heads=query.shape[1], kv_heads=key.shape[1], transport=carrier, stats=stats
     )
     gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
     parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)

@@ -96,11 +96,7 @@ class Buffers:
 
 
 def rounded(num_bytes: int) -> int:
-    """`num_bytes` up to the next eighth of a power of two, at least 512.
-
-    >>> rounded(1), rounded(5000), rounded(100_000)
-    (512, 5120, 106496)
-    """
+    """`num_bytes` up to the next eighth of a power of two, at least 512."""
     step = max(1 << max((num_bytes - 1).bit_length() - 4, 0), 512)
     return -(-num_bytes // step) * step
 
@@ -109,14 +105,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class RowSums:
-    """Sums of several tensors with the same rows, `[rows, ...]` each.
+    """Sums of several tensors with the same `num_rows` rows, `[rows, ...]` each, in memory from `make`.
 
     The first term of a row is copied, later ones are added: sums need no zeros. A first term that has all rows in order
     is kept as it is, in its own dtype, until another comes: one call over all rows costs nothing.
-
-    Args:
-        make: allocates uninitialized memory for all sums, in the dtype in which terms are added.
-        num_rows: rows of each tensor.
     """
 
     def __init__(self, make: Callable[[], Tensors], *, num_rows: int) -> None:
@@ -289,21 +281,13 @@ class ContextStore:
             self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
 
     def read(self, at: LayerKey, span: Range) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `span`, as views.
-
-        Raises:
-            ValueError: they are not kept.
-        """
+        """Keys and values of rows `span`, as views; a ValueError if they are not kept."""
         rows, start, stop = self._find(at, span)
         return rows.key[start:stop], rows.value[start:stop]
 
     def gradient(self, at: LayerKey, span: Range) -> Tensor:
         """View of dK, dV of rows `span`, `[2, tokens, kv_heads, head_dim]` in the accumulator dtype, zero at first;
-        later slices add to it in place.
-
-        Raises:
-            ValueError: they are not kept.
-        """
+        later slices add to it in place."""
         rows, start, stop = self._find(at, span)
         if rows.gradient is None:
             rows.gradient = torch.zeros(
@@ -340,14 +324,8 @@ def _own(tensor: Tensor, *, recomputed: bool) -> Tensor:
 
 
 class Slots:
-    """Keys, values and gradient sums of one pass by slot: slot 0 is this rank's own, context slots lie in the store,
-    messages bring all others.
-
-    Args:
-        schedule: says which slots are in the store, and which rows of slot 0 are kept there.
-        layer: whose pass it is.
-        buffers: memory of messages, and of gradients that become messages.
-    """
+    """Keys, values and gradient sums of one pass of `layer` by slot: slot 0 is this rank's own, context slots lie in
+    the store, messages bring all others. `buffers`: memory of messages, and of gradients that become messages."""
 
     def __init__(self, schedule: AttentionSchedule, *, store: ContextStore, layer: LayerKey, buffers: Buffers) -> None:
         self._earlier = {each.slot: ((each.microbatch, layer[1]), each.span) for each in schedule.context}
@@ -364,7 +342,7 @@ class Slots:
         self._shapes[slot] = key.shape
 
     def keep(self, *, recomputed: bool) -> None:
-        """Keep in the store what later microbatches need of slot 0."""
+        """Keep rows of slot 0 in the store that later microbatches need."""
         if self._kept:
             key, value = self._held[0]
             self._store.put(self._layer, self._kept, key=key, value=value, recomputed=recomputed)
