@@ -259,7 +259,7 @@ def _waits(parts: Parts, batch: AttentionBatch, *, kernel: AttentionKernel) -> t
     query, key, value = (each[rows].requires_grad_() for each in (batch.query, batch.key, batch.value))
     gradient = batch.gradient[rows]
     transport = InProcessTransport(Fabric(1), 0)
-    context = AttentionContext(program=make_schedule(part.attention), transport=transport, kernel=kernel)
+    context = AttentionContext(schedule=make_schedule(part.attention), transport=transport, kernel=kernel)
     with host_waits(batch.query.device) as waits:
         out = attention(query, key, value, context, scale=batch.scale)
         torch.autograd.grad(out, (query, key, value), gradient)

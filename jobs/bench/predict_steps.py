@@ -24,7 +24,7 @@ from rayfcp.cost.fit import (
     measured_hardware,
     slowest,
 )
-from rayfcp.execute.calibrate import time_passes
+from rayfcp.execute.calibrate import time_parts, time_passes
 from rayfcp.execute.engine import RankEngine
 from rayfcp.plan import CostModel, hardware_profile, plan_batch
 from rayfcp.program import RankProgram, lower
@@ -71,7 +71,7 @@ class Bench:
 
     def run(self) -> dict[str, Any]:
         """Figures of the fit and of all steps."""
-        parts = self._engine.time_parts(self._model, max_tokens=self._longest)
+        parts = time_parts(self._engine, self._model, max_tokens=self._longest)
         self._parts: PartTimings = slowest(self._all(parts))
         before = [self._passes() for _ in range(self._args.rounds + 1)][1:]
         plans = self._plans(self._fitted(before)[0])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,7 +25,7 @@ from rayfcp.cluster.workers.facts import DeviceFacts
 from rayfcp.config import Config, ConfigError
 from rayfcp.config.models import DataConfig
 from rayfcp.data import prepare_local, tokenizer_of
-from rayfcp.execute.calibrate import time_passes
+from rayfcp.execute.calibrate import time_parts, time_passes
 from rayfcp.execute.devices.backend import backend_of, device_kind, resolve_device
 from rayfcp.execute.devices.cpu import measure_flops
 from rayfcp.execute.engine import RankEngine
@@ -171,7 +172,7 @@ def profile_alone(config: Config, *, out_dir: str | None, rounds: int, max_token
         timed = TimedRanks(
             facts=(facts,),
             base=base_hardware(device),
-            parts=rank.engine.time_parts,
+            parts=partial(time_parts, rank.engine),
             passes=lambda shapes: [time_passes(rank.engine, shapes, clock=device_clock(device))],
             peak_flops=lambda: _peak_flops(config, device),
         )

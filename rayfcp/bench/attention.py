@@ -127,7 +127,7 @@ def _run_microbatch(
         rows = rows_of(part, starts, device=batch.query.device)
         query, key, value = (each[rows].requires_grad_() for each in (batch.query, batch.key, batch.value))
         gradient = batch.gradient[rows]
-        context = AttentionContext(program=ready[transport.rank], transport=transport, kernel=kernel)
+        context = AttentionContext(schedule=ready[transport.rank], transport=transport, kernel=kernel)
         watch.start()
         out = attention(query, key, value, context, scale=batch.scale)
         watch.stop()

@@ -104,11 +104,7 @@ _BOUNDS = {
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all sections and keys.
-
-    >>> "train.steps" in set(known_keys())
-    True
-    """
+    """Dotted names of all sections and keys."""
     for name, field in model.model_fields.items():
         yield prefix + name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -263,11 +259,7 @@ def load_config(source: str | Path | Mapping[str, Any], *, overrides: Sequence[s
 
 
 def read_mapping(path: str | Path, *, what: str, content: str) -> dict[str, Any]:
-    """The keys of the YAML file `path`; `what` kind of file it is and its expected `content` are named in errors.
-
-    Raises:
-        ConfigError: it cannot be read or does not hold keys.
-    """
+    """The keys of the YAML file `path`; a ConfigError names `what` kind of file it is and its expected `content`."""
     where = f"{what} file {str(path)!r}"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -282,14 +274,7 @@ def read_mapping(path: str | Path, *, what: str, content: str) -> dict[str, Any]
 
 
 def config_of_keys(overrides: Sequence[str]) -> Config:
-    """The configuration of `section.key=value` words, for commands that read no data: `data.paths` may be missing.
-
-    Raises:
-        ConfigError: one line, as of `load_config`.
-
-    >>> config_of_keys(["model.name=qwen3-1.7b", "train.steps=3"]).train.steps
-    3
-    """
+    """The configuration of `section.key=value` words, for commands that read no data: `data.paths` may be missing."""
     return load_config({"data": {"paths": [STDLIB_PLACEHOLDER]}}, overrides=overrides)
 
 

@@ -26,11 +26,7 @@ def as_list(value: Any) -> Any:
 
 
 def workers_or_range(value: Any) -> Any:
-    """A count `D` or a range `[min, max]` of devices, checked as a whole so that one message covers both.
-
-    Raises:
-        ValueError: Neither form, a number below 1, or min above max.
-    """
+    """A count `D` or a range `[min, max]` of devices, checked as a whole so that one message covers both."""
     is_range = isinstance(value, list | tuple)
     numbers = tuple(value) if is_range else (value,)
     if len(numbers) != 1 + is_range or any(type(number) is not int for number in numbers):
@@ -43,11 +39,7 @@ def workers_or_range(value: Any) -> Any:
 
 
 def known_device(name: str) -> str:
-    """A name of `DEVICES`, or `auto`.
-
-    Raises:
-        ValueError: Another name.
-    """
+    """A name of `DEVICES`, or `auto`."""
     if name not in (AUTO, *DEVICES):
         raise ValueError(f"must be one of {', '.join(map(repr, (AUTO, *DEVICES)))}; write one of them")
     return name
@@ -441,10 +433,7 @@ class Config(Section):
     metrics: MetricsConfig = MetricsConfig()
 
     def __init__(self, **sections: Any) -> None:
-        """
-        Raises:
-            ConfigError: one line for the first problem.
-        """
+        """Check the sections; a ConfigError has one line for the first problem."""
         from rayfcp.config.loading import ConfigError, describe
 
         try:

@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_jsonable_python
 
 from rayfcp.cost.analytic import ATTENTION_BACKWARD, coefficients
 from rayfcp.cost.encoder import EncoderCost, check_one_stage
@@ -19,7 +21,6 @@ from rayfcp.cost.stages import split_layers
 from rayfcp.cost.work import visible_ring_share
 from rayfcp.values import ClusterSpec, HardwareProfile, LayerKinds, ModelProfile, Primitive
 from rayfcp.values.arrays import Bools, Floats
-from rayfcp.values.profile import read_fields
 
 
 def ring_terms(cost: "CostModel", ranks: Floats, *, crosses: Bools) -> tuple[Terms, Terms]:
@@ -242,7 +243,14 @@ class CostModel:
         Raises:
             ValueError: unknown or missing fields, as in a file of another version.
         """
-        return read_fields(cls, fields, source="cost model")
+        message = "fields of the cost model are of another version; measure again"
+        try:
+            found = TypeAdapter(cls).validate_python(fields)
+        except ValidationError as error:
+            raise ValueError(message) from error
+        if to_jsonable_python(found) != to_jsonable_python(fields):
+            raise ValueError(message)
+        return found
 
     def with_coefficients(self, **measured: float) -> "CostModel":
         """The same model with measured coefficients in place of those named. The head keeps its share of linear

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from rayfcp.config import Config
-from rayfcp.cost.fit import PartTimings
 from rayfcp.data import TokenReader
 from rayfcp.data.vision.decoding import DecodedImages, ImageRange
 from rayfcp.execute.devices.backend import backend_of
@@ -22,14 +21,13 @@ from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.membership import Membership, collective
 from rayfcp.execute.parallel.sharding import HostWait, StageModule, keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
-from rayfcp.execute.parts import PartTimer
 from rayfcp.execute.reports import Beat, Joined, RankReport, SavedPart, StepProgress
 from rayfcp.execute.state.checkpoint import CheckpointWriter, load
 from rayfcp.execute.state.copies import HeldCopies
 from rayfcp.execute.state.snapshots import Snapshots, Source, fill
 from rayfcp.execute.vision import ImageSource, VisionLoader
 from rayfcp.program import RankProgram
-from rayfcp.values import GlobalBatch, ModelProfile, Span, SpanKind
+from rayfcp.values import GlobalBatch, Span, SpanKind
 from rayfcp.values.state import ShardHeader, StateId
 
 logger = logging.getLogger(__name__)
@@ -54,6 +52,7 @@ class RankEngine:
 
     def __init__(self, config: Config, *, device: torch.device, data_dir: str) -> None:
         self._config, self.device, self._backend = config, device, backend_of(device)
+        self.dtype: torch.dtype = getattr(torch, config.model.dtype)
         self.recomputed_layers = config.train.recompute_layers
         self.position = MeshPosition(rank=0, num_ranks=1)
         self.copies = HeldCopies(allocate=self._backend.allocate_host)
@@ -77,11 +76,7 @@ class RankEngine:
 
     @property
     def generation(self) -> Generation:
-        """The generation that this device is in.
-
-        Raises:
-            RuntimeError: there is none.
-        """
+        """The generation that this device is in; a RuntimeError if there is none."""
         if self._generation is None:
             raise RuntimeError(f"{self.device} is in no generation; join one first")
         return self._generation
@@ -116,7 +111,7 @@ class RankEngine:
             module=module,
             optimizer=optimizer,
             wait=wait,
-            writer=CheckpointWriter(groups.channels.control),
+            writer=CheckpointWriter(groups.control),
             snapshots=Snapshots(module, optimizer, position=position, copies=self.copies),
             interpreter=self._interpreter(groups, module, wait, hidden_size=hidden_size),
         )
@@ -130,17 +125,17 @@ class RankEngine:
     def _interpreter(
         self, groups: ProcessGroups, module: StageModule, wait: HostWait, *, hidden_size: int
     ) -> Interpreter:
-        channels, pipes = groups.channels, None
-        if channels.pipe_forward is not None and channels.pipe_backward is not None:
+        pipes = None
+        if groups.pipe_forward is not None and groups.pipe_backward is not None:
             pipes = Pipes(
-                activations=DistributedTransport(channels.pipe_forward, self._progress),
-                gradients=DistributedTransport(channels.pipe_backward, self._progress),
+                activations=DistributedTransport(groups.pipe_forward, self._progress),
+                gradients=DistributedTransport(groups.pipe_backward, self._progress),
                 hidden_size=hidden_size,
-                dtype=getattr(torch, self._config.model.dtype),
+                dtype=self.dtype,
                 device=self.device,
             )
         return Interpreter(
-            transport=DistributedTransport(channels.attend, self._progress),
+            transport=DistributedTransport(groups.attend, self._progress),
             kernel=pick_kernel(self.device.type, sm_margin=self._config.cluster.communication_sms),
             model=module,
             pipes=pipes,
@@ -160,13 +155,6 @@ class RankEngine:
         generation.interpreter.run(program, tokens, images=images)
         release(generation.module)
         generation.optimizer.zero_grad(set_to_none=True)
-
-    @collective
-    def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
-        """Time single parts of a pass in the model's dtype; every rank must call it."""
-        dtype = getattr(torch, self._config.model.dtype)
-        timer = PartTimer(model, channels=self.generation.groups.channels, device=self.device, dtype=dtype)
-        return timer.run(max_tokens=max_tokens)
 
     @collective
     def run_step(
@@ -204,8 +192,7 @@ class RankEngine:
         broken: tuple[str, ...] = ()
         if self._vision is not None:
             sum_over = generation.wait.timed()(generation.groups.sum)
-            vision = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
-            batch, images, broken = vision.batch, vision.images, vision.broken
+            batch, images, broken = self._vision.prepare(program, batch, decoded=decoded, sum_over=sum_over)
         tokens, loss_scale = BatchTokens(self._reader, batch), 1.0 / max(batch.num_targets, 1)
         done = generation.interpreter.run(program, tokens, images=images, loss_scale=loss_scale)
         release(generation.module)
@@ -307,8 +294,7 @@ class RankEngine:
     def load(self, folder: str) -> None:
         """Set parameters and optimizer state from a checkpoint written by any number of ranks."""
         generation = self.generation
-        control = generation.groups.channels.control
-        load(Path(folder), generation.module, optimizer=generation.optimizer, group=control)
+        load(Path(folder), generation.module, optimizer=generation.optimizer, group=generation.groups.control)
 
     def abort(self) -> None:
         """End all exchanges of this generation; any thread may call it. The main thread then raises

@@ -55,8 +55,7 @@ class Execution:
 
 
 class BatchTokens:
-    """Tokens of one global batch, read from the shards on demand; see `TokenSource`. A sample without
-    counted targets has none."""
+    """See `TokenSource`; read from the shards on demand. A sample without counted targets has none."""
 
     def __init__(self, reader: TokenReader, batch: GlobalBatch) -> None:
         self._reader, self._batch = reader, batch
@@ -67,26 +66,11 @@ class BatchTokens:
         return tokens, targets if sample.num_targets else np.full_like(targets, IGNORED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageInputs:
-    """Each `[tokens]`, int64; positions `[3, tokens]` where they have three axes. The first stage has ids, the last one
-    targets, every stage positions."""
-
-    ids: Tensor | None
-    positions: Tensor
-    targets: Tensor | None
-
-
 class Passes:
     """Forward and backward passes of one stage in one global batch, and the state between them.
 
-    A microbatch in flight holds what autograd saved, its input from the previous stage, and its output until that is
-    sent: backward starts from the output's edge in the graph.
-
-    Args:
-        program: whose instructions are run.
-        loss_scale: factor of losses before they are differentiated.
-        device: where inputs go.
+    A microbatch in flight holds tensors that autograd saved, its input from the previous stage, and its output until
+    that is sent: backward starts from the output's edge in the graph.
     """
 
     def __init__(
@@ -97,7 +81,7 @@ class Passes:
         self.stats = AttentionStats(clock=backend_of(device).clock(time.perf_counter))
         self.loss_sum = torch.zeros((), dtype=backend_of(device).sum_dtype, device=device)
         # By microbatch:
-        self._loaded: dict[int, StageInputs] = {}
+        self._loaded: dict[int, tuple[Tensor | None, Tensor, Tensor | None]] = {}
         self._placed: dict[int, PlacedFeatures] = {}
         self._activations_in: dict[int, Tensor] = {}
         self._activations_out: dict[int, Tensor] = {}
@@ -105,8 +89,9 @@ class Passes:
         self._output_gradients: dict[int, Tensor] = {}
 
     def load(self, item: Load, tokens: TokenSource, *, images: ImageSource | None) -> None:
-        """Read the pieces of a load, in its order; stages between the ends read only positions. Without `images`, a
-        token's position is its place in its sequence."""
+        """Read ids (on the first stage), positions and targets (on the last one) of a load's pieces, in its order, each
+        `[tokens]`, int64; positions `[3, tokens]` where they have three axes. Without `images`, a token's position is
+        its place in its sequence."""
         pieces = item.pieces
         if images is None:
             positions = [np.arange(piece.start, piece.stop) for piece in pieces]
@@ -116,10 +101,10 @@ class Passes:
         if self._is_first or self._is_last:
             read = [tokens.read(piece.sequence, start=piece.start, stop=piece.stop) for piece in pieces]
             read = read or [(np.array([PADDING_TOKEN]), np.array([IGNORED]))]
-        self._loaded[item.microbatch] = StageInputs(
-            ids=self._joined([ids for ids, _ in read]) if self._is_first else None,
-            positions=self._joined(positions or [np.array([0])]),
-            targets=self._joined([targets for _, targets in read]) if self._is_last else None,
+        self._loaded[item.microbatch] = (
+            self._joined([ids for ids, _ in read]) if self._is_first else None,
+            self._joined(positions or [np.array([0])]),
+            self._joined([targets for _, targets in read]) if self._is_last else None,
         )
 
     def _joined(self, rows: list[Tokens]) -> Tensor:
@@ -142,11 +127,11 @@ class Passes:
             self._output_gradients[item.microbatch] = tensor
 
     def forward(self, item: Forward, context: AttentionContext, *, keep_logits: bool) -> None:
-        loaded = self._loaded.pop(item.microbatch)
-        inputs = loaded.ids if loaded.ids is not None else self._activations_in[item.microbatch]
+        ids, positions, targets = self._loaded.pop(item.microbatch)
+        inputs = ids if ids is not None else self._activations_in[item.microbatch]
         # FSDP sees no tensors of `placed`: it would take the end of their gradients for the end of the whole pass.
         placed = self._placed.pop(item.microbatch, None)
-        output: Tensor = self._model(inputs, loaded.positions, loaded.targets, context, keep_logits, placed)
+        output: Tensor = self._model(inputs, positions, targets, context, keep_logits, placed)
         output = output.squeeze(0)  # here, since FSDP's hooks want no view
         self.stats.buffers.clear()
         self._outputs[item.microbatch] = get_gradient_edge(output)
@@ -206,12 +191,8 @@ class Interpreter:
     def run(
         self, program: RankProgram, tokens: TokenSource, *, images: ImageSource | None = None, loss_scale: float = 1.0
     ) -> Execution:
-        """Run all instructions in order; parameters' gradients accumulate. `images`: needed if the program encodes any,
-        or positions have several axes.
-
-        Raises:
-            ValueError: the program is another rank's or stage's.
-        """
+        """Run all instructions of this rank's and stage's program in order; parameters' gradients accumulate. `images`:
+        needed if the program encodes any, or positions have several axes."""
         self._check(program)
         record, store = _SpanRecord(program, self._clock, waited=self._waited), ContextStore()
         passes = Passes(program, self._model, pipes=self._pipes, loss_scale=loss_scale, device=self._device)
@@ -226,10 +207,9 @@ class Interpreter:
                     case Receive():
                         passes.receive(item)
                     case Forward():
-                        following = program.instructions[at + 1 : at + 2]
-                        keep_logits = any(
-                            isinstance(each, Backward) and each.microbatch == item.microbatch for each in following
-                        )
+                        due = Backward, item.microbatch
+                        after = program.instructions[at + 1 : at + 2]
+                        keep_logits = any((type(each), each.microbatch) == due for each in after)
                         context = AttentionContext.of(item, store=store, stats=passes.stats, **self._attention)
                         passes.forward(item, context, keep_logits=keep_logits)
                     case Send():
@@ -241,7 +221,14 @@ class Interpreter:
         self._on_progress(len(program.instructions))
         if self._pipes:
             self._pipes.finish()
-        return _execution(passes, record)
+        return Execution(  # reading these is where the host waits for the device, and nowhere before
+            loss_sum=float(passes.loss_sum),
+            spans=record.spans(),
+            bytes_sent=passes.stats.bytes_sent,
+            num_pairs=passes.stats.pairs,
+            wait_s=passes.stats.wait_s,
+            gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
+        )
 
     def _check(self, program: RankProgram) -> None:
         if program.rank != self._transport.rank:
@@ -252,19 +239,6 @@ class Interpreter:
                 f"program is for stage {program.stage} of {program.num_stages}, this is stage {stage} "
                 f"{'with' if self._pipes else 'without'} others; send it there"
             )
-
-
-def _execution(passes: Passes, record: "_SpanRecord") -> Execution:
-    """Read all results. The host waits for the device here, and nowhere before."""
-    stats = passes.stats
-    return Execution(
-        loss_sum=float(passes.loss_sum),
-        spans=record.spans(),
-        bytes_sent=stats.bytes_sent,
-        num_pairs=stats.pairs,
-        wait_s=stats.wait_s,
-        gather_s=tuple(record.waited_s[each] for each in sorted(record.waited_s)),
-    )
 
 
 _SPAN_KINDS: dict[type, SpanKind] = {

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from rayfcp.config.models import TrainConfig
 from rayfcp.execute.devices.backend import backend_of, to_device
 from rayfcp.execute.parallel.groups import ProcessGroups, swap
-from rayfcp.execute.parallel.sharding import StageModule
+from rayfcp.execute.parallel.sharding import StageModule, local_shard
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -62,12 +62,12 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     """This device's shard of the gradient, made of zeros if there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad)
+    return local_shard(parameter.grad)
 
 
 def local_squares(parameters: Iterable[nn.Parameter]) -> Tensor:
     """Sum of squares of this device's shards of the gradients, in the dtype of the device's sums."""
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     parts = [each.to(backend_of(each.device).sum_dtype).square().sum() for each in gradients]
     return torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
 
@@ -86,11 +86,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm
         return
     for parameter in parameters:
         if parameter.grad is not None:
-            _local(parameter.grad).mul_(max_norm / norm)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_shard(parameter.grad).mul_(max_norm / norm)
 
 
 def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tuple[float, float]:
@@ -99,16 +95,16 @@ def totals(groups: ProcessGroups, module: StageModule, *, loss_sum: float) -> tu
     Before, gradients of parameters with copies are summed over these, and parameters that this batch did not use get
     zeros, so that all are updated equally often.
     """
-    channels, position = groups.channels, groups.position
+    position = groups.position
     for parameter in module.occasional:
         _gradient(parameter)
-    if channels.tensor is not None:
-        sum_copies([module.get_parameter(name) for name in module.partial_names], channels.tensor)
+    if groups.tensor is not None:
+        sum_copies([module.get_parameter(name) for name in module.partial_names], groups.tensor)
     shared = module.shared_matrix
-    if shared is not None and channels.pipe_forward is not None:
+    if shared is not None and groups.pipe_forward is not None:
         gradient, peer = _gradient(shared), position.num_stages - 1 - position.stage
         other = torch.empty_like(gradient)
-        swap(gradient, other, group=channels.pipe_forward, target=peer, source=peer)
+        swap(gradient, other, group=groups.pipe_forward, target=peer, source=peer)
         gradient += other  # both devices get bitwise equal sums
     counted = [
         parameter

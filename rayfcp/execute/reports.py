@@ -44,11 +44,7 @@ class FileSum:
 
 
 def sum_files(folder: str | Path, names: Iterable[str]) -> tuple[FileSum, ...]:
-    """Checksums of these files in order of their names; each is read whole, a chunk at a time.
-
-    Raises:
-        OSError: one cannot be read.
-    """
+    """Checksums of these files in order of their names; each is read whole, a chunk at a time."""
     return tuple(_sum(Path(folder) / name) for name in sorted(names))
 
 

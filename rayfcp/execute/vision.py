@@ -61,11 +61,7 @@ class PlacedFeatures:
 
 
 def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
-    """Pixels of the images that a rank encodes, in order; None if it encodes none.
-
-    Raises:
-        ValueError: there is no source of images.
-    """
+    """Pixels of the images that a rank encodes, in order; None if it encodes none."""
     if images is None:
         raise ValueError(
             f"encode: microbatch {item.microbatch} encodes images, but there is no source of them; give images="
@@ -81,11 +77,7 @@ def pixels_of(item: Encode, images: ImageSource | None) -> Pixels | None:
 def place_features(features: Tensor, item: Encode, *, transport: Transport, stats: AttentionStats) -> PlacedFeatures:
     """Send rows of `features`, `[tokens encoded, width]`, to the ranks of their tokens; returns those of this rank's
     tokens. Differentiable: gradients take the same way back. Every rank must call it, and its result must stand in the
-    graph of every rank or, with frozen encoders, of none.
-
-    Raises:
-        ValueError: the encoder gave another number of rows than the program has.
-    """
+    graph of every rank or, with frozen encoders, of none."""
     program = item.features
     if len(features) != program.num_tokens:
         raise ValueError(
@@ -134,16 +126,6 @@ class BatchImages:
         return self._positions.of(self._batch.samples[sequence], start=start, stop=stop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VisionBatch:
-    """A batch whose rows with broken images have no targets, its images, and this device's own broken images with the
-    reasons."""
-
-    batch: GlobalBatch
-    images: BatchImages
-    broken: tuple[str, ...] = ()
-
-
 class VisionLoader:
     """Prepares the images of batches by the library's `processor`.
 
@@ -163,19 +145,19 @@ class VisionLoader:
         *,
         decoded: Mapping[ImageRange, DecodedImages] | None,
         sum_over: Callable[[Tensor], Tensor],
-    ) -> VisionBatch:
-        """Prepare one batch; every device must call it. `decoded`: what the program encodes, decoded elsewhere; None:
-        it is decoded here. `sum_over` sums a tensor of this device over all."""
+    ) -> tuple[GlobalBatch, BatchImages, tuple[str, ...]]:
+        """The batch without targets in rows with broken images, its images, and this device's broken images with the
+        reasons. Every device must call it. `decoded`: images of the program, if they were decoded elsewhere. `sum_over`
+        sums a tensor of this device over all."""
         if decoded is None:
             decoded = self._decoder.decode(batch, wanted_images(program.instructions))
         images = BatchImages(batch, decoded=decoded, positions=self._positions)
         if not any(sample.images for sample in batch.samples):
-            return VisionBatch(batch=batch, images=images)
+            return batch, images, ()
         flags = torch.zeros(len(batch.samples))
         flags[[sequence for (sequence, *_), found in decoded.items() if found.broken]] = 1.0
         samples = list(batch.samples)
         for sequence in sum_over(flags.to(self._device)).nonzero().flatten().tolist():
             samples[sequence] = dataclasses.replace(samples[sequence], num_targets=0)
         names = dict.fromkeys(name for found in decoded.values() for name in found.broken)
-        batch = dataclasses.replace(batch, samples=tuple(samples))
-        return VisionBatch(batch=batch, images=images, broken=tuple(names))
+        return dataclasses.replace(batch, samples=tuple(samples)), images, tuple(names)

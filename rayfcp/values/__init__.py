@@ -2,7 +2,7 @@
 
 from rayfcp.values.batch import GlobalBatch, Sample
 from rayfcp.values.cluster import ClusterSpec, Decision, Move
-from rayfcp.values.layers import FULL, LayerKind, LayerKinds, Work
+from rayfcp.values.layers import FULL, LayerKind, LayerKinds
 from rayfcp.values.plan import (
     Action,
     BatchPlan,
@@ -23,14 +23,13 @@ from rayfcp.values.plan import (
 from rayfcp.values.profile import HardwareProfile, ModelProfile, VisionProfile
 from rayfcp.values.report import Imbalance, Span, SpanKind, StepReport
 from rayfcp.values.sequence import Images, SequenceSpec
-from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import ShardHeader, StateId
 
 __all__ = [
     "FULL",
     "Action",
     "BatchPlan",
     "Block",
-    "Box",
     "ClusterSpec",
     "Context",
     "Decision",
@@ -53,7 +52,6 @@ __all__ = [
     "Round",
     "Sample",
     "SequenceSpec",
-    "ShardEntry",
     "ShardHeader",
     "Slice",
     "Span",
@@ -62,5 +60,4 @@ __all__ = [
     "StepReport",
     "Transfer",
     "VisionProfile",
-    "Work",
 ]

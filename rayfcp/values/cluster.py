@@ -31,21 +31,16 @@ class ClusterSpec:
             raise ValueError(f"num_ranks is {self.num_ranks}, must be at least 1; add a worker")
         if self.max_tokens_per_rank < 1:
             raise ValueError(f"max_tokens_per_rank is {self.max_tokens_per_rank}, must be at least 1; give more memory")
-        if len(self.node_of_rank) not in (0, self.num_ranks * self.num_stages):
-            raise ValueError(
-                f"node_of_rank has {len(self.node_of_rank)} entries, must have one for each of {self.num_ranks} ranks "
-                f"in each of {self.num_stages} stages, or none"
-            )
-        if len(self.speed_of_rank) not in (0, self.num_ranks) or not all(speed > 0 for speed in self.speed_of_rank):
-            raise ValueError(
-                f"speed_of_rank is {self.speed_of_rank}, must hold a positive number for each of {self.num_ranks} "
-                "ranks, or nothing"
-            )
-        if len(self.layers_of_stage) not in (0, self.num_stages):
-            raise ValueError(
-                f"layers_of_stage has {len(self.layers_of_stage)} entries, must have one for each of "
-                f"{self.num_stages} stages, or none"
-            )
+        for name, count, each in (
+            ("node_of_rank", self.num_ranks * self.num_stages, "ranks and stages"),
+            ("speed_of_rank", self.num_ranks, "ranks"),
+            ("layers_of_stage", self.num_stages, "stages"),
+        ):
+            given = len(getattr(self, name))
+            if given not in (0, count):
+                raise ValueError(f"{name} has {given} entries, must have one for each of {count} {each}, or none")
+        if not all(speed > 0 for speed in self.speed_of_rank):
+            raise ValueError(f"speed_of_rank is {self.speed_of_rank}, each must be above 0; measure it again")
 
     @property
     def num_devices(self) -> int:

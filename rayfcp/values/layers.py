@@ -5,6 +5,7 @@ To add one, derive from `LayerKind`, say how its masks are cut into kernel calls
 from the library's configuration (`rayfcp.models.layers`).
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -112,7 +113,4 @@ def _causal_pairs(queries: Positions, keys: Positions) -> Positions:
 
 def count_kinds(kinds: Iterable[LayerKind]) -> LayerKinds:
     """Number of layers by kind, ascending."""
-    found: dict[LayerKind, int] = {}
-    for kind in kinds:
-        found[kind] = found.get(kind, 0) + 1
-    return tuple(sorted(found.items()))
+    return tuple(sorted(Counter(kinds).items()))

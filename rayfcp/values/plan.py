@@ -4,6 +4,7 @@ Frozen and free of tensors, handles, clocks and environment: the same input give
 """
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -173,11 +174,7 @@ class Layout:
         return self.blocks + tuple(block for each in self.context for block in each.blocks)
 
     def runs(self, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each run; `heads` divides `num_ranks`.
-
-        >>> Layout(blocks=(), rounds=(), heads=2).runs(4)
-        ((0, 1), (2, 3))
-        """
+        """The ranks of each run; `heads` divides `num_ranks`."""
         return tuple(tuple(range(first, first + self.heads)) for first in range(0, num_ranks, self.heads))
 
 
@@ -255,10 +252,7 @@ class BatchPlan:
     @property
     def degrees(self) -> dict[int, int]:
         """Number of groups of each degree over all microbatches."""
-        counts: dict[int, int] = {}
-        for microbatch in self.microbatches:
-            for group in microbatch.groups:
-                counts[group.degree] = counts.get(group.degree, 0) + 1
+        counts = Counter(group.degree for microbatch in self.microbatches for group in microbatch.groups)
         return dict(sorted(counts.items()))
 
     @property

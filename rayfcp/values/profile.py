@@ -1,45 +1,9 @@
 """Models and machines as numbers: what the cost model, the memory model and MFU are computed from."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rayfcp.values.layers import FULL, LayerKind, LayerKinds, count_kinds
-
-T = TypeVar("T")
-
-
-def read_fields(kind: type[T], fields: Mapping[str, Any], *, source: str) -> T:
-    """The dataclass `kind` from `dataclasses.asdict` of one, also after a round trip through JSON.
-
-    Raises:
-        ValueError: fields that are unknown or missing, as in a file of another version.
-    """
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if set(fields) != known:
-        wrong = [f"unknown {name}" for name in sorted(set(fields) - known)]
-        wrong += [f"missing {name}" for name in sorted(known - set(fields))]
-        raise ValueError(f"fields of the {source} are of another version ({', '.join(wrong)}); measure again")
-    hints = get_type_hints(kind)
-    return kind(**{name: _read(hints[name], value, source=f"{source}'s {name}") for name, value in fields.items()})
-
-
-def _read(hint: Any, value: Any, *, source: str) -> Any:
-    """A field's value: dataclasses were written as mappings, tuples as lists."""
-    if value is None:
-        return None
-    if isinstance(hint, UnionType):  # of a dataclass and None
-        hint = get_args(hint)[0]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return read_fields(hint, value, source=source)
-    if get_origin(hint) is not tuple:
-        return value
-    each, *others = get_args(hint)
-    hints = repeat(each, len(value)) if others == [...] else (each, *others)
-    return tuple(_read(*pair, source=source) for pair in zip(hints, value, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

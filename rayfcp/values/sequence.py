@@ -1,6 +1,6 @@
 """Sequences as a planner knows them: lengths, targets, images, and the kinds of layers that they pass."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rayfcp.values.layers import LayerKinds, layers_work
@@ -68,7 +68,14 @@ class SequenceSpec:
             raise ValueError(
                 f"sequence {self.id}: num_tokens is {self.num_tokens}, must be at least 1; drop empty rows"
             )
-        _check_images(self.images, sequence=self.id, num_tokens=self.num_tokens)
+        end = 0
+        for run in self.images:
+            if run.start < end or run.stop > self.num_tokens:
+                raise ValueError(
+                    f"sequence {self.id}: images have tokens [{run.start}, {run.stop}), must lie in "
+                    f"[{end}, {self.num_tokens}); sort them, and cut none"
+                )
+            end = run.stop
 
     @property
     def attention_pairs(self) -> float:
@@ -78,19 +85,5 @@ class SequenceSpec:
 
     def block_pairs(self, start: int, stop: int) -> float:
         """Pairs of the queries `[start, stop)`, in the mean over layers."""
-        return (
-            float(pairs)
-            if isinstance(pairs := layers_work(self.layer_kinds, start=start, stop=stop).pairs, float)
-            else int(pairs)
-        )
-
-
-def _check_images(images: Iterable[Images], *, sequence: int, num_tokens: int) -> None:
-    end = 0
-    for run in images:
-        if run.start < end or run.stop > num_tokens:
-            raise ValueError(
-                f"sequence {sequence}: images have tokens [{run.start}, {run.stop}), must lie in "
-                f"[{end}, {num_tokens}); sort them, and cut none"
-            )
-        end = run.stop
+        pairs = layers_work(self.layer_kinds, start=start, stop=stop).pairs
+        return float(pairs) if isinstance(pairs, float) else int(pairs)

@@ -1,6 +1,7 @@
 """Copies of a model's sharded state: versions, parts of tensors, and their places in memory."""
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -21,10 +22,7 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return prod(self.sizes)
 
     def meet(self, other: "Box") -> "Box | None":
         """Intersection of two boxes; None if it is empty.

@@ -19,7 +19,7 @@ from rayfcp.config import Config
 from rayfcp.elastic.recoverable import ShardCopy
 from rayfcp.execute.reports import Beat, CollectiveFailedError
 from rayfcp.execute.state.copies import HeldCopies
-from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 from tests.cluster.runs import run_config
 from tests.waiting import PATIENCE_S, until
 

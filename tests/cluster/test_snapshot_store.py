@@ -17,7 +17,7 @@ from rayfcp.cluster.workers.facts import Waited
 from rayfcp.cluster.workers.group import WorkerGroup
 from rayfcp.execute.reports import CollectiveFailedError
 from rayfcp.execute.state.copies import HeldCopies, reading
-from rayfcp.values import Box, StateId
+from rayfcp.values.state import Box, StateId
 from tests.cluster.light import bytes_of, copies_at, free_cpus_again, light_config, light_start, shard
 from tests.cluster.processes import lives
 from tests.waiting import PATIENCE_S, until

@@ -99,12 +99,10 @@ def _run(case: Case, dtype: str, world: ProcessGroups) -> tuple[float, Gradients
     model = sharded_model(library_config(dtype), run=run, seed=SEED, world=world)
     if case.compiled:
         compile_parts(model, backend="aot_eager")
-    interpreter = Interpreter(
-        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=model
-    )
+    interpreter = Interpreter(transport=DistributedTransport(world.attend), kernel=pick_kernel("cpu"), model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[world.position.rank]
     done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
     total = torch.tensor(done.loss_sum, dtype=torch.float64)
-    dist.all_reduce(total, group=world.channels.control)
+    dist.all_reduce(total, group=world.control)
     gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in model.named_parameters()}
     return float(total) / case.num_targets, gradients

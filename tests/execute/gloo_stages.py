@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rayfcp.execute.interpreter import Interpreter
 from rayfcp.execute.kernels import pick_kernel
-from rayfcp.execute.parallel.groups import Channels, MeshPosition, ProcessGroups
+from rayfcp.execute.parallel.groups import MeshPosition, ProcessGroups
 from rayfcp.execute.parallel.sharding import keep_gathered, release
 from rayfcp.execute.parallel.transport import DistributedTransport, Pipes
 from rayfcp.models.build import DTYPES, sharded_model
@@ -66,10 +66,10 @@ def _run(run: Run, world: ProcessGroups) -> list[tuple[float, Gradients]]:
     if run.is_kept:
         keep_gathered(model)
     interpreter = Interpreter(
-        transport=DistributedTransport(world.channels.attend),
+        transport=DistributedTransport(world.attend),
         kernel=pick_kernel("cpu"),
         model=model,
-        pipes=pipes_of(world.channels, dtype=run.dtype),
+        pipes=pipes_of(world, dtype=run.dtype),
     )
     results = []
     for case in run.steps:
@@ -83,10 +83,10 @@ def _run(run: Run, world: ProcessGroups) -> list[tuple[float, Gradients]]:
     return results
 
 
-def pipes_of(channels: Channels, *, dtype: str) -> Pipes | None:
-    if channels.pipe_forward is None or channels.pipe_backward is None:
+def pipes_of(groups: ProcessGroups, *, dtype: str) -> Pipes | None:
+    if groups.pipe_forward is None or groups.pipe_backward is None:
         return None
-    activations, gradients = (DistributedTransport(each) for each in (channels.pipe_forward, channels.pipe_backward))
+    activations, gradients = (DistributedTransport(each) for each in (groups.pipe_forward, groups.pipe_backward))
     return Pipes(activations=activations, gradients=gradients, hidden_size=HIDDEN_SIZE, dtype=DTYPES[dtype])
 
 
@@ -94,7 +94,7 @@ def gathered(model: CausalLM, world: ProcessGroups) -> Gradients:
     """Whole gradients of all stages; a matrix on two stages has the sum of theirs."""
     own = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
     everyone: list[Any] = [None] * world.position.num_devices
-    dist.all_gather_object(everyone, own, group=world.channels.control)
+    dist.all_gather_object(everyone, own, group=world.control)
     gradients: Gradients = {}
     for stage in range(world.position.num_stages):
         for name, gradient in everyone[int(world.position.mesh[stage, 0, 0])].items():

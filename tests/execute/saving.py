@@ -32,7 +32,7 @@ def _write(rank: int, client: dist.Store, size: int, writes: Writes, folder: Pat
         module = nn.Module()
         module.weight = nn.Parameter(distribute_tensor(torch.randn(ROWS, COLUMNS), mesh, [Shard(0)]))
         optimizer = torch.optim.AdamW(module.parameters())
-        return writes(CheckpointWriter(world.channels.control), module, optimizer, folder)
+        return writes(CheckpointWriter(world.control), module, optimizer, folder)
 
 
 def save_with_one_full_disk(

@@ -57,7 +57,7 @@ class OneRank:
 
     def _forward(self, item: Forward, *, layer: int) -> tuple[torch.Tensor, ...]:
         context = AttentionContext(
-            program=make_schedule(item.attention),
+            schedule=make_schedule(item.attention),
             transport=self._transport,
             kernel=pick_kernel("cpu"),
             store=self._store,

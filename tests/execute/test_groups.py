@@ -48,8 +48,8 @@ def _sum_of_ranks(group: dist.ProcessGroup) -> float:
 
 def _groups(world: ProcessGroups) -> dict[str, dist.ProcessGroup]:
     """This device's channels by name; those that its world needs."""
-    found = {field.name: getattr(world.channels, field.name) for field in dataclasses.fields(world.channels)}
-    return {name: group for name, group in found.items() if group is not None}
+    found = {field.name: getattr(world, field.name) for field in dataclasses.fields(world)}
+    return {name: group for name, group in found.items() if isinstance(group, dist.ProcessGroup)}
 
 
 def _generation(world: ProcessGroups) -> dict[str, Any]:

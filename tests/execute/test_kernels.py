@@ -19,11 +19,10 @@ from rayfcp.execute.devices import cuda, npu
 from rayfcp.execute.devices.cpu import CpuKernel
 from rayfcp.execute.devices.cuda import CudaKernel, half_kernels
 from rayfcp.execute.devices.npu import NpuKernel
-from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, pick_kernel
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, offsets_of, pick_kernel
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, TorchFlashKernel
-from rayfcp.execute.kernels.interface import offsets_of
 from tests.examples import examples
 from tests.execute import fake_aten, fake_cutlass, fake_flash2, fake_flash3, fake_npu
 from tests.execute.conforming import BOUNDS, LONG, SCALE, Shape, assert_conforms, shapes

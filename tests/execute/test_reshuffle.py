@@ -36,7 +36,7 @@ def contexts(
     programs = [item.attention for each in lowered for item in each.instructions if isinstance(item, Forward)]
     return [
         AttentionContext(
-            program=make_schedule(program, reshuffle=reshuffle),
+            schedule=make_schedule(program, reshuffle=reshuffle),
             transport=InProcessTransport(fabric, rank),
             kernel=pick_kernel("cpu"),
         )
@@ -96,7 +96,7 @@ def due_bytes(theirs: Pieces, layout: Layout, ranks: Sequence[AttentionContext],
     rounds = sum(
         message.num_tokens * 2 * KV_HEADS * head  # dK, dV in fp32 or fp64, as the inputs are
         for context in ranks
-        for step in (*context.program.forward, *context.program.backward)
+        for step in (*context.schedule.forward.rounds, *context.schedule.backward.rounds)
         for message in step.sends
         if message.payload in (Payload.KV, Payload.GRAD)
     )
@@ -141,8 +141,8 @@ def test_a_whole_result_that_appears_between_two_rounds_out(monkeypatch: pytest.
     theirs = [[whole[1], whole[3]], [whole[2], whole[0]], [], []]
     blocks = [Block(sequence=i, start=0, stop=whole[i].stop, rank=rank) for i, rank in enumerate((0, 3, 2, 2))]
     layout = Layout(blocks=tuple(blocks), rounds=())
-    around = contexts(theirs, layout, sequences, fabric=Fabric(4))[0].program.reshuffle
-    assert around and [[call.num_pairs for call in calls] for calls in around.forward.leaving] == [[1275], []]
+    schedule = contexts(theirs, layout, sequences, fabric=Fabric(4))[0].schedule
+    assert [[call.num_pairs for call in calls] for calls in schedule.forward.leaving] == [[1275], []]
     assert_dense(theirs, layout, sequences, torch.float64)
 
 
@@ -159,7 +159,7 @@ def test_the_plans_own_order_sends_nothing_and_copies_nothing(num_ranks: int) ->
         theirs[block.rank].append(Piece(sequence=block.sequence, start=block.start, stop=block.stop))
     assert_dense(theirs, layout, sequences, torch.float64)
     for context, pieces in zip(contexts(theirs, layout, sequences, fabric=Fabric(num_ranks)), theirs, strict=True):
-        assert (context.program.reshuffle is None) == bool(pieces)
+        assert (context.schedule.reshuffle is None) == bool(pieces)
 
 
 class Watched(Transport):
@@ -196,25 +196,23 @@ def test_local_attends_run_while_the_exchanges_do() -> None:
     plain = contexts(theirs, ring(sequences, num_ranks=2), sequences, fabric=fabric)
     watched = [Watched(each) for each in plain]
     ranks = [
-        AttentionContext(program=context.program, transport=each, kernel=each)
+        AttentionContext(schedule=context.schedule, transport=each, kernel=each)
         for context, each in zip(plain, watched, strict=True)
     ]
     in_their_order(theirs, ranks, random_tensors(sequences, dtype=torch.float32), fabric=fabric)
     for context, each in zip(plain, watched, strict=True):
-        around = context.program.reshuffle
-        assert around
+        assert context.schedule.reshuffle
         rounds = " ".join(each.events).split(" wait")[:-1]
         calls = [step.count("call") for step in rounds]
-        forward, backward = context.program.forward, context.program.backward
-        directions = ((around.forward, forward), (around.backward, backward))
+        directions = (context.schedule.forward, context.schedule.backward)
         due = [
             len(each)
-            for hidden, own in directions
-            for each in (*hidden.entering, *(step.calls for step in own), *hidden.leaving)
+            for direction in directions
+            for each in (*direction.entering, *(step.calls for step in direction.rounds), *direction.leaving)
         ]
         assert calls == due and all(step.strip().startswith("post") for step in rounds)
-        for exchanges in (around.forward, around.backward):
-            assert all((*exchanges.entering, *exchanges.leaving))
+        for direction in directions:
+            assert all((*direction.entering, *direction.leaving))
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -229,7 +227,7 @@ def test_what_does_not_fit_is_named() -> None:
     four = eight[:4]
     with pytest.raises(ValueError, match="query has 4 tokens and key 4, the reshuffle has 8"):
         attention(four, four, four, programs[0], reshuffle=shuffles[0], transport=transport, kernel=kernel)
-    context = AttentionContext(program=make_schedule(programs[0]), transport=transport, kernel=kernel)
+    context = AttentionContext(schedule=make_schedule(programs[0]), transport=transport, kernel=kernel)
     with pytest.raises(ValueError, match="the reshuffle of rank 0 is given with a context"):
         attention(four, four, four, context, reshuffle=shuffles[0])
     with pytest.raises(ValueError, match=r"query is torch\.float32, key torch\.float64"):

@@ -83,7 +83,7 @@ def run_case(index: int, dtype: torch.dtype, rank: int) -> tuple[list[Tensor], l
     theirs, layout = CASES[index]
     programs = lower_attention(layout, num_ranks=NUM_RANKS)
     context = AttentionContext(
-        program=make_schedule(programs[rank], reshuffle=lower_reshuffle(theirs, layout)[rank]),
+        schedule=make_schedule(programs[rank], reshuffle=lower_reshuffle(theirs, layout)[rank]),
         transport=DistributedTransport(dist.group.WORLD),
         kernel=pick_kernel("cpu"),
     )

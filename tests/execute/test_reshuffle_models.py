@@ -48,7 +48,7 @@ def test_models(case: Case) -> None:
             if isinstance(item, Forward):
                 theirs, reshuffles = in_their_order(case, item.microbatch)
                 context = AttentionContext(
-                    program=make_schedule(item.attention, reshuffle=reshuffles[rank]),
+                    schedule=make_schedule(item.attention, reshuffle=reshuffles[rank]),
                     transport=InProcessTransport(fabric, rank),
                     kernel=pick_kernel("cpu"),
                     recomputed_layers=item.recomputed_layers,

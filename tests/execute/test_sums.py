@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayfcp.execute.attention.schedule import add_rows, copy_rows, put_rows, take_rows, without
+from rayfcp.execute.attention.schedule import copy_rows, take_rows, without, write_rows
 from rayfcp.execute.attention.slots import Buffers, MergedAttention, RowSums
 from rayfcp.program.instructions import union
 from tests.examples import examples
@@ -90,11 +90,11 @@ def test_rows_by_views_or_by_index(ranges: list[tuple[int, int]]) -> None:
     copy_rows(tensor, ranges, target=copied)
     assert torch.equal(copied, tensor[picked])
     added, source = tensor.clone(), term(ranges, 1, 2)
-    add_rows(added, ranges, source=source)
+    write_rows(added, ranges, source=source, add=True)
     assert torch.allclose(added, tensor.index_add(0, torch.tensor(picked), source))
     apart = union(ranges)
     put, other = tensor.clone(), term(list(apart), 2, 2)
-    put_rows(put, apart, source=other)
+    write_rows(put, apart, source=other)
     assert torch.equal(put[rows(list(apart))], other)
     assert rows(list(without([(0, ROWS)], apart))) == [row for row in range(ROWS) if row not in picked]
 

@@ -106,15 +106,13 @@ def _run(run: Run, world: ProcessGroups) -> dict[str, Any]:
     case, position = run.case, world.position
     model = sharded_model(model_config(run.model, vocab_size=VOCAB), run=run.model, seed=SEED, world=world)
     first = {name: parameter.full_tensor().detach().clone() for name, parameter in model.named_parameters()}
-    interpreter = Interpreter(
-        transport=DistributedTransport(world.channels.attend), kernel=pick_kernel("cpu"), model=model
-    )
+    interpreter = Interpreter(transport=DistributedTransport(world.attend), kernel=pick_kernel("cpu"), model=model)
     program = lower(case.plan(), case.sequences, reduce_every=case.reduce_every)[position.rank]
     with Calls("_c10d_functional.all_reduce") as sums:
         done = interpreter.run(program, CaseTokens(case), loss_scale=1.0 / case.num_targets)
-    if world.channels.tensor is not None:
+    if world.tensor is not None:
         parameters = dict(model.named_parameters())
-        sum_copies([parameters[name] for name in model.partial_names], world.channels.tensor)
+        sum_copies([parameters[name] for name in model.partial_names], world.tensor)
     counted = [each for each in model.parameters() if position.tensor_rank == 0 or is_split(each)]
     totals = torch.stack(
         [torch.tensor(done.loss_sum * (position.tensor_rank == 0), dtype=torch.float64), local_squares(counted)]

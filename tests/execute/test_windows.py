@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from rayfcp.config.models import BlockOptions
 from rayfcp.execute.attention.function import AttentionContext
-from rayfcp.execute.attention.schedule import make_schedules
 from rayfcp.execute.kernels import pick_kernel
 from rayfcp.execute.parallel.transport import Fabric, InProcessTransport
 from rayfcp.program import lower
@@ -91,12 +90,11 @@ def test_a_window_that_was_not_lowered_is_named() -> None:
     ]
     layout = Layout(blocks=(Block(sequence=0, start=0, stop=9, rank=0),), rounds=())
     (program,) = lower(plan_of(layout, sequences, num_ranks=1), sequences)
-    ready = make_schedules(forwards(program)[0])
     full, near, long = kinds(0, 4, 20)
-    assert ready[long] is ready[full] is not ready[near]
-    context = AttentionContext(
-        program=ready.pop(full), transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu"), others=ready
+    context = AttentionContext.of(
+        forwards(program)[0], transport=InProcessTransport(Fabric(1), 0), kernel=pick_kernel("cpu")
     )
-    assert context.of_kind(full) is context and context.of_kind(near).program is ready[near]
+    assert context.of_kind(full) is context
+    assert context.of_kind(long).schedule is context.schedule is not context.of_kind(near).schedule
     with pytest.raises(ValueError, match=r"a layer has window 5, .* layers with full attention, window 4, window 20"):
         context.of_kind(LayerKind(window=5))

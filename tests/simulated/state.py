@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from rayfcp.values import Box, ShardEntry, ShardHeader, StateId
+from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
 Shard = npt.NDArray[np.uint64]
 

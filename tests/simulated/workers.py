@@ -22,7 +22,8 @@ from rayfcp.execute.reports import (
     sum_files,
 )
 from rayfcp.execute.state.copies import HeldCopies, reading
-from rayfcp.values import Box, GlobalBatch, ShardHeader, Span, SpanKind, StateId
+from rayfcp.values import GlobalBatch, ShardHeader, Span, SpanKind, StateId
+from rayfcp.values.state import Box
 from tests.simulated import state as states
 from tests.simulated.planners import Program
 from tests.simulated.runtime import SimulatedRuntime

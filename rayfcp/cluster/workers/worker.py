@@ -230,7 +230,9 @@ class RankWorker:
 
     def time_parts(self, model: ModelProfile, *, max_tokens: int) -> PartTimings:
         """Time attention, linear layers, messages and gathers alone, on all ranks at once."""
-        return self._engine.time_parts(model, max_tokens=max_tokens)
+        from rayfcp.execute.calibrate import time_parts
+
+        return time_parts(self._engine, model, max_tokens=max_tokens)
 
     def step(
         self,

@@ -24,11 +24,10 @@ from rayfcp.execute.attention.heads import HeadExchange, ToHeads, ToTokens
 from rayfcp.execute.attention.reshuffle import copy_kept, exchange, kept_rows
 from rayfcp.execute.attention.schedule import (
     AttentionSchedule,
-    HeadSchedule,
     KernelCall,
+    ScheduledDirection,
     ScheduledRound,
     make_schedule,
-    make_schedules,
     take_rows,
 )
 from rayfcp.execute.attention.slots import ContextStore, MergedAttention, RowSums, Slots, accumulator_dtype
@@ -42,13 +41,13 @@ from rayfcp.values import FULL, LayerKind
 class AttentionContext:
     """Arguments of a layer's attention besides its tensors; a keyword argument of the layer call.
 
-    `program` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
+    `schedule` belongs to layers of `kind`, the stage's first; `others` has those of other kinds (see `of_kind`). The
     first `recomputed_layers` layers of the stage keep only their input; `recomputed` says whether this layer, number
-    `layer` of the model, is one of them. `store`: what microbatches keep for later ones, this one being number
-    `microbatch`.
+    `layer` of the model, is one of them. `store`: keys and values that microbatches keep for later ones, this one being
+    number `microbatch`.
     """
 
-    program: AttentionSchedule | HeadSchedule
+    schedule: AttentionSchedule
     transport: Transport
     kernel: AttentionKernel
     recomputed_layers: int = 0
@@ -58,14 +57,16 @@ class AttentionContext:
     recomputed: bool = False
     stats: AttentionStats = field(default_factory=AttentionStats)
     kind: LayerKind = FULL
-    others: Mapping[LayerKind, AttentionSchedule | HeadSchedule] = field(default_factory=dict)
+    others: Mapping[LayerKind, AttentionSchedule] = field(default_factory=dict)
 
     @classmethod
     def of(cls, item: Forward, **others: Any) -> "AttentionContext":
-        """The context of a forward pass for layers of its first kind; `others`: the remaining fields."""
-        schedules = make_schedules(item)
+        """The context of a forward pass for layers of its first kind; `others`: the remaining fields. Kinds of layers
+        that run the same program share a schedule."""
+        made = {id(each.attention): make_schedule(each.attention) for each in item.kinds}
+        schedules = {each.kind: made[id(each.attention)] for each in item.kinds}
         return cls(
-            program=schedules.pop(item.kind),
+            schedule=schedules.pop(item.kind),
             recomputed_layers=item.recomputed_layers,
             microbatch=item.microbatch,
             kind=item.kind,
@@ -74,11 +75,7 @@ class AttentionContext:
         )
 
     def of_kind(self, kind: LayerKind) -> "AttentionContext":
-        """The context of layers of a kind.
-
-        Raises:
-            ValueError: the stage's program was not lowered for such layers.
-        """
+        """The context of layers of a kind; a ValueError if the stage's program was not lowered for such layers."""
         if kind == self.kind:
             return self
         if kind not in self.others:
@@ -87,17 +84,16 @@ class AttentionContext:
                 f"{', '.join(map(str, sorted({self.kind, *self.others})))}; give sequences the model's layer_kinds and "
                 "lower again"
             )
-        return replace(self, program=self.others[kind])
+        return replace(self, schedule=self.others[kind])
 
 
 def _check_tokens(query: Tensor, key: Tensor, *, context: AttentionContext) -> None:
-    reshuffle, rank = context.program.reshuffle, context.transport.rank
-    if reshuffle and reshuffle.program.rank != rank:
+    reshuffle, rank, due = context.schedule.reshuffle, context.transport.rank, context.schedule.num_tokens
+    if reshuffle and reshuffle.rank != rank:
         raise ValueError(
-            f"attention: the reshuffle is of rank {reshuffle.program.rank}, this is rank {rank}; pass the one lowered "
-            "for this rank"
+            f"attention: the reshuffle is of rank {reshuffle.rank}, this is rank {rank}; pass the one lowered for this "
+            "rank"
         )
-    due = reshuffle.program.num_tokens if reshuffle else context.program.num_tokens
     given = (query.shape[0], key.shape[0])
     if given != (due, due) and not (reshuffle and due == 0 and given == (1, 1)):
         owner, verb = ("reshuffle", "brings") if reshuffle else ("program", "loads")
@@ -157,54 +153,51 @@ def attention(
     Source: Ring Attention; zig-zag placement and merging as in FCP (ring), Section 4.3; DeepSpeed-Ulysses; reshuffling
     as in FCP (block), Section 4.3.
     """
-    if not isinstance(program, AttentionContext):
-        program = AttentionContext(
-            program=make_schedule(program, reshuffle=reshuffle),
+    if isinstance(program, AttentionContext):
+        context = program
+        if reshuffle is not None:
+            raise ValueError(
+                f"attention: the reshuffle of rank {reshuffle.rank} is given with a context; give the context "
+                "make_schedule(program, reshuffle=...)"
+            )
+    else:
+        context = AttentionContext(
+            schedule=make_schedule(program, reshuffle=reshuffle),
             transport=transport or default_transport(),
             kernel=kernel or pick_kernel(query.device.type),
         )
-    elif reshuffle is not None:
-        raise ValueError(
-            f"attention: the reshuffle of rank {reshuffle.rank} is given with a context; give the context "
-            "make_schedule(program, reshuffle=...)"
-        )
-    _check_tokens(query, key, context=program)
+    _check_tokens(query, key, context=context)
     _check_shapes(query, key, value)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(program.program, HeadSchedule):
-        return _by_heads(query, key, value, program, program.program, scale=scale)
-    return _Attention.apply(query, key, value, program, scale)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _by_heads(
-    query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, schedule: HeadSchedule, *, scale: float
-) -> Tensor:
-    """Ulysses: gather this position's heads of all tokens of the group, attend, scatter."""
+    if context.schedule.heads is None:
+        return _Attention.apply(query, key, value, context, scale)  # type: ignore[no-any-return, no-untyped-call]
+    carrier, stats = context.transport, context.stats
     heads = HeadExchange(
-        schedule.program, heads=query.shape[1], kv_heads=key.shape[1], transport=context.transport, stats=context.stats
+        context.schedule.heads, heads=query.shape[1], kv_heads=key.shape[1], transport=carrier, stats=stats
     )
     gathered: Tensor = ToHeads.apply(query, key, value, heads)  # type: ignore[no-untyped-call]
     parts = gathered.split([heads.head_share, heads.kv_share, heads.kv_share], dim=1)
-    out = _Attention.apply(*parts, replace(context, program=schedule.attention), scale)  # type: ignore[no-untyped-call]
+    out = _Attention.apply(*parts, context, scale)  # type: ignore[no-untyped-call]
     return ToTokens.apply(out, heads)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext, scale: float) -> Tensor:
-        reshuffle, given = context.program.reshuffle, (query, key, value)
-        q, k, v = kept_rows(reshuffle.program, given) if reshuffle else given
+        reshuffle, given = context.schedule.reshuffle, (query, key, value)
+        q, k, v = kept_rows(reshuffle, given) if reshuffle else given
         run = _Pass(context, q, scale=scale)
         run.slots.fill(0, k, value=v)
         run.slots.keep(recomputed=context.recomputed)
         merged = MergedAttention(q)
         attend = functools.partial(run.attend, merged=merged)
+        direction = context.schedule.forward
         if reshuffle:
-            run.exchange(lambda: given, targets=(q, k, v), calls=reshuffle.forward.entering, compute=attend)
-        run.rounds(run.schedule.forward, attend)
+            run.exchange(lambda: given, targets=(q, k, v), calls=direction.entering, compute=attend)
+        run.rounds(direction, attend)
         if reshuffle:
             returned = query.new_zeros(query.shape)
-            leaving = reshuffle.forward.leaving
+            leaving = direction.leaving
             run.exchange(lambda: (merged.out,), targets=(returned,), back=True, calls=leaving, compute=attend)
         run.slots.close()
         out, lse = merged.result(query.dtype)
@@ -212,15 +205,15 @@ class _Attention(torch.autograd.Function):
         ctx.context, ctx.scale = context, scale
         if not reshuffle:
             return out
-        copy_kept(reshuffle.program, (out,), targets=(returned,))
+        copy_kept(reshuffle, (out,), targets=(returned,))
         return returned
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        reshuffle = ctx.context.program.reshuffle
-        grad_out = kept_rows(reshuffle.program, grads)[0] if reshuffle else grads[0]
+        reshuffle, direction = ctx.context.schedule.reshuffle, ctx.context.schedule.backward
+        grad_out = kept_rows(reshuffle, grads)[0] if reshuffle else grads[0]
         run = _Pass(ctx.context, q, scale=ctx.scale)
         run.slots.fill(0, k, value=v)
         dq = RowSums(
@@ -228,8 +221,8 @@ class _Attention(torch.autograd.Function):
         )
         differentiate = functools.partial(run.differentiate, dq=dq, saved=(grad_out, out, lse))
         if reshuffle:
-            run.exchange(lambda: grads, targets=(grad_out,), calls=reshuffle.backward.entering, compute=differentiate)
-        run.rounds(run.schedule.backward, differentiate)
+            run.exchange(lambda: grads, targets=(grad_out,), calls=direction.entering, compute=differentiate)
+        run.rounds(direction, differentiate)
         sums = (dq, run.slots.gradient(0))
         if reshuffle:
             returned = [q.new_zeros((len(grads[0]), *each.shape[1:])) for each in (q, k, v)]
@@ -237,10 +230,10 @@ class _Attention(torch.autograd.Function):
                 lambda: [each for total in sums for each in total.partial],
                 targets=returned,
                 back=True,
-                calls=reshuffle.backward.leaving,
+                calls=direction.leaving,
                 compute=differentiate,
             )
-            copy_kept(reshuffle.program, [each for total in sums for each in total.whole], targets=returned)
+            copy_kept(reshuffle, [each for total in sums for each in total.whole], targets=returned)
         run.slots.close()
         if reshuffle:
             return *returned, None, None
@@ -251,16 +244,14 @@ class _Pass:
     """State of one forward or backward pass of one layer: keys and values per slot, and their gradients."""
 
     def __init__(self, context: AttentionContext, query: Tensor, *, scale: float) -> None:
-        assert isinstance(context.program, AttentionSchedule)
-        self.schedule = context.program
         key = (context.microbatch, context.layer)
-        self.slots = Slots(self.schedule, store=context.store, layer=key, buffers=context.stats.buffers)
+        self.slots = Slots(context.schedule, store=context.store, layer=key, buffers=context.stats.buffers)
         self._context, self._query, self._scale = context, query, scale
         self._has_posted = False
 
-    def rounds(self, steps: Sequence[ScheduledRound], compute: Callable[[KernelCall], None]) -> None:
+    def rounds(self, direction: ScheduledDirection, compute: Callable[[KernelCall], None]) -> None:
         """Run rounds in order: each posts its messages, computes, and waits."""
-        for step in steps:
+        for step in direction.rounds:
             with self._posted(step):
                 for call in step.calls:
                     compute(call)
@@ -268,9 +259,9 @@ class _Pass:
 
     def exchange(self, sources: Callable[[], Sequence[Tensor]], **options: Any) -> None:
         """The exchange of one way of the reshuffle; see `reshuffle.exchange`."""
-        reshuffle, context = self.schedule.reshuffle, self._context
-        assert reshuffle is not None
-        exchange(reshuffle.program, sources, transport=context.transport, stats=context.stats, **options)
+        context = self._context
+        assert context.schedule.reshuffle is not None
+        exchange(context.schedule.reshuffle, sources, transport=context.transport, stats=context.stats, **options)
 
     @contextmanager
     def _posted(self, step: ScheduledRound) -> Iterator[None]:

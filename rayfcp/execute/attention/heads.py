@@ -20,9 +20,6 @@ class HeadExchange:
 
     Position p of degree d has query heads [p h, (p + 1) h), h = heads / d, and the k = max(kv_heads / d, 1) key and
     value heads that they attend to, replicated where d is above kv_heads.
-
-    Raises:
-        ValueError: heads or kv_heads cannot be split, or the program is another rank's.
     """
 
     def __init__(
@@ -53,8 +50,8 @@ class HeadExchange:
         return torch.cat([query[:, at : at + self.head_share], *kept], dim=1)
 
     def gather(self, part_of: Callable[[int], Tensor], *, payload: Payload) -> Tensor:
-        """Tokens to heads: send `part_of(p)`, this rank's tokens of position p's heads, to position p. Returns this
-        position's heads of all tokens of the group, in order."""
+        """Send `part_of(p)`, this rank's tokens of position p's heads, to position p. Returns this position's heads of
+        all tokens of the group, in order."""
         own = part_of(self._own)
         whole = own.new_empty((self._spans[-1][1], *own.shape[1:]))
         whole[slice(*self._spans[self._own])] = own
@@ -66,8 +63,8 @@ class HeadExchange:
         return whole
 
     def scatter(self, whole: Tensor, *, payload: Payload) -> list[Tensor]:
-        """Heads to tokens: send this position's heads of all tokens, contiguous, to the ranks of the tokens. Returns
-        this rank's tokens of each position's heads."""
+        """Send this position's heads of all tokens, contiguous, to the ranks of the tokens. Returns this rank's tokens
+        of each position's heads."""
         start, stop = self._spans[self._own]
         parts = [
             whole[start:stop] if position == self._own else whole.new_empty((stop - start, *whole.shape[1:]))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rayfcp.execute.attention.schedule import Calls, KernelCall, put_rows, take_rows
+from rayfcp.execute.attention.schedule import Calls, KernelCall, take_rows, write_rows
 from rayfcp.execute.parallel.transport import AttentionStats, Envelope, Transport
 from rayfcp.program import ReshuffleProgram
 
@@ -64,4 +64,4 @@ def exchange(
         stats.wait(pending)
         if received:
             for target, part in zip(targets, receives[0][1].split(heads, dim=1), strict=True):
-                put_rows(target, received.ranges, source=part)
+                write_rows(target, received.ranges, source=part)

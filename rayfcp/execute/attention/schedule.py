@@ -17,7 +17,6 @@ from rayfcp.program import (
     AttentionProgram,
     AttentionRound,
     ContextSlot,
-    Forward,
     HeadProgram,
     Message,
     Payload,
@@ -26,7 +25,6 @@ from rayfcp.program import (
 )
 from rayfcp.program.instructions import merged
 from rayfcp.program.reshuffle import HiddenRounds, hide
-from rayfcp.values import LayerKind
 
 FEW = 4
 """Most ranges that are copied one by one, a launch each; more share one indexed launch, which also reads the row
@@ -42,7 +40,7 @@ def rows_of(ranges: tuple[Range, ...], device: torch.device) -> Tensor:
 
 def take_rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Rows of `tensor` at `ranges`, in order: a view where the ranges touch, else a copy."""
-    joined = merged(list(ranges))
+    joined = merged(ranges)
     if len(joined) == 1:
         return tensor[joined[0][0] : joined[0][1]]
     if len(joined) <= FEW:
@@ -52,45 +50,30 @@ def take_rows(tensor: Tensor, ranges: Sequence[Range]) -> Tensor:
 
 def copy_rows(source: Tensor, ranges: Sequence[Range], *, target: Tensor) -> None:
     """All of `target` = source[ranges], in order."""
-    joined = merged(list(ranges))
+    joined = merged(ranges)
     if len(joined) == 1:
         target.copy_(source[joined[0][0] : joined[0][1]])
     else:
         torch.index_select(source, 0, rows_of(joined, source.device), out=target)
 
 
-def add_rows(target: Tensor, ranges: Sequence[Range], *, source: Tensor) -> None:
-    """target[ranges] += source, in place; ranges may repeat."""
-    joined = merged(list(ranges))
-    if len(joined) > FEW and are_apart(joined):
-        target.index_add_(0, rows_of(joined, target.device), source.to(target.dtype))
+def write_rows(target: Tensor, ranges: Sequence[Range], *, source: Tensor, add: bool = False) -> None:
+    """target[ranges] = source, in place, no row twice; or, with `add`, += source, where ranges may repeat."""
+    joined = merged(ranges)
+    if len(joined) > FEW and (not add or are_apart(joined)):
+        write = target.index_add_ if add else target.index_copy_
+        write(0, rows_of(joined, target.device), source.to(target.dtype))
         return
-    at = 0
-    for start, stop in joined:
-        target[start:stop] += source[at : at + stop - start]
-        at += stop - start
-
-
-def put_rows(target: Tensor, ranges: Sequence[Range], *, source: Tensor) -> None:
-    """target[ranges] = source, in place; no row twice."""
-    joined = merged(list(ranges))
-    if len(joined) > FEW:
-        target.index_copy_(0, rows_of(joined, target.device), source.to(target.dtype))
-        return
-    at = 0
-    for start, stop in joined:
-        target[start:stop] = source[at : at + stop - start]
-        at += stop - start
+    for (start, stop), rows in zip(joined, source.split([stop - start for start, stop in joined]), strict=True):
+        if add:
+            target[start:stop] += rows
+        else:
+            target[start:stop] = rows
 
 
 def are_apart(ranges: Sequence[Range]) -> bool:
-    """True if no row is in two of the ranges.
-
-    >>> are_apart([(4, 6), (0, 3)]), are_apart([(0, 3), (2, 4)])
-    (True, False)
-    """
-    placed = sorted(ranges)
-    return all(first[1] <= second[0] for first, second in itertools.pairwise(placed))
+    """True if no row is in two of the ranges."""
+    return all(first[1] <= second[0] for first, second in itertools.pairwise(sorted(ranges)))
 
 
 def without(ranges: Iterable[Range], known: Sequence[Range]) -> tuple[Range, ...]:
@@ -152,54 +135,35 @@ class ScheduledRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiddenCalls:
-    """Calls of one direction that run while round i of the way in, or of the way out, travels."""
+class ScheduledDirection:
+    """Forward or backward. `entering[i]` and `leaving[i]` are the calls that run while round i of the reshuffle before,
+    and of that after the rounds, travels."""
 
+    rounds: tuple[ScheduledRound, ...]
     entering: tuple[Calls, ...]
     leaving: tuple[Calls, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshuffleSchedule:
-    """A reshuffle around both directions of a program."""
-
-    program: ReshuffleProgram
-    forward: HiddenCalls
-    backward: HiddenCalls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSchedule:
-    """Both directions of an attention program; `context` and `kept` are the program's. Without `reshuffle`, tokens come
-    in the program's order."""
+    """Both directions of an attention program; `context` and `kept` are the program's.
+
+    Attention takes `num_tokens` tokens in the program's order, or, with `reshuffle`, in the loop's. `heads`: exchanges
+    tokens for heads around the rounds (Ulysses).
+    """
 
     num_tokens: int
-    forward: tuple[ScheduledRound, ...]
-    backward: tuple[ScheduledRound, ...]
-    context: tuple[ContextSlot, ...] = ()
-    kept: tuple[Range, ...] = ()
-    reshuffle: ReshuffleSchedule | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeadSchedule:
-    """A Ulysses program, and the attention between its exchanges."""
-
-    program: HeadProgram
-    attention: AttentionSchedule
-
-    @property
-    def num_tokens(self) -> int:
-        return self.program.num_tokens
-
-    @property
-    def reshuffle(self) -> None:
-        """Tokens come in the program's order."""
+    forward: ScheduledDirection
+    backward: ScheduledDirection
+    context: tuple[ContextSlot, ...]
+    kept: tuple[Range, ...]
+    heads: HeadProgram | None
+    reshuffle: ReshuffleProgram | None
 
 
 def make_schedule(
     program: AttentionProgram | HeadProgram, *, reshuffle: ReshuffleProgram | None = None
-) -> AttentionSchedule | HeadSchedule:
+) -> AttentionSchedule:
     """Group pairs of ranges into kernel calls, find where slots end, and put local attention around a reshuffle.
 
     Raises:
@@ -207,51 +171,44 @@ def make_schedule(
     """
     if reshuffle is not None and reshuffle.is_identity:
         reshuffle = None
-    if not isinstance(program, HeadProgram):
-        return _schedule(program, reshuffle=reshuffle, head_share=1.0)
-    if reshuffle:
+    heads = program if isinstance(program, HeadProgram) else None
+    if heads and reshuffle:
         raise ValueError(
-            f"reshuffle: the program of rank {reshuffle.rank} splits heads over ranks {program.ranks}, around which "
+            f"reshuffle: the program of rank {reshuffle.rank} splits heads over ranks {heads.ranks}, around which "
             "nothing is reshuffled; plan with plan.primitives=ring, or bring the plan's own order"
         )
-    inner = _schedule(program.attention, reshuffle=None, head_share=1.0 / program.degree)
-    return HeadSchedule(program=program, attention=inner)
-
-
-def make_schedules(forward: Forward) -> dict[LayerKind, AttentionSchedule | HeadSchedule]:
-    """Schedules of the kinds of layers of a stage; kinds that run the same program share one."""
-    schedules = {id(kind.attention): make_schedule(kind.attention) for kind in forward.kinds}
-    return {each.kind: schedules[id(each.attention)] for each in forward.kinds}
-
-
-def _schedule(program: AttentionProgram, *, reshuffle: ReshuffleProgram | None, head_share: float) -> AttentionSchedule:
-    forward, backward, around = program.forward, program.backward, None
-    if reshuffle:
-        if program.num_tokens != max(reshuffle.num_placed, 1):
-            raise ValueError(
-                f"reshuffle: rank {reshuffle.rank} has {reshuffle.num_placed} tokens in its layout, the program "
-                f"{program.num_tokens}; lower both from the same microbatch"
-            )
-        hidden = hide(program, reshuffle)
-        forward, backward = (each.rounds for each in hidden)
-        around = ReshuffleSchedule(
-            program=reshuffle, forward=_hidden_calls(hidden[0]), backward=_hidden_calls(hidden[1])
+    if reshuffle and program.num_tokens != max(reshuffle.num_placed, 1):
+        raise ValueError(
+            f"reshuffle: rank {reshuffle.rank} has {reshuffle.num_placed} tokens in its layout, the program "
+            f"{program.num_tokens}; lower both from the same microbatch"
         )
+    share = 1.0 / heads.degree if heads else 1.0
+    forward, backward = (
+        ScheduledDirection(
+            rounds=_rounds(each.rounds, head_share=share),
+            entering=tuple(_calls(attends, head_share=share) for attends in each.entering),
+            leaving=tuple(_calls(attends, head_share=share) for attends in each.leaving),
+        )
+        for each in _directions(program.inner, reshuffle)
+    )
     return AttentionSchedule(
-        num_tokens=program.num_tokens,
-        forward=_rounds(forward, head_share=head_share),
-        backward=_rounds(backward, head_share=head_share),
-        context=program.context,
-        kept=program.kept,
-        reshuffle=around,
+        num_tokens=(reshuffle or program).num_tokens,
+        forward=forward,
+        backward=backward,
+        context=program.inner.context,
+        kept=program.inner.kept,
+        heads=heads,
+        reshuffle=reshuffle,
     )
 
 
-def _hidden_calls(hidden: HiddenRounds) -> HiddenCalls:
-    entering, leaving = (
-        tuple(_calls(each, head_share=1.0) for each in rounds) for rounds in (hidden.entering, hidden.leaving)
+def _directions(program: AttentionProgram, reshuffle: ReshuffleProgram | None) -> tuple[HiddenRounds, HiddenRounds]:
+    if reshuffle:
+        return hide(program, reshuffle)
+    forward, backward = (
+        HiddenRounds(entering=(), rounds=rounds, leaving=()) for rounds in (program.forward, program.backward)
     )
-    return HiddenCalls(entering=entering, leaving=leaving)
+    return forward, backward
 
 
 def _rounds(rounds: Sequence[AttentionRound], *, head_share: float) -> tuple[ScheduledRound, ...]:

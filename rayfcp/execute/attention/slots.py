@@ -16,13 +16,12 @@ from rayfcp.execute.attention.schedule import (
     FEW,
     AttentionSchedule,
     KernelCall,
-    add_rows,
     are_apart,
     copy_rows,
-    put_rows,
     rows_of,
     take_rows,
     without,
+    write_rows,
 )
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.program import Message, Payload, Range
@@ -97,11 +96,7 @@ class Buffers:
 
 
 def rounded(num_bytes: int) -> int:
-    """`num_bytes` up to the next eighth of a power of two, at least 512.
-
-    >>> rounded(1), rounded(5000), rounded(100_000)
-    (512, 5120, 106496)
-    """
+    """`num_bytes` up to the next eighth of a power of two, at least 512."""
     step = max(1 << max((num_bytes - 1).bit_length() - 4, 0), 512)
     return -(-num_bytes // step) * step
 
@@ -110,14 +105,10 @@ Tensors = tuple[Tensor, ...]
 
 
 class RowSums:
-    """Sums of several tensors with the same rows, `[rows, ...]` each.
+    """Sums of several tensors with the same `num_rows` rows, `[rows, ...]` each, in memory from `make`.
 
     The first term of a row is copied, later ones are added: sums need no zeros. A first term that has all rows in order
     is kept as it is, in its own dtype, until another comes: one call over all rows costs nothing.
-
-    Args:
-        make: allocates uninitialized memory for all sums, in the dtype in which terms are added.
-        num_rows: rows of each tensor.
     """
 
     def __init__(self, make: Callable[[], Tensors], *, num_rows: int) -> None:
@@ -128,18 +119,16 @@ class RowSums:
 
     def add(self, ranges: Sequence[Range], *terms: Tensor) -> None:
         """Add terms to the rows `ranges`, which may repeat; each term has these rows concatenated."""
-        if not self._known and not self._sums and merged(list(ranges)) == self._all:
+        if not self._known and not self._sums and merged(ranges) == self._all:
             self._only, self._known = terms, self._all
             return
         rows = union(ranges)
         fresh = without(rows, self._known)
         alone = fresh == rows and are_apart(ranges)
         for target, term in zip(self.partial, terms, strict=True):
-            if alone:
-                put_rows(target, ranges, source=term)
-            else:
+            if not alone:
                 _clear(target, fresh)
-                add_rows(target, ranges, source=term)
+            write_rows(target, ranges, source=term, add=not alone)
         self._known = union((*self._known, *rows))
 
     @property
@@ -192,14 +181,14 @@ class MergedAttention:
         out = out_a + sigmoid(lse_b - lse_a) (out_b - out_a), lse = log(exp(lse_a) + exp(lse_b)): exact for
         lse_a = -inf, and no exponential of a large number.
         """
-        joined, rows = merged(list(ranges)), union(ranges)
+        joined, rows = merged(ranges), union(ranges)
         if not self._known and joined == self._all:
             self._out, self._lse, self._known = out, lse, self._all
             return
         fresh = without(rows, self._known)
         if fresh == rows:
             for target, source in zip(self._sums(), (out, lse), strict=True):
-                put_rows(target, joined, source=source)
+                write_rows(target, joined, source=source)
         else:
             self._clear(fresh)
             _merge_rows(*self._sums(), joined, out=out.to(self._dtype), lse=lse)
@@ -287,26 +276,18 @@ class ContextStore:
         if at in self._kept:
             return
         self._kept[at] = []
-        for start, stop in merged(list(ranges)):
+        for start, stop in merged(ranges):
             key_rows, value_rows = (_own(each[start:stop].detach(), recomputed=recomputed) for each in (key, value))
             self._kept[at].append(_ContextRows(start=start, stop=stop, key=key_rows, value=value_rows))
 
     def read(self, at: LayerKey, span: Range) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows `span`, as views.
-
-        Raises:
-            ValueError: they are not kept.
-        """
+        """Keys and values of rows `span`, as views; a ValueError if they are not kept."""
         rows, start, stop = self._find(at, span)
         return rows.key[start:stop], rows.value[start:stop]
 
     def gradient(self, at: LayerKey, span: Range) -> Tensor:
         """View of dK, dV of rows `span`, `[2, tokens, kv_heads, head_dim]` in the accumulator dtype, zero at first;
-        later slices add to it in place.
-
-        Raises:
-            ValueError: they are not kept.
-        """
+        later slices add to it in place."""
         rows, start, stop = self._find(at, span)
         if rows.gradient is None:
             rows.gradient = torch.zeros(
@@ -343,14 +324,8 @@ def _own(tensor: Tensor, *, recomputed: bool) -> Tensor:
 
 
 class Slots:
-    """Keys, values and gradient sums of one pass by slot: slot 0 is this rank's own, context slots lie in the store,
-    messages bring all others.
-
-    Args:
-        schedule: says which slots are in the store, and which rows of slot 0 are kept there.
-        layer: whose pass it is.
-        buffers: memory of messages, and of gradients that become messages.
-    """
+    """Keys, values and gradient sums of one pass of `layer` by slot: slot 0 is this rank's own, context slots lie in
+    the store, messages bring all others. `buffers`: memory of messages, and of gradients that become messages."""
 
     def __init__(self, schedule: AttentionSchedule, *, store: ContextStore, layer: LayerKey, buffers: Buffers) -> None:
         self._earlier = {each.slot: ((each.microbatch, layer[1]), each.span) for each in schedule.context}
@@ -367,7 +342,7 @@ class Slots:
         self._shapes[slot] = key.shape
 
     def keep(self, *, recomputed: bool) -> None:
-        """Keep in the store what later microbatches need of slot 0."""
+        """Keep rows of slot 0 in the store that later microbatches need."""
         if self._kept:
             key, value = self._held[0]
             self._store.put(self._layer, self._kept, key=key, value=value, recomputed=recomputed)
@@ -393,7 +368,7 @@ class Slots:
             self.gradient(slot).add(ranges, dk, dv)
             return
         for target, source in zip(self._store.gradient(*self._earlier[slot]), (dk, dv), strict=True):
-            add_rows(target, ranges, source=source)
+            write_rows(target, ranges, source=source, add=True)
 
     def gradient(self, slot: int) -> RowSums:
         """Sums of dK, dV of a slot outside the store; slot 0's start with the gradients of later microbatches."""
@@ -428,7 +403,7 @@ class Slots:
             del self._gradients[message.slot]
             return self._stacks.pop(message.slot)
         came = self._messages.get(message.slot)
-        if came is not None and merged(list(message.ranges)) == ((0, came.shape[1]),):
+        if came is not None and merged(message.ranges) == ((0, came.shape[1]),):
             return came
         packed = self.allocate(message)
         for target, source in zip(packed, self._held[message.slot], strict=True):

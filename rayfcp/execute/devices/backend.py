@@ -4,9 +4,8 @@ Each device has a module with a `BACKEND` (`cpu`, `cuda`, `npu`); `rayfcp.values
 """
 
 import importlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,54 +16,42 @@ from rayfcp.config import ConfigError
 from rayfcp.values.devices import AUTO, CPU, DEVICES, DeviceInfo
 
 if TYPE_CHECKING:
-    from rayfcp.execute.kernels.interface import AttentionKernel
+    from rayfcp.execute.kernels import AttentionKernel
 
 Mark = Any
 """A point in time of one clock."""
 
 
-class Clock(Protocol):
-    """Marks points between computations; marks are read once everything is done."""
+class Clock:
+    """Marks points between computations; marks are read once everything is done. This one is for devices whose calls
+    return when the work is done."""
 
-    def mark(self) -> Mark:
-        """The point at which everything enqueued so far is done on the device; the host does not wait."""
-        ...
-
-    def between(self, start: Mark, stop: Mark) -> float:
-        """Seconds from `start` to `stop`."""
-        ...
-
-    def times(self, *marks: Mark) -> tuple[float, ...]:
-        """Seconds since the epoch."""
-        ...
-
-
-class HostClock:
-    """Clock of devices whose calls return when the work is done."""
-
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
 
     def mark(self) -> Mark:
+        """The point at which everything enqueued so far is done on the device; the host does not wait."""
         return self._clock()
 
     def between(self, start: Mark, stop: Mark) -> float:
-        seconds: float = stop - start
-        return seconds
+        """Seconds from `start` to `stop`."""
+        return float(stop - start)
 
     def times(self, *marks: Mark) -> tuple[float, ...]:
+        """Seconds since the epoch."""
         return marks
 
 
-class EventClock:
+class EventClock(Clock):
     """Clock of devices whose host only enqueues work.
 
     Events carry the device's own time. It is set against the host's when marks are read: by then all work is done, so
     one more event completes at a time that the host knows.
     """
 
-    def __init__(self, streams: Any, clock: Callable[[], float] = time.time) -> None:
-        self._streams, self._clock = streams, clock
+    def __init__(self, streams: Any, clock: Callable[[], float]) -> None:
+        super().__init__(clock)
+        self._streams = streams
 
     def mark(self) -> Mark:
         event = self._streams.Event(enable_timing=True)
@@ -92,12 +79,7 @@ class DeviceBackend:
         self.info = info
 
     def kernels(self, *, sm_margin: int) -> "Iterator[AttentionKernel]":
-        """Attention kernels that can run here, in order of preference. `sm_margin`: multiprocessors of a GPU that they
-        leave to communication, if they can.
-
-        Raises:
-            KernelUnavailableError: there is none; the message says what to install.
-        """
+        """Attention kernels that can run here, in order of preference; see `pick_kernel`."""
         raise NotImplementedError
 
     @property
@@ -116,7 +98,7 @@ class DeviceBackend:
         return module is not None and bool(module.is_available())
 
     def device_name(self, device: torch.device | int) -> str:
-        """The device's name, as its driver gives it."""
+        """Name that the driver gives."""
         return str(getattr(torch, self.info.name).get_device_name(device))
 
     def peak_flops(self, device: torch.device) -> float | None:
@@ -144,8 +126,8 @@ class DeviceBackend:
         if self.streams is not None:
             self.streams.synchronize()
 
-    def clock(self, host_clock: Callable[[], float] = time.time) -> Clock:
-        return HostClock(host_clock) if self.streams is None else EventClock(self.streams, host_clock)
+    def clock(self, host_clock: Callable[[], float]) -> Clock:
+        return Clock(host_clock) if self.streams is None else EventClock(self.streams, host_clock)
 
     def group_options(self, *, communication_sms: int) -> Any | None:  # noqa: ARG002  an option of NCCL
         """Options for `dist.new_group` on `info.group_backend`; None where there is nothing to choose."""
@@ -156,11 +138,7 @@ class DeviceBackend:
         kernels are told when they are made."""
 
     def abort_collectives(self, device: torch.device) -> None:  # noqa: ARG002  an option of Ascend
-        """End collectives that the device executes or has queued.
-
-        Raises:
-            RuntimeError: the device did not stop.
-        """
+        """End collectives that the device executes or has queued; a RuntimeError if it did not stop."""
         dist.distributed_c10d._abort_process_group()
 
     def restart(self, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
-from rayfcp.execute.kernels.interface import AttentionKernel, Pairs
+from rayfcp.execute.kernels import AttentionKernel, Pairs
 from rayfcp.values.devices import CPU
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Pairs, padded
 from rayfcp.execute.kernels.cudnn import CudnnKernel, agrees, keeps_plans
 from rayfcp.execute.kernels.cutlass import CutlassKernel
 from rayfcp.execute.kernels.flash import FlashAttn2Kernel, FlashAttn3Kernel, TorchFlashKernel
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs, padded
 from rayfcp.values.devices import CUDA
 
 logger = logging.getLogger(__name__)

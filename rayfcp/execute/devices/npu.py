@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import DeviceBackend, to_device
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Lengths, Pairs
+from rayfcp.execute.kernels import AttentionKernel, KernelUnavailableError, Lengths, Pairs
 from rayfcp.values.devices import NPU
 
 MAX_PAIRS = 1024

@@ -1,19 +1,60 @@
-"""Attention kernels behind one interface; a device's backend lists those that can run on it."""
+"""Attention kernels behind one interface, over pairs of ranges with (out, logsumexp); conversions that they share."""
 
 import functools
 import logging
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
-from rayfcp.execute.devices.backend import backend_of
-from rayfcp.execute.kernels.interface import AttentionKernel, KernelUnavailableError, Pairs
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rayfcp.config import ConfigError
+from rayfcp.execute.devices.backend import backend_of, to_device
 
 logger = logging.getLogger(__name__)
 
+Lengths = tuple[int, ...]
 
-@functools.cache
-def _best(device: str, sm_margin: int) -> AttentionKernel:
-    kernel = next(backend_of(device).kernels(sm_margin=sm_margin))
-    logger.info("attention on %s: %s", device, kernel.name)
-    return kernel
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Pairs of ranges of one call: pair i has `query_lengths[i]` queries and `key_lengths[i]` keys, none of them 0.
+
+    `causal` pairs have as many queries as keys, and query i attends to keys j <= i; otherwise each query of a pair
+    attends to all its keys. Scores are multiplied by `scale`.
+    """
+
+    query_lengths: Lengths
+    key_lengths: Lengths
+    causal: bool
+    scale: float
+
+
+class AttentionKernel(Protocol):
+    """Attention over packed pairs.
+
+    Queries `[queries, heads, head_dim]` and keys, values `[keys, kv_heads, head_dim]` of all pairs are concatenated;
+    `heads` is a multiple of `kv_heads`. Inputs may be strided views whose last dimension is contiguous.
+    """
+
+    name: str
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """out `[queries, heads, head_dim]` in the input's dtype; natural logsumexp `[queries, heads]` in fp32 (fp64
+        for fp64)."""
+        ...
+
+    def backward(
+        self, grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, pairs: Pairs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of these pairs alone, given `out` and `lse` merged over all keys of the sequence."""
+        ...
+
+
+class KernelUnavailableError(ConfigError):
+    """No kernel can run on the device; the message says what to install."""
 
 
 def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
@@ -27,4 +68,55 @@ def pick_kernel(device: str, *, sm_margin: int = 0) -> AttentionKernel:
     return _best(device, sm_margin)
 
 
-__all__ = ["AttentionKernel", "KernelUnavailableError", "Pairs", "pick_kernel"]
+@functools.cache
+def _best(device: str, sm_margin: int) -> AttentionKernel:
+    kernel = next(backend_of(device).kernels(sm_margin=sm_margin))
+    logger.info("attention on %s: %s", device, kernel.name)
+    return kernel
+
+
+ALIGNMENT = 8
+"""CUDA kernels need a head_dim that is a multiple of this."""
+
+
+class Offsets(NamedTuple):
+    """Cumulative lengths of pairs, on the device, and maximum lengths, in the order in which kernels take them."""
+
+    query: Tensor
+    key: Tensor
+    max_query: int
+    max_key: int
+
+
+def offsets_of(pairs: Pairs, *, device: torch.device) -> Offsets:
+    return Offsets(
+        query=_cumulative(pairs.query_lengths, device),
+        key=_cumulative(pairs.key_lengths, device),
+        max_query=max(pairs.query_lengths),
+        max_key=max(pairs.key_lengths),
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # the layers of a microbatch make the same calls
+def _cumulative(lengths: Lengths, device: torch.device) -> Tensor:
+    return to_device([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def padded(tensor: Tensor) -> Tensor:
+    """`tensor` with head_dim padded to the alignment. Zeros change neither scores nor the rest of out and gradients."""
+    missing = -tensor.shape[-1] % ALIGNMENT
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def repeated(query: Tensor, tensor: Tensor) -> Tensor:
+    """Keys or values with as many heads as the query, for kernels without grouped-query attention."""
+    times = query.shape[1] // tensor.shape[1]
+    return tensor if times == 1 else tensor.repeat_interleave(times, dim=1)
+
+
+def summed(grad: Tensor, like: Tensor) -> Tensor:
+    """Gradient of the argument of `repeated`, summed in fp32 over the repeated heads."""
+    if grad.shape[1] == like.shape[1]:
+        return grad
+    total: Tensor = grad.unflatten(1, (like.shape[1], -1)).sum(dim=2, dtype=torch.float32)
+    return total

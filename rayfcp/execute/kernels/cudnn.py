@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import AttentionKernel, Pairs, offsets_of, repeated, summed
+from rayfcp.execute.kernels import AttentionKernel, Pairs, offsets_of, repeated, summed
 
 logger = logging.getLogger(__name__)
 

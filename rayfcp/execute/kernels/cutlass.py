@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rayfcp.execute.devices.backend import to_device
-from rayfcp.execute.kernels.interface import Lengths, Pairs, offsets_of, repeated, summed
+from rayfcp.execute.kernels import Lengths, Pairs, offsets_of, repeated, summed
 
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1
 _LSE_ALIGNMENT = 32

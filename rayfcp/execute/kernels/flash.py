@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayfcp.execute.kernels.interface import Pairs, offsets_of, repeated
+from rayfcp.execute.kernels import Pairs, offsets_of, repeated
 
 
 class FlashAttn3Kernel:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
@@ -71,8 +71,8 @@ class MeshPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Channels:
-    """One process group per kind of message.
+class ProcessGroups:
+    """Process groups of this device in one generation, one per kind of message, made in `seconds`.
 
     `shard`: gathers and reductions of sharded parameters, over the ranks of a stage. `attend`: keys, values and their
     gradients, over the same devices. `pipe_forward`, `pipe_backward`: activations and their gradients, over the stages
@@ -81,6 +81,9 @@ class Channels:
     `shard`, `pipe_forward` and `tensor` in turn, and gradients of tied embeddings on `pipe_forward`.
     """
 
+    position: MeshPosition
+    device: torch.device
+    seconds: float
     shard: dist.ProcessGroup
     attend: dist.ProcessGroup
     control: dist.ProcessGroup
@@ -88,25 +91,15 @@ class Channels:
     pipe_backward: dist.ProcessGroup | None = None
     tensor: dist.ProcessGroup | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessGroups:
-    """Process groups of this device in one generation, and the seconds that making them took."""
-
-    position: MeshPosition
-    device: torch.device
-    channels: Channels
-    seconds: float
-
     @property
     def made(self) -> tuple[dist.ProcessGroup, ...]:
-        """The groups of all channels."""
-        groups = (getattr(self.channels, each.name) for each in fields(self.channels))
+        """All groups."""
+        groups = (self.shard, self.attend, self.control, self.pipe_forward, self.pipe_backward, self.tensor)
         return tuple(group for group in groups if group is not None)
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Element-wise sum over all devices, in place; every device must call it, with a tensor on its device."""
-        for group in (self.channels.shard, self.channels.pipe_forward, self.channels.tensor):
+        for group in (self.shard, self.pipe_forward, self.tensor):
             if group is not None:
                 dist.all_reduce(numbers, group=group)
         return numbers
@@ -120,11 +113,8 @@ def join_process_groups(
     timeout_s: float,
     communication_sms: int = 0,
 ) -> ProcessGroups:
-    """Rendezvous with the other devices at the store and make the channels.
-
-    `store` returns a client of the rendezvous store, under the prefix of this generation. `communication_sms`: see
-    `DeviceBackend.group_options`.
-    """
+    """Rendezvous with the other devices and make the groups. `store` returns a client of the rendezvous store, under
+    the prefix of this generation; `communication_sms`: see `DeviceBackend.group_options`."""
     start_s = time.perf_counter()
     timeout = timedelta(seconds=timeout_s)
     dist.init_process_group(
@@ -146,7 +136,7 @@ def join_process_groups(
             communication_sms=communication_sms,
         )
     seconds = time.perf_counter() - start_s
-    groups = ProcessGroups(position=position, device=device, channels=Channels(**made), seconds=seconds)
+    groups = ProcessGroups(position=position, device=device, seconds=seconds, **made)
     logger.info("device %d: %s, %d process groups in %.3f s", position.device, position, len(groups.made), seconds)
     return groups
 

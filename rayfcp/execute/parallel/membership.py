@@ -1,7 +1,4 @@
-"""Membership of this process in one generation after another, which another thread can abort at any time.
-
-Also: the rendezvous client that ends all exchanges over gloo, and what tells failed exchanges from other errors.
-"""
+"""Membership of this process in one generation after another, which another thread can abort at any time."""
 
 import functools
 import gc
@@ -80,15 +77,12 @@ _MIN_POLL_S, _MAX_POLL_S = 0.001, 0.05
 
 
 class RendezvousClient(dist.Store):
-    """A client of the rendezvous store that another thread can abort.
+    """A client of the rendezvous store that another thread can abort. `connect` makes the client below it, under the
+    prefix of the generation; `timeout_s`: how long to wait for other devices.
 
     A wait in gloo can be ended from outside only by closing its connections, and only gloo knows which they are. But
     devices exchange their listening addresses through the store: a connection is gloo's if one of its ends has such an
     address.
-
-    Args:
-        connect: makes the store's client, under the prefix of the generation.
-        timeout_s: how long to wait for other devices.
     """
 
     def __init__(self, connect: Callable[[], dist.Store], *, timeout_s: float) -> None:
@@ -103,10 +97,7 @@ class RendezvousClient(dist.Store):
         return self._aborted.is_set()
 
     def check_alive(self) -> None:
-        """
-        Raises:
-            CollectiveFailedError: `abort` was called.
-        """
+        """Raise a CollectiveFailedError if `abort` was called."""
         if self.is_aborted:
             raise CollectiveFailedError("exchange between devices aborted, by order")
 
@@ -194,13 +185,8 @@ logger = logging.getLogger(__name__)
 
 
 class Membership:
-    """Membership of this process's device in at most one generation at a time; `groups` is None outside.
-
-    Args:
-        start_timeout_s: how long to wait for other devices at the store.
-        collective_timeout_s: of one exchange.
-        communication_sms: multiprocessors of a GPU that exchanges may use; 0: as the library chooses.
-    """
+    """Membership of this process's device in at most one generation at a time; `groups` is None outside. The other
+    devices are awaited for `start_timeout_s` at the store; an exchange takes at most `collective_timeout_s`."""
 
     def __init__(
         self, device: torch.device, *, start_timeout_s: float, collective_timeout_s: float, communication_sms: int = 0
@@ -217,10 +203,7 @@ class Membership:
         return self._client is not None and self._client.is_aborted
 
     def check_alive(self) -> None:
-        """
-        Raises:
-            CollectiveFailedError: the generation was aborted.
-        """
+        """Raise a CollectiveFailedError if the generation was aborted."""
         if self._client is not None:
             self._client.check_alive()
 

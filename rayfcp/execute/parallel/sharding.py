@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.tensor import DTensor
 
 from rayfcp.execute.parallel.groups import ProcessGroups
 from rayfcp.execute.reports import StepProgress
@@ -18,13 +19,11 @@ from rayfcp.execute.vision import Pixels
 
 def stage_mesh(groups: ProcessGroups) -> DeviceMesh:
     """The devices of this stage: ranks (`shard`), or ranks x tensor-parallel devices (`shard`, `tensor`)."""
-    channels, kind = groups.channels, groups.device.type
-    if channels.tensor is None:
-        return DeviceMesh.from_group(channels.shard, kind, mesh_dim_names=("shard",))
+    kind = groups.device.type
+    if groups.tensor is None:
+        return DeviceMesh.from_group(groups.shard, kind, mesh_dim_names=("shard",))
     devices = torch.from_numpy(groups.position.mesh[groups.position.stage])
-    return DeviceMesh.from_group(
-        [channels.shard, channels.tensor], kind, mesh=devices, mesh_dim_names=("shard", "tensor")
-    )
+    return DeviceMesh.from_group([groups.shard, groups.tensor], kind, mesh=devices, mesh_dim_names=("shard", "tensor"))
 
 
 def shard(
@@ -90,6 +89,11 @@ def parameter_groups(part: FSDPModule) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """This device's part of a tensor, detached; shares memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 def sharded_modules(module: nn.Module) -> list[FSDPModule]:
     """All FSDP modules of a tree, the root included."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
@@ -117,25 +121,14 @@ class StageModule(nn.Module):
     def occasional(self) -> tuple[nn.Parameter, ...]:
         return ()
 
-    def encode(self, pixels: Pixels | None) -> Tensor:
+    def encode(self, pixels: Pixels | None) -> Tensor:  # noqa: ARG002  vision models need it
         """Features of the images' tokens, in order, `[tokens, num_mergers x hidden]`; in the graph unless the encoder
-        is frozen. None: the encoder runs, as on other ranks, on a small blank image.
-
-        Raises:
-            ValueError: the model has no encoder.
-        """
-        raise self._without_encoder(0 if pixels is None else len(pixels.grids))
+        is frozen. None: the encoder runs, as on other ranks, on a small blank image."""
+        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
 
     def blank_images(self, count: int, *, side: int) -> Pixels:  # noqa: ARG002  vision models need both
-        """`count` blank images of `side` x `side` patches, as the vision encoder takes them.
-
-        Raises:
-            ValueError: the model has none.
-        """
-        raise self._without_encoder(count)
-
-    def _without_encoder(self, count: int) -> ValueError:
-        return ValueError(f"{type(self).__name__} has no vision encoder for {count} images; give it none")
+        """`count` blank images of `side` x `side` patches, as the vision encoder takes them."""
+        raise ValueError(f"{type(self).__name__} has no vision encoder; give it no images")
 
 
 def set_reduce(module: nn.Module, reduce: bool) -> None:

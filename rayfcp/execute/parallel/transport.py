@@ -20,7 +20,7 @@ import torch.distributed.nn.functional  # its defaults name the default group of
 from torch import Tensor
 
 from rayfcp.execute.attention.slots import Buffers
-from rayfcp.execute.devices.backend import Clock, HostClock, Mark, backend_of
+from rayfcp.execute.devices.backend import Clock, Mark, backend_of
 from rayfcp.execute.reports import StepProgress
 from rayfcp.program import Receive, Send, StageFlow
 from rayfcp.values.devices import device_of_group_backend
@@ -130,11 +130,7 @@ class DistributedTransport(Transport):
 
 
 def default_transport() -> DistributedTransport:
-    """The transport on the default process group; the same one until the group is destroyed.
-
-    Raises:
-        ValueError: there is no such group.
-    """
+    """The transport on the default process group; the same one until the group is destroyed."""
     group = dist.group.WORLD
     if group is None:
         raise ValueError("transport is absent, and there is no process group; call init_process_group, or give one")
@@ -168,11 +164,7 @@ class Fabric:
         self._boxes[source, target].put(tensor)
 
     def take(self, source: int, target: int) -> Tensor:
-        """The next tensor from source to target.
-
-        Raises:
-            FabricAbortedError: another rank failed meanwhile.
-        """
+        """The next tensor from source to target; a FabricAbortedError if another rank failed meanwhile."""
         while not self._aborted.is_set():
             with suppress(queue.Empty):
                 return self._boxes[source, target].get(timeout=self._POLL_S)
@@ -211,7 +203,7 @@ class AttentionStats:
     bytes_sent: int = 0
     pairs: float = 0.0
     buffers: Buffers = field(default_factory=Buffers)
-    clock: Clock = field(default_factory=lambda: HostClock(time.perf_counter))
+    clock: Clock = field(default_factory=lambda: Clock(time.perf_counter))
     _waits: list[tuple[Mark, Mark]] = field(default_factory=list)
 
     def post(self, sends: list[Envelope], receives: list[Envelope], *, transport: Transport) -> Pending:
@@ -232,16 +224,11 @@ class AttentionStats:
 
 
 class Pipes:
-    """One stage's ends of both channels; peers are stage numbers.
+    """One stage's ends of the channels of `activations`, from each stage to the next, and of their `gradients`, back;
+    peers are stage numbers. Both have `hidden_size` and `dtype`.
 
     Sent tensors are kept until they are known to have left: when the channel says so, when the gradient of a sent
     activation arrives, or at the latest in `finish`.
-
-    Args:
-        activations: the channel from each stage to the next.
-        gradients: the channel back.
-        hidden_size: of the model.
-        dtype: of activations and their gradients.
     """
 
     def __init__(
@@ -262,11 +249,7 @@ class Pipes:
         return self._channels[StageFlow.ACTIVATION].rank
 
     def send(self, item: Send, tensor: Tensor) -> None:
-        """Post `tensor`, `[tokens, hidden]`, without waiting.
-
-        Raises:
-            ValueError: it is not what the program says.
-        """
+        """Post `tensor`, `[tokens, hidden]`, without waiting."""
         due = (item.num_tokens, self._hidden_size)
         if tensor.shape != due or tensor.dtype is not self._dtype:
             raise ValueError(

@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -47,13 +46,9 @@ class CheckpointWriter:
             process_group=self._group,
         )
         own = (f"__{dist.get_rank(self._group)}_*", *([".metadata"] if dist.get_rank(self._group) == 0 else []))
-        self._writing = Future()
-        Thread(
-            target=_conclude,
-            args=(self._writing, written, folder),
-            kwargs={"own": own, "began_s": began_s},
-            daemon=True,
-        ).start()
+        assert isinstance(written, Future)  # without a stager of its own
+        self._writing = ended = Future[SavedPart]()
+        written.add_done_callback(lambda each: _conclude(ended, each, folder, own=own, began_s=began_s))
 
     def finished(self) -> SavedPart | None:
         """Result of a write that has ended, once; None while it is in progress or if there is none."""
@@ -80,9 +75,9 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _conclude(
-    ended: "Future[SavedPart]", written: "Future[Any]", folder: Path, *, own: Sequence[str], began_s: float
+    ended: Future[SavedPart], written: Future[Any], folder: Path, *, own: Sequence[str], began_s: float
 ) -> None:
-    """Wait for the write, then checksum what this device wrote; only `finish` waits for that."""
+    """Checksum what this device wrote, in the thread that wrote it; only `finish` waits for that."""
     files: tuple[FileSum, ...] = ()
     failure = written.exception()
     problem = "" if failure is None else _in_one_line(failure)

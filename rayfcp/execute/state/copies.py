@@ -28,12 +28,8 @@ class CopyGoneError(LookupError):
 
 @contextmanager
 def reading(header: ShardHeader) -> Iterator[None]:
-    """Context for reading pieces of a copy, in this or another process. A missing copy is no program error: it was
-    dropped for a newer one since its holder was chosen, and others may hold the pieces.
-
-    Raises:
-        CollectiveFailedError: the copy is gone; one line, without the traceback of the process that held it.
-    """
+    """Context for reading pieces of a copy, in this or another process; a CollectiveFailedError if the copy is gone. It
+    was dropped for a newer one then, and others may hold the pieces."""
     try:
         yield
     except CopyGoneError as error:
@@ -70,10 +66,8 @@ def slices_of(box: Box, *, within: Box) -> tuple[slice, ...]:
 class HeldCopies:
     """Complete copies by (state, device number); thread-safe.
 
-    A copy received in chunks is visible once all of them are here and their checksums (CRC-32) match.
-
-    Args:
-        allocate: returns a uint8 buffer of so many bytes; pinned memory for accelerators.
+    A copy received in chunks is visible once all of them are here and their checksums (CRC-32) match. `allocate`
+    returns a uint8 buffer of so many bytes; pinned memory for accelerators.
     """
 
     def __init__(
@@ -85,11 +79,7 @@ class HeldCopies:
         self._spare: list[np.ndarray[Any, Any]] = []
 
     def begin(self, header: ShardHeader) -> bool:
-        """Expect chunks of a copy, from the start if some were received already; False if it is held complete.
-
-        Raises:
-            ValueError: an entry lies outside the shard, or its elements have no usable size.
-        """
+        """Expect chunks of a copy, from the start if some were received already; False if it is held complete."""
         _check(header)
         with self._lock:
             held = self._copies.get((header.state, header.number))
@@ -125,11 +115,7 @@ class HeldCopies:
                 return copy.is_complete
 
     def put(self, header: ShardHeader, buffer: np.ndarray[Any, Any]) -> None:
-        """Take over a whole copy; the caller must not write to the buffer (uint8, of the shard's size) any more.
-
-        Raises:
-            ValueError: the buffer has another size, or the header does not fit it.
-        """
+        """Take over a whole copy; the caller must not write to the buffer (uint8, of the shard's size) any more."""
         _check(header)
         if len(buffer) != header.num_bytes:
             raise ValueError(f"{_label(header)}: buffer has {len(buffer)} bytes, must have {header.num_bytes}")
@@ -148,21 +134,14 @@ class HeldCopies:
         return tuple(sorted(held, key=lambda header: (header.state, header.number)))
 
     def pieces(self, state: StateId, number: int, *, wanted: Sequence[Wanted]) -> list[np.ndarray[Any, Any]]:
-        """Each part as a contiguous array of its box's shape, with unsigned integers of the elements' size.
-
-        Raises:
-            CopyGoneError: the copy is not held, or not complete.
-            ValueError: a part is not within one entry.
-        """
+        """Each part, which must be within one entry, as a contiguous array of its box's shape, with unsigned integers
+        of the elements' size. A CopyGoneError if the copy is not held, or not complete."""
         with self._using(state, number, complete=True) as copy:
             return [copy.piece(name, kind, box=box) for name, kind, box in wanted]
 
     def chunks(self, state: StateId, number: int, *, chunk_bytes: int) -> Iterator[tuple[int, memoryview, int]]:
-        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next chunk.
-
-        Raises:
-            CopyGoneError: the copy is not held, not complete, or was dropped meanwhile.
-        """
+        """(offset, bytes, checksum) of each chunk, for `write` elsewhere. The bytes are valid until the next chunk. A
+        CopyGoneError if the copy is not held, not complete, or was dropped meanwhile."""
         with self._using(state, number, complete=True) as copy:
             view = copy.buffer.data
             for start in range(0, len(view), chunk_bytes):

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rayfcp.execute.devices.backend import backend_of
 from rayfcp.execute.parallel.groups import MeshPosition
+from rayfcp.execute.parallel.sharding import local_shard
 from rayfcp.execute.state.copies import HeldCopies, Wanted, reading, slices_of
 from rayfcp.values.state import Box, ShardEntry, ShardHeader, StateId
 
@@ -33,21 +34,22 @@ class ShardTensor:
 
     name: str
     kind: str
-    box: Box
+    parameter: Tensor
     tensor: Tensor
 
+    @property
+    def box(self) -> Box:
+        return own_box(self.parameter)
 
-def _parts(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, box_of: Callable[[Tensor], Box]
-) -> Iterator[ShardTensor]:
+
+def _parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[ShardTensor]:
     """Parts of the device, parameter by parameter; parameters of which it has nothing are skipped."""
     for name, parameter in module.named_parameters():
-        box = box_of(parameter)
-        if box.num_elements:
-            yield ShardTensor(name=name, kind=PARAMETER, box=box, tensor=_local(parameter))
+        if (own := local_shard(parameter)).numel():
+            yield ShardTensor(name=name, kind=PARAMETER, parameter=parameter, tensor=own)
             for kind, value in optimizer.state.get(parameter, {}).items():
                 if _is_shaped(value, parameter):
-                    yield ShardTensor(name=name, kind=kind, box=box, tensor=_local(value))
+                    yield ShardTensor(name=name, kind=kind, parameter=parameter, tensor=local_shard(value))
 
 
 def _is_shaped(value: object, parameter: Tensor) -> bool:
@@ -55,11 +57,7 @@ def _is_shaped(value: object, parameter: Tensor) -> bool:
 
 
 def _scalars(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Scalars of the optimizer's state, which all parameters share.
-
-    Raises:
-        RuntimeError: they differ between parameters.
-    """
+    """Scalars of the optimizer's state, which all parameters share; a RuntimeError if they differ."""
     found: dict[str, set[float]] = defaultdict(set)
     for parameter, state in optimizer.state.items():
         for kind, value in state.items():
@@ -79,10 +77,6 @@ def own_box(parameter: Tensor) -> Box:
         return Box(offsets=(0,) * parameter.ndim, sizes=tuple(parameter.shape))
     sizes, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return Box(offsets=tuple(offsets), sizes=tuple(sizes))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +100,6 @@ class Snapshots:
     ) -> None:
         self._module, self._optimizer, self._copies = module, optimizer, copies
         self._place = position
-        self._boxes: dict[Tensor, Box] = {}
         self._entries: tuple[ShardEntry, ...] = ()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -116,14 +109,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, state: StateId) -> ShardHeader:
-        """Copy the device's present contents as `state`; done when this returns on CPUs, by `settle` on accelerators.
-
-        Raises:
-            RuntimeError: numbers of the optimizer differ between parameters.
-        """
+        """Copy the device's contents as `state`; done when this returns on CPUs, by `settle` on accelerators."""
         self.settle()
         start_s = time.perf_counter()
-        parts = list(_parts(self._module, self._optimizer, box_of=self._box))
+        parts = list(_parts(self._module, self._optimizer))
         self._lay_out(parts)
         header = ShardHeader(
             state=state,
@@ -137,14 +126,9 @@ class Snapshots:
         self.seconds += time.perf_counter() - start_s
         return header
 
-    def _box(self, parameter: Tensor) -> Box:
-        """`own_box`, computed once: shards do not move within a generation."""
-        if parameter not in self._boxes:
-            self._boxes[parameter] = own_box(parameter)
-        return self._boxes[parameter]
-
     def _lay_out(self, parts: Sequence[ShardTensor]) -> None:
-        """Offset of each part in the buffer; recomputed only when the optimizer has new state."""
+        """Box and offset of each part in the buffer; computed anew only when the optimizer has new state, since shards
+        do not move within a generation."""
         if [(part.name, part.kind) for part in parts] == [(entry.name, entry.kind) for entry in self._entries]:
             return
         entries, at = [], 0
@@ -220,7 +204,7 @@ def fill(module: nn.Module, optimizer: torch.optim.Optimizer, *, sources: Sequen
             held[entry.name, entry.kind].setdefault(entry.box, (at, entry.itemsize))
     _allocate_state(module, optimizer, held.keys(), scalars=_common_scalars(sources))
     requests: dict[int, list[tuple[ShardTensor, Box]]] = defaultdict(list)
-    for part in _parts(module, optimizer, box_of=own_box):
+    for part in _parts(module, optimizer):
         for at, box in _cover(part, held.get((part.name, part.kind), {})):
             requests[at].append((part, box))
     with ThreadPoolExecutor(max_workers=max(1, min(8, len(requests)))) as pool:
