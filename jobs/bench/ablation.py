@@ -49,6 +49,8 @@ SEQUENCES_PER_RANK = (3, 6, 10, 16)
 DIVIDING = ("_forward", "_share")  # shares that divide coefficients between passes or heads, no terms of their own
 ESSENTIAL = ("attention_s_per_pair", "linear_s_per_token")  # without them nothing is left to plan
 
+PARTS = ("search", "terms", "blocks", "pipeline")
+
 BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "shares placement": {"placement": "lpt"},
     "pacing": {"paced": False},
@@ -103,7 +105,7 @@ def case_of(number: int, *, stages: int = 1) -> Case:
             model,
             num_devices=ranks * stages,
             recomputed_layers=0,
-            memory_bytes=hardware.memory_bytes,
+            memory_bytes=int(hardware.memory_bytes * float(rng.choice((0.5, 0.75, 1.0)))),
             bytes_per_element=hardware.dtype_bytes,
             reduce_every="step",
         )
@@ -244,7 +246,7 @@ def add_changes(case: Case, offered: Iterator[tuple[str, list[Patch], Plan]], ch
 def add_staged(number: int, changes: Changes) -> None:
     """Append what the pipeline planner's options change; nothing where the model does not fit these devices."""
     try:
-        case = case_of(number, stages=2 + 2 * (number % 20 == 0))
+        case = case_of(number, stages=2 + 2 * (number // 10 % 2))
     except InfeasiblePlanError:
         return
     add_changes(case, planner_ways(case, strategy="elastic-pipeline", section="pipeline", table=PIPELINE), changes)
@@ -268,17 +270,23 @@ def _figures(changes: list[float]) -> dict[str, float]:
 def main() -> None:
     """Run all cases for each number of moves; print a table and write JSON."""
     args = _parser().parse_args()
+    parts = set(args.parts.split(","))
+    if unknown := parts - set(PARTS):
+        sys.exit(f"--parts has {', '.join(sorted(unknown))}, must be of {', '.join(PARTS)}; remove it")
     found: dict[str, dict[str, dict[str, float]]] = {}
     for moves in [int(each) for each in args.moves.split(",")]:
         changes: Changes = {}
         begin_s = time.monotonic()
         for number in range(args.first, args.first + args.cases):
             case = case_of(number)
-            add_changes(case, ways(case, moves=moves, terms=not args.no_terms), changes)
-            if number % 4 == 0 and not args.groups_only:
+            if parts & {"search", "terms"}:
+                offered = ways(case, moves=moves, terms="terms" in parts, switches="search" in parts)
+                add_changes(case, offered, changes)
+            # Neither share of the cases may follow what the number decides: lengths, primitives, speeds.
+            if "blocks" in parts and number % 4 == number // 4 % 4:
                 offered = planner_ways(case, strategy="flex-block", section="blocks", table=BLOCKS)
                 add_changes(case, offered, changes)
-            if number % 10 == 0 and not args.groups_only:
+            if "pipeline" in parts and number % 10 == number // 10 % 4:
                 add_staged(number, changes)
             if (number + 1) % 10 == 0:
                 sys.stderr.write(f"{moves} moves: case {number + 1}, {time.monotonic() - begin_s:.0f} s\n")
@@ -308,8 +316,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--moves", default="300000,3000000", help="search budgets, comma-separated")
-    parser.add_argument("--groups-only", action="store_true", help="no block and pipeline planners")
-    parser.add_argument("--no-terms", action="store_true", help="no coefficients of the cost model")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to switch off, comma-separated (default: all)")
     parser.add_argument("--json", type=Path, default=None, metavar="OUT")
     return parser
 

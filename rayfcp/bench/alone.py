@@ -60,8 +60,8 @@ def peak_of(device: torch.device, *, dtype: str) -> float | None:
     CPU; None for others."""
     if not DEVICES[device.type].is_host:
         return backend_of(device).peak_flops(device) if dtype in ("bfloat16", "float16") else None
-    with one_thread(device):
-        return measure_flops(device) if dtype == "float32" else None
+    with one_thread(device):  # by the thread's own seconds, as attention is measured
+        return measure_flops(device, clock=time.thread_time) if dtype == "float32" else None
 
 
 @contextmanager
